@@ -1,0 +1,21 @@
+"""Collectives on explicit streams: MPI for CPU tensors, NCCL through CuPy for CUDA tensors. Knows nothing of sharding."""
+
+from .bootstrap import World, finalize, init, world
+from .communicator import Communicator, ReduceOp, Work
+from .mesh import DeviceMesh
+from .streams import Event, Stream, current_stream, new_stream
+
+__all__ = [
+    "Communicator",
+    "DeviceMesh",
+    "Event",
+    "ReduceOp",
+    "Stream",
+    "Work",
+    "World",
+    "current_stream",
+    "finalize",
+    "init",
+    "new_stream",
+    "world",
+]

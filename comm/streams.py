@@ -1,0 +1,207 @@
+"""Streams and events: one set of verbs for CUDA and for the host.
+
+A stream runs what is submitted to it in order; an event marks a point in it; `stream.wait(event)` orders two streams;
+only `synchronize()` blocks the caller. The runtime is written once against these verbs:
+
+| verb            | CudaStream                        | InlineStream (host)     | ThreadedStream (host)             |
+|-----------------|-----------------------------------|-------------------------|-----------------------------------|
+| `submit(fn)`    | runs `fn` now, this stream current | runs `fn` now          | queues `fn` for the worker thread |
+| `record()`      | a CUDA event                      | an event already past   | an event the worker will set      |
+| `wait(event)`   | the GPU waits                     | the caller waits        | the worker waits                  |
+
+An inline stream *is* the caller's thread, so it is also the host's compute stream. Ranks that share cores with their
+communication gain nothing from a worker (a hand-over costs tens of microseconds), hence inline is the default on one node.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+
+class Event(ABC):
+    """A point in a stream."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """True once everything submitted before the event has run."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the caller until the event has passed; raise what made its stream fail, if anything did."""
+
+
+class Stream(ABC):
+    """An ordered queue of work on one device."""
+
+    device: torch.device
+    handle: int = 0  # the raw cudaStream_t for NCCL; 0 on the host, where no library takes one
+
+    @abstractmethod
+    def submit(self, fn: Callable[[], object]) -> None:
+        """Run `fn` after everything submitted before it."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event that passes once everything submitted so far has run."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Let nothing submitted from now on run before `event` has passed."""
+
+    def synchronize(self) -> None:
+        """Block the caller until everything submitted so far has run."""
+        self.record().synchronize()
+
+    def close(self) -> None:
+        """Finish what was submitted and give back the thread, if there is one."""
+        self.synchronize()
+
+
+class _PastEvent(Event):
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+PAST = _PastEvent()
+
+
+class InlineStream(Stream):
+    """The caller's own thread: what is submitted has run when `submit` returns."""
+
+    device = torch.device("cpu")
+
+    def submit(self, fn: Callable[[], object]) -> None:
+        fn()
+
+    def record(self) -> Event:
+        return PAST
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+
+class _WorkerEvent(Event):
+    def __init__(self, stream: ThreadedStream) -> None:
+        self._stream = stream
+        self._passed = threading.Event()
+
+    def query(self) -> bool:
+        return self._passed.is_set()
+
+    def synchronize(self) -> None:
+        self._passed.wait()
+        self._stream.raise_failure()
+
+    def mark_passed(self) -> None:
+        self._passed.set()
+
+
+class ThreadedStream(Stream):
+    """An ordered worker thread, for communication that progresses while the caller computes.
+
+    The first exception of a submitted function ends the stream's work: later functions are skipped, events still pass (so
+    that nobody hangs), and every `synchronize` raises a RuntimeError caused by it.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._failure: BaseException | None = None
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"shardrt-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, fn: Callable[[], object]) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError(f"stream '{self.name}' is closed: submit nothing after close()")
+        self._queue.put(fn)
+
+    def record(self) -> Event:
+        event = _WorkerEvent(self)
+        self.submit(event.mark_passed)
+        return event
+
+    def wait(self, event: Event) -> None:
+        if not event.query():
+            self.submit(event.synchronize)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise RuntimeError if a submitted function has raised."""
+        if self._failure is not None:
+            raise RuntimeError(f"work on stream '{self.name}' failed: {self._failure!r}") from self._failure
+
+    def _run(self) -> None:
+        with torch.no_grad():  # grad mode is per thread, and starts enabled
+            while (fn := self._queue.get()) is not None:
+                is_mark = getattr(fn, "__func__", None) is _WorkerEvent.mark_passed
+                if self._failure is not None and not is_mark:
+                    continue
+                try:
+                    fn()
+                except BaseException as error:
+                    self._failure = error
+
+
+class _CudaEvent(Event):
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.cuda = event
+
+    def query(self) -> bool:
+        return self.cuda.query()
+
+    def synchronize(self) -> None:
+        self.cuda.synchronize()
+
+
+class CudaStream(Stream):
+    """A `torch.cuda.Stream`; `handle` is the raw pointer NCCL is given."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self.device = stream.device
+        self.handle = stream.cuda_stream
+
+    def submit(self, fn: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream):
+            fn()
+
+    def record(self) -> Event:
+        return _CudaEvent(self._stream.record_event())
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, _CudaEvent):
+            self._stream.wait_event(event.cuda)
+        else:
+            event.synchronize()
+
+
+_INLINE = InlineStream()
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The stream the caller computes on: torch's current CUDA stream, or on the host the caller's own thread."""
+    if device.type == "cuda":
+        return CudaStream(torch.cuda.current_stream(device))
+    return _INLINE
+
+
+def new_stream(device: torch.device, name: str, *, threaded: bool = False) -> Stream:
+    """A stream beside the caller's: a CUDA stream, or on the host a worker thread if `threaded`, else the caller's thread."""
+    if device.type == "cuda":
+        return CudaStream(torch.cuda.Stream(device))
+    return ThreadedStream(name) if threaded else InlineStream()

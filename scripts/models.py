@@ -1,0 +1,162 @@
+"""The models that the scripts train: a byte-level GPT, a communication-bound MLP, a host-bound stack of tiny blocks.
+
+Each has `blocks`, an nn.ModuleList whose members are sharded one by one before the model itself. Weights are a function of the
+seed alone, so every rank builds the same model.
+
+Legend: B sequences, T tokens each, C channels, H heads, D = C / H channels per head, V = 256 byte values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BYTES = 256  # V: a byte-level model needs no tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """The shape of a GPT."""
+
+    layers: int = 4
+    heads: int = 6
+    channels: int = 192
+    context: int = 128  # the most tokens it can look back on
+    tied: bool = True  # the head is the embedding, transposed
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "channels", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.channels % self.heads != 0:
+            raise ValueError(
+                f"channels={self.channels} does not divide into heads={self.heads}: "
+                f"use a multiple, such as {self.heads * max(1, round(self.channels / self.heads))}"
+            )
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.channels, 3 * config.channels, bias=False)
+        self.out = nn.Linear(config.channels, config.channels, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, channels = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, channels // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, tokens, channels))  # (B, T, C)
+
+
+class Block(nn.Module):
+    """Pre-norm: each half adds to the stream what it makes of the normalised stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.channels, bias=False)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.channels, bias=False)
+        self.up = nn.Linear(config.channels, 4 * config.channels, bias=False)
+        self.down = nn.Linear(4 * config.channels, config.channels, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    """Bytes (B, T) in, scores for each next byte (B, T, V) out."""
+
+    def __init__(self, config: GPTConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.context = config.context
+        self.tokens = nn.Embedding(BYTES, config.channels)
+        self.positions = nn.Embedding(config.context, config.channels)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.channels, bias=False)
+        self.head = nn.Linear(config.channels, BYTES, bias=False)
+        if config.tied:
+            self.head.weight = self.tokens.weight
+        initialize(self, seed)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)  # (B, T, C)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class MLP(nn.Module):
+    """Wide layers on few rows: each weight is sent for every few multiplications, so communication decides its speed."""
+
+    def __init__(self, layers: int = 6, width: int = 2048, seed: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 1)
+        initialize(self, seed, std=width**-0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = F.relu(block(x))
+        return self.head(x)
+
+
+class TinyBlock(nn.Module):
+    """Four parameters and next to no arithmetic."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.relu(self.linear(self.norm(x)))
+
+
+class TinyStack(nn.Module):
+    """A hundred tiny blocks: what a step costs here is the host's work per block."""
+
+    def __init__(self, layers: int = 100, width: int = 32, seed: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(layers))
+        self.head = nn.Linear(width, 1)
+        initialize(self, seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int, std: float = 0.02) -> None:
+    """Matrices from a normal distribution, norms at one, biases at zero; layers that end in a sum start smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    residual = 2 * len(model.get_submodule("blocks")._modules)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            ends_in_sum = name.endswith(("attention.out.weight", "down.weight"))
+            parameter.normal_(0.0, std / residual**0.5 if ends_in_sum else std, generator=generator)
+        else:
+            parameter.fill_(1.0 if "norm" in name else 0.0)
+
+
+def shard(model: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
+    """One group per block, and one for what is left: the root."""
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block)
+    fully_shard(model)
+
+
+def next_byte_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats per byte, in float32 whatever the model computed in. (B, T, V), (B, T) -> ()."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

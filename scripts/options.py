@@ -1,0 +1,35 @@
+"""Reading the command line on many ranks at once: refusals are one line each, and numbers have a least value."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse prints a refusal in pieces, which tear when several ranks print theirs."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse(message)
+
+
+def refuse(message: str) -> NoReturn:
+    """End this rank with a message and exit code 2; every rank comes to the same conclusion by itself."""
+    os.write(2, f"{Path(sys.argv[0]).name}: error: {message}\n".encode())
+    sys.exit(2)
+
+
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: expected a number of at least {least:g}")
+        return value
+
+    number.__name__ = kind.__name__  # argparse names it: "invalid int value"
+    return number

@@ -1,0 +1,305 @@
+"""Train a byte-level GPT on text, sharded over the ranks that started this script.
+
+    mpirun -n 2 python scripts/train.py            # learns Python from the standard library's sources
+    mpirun -n 4 python scripts/train.py --data ~/books --steps 2000 --dtype bfloat16
+
+One step, the same on every rank:
+  1. take this rank's rows of the global batch, micro-batch by micro-batch
+  2. forward and backward each; the ranks' gradients are averaged in the last backward only
+  3. clip by the norm over all ranks, set the learning rate, step the optimizer on the local shards
+  4. average the loss over the ranks
+and every --eval-every steps the loss on held-out text. Rank 0 speaks for all: a progress bar, then log.jsonl (a line with
+the configuration, then one per step), loss.png and sample.txt in --out. The global batch does not depend on the number of
+ranks, so neither does the loss curve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from tqdm import tqdm
+
+import shardrt
+from models import GPT, GPTConfig, next_byte_loss, shard
+from options import Parser, at_least, refuse
+from text import Corpus, batch, default_files, find_files, rank_rows, read_corpus, write_sample
+
+# ---------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line, one field per flag."""
+
+    data: list[Path]
+    max_bytes: int
+    layers: int
+    heads: int
+    channels: int
+    context: int
+    untied: bool
+    steps: int
+    batch: int
+    micro_batches: int
+    lr: float
+    warmup: int
+    weight_decay: float
+    clip: float
+    dtype: str
+    eval_every: int
+    eval_batches: int
+    prompt: str
+    sample_bytes: int
+    temperature: float
+    seed: int
+    out: Path
+
+    @property
+    def model(self) -> GPTConfig:
+        return GPTConfig(self.layers, self.heads, self.channels, self.context, not self.untied)
+
+
+def parse_options() -> Options:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=formatter)
+    add, count = parser.add_argument, at_least(1)
+    text = parser.add_argument_group("text").add_argument
+    text("--data", type=Path, nargs="+", default=[], help="files or folders; default: Python's own")
+    text("--max-bytes", type=count, default=1 << 25, help="read no more than this")
+    shape = parser.add_argument_group("model").add_argument
+    shape("--layers", type=count, default=4)
+    shape("--heads", type=count, default=6)
+    shape("--channels", type=count, default=192)
+    shape("--context", type=count, default=128, help="bytes that the model looks back on")
+    shape("--untied", action="store_true", help="a head of its own, not the embedding")
+    add("--steps", type=count, default=300)
+    add("--batch", type=count, default=24, help="sequences per step over all ranks")
+    add("--micro-batches", type=count, default=1, help="accumulate gradients over so many parts")
+    add("--lr", type=at_least(0.0, float), default=2e-3, help="the highest learning rate")
+    add("--warmup", type=at_least(0), default=30, help="steps up to the highest learning rate")
+    add("--weight-decay", type=at_least(0.0, float), default=0.1)
+    add("--clip", type=at_least(0.0, float), default=1.0, help="the largest gradient norm")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
+    add("--eval-every", type=count, default=50, help="steps")
+    add("--eval-batches", type=count, default=4)
+    add("--prompt", default="def ", help="what the sample starts with")
+    add("--sample-bytes", type=at_least(0), default=300)
+    add("--temperature", type=at_least(0.01, float), default=0.8)
+    add("--seed", type=at_least(0), default=0)
+    default_out = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    add("--out", type=Path, default=default_out, help="folder for what the run leaves")
+    return Options(**vars(parser.parse_args()))
+
+
+def check_options(options: Options) -> Corpus:
+    """Refuse what cannot work, before any collective; returns the text."""
+    if not options.prompt:
+        refuse("--prompt is empty: the model needs at least one byte to continue")
+    if options.out.exists() and not options.out.is_dir():
+        refuse(f"--out {options.out} is not a folder")
+    try:
+        options.model  # noqa: B018  (checks itself)
+        files = find_files(options.data) if options.data else default_files()
+        return read_corpus(files, options.context, options.max_bytes)
+    except (ValueError, OSError) as error:
+        refuse(str(error))
+
+
+def check_world(options: Options, corpus: Corpus, world: shardrt.World) -> None:
+    """Refuse what this number of ranks, or these machines, cannot do. Collective."""
+    parts = world.size * options.micro_batches
+    if options.batch % parts != 0:
+        refuse(
+            f"--batch {options.batch} does not divide by {world.size} ranks x "
+            f"{options.micro_batches} micro-batches: use a multiple of {parts}"
+        )
+    digests = world.comm.exchange(corpus.digest)
+    if len(set(digests)) > 1:
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        refuse(f"ranks 0 and {other} read different text: give --data that all machines share")
+
+
+# ---------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step has to tell; one line of the log."""
+
+    step: int
+    loss: float  # nats per byte, mean over the global batch
+    norm: float  # of the gradient, before clipping
+    lr: float
+    seconds: float
+    tokens_per_second: float
+    peak_mb: float  # of rank 0
+    validation_loss: float | None = None
+
+
+class Trainer:
+    """A step and a validation, as one rank does them."""
+
+    def __init__(self, options: Options, corpus: Corpus, world: shardrt.World) -> None:
+        self.options, self.corpus, self.world = options, corpus, world
+        self.model = GPT(options.model, options.seed).to(world.device)
+        policy = shardrt.MixedPrecisionPolicy()
+        if options.dtype == "bfloat16":
+            policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        shard(self.model, lambda module: shardrt.fully_shard(module, mp_policy=policy))
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(
+            parameters, betas=(0.9, 0.95), weight_decay=options.weight_decay
+        )
+
+    def step(self, step: int) -> Step:
+        """One optimizer step on global batch `step`."""
+        start = time.perf_counter()
+        loss = self.forward_backward(step)
+        norm = shardrt.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        lr = learning_rate(self.options, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mean = self.mean_over_ranks(loss)  # Cost: the step's one wait for the device
+        if not math.isfinite(mean):
+            raise RuntimeError(f"the loss is {mean} at step {step}: try a --lr below {lr:.1e}")
+        seconds = time.perf_counter() - start
+        tokens = self.options.batch * self.options.context
+        return Step(step, mean, float(norm), lr, seconds, tokens / seconds, peak_mb(self.world))
+
+    def forward_backward(self, step: int) -> torch.Tensor:
+        """Accumulate this rank's gradients over its micro-batches; returns its mean loss, ()."""
+        micro_batches = self.rows()
+        total = torch.zeros((), device=self.world.device)
+        for rows in micro_batches:
+            self.model.set_requires_gradient_sync(rows is micro_batches[-1])
+            loss = self.loss(self.corpus.train, step, rows) / len(micro_batches)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over --eval-batches batches of held-out text, the same each time. Collective."""
+        parts = [(step, rows) for step in range(self.options.eval_batches) for rows in self.rows()]
+        total = torch.zeros((), device=self.world.device)
+        for step, rows in parts:
+            total += self.loss(self.corpus.validation, step, rows) / len(parts)
+        return self.mean_over_ranks(total)
+
+    def loss(self, text: torch.Tensor, step: int, rows: range) -> torch.Tensor:
+        options, device = self.options, self.world.device
+        inputs, targets = batch(text, options.seed, step, rows, options.batch, options.context)
+        return next_byte_loss(self.model(inputs.to(device)), targets.to(device))
+
+    def rows(self) -> list[range]:
+        """This rank's rows of a global batch, one range per micro-batch."""
+        options, world = self.options, self.world
+        return rank_rows(options.batch, world.rank, world.size, options.micro_batches)
+
+    def mean_over_ranks(self, value: torch.Tensor) -> float:
+        """Collective; blocks until the device has computed `value`."""
+        comm, average = self.world.comm, shardrt.comm.ReduceOp.AVG
+        comm.all_reduce(value, value, average, stream=self.world.stream).synchronize()
+        return value.item()
+
+
+def learning_rate(options: Options, step: int) -> float:
+    """Straight up for --warmup steps, then a half cosine down to a tenth."""
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    done = (step - options.warmup) / max(1, options.steps - options.warmup)
+    return options.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def peak_mb(world: shardrt.World) -> float:
+    """The most memory this rank has held: device memory with CUDA, else the process's."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(world.device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # in KiB on Linux
+
+
+# ---------------------------------------------------------------------- what the run leaves
+
+
+def open_log(options: Options, corpus: Corpus, world: shardrt.World) -> TextIO:
+    """log.jsonl with its header line on rank 0, nowhere on the others."""
+    if world.rank != 0:
+        return open(os.devnull, "w")
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = {"files": corpus.files, "bytes": len(corpus.train) + len(corpus.validation)}
+    header = {"ranks": world.size, "device": world.device.type, "torch": torch.__version__}
+    log = open(options.out / "log.jsonl", "w", buffering=1)  # by line: a killed run keeps its log
+    log.write(json.dumps(header | text | asdict(options), default=str) + "\n")
+    return log
+
+
+def train(trainer: Trainer, log: TextIO) -> None:
+    """All steps, shown and logged."""
+    options, quiet = trainer.options, trainer.world.rank != 0
+    shown = ""
+    with tqdm(total=options.steps, disable=quiet, unit="step", dynamic_ncols=True) as bar:
+        for index in range(options.steps):
+            step = trainer.step(index)
+            if (index + 1) % options.eval_every == 0 or index + 1 == options.steps:
+                step = replace(step, validation_loss=trainer.validate())
+                shown = f", validation {step.validation_loss:.3f}"
+            log.write(json.dumps(asdict(step)) + "\n")
+            bar.set_postfix_str(
+                f"loss {step.loss:.3f}{shown}, {step.tokens_per_second:,.0f} tokens/s, "
+                f"{step.seconds * 1e3:.0f} ms, peak {step.peak_mb:.0f} MB",
+                refresh=False,
+            )
+            bar.update()
+
+
+def plot_losses(log: Path, picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no screen needed
+    from matplotlib import pyplot
+
+    steps = [json.loads(line) for line in log.read_text().splitlines()[1:]]
+    held_out = [step for step in steps if step["validation_loss"] is not None]
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    axes.plot([s["step"] for s in steps], [s["loss"] for s in steps], label="training")
+    xs, ys = [s["step"] for s in held_out], [s["validation_loss"] for s in held_out]
+    axes.plot(xs, ys, "o-", label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=str(log.parent))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=120)
+
+
+def main() -> None:
+    options = parse_options()
+    corpus = check_options(options)
+    world = shardrt.init()
+    check_world(options, corpus, world)
+    trainer = Trainer(options, corpus, world)
+    with open_log(options, corpus, world) as log:
+        train(trainer, log)
+    length, seed, temperature = options.sample_bytes, options.seed, options.temperature
+    prompt = options.prompt.encode()
+    sample = write_sample(trainer.model, prompt, length, seed=seed, temperature=temperature)
+    peaks = world.comm.exchange(peak_mb(world))
+    if world.rank == 0:
+        (options.out / "sample.txt").write_text(sample)
+        plot_losses(options.out / "log.jsonl", options.out / "loss.png")
+        print(f"--- a sample ---\n{sample}\n--- the end ---")
+        print(f"peak memory {max(peaks):.0f} MB per rank; wrote {options.out}/", flush=True)
+    shardrt.finalize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""shardrt: a standalone runtime for fully sharded data parallel training."""
+
+from pathlib import Path as _Path
+
+# In a checkout comm/ and kernels/ lie beside this folder; installed, they lie inside it. Searching the
+# checkout's root as well makes `PYTHONPATH=checkout` enough.
+# Hazard: never do so for an installed package: beside it lie other people's `comm` and `kernels`. A file
+# that only our comm/ has tells them apart.
+_here = _Path(__file__).resolve().parent
+if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py").is_file():
+    __path__.append(str(_here.parent))
+
+from .comm import DeviceMesh, World, finalize, init, world
+from .fully_shard import FSDPModule, fully_shard
+from .optim import clip_grad_norm_
+from .placement import FlatShard, RaggedShard, Shard
+from .policy import MixedPrecisionPolicy
+from .tensor import DTensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "FSDPModule",
+    "FlatShard",
+    "MixedPrecisionPolicy",
+    "RaggedShard",
+    "Shard",
+    "World",
+    "clip_grad_norm_",
+    "finalize",
+    "fully_shard",
+    "init",
+    "world",
+]

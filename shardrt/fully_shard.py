@@ -1,0 +1,223 @@
+"""The public API: `fully_shard` and what it makes of a module."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import NoReturn, cast
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import comm, hooks
+from .comm import DeviceMesh
+from .group import ParamGroup
+from .layout import ParamSpec, plan
+from .param import ShardedParam
+from .placement import Shard
+from .policy import MixedPrecisionPolicy
+from .tensor import DTensor
+
+# Which group took an original parameter: finds one that a module outside the group still holds.
+_taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module's class. The module's parameters are `DTensor`s outside its forward and backward."""
+
+    param_group: ParamGroup
+
+    def unshard(self) -> None:
+        """Gather this module's own parameters now and let it see them. Collective."""
+        group = self.param_group
+        _ = group.runtime or hooks.start(group.root)
+        group.unshard()
+        group.wait_unsharded()
+
+    def reshard(self) -> None:
+        """Free this module's gathered parameters; no-op while sharded."""
+        self.param_group.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Without sync, backwards accumulate unsharded gradients, in the reduce dtype; the next one with sync reduces all.
+
+        Cost: the gradients of every group stay unsharded in between. recurse: also for sharded modules inside.
+        """
+        for group in self._groups(recurse):
+            group.sync_gradients = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+        """Keep parameters gathered between forward and backward (False), or free and gather them again (True)."""
+        for group in self._groups(recurse):
+            group.reshard_after_forward = reshard_after_forward
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: drop that iteration and its gradients. On the root; on every rank."""
+        group = self.param_group
+        if group.parent is not None:
+            raise RuntimeError(f"reset_iter_state on '{group.name}': call it on the root, '{group.root.name}'")
+        if group.runtime is not None:
+            group.runtime.reset()
+
+    def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
+        if not recurse:
+            yield self.param_group
+            return
+        for module in cast(nn.Module, self).modules():
+            if isinstance(module, FSDPModule):
+                yield module.param_group
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise RuntimeError(
+            f"deepcopy of the sharded module '{self.param_group.name}': its parameters are parts, tied to buffers and "
+            "communicators; copy the module before fully_shard, or build another and load this one's state_dict()"
+        )
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> nn.Module:
+    """Shard the parameters of `module` that no earlier `fully_shard` inside it has taken, as one group. In place.
+
+    Call it bottom-up: on the blocks, then on the whole. Every rank keeps its segment of the planned layout; the rest is
+    gathered for the module's forward and backward and freed after. Gradients are averaged over the mesh.
+
+    mesh: over which ranks (default: all of them).
+    reshard_after_forward: free the gathered parameters after forward and gather them again for backward; None: True, but
+        for the root, whose backward comes at once.
+    shard_placement_fn: names the dim along which a parameter is cut (default: dim 0).
+    mp_policy: dtypes of compute, reduction and outputs.
+    Returns: the module, its class now `FSDP<class>`, an `FSDPModule`.
+    Raises, on every rank alike: TypeError or ValueError for a module that cannot be sharded, or that is not the same on
+    all ranks; both name the ranks that see it.
+    """
+    mesh = comm.world().mesh if mesh is None else mesh
+    owners: _Owners = {}
+    buffers: list[tuple[nn.Module, str]] = []
+    dims: dict[nn.Parameter, int] = {}
+    error: TypeError | ValueError | None = None
+    try:
+        owners, buffers = _collect(module, mesh)
+        dims = {param: _dim(owned[0][2], param, shard_placement_fn) for param, owned in owners.items()}
+    except (TypeError, ValueError) as caught:
+        error = caught
+    _agree(mesh, type(module).__name__, _describe(owners, dims), error)
+    policy = mp_policy or MixedPrecisionPolicy()
+    params = [
+        ShardedParam(owned[0][2], param, [(holder, attribute) for holder, attribute, _ in owned], dims[param])
+        for param, owned in owners.items()
+    ]
+    specs = [
+        ParamSpec(p.name, tuple(p.shape), (policy.param_dtype or p.dtype).itemsize, p.dim) for p in params
+    ]
+    layout = plan(specs, mesh.size)
+    for param in owners:
+        _taken[param] = type(module).__name__
+    group = ParamGroup(module, params, layout, mesh, policy, reshard_after_forward)
+    for holder, attribute in buffers:
+        holder._buffers[attribute] = holder._buffers[attribute].to(mesh.device)
+    for child in module.modules():
+        if isinstance(child, FSDPModule) and child.param_group.parent is None:
+            child.param_group.parent = group
+            group.children.append(child.param_group)
+    module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
+    module.param_group = group
+    hooks.register(group)
+    for holder, _ in {id(holder): (holder, 0) for owned in owners.values() for holder, *_ in owned}.values():
+        holder.register_state_dict_pre_hook(lambda *_: group.reshard())
+        holder.register_load_state_dict_pre_hook(lambda *_: group.reshard())
+    return module
+
+
+# ---------------------------------------------------------------------- set-up, and what is refused there
+
+_Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]  # holder, attribute, full name; several if tied
+
+
+def _collect(module: nn.Module, mesh: DeviceMesh) -> tuple[_Owners, list[tuple[nn.Module, str]]]:
+    """The parameters and buffers that this call takes: those of `module` outside of sharded modules in it."""
+    kind = type(module).__name__
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes one nn.Module, found {kind}")
+    if isinstance(module, FSDPModule):
+        raise ValueError(f"'{kind}' is sharded already: call fully_shard once for each module")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(f"'{kind}' has no forward to gather parameters for: call fully_shard on the modules in it")
+    if next(module.parameters(), None) is None:
+        raise ValueError(f"'{kind}' has no parameters to shard")
+    owners: _Owners = {}
+    buffers: list[tuple[nn.Module, str]] = []
+    for name, holder in _outside_sharded(module, ""):
+        for attribute, param in holder._parameters.items():
+            if param is not None:
+                full_name = f"{name}.{attribute}" if name else attribute
+                _check_param(full_name, param, mesh)
+                owners.setdefault(param, []).append((holder, attribute, full_name))
+        buffers += [(holder, attribute) for attribute, buffer in holder._buffers.items() if buffer is not None]
+    devices = {param.device.type: owned[0][2] for param, owned in owners.items()}
+    if len(devices) > 1:
+        found = ", ".join(f"'{name}' on {device}" for device, name in sorted(devices.items()))
+        raise ValueError(f"'{kind}' has parameters on several devices ({found}); move the module to one of them")
+    return owners, buffers
+
+
+def _outside_sharded(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """`module` and what is in it, with names, sharded modules inside left out. A module met twice comes twice (ties)."""
+    yield name, module
+    for child_name, child in module.named_children():
+        if not isinstance(child, FSDPModule):
+            yield from _outside_sharded(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _check_param(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
+    if param in _taken or isinstance(param, DTensor):
+        taker = _taken.get(param, "another module")
+        raise ValueError(
+            f"parameter '{name}' is shared with '{taker}', which is sharded already: tied parameters belong in one "
+            "group; shard neither module on its own, so that the module around both takes the parameter"
+        )
+    if param.device.type == "meta":
+        raise ValueError(f"parameter '{name}' is on the meta device and has no values: call to_empty() and initialise it")
+    if param.device.type not in ("cpu", mesh.device.type):
+        raise ValueError(f"parameter '{name}' is on {param.device}; expected the CPU or the mesh's device, {mesh.device}")
+
+
+def _dim(name: str, param: nn.Parameter, placement_fn: Callable[[nn.Parameter], Shard | None] | None) -> int:
+    placement = (placement_fn(param) if placement_fn is not None else None) or Shard(0)
+    if not isinstance(placement, Shard):
+        raise TypeError(f"shard_placement_fn of '{name}': expected a Shard or None, found {placement!r}")
+    if not -max(1, param.dim()) <= placement.dim < max(1, param.dim()):
+        raise ValueError(f"shard_placement_fn of '{name}': {placement} of a parameter of shape {tuple(param.shape)}")
+    return placement.dim % max(1, param.dim())
+
+
+def _describe(owners: _Owners, dims: dict[nn.Parameter, int]) -> list[str]:
+    """What must be the same on every rank, a line for each parameter."""
+    return [
+        f"{', '.join(name for *_, name in owned)}: {tuple(param.shape)} {param.dtype}, dim {dims[param]}, "
+        f"requires_grad {param.requires_grad}"
+        for param, owned in owners.items()
+    ]
+
+
+def _agree(mesh: DeviceMesh, kind: str, description: list[str], error: TypeError | ValueError | None) -> None:
+    """Raise on every rank if any rank has an error, or if the ranks describe different modules. Collective."""
+    digest = hashlib.sha256("\n".join([kind, *description]).encode()).hexdigest()
+    answers = mesh.exchange((digest, None if error is None else (type(error), str(error))))
+    failed = {rank: answer[1] for rank, answer in enumerate(answers) if answer[1] is not None}
+    if failed:
+        (raised, message), ranks = next(iter(failed.values())), sorted(failed)
+        raise raised(f"{message} (on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})") from error
+    if len({answer[0] for answer in answers}) == 1:
+        return
+    everyone = mesh.exchange([kind, *description])
+    lines = max(len(lines) for lines in everyone)
+    padded = [lines_of + ["nothing"] * (lines - len(lines_of)) for lines_of in everyone]
+    differing = next(line for line in zip(*padded, strict=True) if len(set(line)) > 1)
+    found = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(differing))
+    raise ValueError(f"fully_shard of '{kind}': the ranks have different modules; the first difference is {found}")

@@ -1,0 +1,260 @@
+"""One communication unit: parameters gathered together and reduced together.
+
+| step           | stream          | before -> after                            | cost                                    |
+|----------------|-----------------|--------------------------------------------|-----------------------------------------|
+| unshard        | gather          | shard (S,) -> full (N * S,)                | 1 all-gather, (N - 1) * S bytes         |
+| wait_unsharded | compute         | the module sees full parameters            | 1 event wait                            |
+| reshard        | gather          | the module sees shards; full is freed      | no communication                        |
+| reduce_grads   | compute, reduce | gradients -> packed -> sharded gradients   | 1 pack, 1 reduce-scatter                |
+
+Legend: N ranks; S bytes in a segment of the layout. The unsharded parameters are views of `full`: nothing is copied out.
+Invariant: full storage is allocated and released on the gather stream only; it is there exactly while `ready` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
+from functools import partial, reduce
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .buffers import FlatBuffer
+from .comm import DeviceMesh, Event
+from .kernels import pack_into
+from .layout import Layout
+from .param import ShardedParam, local_shape, outermost_stride, placement_of
+from .policy import MixedPrecisionPolicy
+from .reduction import GradientReduction
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class Phase(Enum):
+    """What a group's module is doing."""
+
+    RESTING = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+_MOVES = {
+    Phase.RESTING: {Phase.FORWARD, Phase.BACKWARD, Phase.RESTING},
+    Phase.FORWARD: {Phase.RESTING},
+    Phase.BACKWARD: {Phase.BACKWARD, Phase.RESTING},
+}
+
+
+class Call:
+    """One forward call of a group's module that a backward will come back to.
+
+    `inputs` counts its inputs that want a gradient; the last of those gradients ends the call's backward.
+    """
+
+    __slots__ = ("inputs", "inputs_left")
+
+    def __init__(self) -> None:
+        self.inputs = 0
+        self.inputs_left = 0
+
+
+class ParamGroup:
+    """The parameters of one `fully_shard` call. `name` is its module's full name, once the root is known."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Sequence[ShardedParam],
+        layout: Layout,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.module = module
+        self.name = type(module).__name__
+        self.params = params
+        self.layout = layout
+        self.mesh = mesh
+        self.mp_policy = mp_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.parent: ParamGroup | None = None
+        self.children: list[ParamGroup] = []
+        self.runtime: Runtime | None = None
+        self.phase = Phase.RESTING
+        self.ready: Event | None = None  # passes when `full` is gathered; None while sharded
+        self.installed = False  # the module sees the unsharded parameters
+        self.sync_gradients = True
+        self.open_calls: set[Call] = set()  # whose backward is under way
+        self.call = Call()  # the one whose forward is running
+        self.trainable: list[ShardedParam] = []
+        self.missing: set[ShardedParam] = set()  # trainable ones without a gradient yet, in this backward
+        self.reduction: GradientReduction | None = None
+        self.on_gradient: Callable[[ShardedParam, torch.Tensor], None]  # set with the hooks
+        self._handles: list[RemovableHandle] = []
+        self._gather_dtypes = [mp_policy.param_dtype or p.dtype for p in params]
+        self._casts = any(p.dtype != dtype for p, dtype in zip(params, self._gather_dtypes, strict=True))
+        self._shard_params()
+
+    def _shard_params(self) -> None:
+        """Keep this rank's part of every parameter, in one flat storage.
+
+        Without casts that storage has the layout of the segment, so it is what the all-gather sends.
+        """
+        rank, offset = self.mesh.rank, 0
+        offsets = []
+        for index, param in enumerate(self.params):
+            run = self.layout.run(index, rank)
+            offsets.append(offset if self._casts else run.offset)
+            offset += -(-(run.stop - run.start) * param.dtype.itemsize // 16) * 16
+        nbytes = offset if self._casts else self.layout.segment_nbytes
+        self._shard = torch.zeros(nbytes, dtype=torch.uint8, device=self.mesh.device)
+        storage = self._shard.untyped_storage()
+        self._locals: list[torch.Tensor] = []
+        for index, param in enumerate(self.params):
+            shape = local_shape(param.shape, placement_of(index, self.layout), rank)
+            stride = outermost_stride(shape, param.dim if len(shape) > 1 else 0)
+            local = torch.empty(0, dtype=param.dtype, device=self.mesh.device)
+            local.set_(storage, offsets[index] // param.dtype.itemsize, shape, stride)  # type: ignore[call-overload]
+            param.shard(index, self.layout, self.mesh, local)
+            self._locals.append(local)
+
+    def attach(self, runtime: Runtime, name: str) -> None:
+        """Join the runtime of a root: communicators, streams, buffers; everything a step only replays."""
+        self.runtime = runtime
+        self.name = name or type(self.module).__name__
+        self._streams = runtime.streams
+        self._gather_comm = self.mesh.communicator("gather")
+        self._reduce_comm = self.mesh.communicator("reduce")
+        self.full = FlatBuffer(self.layout.nbytes, self.mesh.device, runtime.account)
+        self._full_bytes = self.full.view(torch.uint8, 0, (self.layout.nbytes,))
+        first = self.mesh.rank * self.layout.segment_nbytes
+        self._own_bytes = self.full.view(torch.uint8, first, (self.layout.segment_nbytes,)) if self._casts else self._shard
+        self._own_views = []
+        for index, (param, dtype) in enumerate(zip(self.params, self._gather_dtypes, strict=True)):
+            run, local = self.layout.run(index, self.mesh.rank), self._locals[index]
+            self._own_views.append(self.full.view(dtype, first + run.offset, local.shape, local.stride()))
+            param.make_unsharded(self.full, self.layout.slots[index].offset, dtype)
+        self.full.seal()
+        self.refresh_trainable()
+
+    @property
+    def root(self) -> ParamGroup:
+        """The group of the outermost sharded module around this one."""
+        return self if self.parent is None else self.parent.root
+
+    def with_descendants(self) -> Iterator[ParamGroup]:
+        """This group and those of sharded modules inside its own, from the outside in."""
+        yield self
+        for child in self.children:
+            yield from child.with_descendants()
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """By default all but the root do: its parameters are needed again at once, if there is a backward."""
+        if self.reshard_after_forward is None:
+            return self.parent is not None or not torch.is_grad_enabled()
+        return self.reshard_after_forward
+
+    def refresh_trainable(self) -> None:
+        """Follow the sharded parameters' `requires_grad`, which the user may change between iterations."""
+        trainable = [param for param in self.params if param.sharded.requires_grad]
+        if trainable == self.trainable:
+            return
+        self.trainable = trainable
+        for param in self.params:
+            param.unsharded.requires_grad_(param.sharded.requires_grad)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            param.unsharded.register_post_accumulate_grad_hook(partial(self.on_gradient, param))
+            for param in trainable
+        ]
+        self.reduction = self._make_reduction() if trainable else None
+        self.missing = set(trainable)
+
+    def _make_reduction(self) -> GradientReduction:
+        assert self.runtime is not None, "attach() comes first"
+        dtype = self.mp_policy.reduce_dtype
+        if dtype is None:
+            dtype = reduce(torch.promote_types, [param.unsharded.dtype for param in self.trainable])
+        return GradientReduction(self.params, self.layout, self._reduce_comm, dtype, self.runtime.account)
+
+    # ------------------------------------------------------------------ a step, in order
+
+    def move(self, phase: Phase) -> None:
+        """Enter `phase`; RuntimeError if that cannot follow the current one."""
+        if phase not in _MOVES[self.phase]:
+            raise RuntimeError(
+                f"'{self.name}' cannot go from {self.phase.name} to {phase.name} (rank {self.mesh.rank}): a forward was "
+                "cut short by an exception, or the module calls itself; call reset_iter_state() on the root to go on"
+            )
+        self.phase = phase
+
+    def unshard(self) -> None:
+        """Gather the shards into `full`. No-op if that is done or under way (prefetch)."""
+        if self.ready is not None or not self.params:
+            return
+        gather = self._streams.gather
+        gather.wait(self._streams.shards_written)
+        gather.submit(self.full.allocate)
+        if self._casts:
+            gather.submit(self._cast_own)
+        self.ready = self._gather_comm.all_gather(self._full_bytes, self._own_bytes, stream=gather).event
+
+    def _cast_own(self) -> None:
+        pack_into(self._own_views, self._locals)
+
+    def wait_unsharded(self) -> None:
+        """Let compute wait for the gather and the module see full parameters. No-op if it does."""
+        if self.installed or self.ready is None:
+            return
+        self._streams.compute.wait(self.ready)
+        for param in self.params:
+            param.install_unsharded()
+        self.installed = True
+
+    def reshard(self) -> None:
+        """Let the module see the shards and free the full buffer. No-op while sharded."""
+        if self.ready is None:
+            return
+        if self.installed:
+            for param in self.params:
+                param.install_sharded()
+            self.installed = False
+        # Hazard: compute may still read `full`; its storage must outlive those reads.
+        self._streams.gather.wait(self._streams.compute.record())
+        self._streams.gather.submit(self.full.release)
+        self.ready = None
+
+    def reduce_grads(self, *, last: bool = False) -> None:
+        """Pack the gradients there are and, when synchronising, reduce them into the sharded gradients.
+
+        last: no more gradients will come in this backward, so what earlier backwards packed goes out as well.
+        """
+        if self.reduction is None:
+            return
+        grads = [param.unsharded.grad for param in self.trainable]
+        self.missing = set(self.trainable)
+        fresh = any(grad is not None for grad in grads)
+        if fresh:
+            self._streams.retire()
+            self.reduction.pack(grads, self._streams.compute)
+            for param in self.trainable:
+                param.unsharded.grad = None
+        if self.sync_gradients and self.reduction.pending and (fresh or last):
+            self._streams.in_flight = self.reduction.launch(self._streams.compute, self._streams.reduce)
+
+    def reset(self) -> None:
+        """Back to rest and sharded; the gradients of the failed iteration are dropped."""
+        self.phase = Phase.RESTING
+        self.open_calls.clear()
+        for param in self.trainable:
+            param.unsharded.grad = None
+        if self.reduction is not None:
+            self.reduction.discard()
+        self.missing = set(self.trainable)
+        self.reshard()

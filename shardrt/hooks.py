@@ -1,0 +1,189 @@
+"""Module and autograd hooks, in firing order. They say when; what happens stands in `group.py` and `runtime.py`.
+
+| fires                              | hook             | verbs                                             |
+|------------------------------------|------------------|---------------------------------------------------|
+| before the module's forward        | `pre_forward`    | unshard, wait_unsharded, gather ahead             |
+| after it                           | `post_forward`   | reshard (unless told to keep)                     |
+| before its outputs' gradients flow | `pre_backward`   | unshard, wait_unsharded, gather ahead             |
+| a parameter's gradient is ready    | `on_gradient`    | the last one: reduce_grads                        |
+| its inputs' gradients are ready    | `post_backward`  | reduce_grads (if some are left), reshard          |
+| the backward ends                  | `Runtime._end_backward` | whatever is left                           |
+
+A forward inside a backward is a recomputation (activation checkpointing): it gathers, but leaves resharding, the phase and
+the recorded order to the backward around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .group import Call, ParamGroup, Phase
+from .param import ShardedParam
+from .runtime import Runtime
+
+
+def register(group: ParamGroup) -> None:
+    """Hook the group's module, and have its parameters hooked when they get gradients."""
+    group.on_gradient = partial(_on_gradient, group)
+    group.module.register_forward_pre_hook(partial(_pre_forward, group), prepend=True, with_kwargs=True)
+    group.module.register_forward_hook(partial(_post_forward, group))
+
+
+# ---------------------------------------------------------------------- forward
+
+
+def _pre_forward(
+    group: ParamGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    runtime = group.runtime or start(group)
+    if not _in_backward():
+        if group is runtime.root:
+            runtime.begin_forward()
+        group.move(Phase.FORWARD)
+        ahead = runtime.prefetch.forward_starts(group)
+    else:
+        ahead = []
+    group.unshard()
+    group.wait_unsharded()
+    runtime.gather_ahead(ahead)
+    dtype = group.mp_policy.param_dtype
+    if dtype is not None and group.mp_policy.cast_forward_inputs:
+        args, kwargs = _map_tensors(partial(_cast, dtype), (args, kwargs))
+    if torch.is_grad_enabled():
+        group.call = call = Call()
+        args, kwargs = _map_tensors(partial(_watch_input, group, call), (args, kwargs))
+    return args, kwargs
+
+
+def _post_forward(group: ParamGroup, module: nn.Module, args: object, output: Any) -> Any:
+    runtime = group.runtime
+    assert runtime is not None, "pre_forward comes first"
+    dtype = group.mp_policy.output_dtype
+    if dtype is not None:
+        output = _map_tensors(partial(_cast, dtype), output)
+    if torch.is_grad_enabled():
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                # A prehook of the node, not a hook of the tensor: those of the next call's inputs must fire before it.
+                tensor.grad_fn.register_prehook(partial(_pre_backward, group, group.call))
+    if not _in_backward():
+        group.move(Phase.RESTING)
+        runtime.prefetch.forward_ends(group)
+        if group.reshards_after_forward:
+            group.reshard()
+        if group is runtime.root:
+            runtime.end_forward()
+    return output
+
+
+def start(group: ParamGroup) -> Runtime:
+    """Make the runtime of the root of `group`'s tree. Collective.
+
+    Raises RuntimeError if `group` is not that root: its first forward must come through the root.
+    """
+    if group.parent is not None:
+        raise RuntimeError(
+            f"forward of '{group.name}' before that of its root (rank {group.mesh.rank}): it is part of "
+            f"'{group.root.name}', which was sharded after it; run the first forward through that module"
+        )
+    return Runtime(group)
+
+
+# ---------------------------------------------------------------------- backward
+
+
+def _pre_backward(group: ParamGroup, call: Call, grad_outputs: object) -> None:
+    runtime = group.runtime
+    assert runtime is not None, "a forward comes first"
+    runtime.begin_backward()
+    if call in group.open_calls:
+        return
+    group.open_calls.add(call)
+    call.inputs_left = call.inputs
+    group.move(Phase.BACKWARD)
+    group.unshard()
+    group.wait_unsharded()
+    runtime.gather_ahead(runtime.prefetch.backward_starts(group))
+
+
+def _on_gradient(group: ParamGroup, param: ShardedParam, unsharded: torch.Tensor) -> None:
+    """The gradient of `param` is ready; with the last one the group reduces."""
+    group.missing.discard(param)
+    if group.missing:
+        return
+    assert group.runtime is not None, "a forward comes first"
+    group.runtime.begin_backward()
+    group.reduce_grads()
+    # Hazard: with a frozen parameter, or with gradients for inputs to come, the parameters are still needed.
+    if len(group.trainable) == len(group.params):
+        _close(group, [call for call in group.open_calls if call.inputs == 0])
+
+
+def _post_backward(group: ParamGroup, call: Call, grad_input: torch.Tensor) -> None:
+    call.inputs_left -= 1
+    if call.inputs_left == 0:
+        group.reduce_grads()
+        _close(group, [call])
+
+
+def _close(group: ParamGroup, calls: list[Call]) -> None:
+    """The backward of these calls is over; with the last open one the group reshards."""
+    group.open_calls.difference_update(calls)
+    if not group.open_calls and group.phase is Phase.BACKWARD:
+        group.move(Phase.RESTING)
+        group.reshard()
+
+
+def _watch_input(group: ParamGroup, call: Call, tensor: torch.Tensor) -> torch.Tensor:
+    """An alias of an input whose gradient is ready when the module's own backward is, whoever else uses the input."""
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    call.inputs += 1
+    alias.register_hook(partial(_post_backward, group, call))
+    return alias
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+# ---------------------------------------------------------------------- tensors in arguments and outputs
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with every tensor in it (tuples, lists, dicts, dataclasses) replaced by `fn` of it."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(fn, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map_tensors(fn, item) for item in value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(fn, item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {f.name: _map_tensors(fn, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **changes)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors([getattr(value, f.name) for f in dataclasses.fields(value)])

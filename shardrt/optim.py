@@ -1,0 +1,57 @@
+"""What optimizers need beyond the shards: clipping by the norm of the whole model's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .comm import DeviceMesh, ReduceOp, current_stream
+from .kernels import total_norm
+from .tensor import DTensor
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scale the gradients of `parameters` in place so that their common norm is at most `max_norm`, as torch's own does.
+
+    parameters: sharded and plain ones; a plain one is taken to be the same on every rank and counts once.
+    norm_type: p of the p-norm; `inf` for the largest magnitude.
+    Returns: the norm before clipping, a float32 scalar (float64 if a gradient is), the same on all ranks, on the mesh's device.
+    Collective. Cost: one all-reduce of one float64 for each mesh, and one pass to scale.
+    Raises ValueError for a norm_type <= 0.
+    """
+    if norm_type <= 0:
+        raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): expected a positive number or inf")
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads = [param.grad for param in listed if param.grad is not None]
+    meshes = {p.spec.mesh: [] for p in listed if isinstance(p, DTensor)}  # a rank without gradients takes part all the same
+    plain: list[torch.Tensor] = []
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            meshes[grad.spec.mesh].append(grad.to_local())
+        else:
+            plain.append(grad)
+    norms = [_mesh_norm(mesh, local, norm_type) for mesh, local in meshes.items()]
+    if plain or not norms:
+        norms.append(total_norm(plain, norm_type, plain[0].device if plain else torch.device("cpu")))
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    # As torch: no branch on the value, which would be a host sync; 1e-6 keeps a norm of zero from dividing.
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for local in (*meshes.values(), plain):
+        if local:
+            torch._foreach_mul_(local, scale.to(local[0].device))
+    return norm if any(grad.dtype == torch.float64 for grad in grads) else norm.float()
+
+
+def _mesh_norm(mesh: DeviceMesh, local: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of all parts on the mesh."""
+    mine = total_norm(local, norm_type, mesh.device)
+    largest = norm_type == float("inf")
+    sent = mine if largest else mine**norm_type
+    out = torch.empty_like(sent)
+    stream = current_stream(mesh.device)
+    op = ReduceOp.MAX if largest else ReduceOp.SUM
+    mesh.communicator("tensor").all_reduce(out, sent, op, stream=stream).wait(stream)
+    return out if largest else out ** (1.0 / norm_type)

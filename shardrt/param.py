@@ -1,0 +1,99 @@
+"""One parameter: where it is registered, and its sharded and its unsharded tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from .buffers import FlatBuffer
+from .comm import DeviceMesh
+from .layout import Layout
+from .placement import FlatShard, Placement, RaggedShard
+from .tensor import DTensor, Spec
+
+
+class ShardedParam:
+    """One parameter of a group, tied or not, through its life.
+
+    `sharded` is what the optimizer sees, always there. `unsharded` is what the module computes with: a view of the group's
+    full buffer, valid only while that is gathered.
+    """
+
+    def __init__(self, name: str, param: nn.Parameter, owners: list[tuple[nn.Module, str]], dim: int) -> None:
+        self.name = name
+        self.shape = param.shape
+        self.dtype = param.dtype
+        self.dim = dim
+        self.original = param  # until shard(); then this rank's part is all that is left of it
+        self.sharded: nn.Parameter
+        self.unsharded: nn.Parameter
+        self._register = [_setter(module, attribute) for module, attribute in owners]
+
+    def shard(self, index: int, layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> None:
+        """Keep this rank's part of the original in `local` and register the sharded parameter."""
+        spec = Spec(mesh, placement_of(index, layout), self.shape)
+        with torch.no_grad():
+            local.copy_(spec.local_part(self.original))
+        self.sharded = nn.Parameter(DTensor(local, spec), requires_grad=self.original.requires_grad)
+        del self.original
+        self.install_sharded()
+
+    def make_unsharded(self, full: FlatBuffer, offset: int, dtype: torch.dtype) -> None:
+        """Make the view of the full buffer that the module will compute with."""
+        view = full.view(dtype, offset, self.shape, outermost_stride(self.shape, self.dim))
+        self.unsharded = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+
+    def install_unsharded(self) -> None:
+        """Let the module see the full parameter."""
+        for register in self._register:
+            register(self.unsharded)
+
+    def install_sharded(self) -> None:
+        """Let the module see the sharded parameter."""
+        for register in self._register:
+            register(self.sharded)
+
+    def sharded_like(self, local: torch.Tensor) -> DTensor:
+        """`local` as a sharded tensor that lies as the parameter does; for its gradient."""
+        return DTensor(local, self.sharded.spec)  # type: ignore[attr-defined]
+
+
+def _setter(module: nn.Module, attribute: str) -> Callable[[nn.Parameter], None]:
+    # Cost: setattr on a module is 2 us of checks; a step registers every parameter four times. Modules that watch their
+    # attributes (recurrent layers keep a list of their weights) are given what they ask for.
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        return partial(module._parameters.__setitem__, attribute)
+    return partial(setattr, module, attribute)
+
+
+def placement_of(index: int, layout: Layout) -> Placement:
+    """The placement that the layout gives its parameter `index`."""
+    slot, numels = layout.slots[index], layout.numels(index)
+    spec = slot.spec
+    if slot.flat:
+        return FlatShard(spec.dim, numels)
+    if spec.row_numel == 0:  # rows without elements: somebody has to have them
+        return RaggedShard(spec.dim, (spec.rows, *[0] * (layout.world_size - 1)))
+    return RaggedShard(spec.dim, tuple(numel // spec.row_numel for numel in numels))
+
+
+def local_shape(shape: torch.Size, placement: Placement, rank: int) -> torch.Size:
+    """The shape of a rank's part; a scalar's is 1-D."""
+    if isinstance(placement, FlatShard):
+        return torch.Size((placement.numels[rank],))
+    if not shape:
+        return torch.Size((placement.rows[rank],))
+    return torch.Size((*shape[: placement.dim], placement.rows[rank], *shape[placement.dim + 1 :]))
+
+
+def outermost_stride(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    """The strides of a tensor of `shape` that lies in memory with `dim` outermost."""
+    if len(shape) < 2 or dim == 0:
+        return torch.empty(shape, device="meta").stride()
+    moved = [shape[dim], *shape[:dim], *shape[dim + 1 :]]
+    stride = list(torch.empty(moved, device="meta").stride())
+    stride.insert(dim, stride.pop(0))
+    return tuple(stride)

@@ -1,0 +1,206 @@
+"""A group's gradients: packed into one flat buffer, reduced over the ranks, and left as sharded `.grad`s.
+
+| step   | stream  | before -> after                                        | cost                                          |
+|--------|---------|--------------------------------------------------------|-----------------------------------------------|
+| pack   | compute | unsharded grads -> packed (N * s,), cast or added      | gradients read once, packed written once      |
+| launch | reduce  | packed (N * s,) -> this rank's segment (s,)            | 1 reduce-scatter                              |
+| fold   | reduce  | segment -> `.grad`s, cast or added; only if it has to  | segment read once                             |
+
+Legend: N ranks; s elements in a segment. Without casts and without gradients from before, the segment *is* the `.grad`s.
+The sharded gradients are views of one buffer that lives as long as the group, as DDP's `gradient_as_bucket_view`:
+a gradient kept beyond `zero_grad()` is overwritten by the next backward; clone it to keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from .buffers import Account, FlatBuffer
+from .comm import Communicator, Event, ReduceOp, Stream
+from .kernels import add_into, pack_into
+from .layout import Layout
+from .param import ShardedParam, local_shape, outermost_stride, placement_of
+from .placement import FlatShard
+
+_ALIGN = 4  # elements between gradients of a repacked segment: 16 bytes in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements start:stop of a gradient (shard dim outermost) and where they go in the packed buffer, in elements."""
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceLayout:
+    """Where the gradients lie: the same rows on the same ranks as the parameters, in one dtype, trainable ones only."""
+
+    segment_numel: int
+    pieces: tuple[Piece, ...]  # for packing, over all ranks' segments
+    own: tuple[Piece, ...]  # this rank's, one per trainable parameter, offsets from the start of its segment
+
+
+def reduce_layout(layout: Layout, trainable: Sequence[int], rank: int) -> ReduceLayout:
+    """The gradients' layout. If everything trains and has one item size it is the parameters' own, and nothing is cut."""
+    itemsizes = {slot.spec.itemsize for slot in layout.slots}
+    if len(trainable) == len(layout.slots) and len(itemsizes) == 1:
+        (itemsize,) = itemsizes
+        pieces = [Piece(i, 0, slot.spec.numel, slot.offset // itemsize) for i, slot in enumerate(layout.slots)]
+        runs = [layout.run(i, rank) for i in range(len(layout.slots))]
+        own = [Piece(i, run.start, run.stop, run.offset // itemsize) for i, run in enumerate(runs)]
+        return ReduceLayout(layout.segment_nbytes // itemsize, tuple(pieces), tuple(own))
+    return _repacked(layout, trainable, rank)
+
+
+def _repacked(layout: Layout, trainable: Sequence[int], rank: int) -> ReduceLayout:
+    """Frozen parameters take no part; each segment is packed anew, so a gradient is cut where its parameter is."""
+    segments: list[list[Piece]] = []
+    for owner in range(layout.world_size):
+        cursor, segment = 0, []
+        for index in trainable:
+            run = layout.run(index, owner)
+            segment.append(Piece(index, run.start, run.stop, cursor))
+            cursor += -(-(run.stop - run.start) // _ALIGN) * _ALIGN
+        segments.append(segment)
+    ends = [[piece.offset + piece.stop - piece.start for piece in segment] for segment in segments]
+    segment_numel = -(-max(max(end) for end in ends) // _ALIGN) * _ALIGN
+    pieces = [
+        Piece(piece.index, piece.start, piece.stop, owner * segment_numel + piece.offset)
+        for owner, segment in enumerate(segments)
+        for piece in segment
+        if piece.stop > piece.start
+    ]
+    return ReduceLayout(segment_numel, tuple(pieces), tuple(segments[rank]))
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """A packed buffer that a reduction still reads: released on the stream that allocated it, once `ready` has passed."""
+
+    buffer: FlatBuffer
+    ready: Event
+    release_stream: Stream
+
+    def release(self) -> None:
+        """Let the release stream wait, then free the buffer on it."""
+        self.release_stream.wait(self.ready)
+        self.release_stream.submit(self.buffer.release)
+
+
+class GradientReduction:
+    """Packs, reduces and publishes the gradients of one group's trainable parameters."""
+
+    def __init__(
+        self, params: Sequence[ShardedParam], layout: Layout, comm: Communicator, dtype: torch.dtype, account: Account
+    ) -> None:
+        trainable = [index for index, param in enumerate(params) if param.sharded.requires_grad]
+        self.params = [params[index] for index in trainable]
+        self._comm = comm
+        self._layout = reduce_layout(layout, trainable, comm.rank)
+        self._order = {index: position for position, index in enumerate(trainable)}
+        self._packed_with: set[int] = set()  # positions that have a gradient in `packed`; empty: nothing is packed
+        device, numel = comm.device, self._layout.segment_numel
+        itemsize = dtype.itemsize
+        self._packed = FlatBuffer(comm.size * numel * itemsize, device, account)
+        self._packed_flat = self._packed.view(dtype, 0, (comm.size * numel,))
+        self._piece_views = [self._piece_view(piece, params[piece.index], dtype) for piece in self._layout.pieces]
+        self._packed.seal()
+        self._make_outputs(layout, dtype, account)
+
+    def _make_outputs(self, layout: Layout, dtype: torch.dtype, account: Account) -> None:
+        numel, device, rank = self._layout.segment_numel, self._comm.device, self._comm.rank
+        self._scratch = FlatBuffer(numel * dtype.itemsize, device, account)
+        self._scratch_flat = self._scratch.view(dtype, 0, (numel,))
+        self._casts = any(param.dtype != dtype for param in self.params)
+        self._segment = torch.empty(0 if self._casts else numel, dtype=dtype, device=device)
+        self._scratch_views: list[torch.Tensor] = []
+        self._grads = []
+        for piece, param in zip(self._layout.own, self.params, strict=True):
+            shape = local_shape(param.shape, placement_of(piece.index, layout), rank)
+            stride = outermost_stride(shape, param.dim if len(shape) > 1 else 0)
+            self._scratch_views.append(self._scratch.view(dtype, piece.offset * dtype.itemsize, shape, stride))
+            if self._casts:
+                local = torch.empty_strided(shape, stride, dtype=param.dtype, device=device)
+            else:
+                local = self._segment.as_strided(shape, stride, piece.offset)
+            self._grads.append(param.sharded_like(local))
+        self._scratch.seal()
+
+    def _piece_view(self, piece: Piece, param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:
+        numel = piece.stop - piece.start
+        shape, stride = torch.Size((numel,)), None
+        if numel == param.shape.numel():
+            shape, stride = param.shape, outermost_stride(param.shape, param.dim)
+        return self._packed.view(dtype, piece.offset * dtype.itemsize, shape, stride)
+
+    def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream) -> None:
+        """Copy the gradients into the packed buffer, or add them if some are there already. None: that one has none."""
+        present = {position for position, grad in enumerate(grads) if grad is not None}
+        if not present:
+            return
+        first = not self._packed_with
+        if first:
+            compute.submit(self._packed.allocate)
+        views: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        absent: list[torch.Tensor] = []
+        for piece, view in zip(self._layout.pieces, self._piece_views, strict=True):
+            grad = grads[self._order[piece.index]]
+            if grad is None:
+                absent.append(view)
+            else:
+                views.append(view)
+                sources.append(_elements(grad, piece, self.params[self._order[piece.index]].dim))
+        compute.submit(partial(pack_into if first else add_into, views, sources))
+        if first and absent:
+            compute.submit(partial(torch._foreach_zero_, absent))
+        self._packed_with |= present
+
+    @property
+    def pending(self) -> bool:
+        """Gradients are packed and not yet reduced."""
+        return bool(self._packed_with)
+
+    def launch(self, compute: Stream, stream: Stream) -> Handoff:
+        """Average what is packed over the ranks and make it the sharded gradients. Returns what must be released later."""
+        positions = sorted(self._packed_with)
+        self._packed_with.clear()
+        fresh = [position for position in positions if self.params[position].sharded.grad is None]
+        direct = not self._casts and len(fresh) == len(self.params)
+        stream.wait(compute.record())
+        if not direct:
+            stream.submit(self._scratch.allocate)
+        out = self._segment if direct else self._scratch_flat
+        self._comm.reduce_scatter(out, self._packed_flat, ReduceOp.AVG, stream=stream)
+        if not direct:
+            older = {p: self.params[p].sharded.grad.to_local() for p in positions if p not in fresh}  # type: ignore[union-attr]
+            stream.submit(partial(self._fold, fresh, older))
+        for position in fresh:
+            self.params[position].sharded.grad = self._grads[position]
+        return Handoff(self._packed, stream.record(), compute)
+
+    def discard(self) -> None:
+        """Forget what is packed, after a failed iteration."""
+        self._packed_with.clear()
+        self._packed.release()
+
+    def _fold(self, fresh: Sequence[int], older: dict[int, torch.Tensor]) -> None:
+        pack_into([self._grads[p].to_local() for p in fresh], [self._scratch_views[p] for p in fresh])
+        add_into(list(older.values()), [self._scratch_views[p] for p in older])
+        self._scratch.release()
+
+
+def _elements(grad: torch.Tensor, piece: Piece, dim: int) -> torch.Tensor:
+    """The elements of `grad` that the piece holds, in the shape of the piece's view."""
+    if piece.stop - piece.start == grad.numel():
+        return grad
+    outermost = grad.movedim(dim, 0) if grad.dim() > 1 else grad
+    return outermost.reshape(-1)[piece.start : piece.stop]

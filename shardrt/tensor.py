@@ -1,0 +1,307 @@
+"""`DTensor`: a sharded tensor that optimizers can step on.
+
+It has the shape of the whole tensor and holds this rank's part. What an operation does with it is one table:
+
+| operations                                         | done                                             |
+|----------------------------------------------------|--------------------------------------------------|
+| elementwise (torch's `pointwise` tag), `*_like`, copies, `_foreach_*`, `_fused_*` | on the local parts, no communication |
+| sum, mean, norm, max, min, any, all of everything  | on the local parts, then one all-reduce of a scalar |
+| the few others that torch's optimizers use (`mm`, reductions along a dim, `view`, ...) | on the whole tensors, gathered |
+| anything else                                      | refused, by name                                 |
+
+Plain tensors may take part: 0-dim ones as they are, ones of the global shape by this rank's part of them.
+Results of reductions and gathered operations are plain tensors, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .comm import DeviceMesh, ReduceOp, current_stream
+from .placement import FlatShard, Placement, RaggedShard
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Where the parts of a tensor are."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size  # of the whole tensor
+
+    def local_part(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of the whole shape: a view, or for a `FlatShard` of a strided one a copy."""
+        rank, placement = self.mesh.rank, self.placement
+        if isinstance(placement, RaggedShard):
+            if not self.shape:
+                full = full.reshape(1)  # a scalar's part is 1-D: one element, or none
+            return full.narrow(placement.dim, placement.start(rank), placement.rows[rank])
+        bounds = placement.bounds()
+        outermost = full.movedim(placement.dim, 0) if full.dim() else full
+        return outermost.reshape(-1)[bounds[rank] : bounds[rank + 1]]
+
+    def assemble(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole tensor from every rank's part. Collective. Cost: one all-gather, parts padded to the largest."""
+        placement, mesh = self.placement, self.mesh
+        numels = self._numels()
+        widest = max(numels)
+        padded = local.new_empty(widest)
+        flat = local.movedim(placement.dim, 0) if local.dim() > 1 else local
+        padded[: local.numel()].copy_(flat.reshape(-1))
+        rows = local.new_empty((mesh.size, widest))
+        stream = current_stream(mesh.device)
+        mesh.communicator("tensor").all_gather(rows, padded, stream=stream).wait(stream)
+        elements = torch.cat([rows[rank, :numel] for rank, numel in enumerate(numels)])
+        if not self.shape:
+            return elements.view(())
+        outermost = list(self.shape)
+        outermost.insert(0, outermost.pop(placement.dim))
+        return elements.view(outermost).movedim(0, placement.dim).contiguous()
+
+    def _numels(self) -> tuple[int, ...]:
+        if isinstance(self.placement, FlatShard):
+            return self.placement.numels
+        row_numel = self.shape.numel() // max(1, self.shape[self.placement.dim]) if self.shape else 1
+        return tuple(rows * row_numel for rows in self.placement.rows)
+
+
+class DTensor(torch.Tensor):
+    """A tensor of which every rank of `spec.mesh` holds a part. `to_local()` is the part, `full_tensor()` the whole."""
+
+    _local_tensor: torch.Tensor
+    spec: Spec
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, spec: Spec) -> DTensor:
+        made = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=local.dtype, device=local.device)
+        made._local_tensor = local
+        made.spec = spec
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: torch._ops.OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = _RULES.get(func)
+        if rule is None:
+            rule = _RULES[func] = _find_rule(func)
+        return rule(func, args, kwargs or {})
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's part, sharing memory: (rows, ...) of a `RaggedShard`, 1-D of a `FlatShard`. Not differentiable."""
+        return self._local_tensor
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, on every rank. Collective over the mesh. Not differentiable."""
+        with torch.no_grad():
+            return self.spec.assemble(self._local_tensor)
+
+    @property
+    def placement(self) -> Placement:
+        """How the tensor lies along the mesh axis."""
+        return self.spec.placement
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"DTensor(shape={tuple(self.shape)}, {self.spec.placement}, local={self._local_tensor})"
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise RuntimeError(
+            "a DTensor holds one rank's part and cannot be pickled: save full_tensor(), or to_local() of every rank"
+        )
+
+
+# ---------------------------------------------------------------------- rules
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_COPIES = {
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+}
+_GATHERED = {
+    aten._local_scalar_dense.default,
+    aten._unsafe_view.default,
+    aten.addmm.default,
+    aten.cat.default,
+    aten.dot.default,
+    aten.mean.dim,
+    aten.mm.default,
+    aten.new_zeros.default,
+    aten.sum.dim_IntList,
+    aten.t.default,
+    aten.transpose.int,
+    aten.view.default,
+}
+_TO_SCALAR = {
+    aten.sum.default: ReduceOp.SUM,
+    aten.mean.default: ReduceOp.SUM,
+    aten.max.default: ReduceOp.MAX,
+    aten.min.default: ReduceOp.MIN,
+    aten.any.default: ReduceOp.MAX,
+    aten.all.default: ReduceOp.MIN,
+    aten.equal.default: ReduceOp.MIN,
+}
+
+
+def _find_rule(func: Any) -> Rule:
+    name = func._schema.name.removeprefix("aten::")
+    if func in _TO_SCALAR:
+        return _to_scalar
+    if name == "linalg_vector_norm":
+        return _vector_norm
+    if name == "_foreach_norm":
+        return _foreach_norm
+    if func in _GATHERED:
+        return _gathered
+    elementwise = torch.Tag.pointwise in func.tags or name.startswith(("_foreach_", "_fused_"))
+    if (elementwise or func in _COPIES) and func._overloadname != "out" and name != "_foreach_max":
+        return _local
+    return _refuse
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shapes = [tuple(x.shape) for x in _tensors(args)]
+    raise NotImplementedError(
+        f"{func} is not defined on sharded tensors (shapes {shapes}): its result would depend on other ranks' parts. "
+        "Use .full_tensor() for the whole tensor, or .to_local() for this rank's part"
+    )
+
+
+def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on the local parts; what comes out has the placement of the first sharded argument (list: element by element)."""
+    first = args[0]
+    if isinstance(first, torch.Tensor) and not isinstance(first, DTensor) and func._schema.is_mutable:
+        return _gathered(func, args, kwargs)  # a plain tensor is written: it needs all of the values
+    specs = _specs(args)
+    local_args = [_unwrap(arg, specs, func) for arg in args]
+    out = func(*local_args, **{key: _unwrap(value, specs, func) for key, value in kwargs.items()})
+    if isinstance(out, torch.Tensor):
+        return first if out is local_args[0] else DTensor(out, specs[0])
+    if isinstance(out, (list, tuple)):
+        return [DTensor(part, spec) for part, spec in zip(out, specs, strict=True)]
+    return out
+
+
+def _specs(args: tuple[Any, ...]) -> list[Spec]:
+    """The specs of the first argument that has any: of one tensor, or of each in a list."""
+    for arg in args:
+        if isinstance(arg, DTensor):
+            return [arg.spec]
+        if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], DTensor):
+            return [part.spec for part in arg]
+    raise AssertionError("dispatched without a sharded argument")
+
+
+def _unwrap(value: Any, specs: list[Spec], func: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _local_of(value, specs[0], func)
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+        return [_local_of(part, spec, func) for part, spec in zip(value, specs, strict=True)]
+    return value
+
+
+def _local_of(value: torch.Tensor, spec: Spec, func: Any) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        if value.spec is spec or value.spec == spec:
+            return value._local_tensor
+        raise ValueError(f"{func} on tensors that lie differently: {value.spec} against {spec}; use full_tensor()")
+    if value.dim() == 0:
+        return value
+    if value.shape == spec.shape:
+        return spec.local_part(value)
+    raise ValueError(
+        f"{func}: a plain tensor of shape {tuple(value.shape)} with a sharded one of shape {tuple(spec.shape)}; "
+        "expected a 0-dim tensor or one of the same shape"
+    )
+
+
+def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on the whole tensors, on every rank alike. Cost: an all-gather of every sharded argument."""
+
+    def whole(value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    full_args, full_kwargs = tree_map(whole, (args, kwargs))
+    return func(*full_args, **full_kwargs)
+
+
+def _to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is aten.equal.default:
+        specs = _specs(args)
+        same = func(*[_unwrap(arg, specs, func) for arg in args])
+        return bool(_combine(torch.tensor(same), ReduceOp.MIN, specs[0].mesh))
+    whole, local, mesh, op = args[0], args[0]._local_tensor, args[0].spec.mesh, _TO_SCALAR[func]
+    if func is aten.mean.default:
+        return _combine(local.sum(**kwargs), op, mesh) / whole.numel()
+    if local.numel() == 0 and op is not ReduceOp.SUM:
+        return _combine(_neutral(func, op, local), op, mesh)
+    return _combine(func(local, **kwargs), op, mesh)
+
+
+def _neutral(func: Any, op: ReduceOp, local: torch.Tensor) -> torch.Tensor:
+    """What a rank without elements contributes to a maximum or minimum."""
+    if func in (aten.any.default, aten.all.default):
+        return local.new_full((), op is ReduceOp.MIN, dtype=torch.bool)
+    limits = torch.finfo(local.dtype) if local.dtype.is_floating_point else torch.iinfo(local.dtype)
+    lowest = float("-inf") if local.dtype.is_floating_point else limits.min
+    highest = float("inf") if local.dtype.is_floating_point else limits.max
+    return local.new_full((), lowest if op is ReduceOp.MAX else highest)
+
+
+def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    if dim is not None and len(dim) != args[0].dim():
+        return _gathered(func, args, kwargs)
+    return _norms([args[0]], order)[0]
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _norms(args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2))
+
+
+def _norms(tensors: list[DTensor], order: float) -> list[torch.Tensor]:
+    """The norm of each whole tensor. Cost: one all-reduce for all of them; they must lie on one mesh."""
+    local = torch.stack([torch.linalg.vector_norm(t._local_tensor, order) if t._local_tensor.numel() else
+                         t._local_tensor.new_zeros(()) for t in tensors])
+    mesh = tensors[0].spec.mesh
+    if order == float("inf"):
+        return list(_combine(local, ReduceOp.MAX, mesh))
+    return list(_combine(local**order, ReduceOp.SUM, mesh) ** (1.0 / order))
+
+
+def _combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh) -> torch.Tensor:
+    """All-reduce a small local result over the mesh."""
+    sent = value.to(torch.uint8) if value.dtype == torch.bool else value.contiguous()
+    out = torch.empty_like(sent)
+    stream = current_stream(mesh.device)
+    mesh.communicator("tensor").all_reduce(out, sent, op, stream=stream).wait(stream)
+    return out.to(value.dtype)
+
+
+def _tensors(args: object) -> list[torch.Tensor]:
+    if isinstance(args, torch.Tensor):
+        return [args]
+    return [t for arg in args for t in _tensors(arg)] if isinstance(args, (list, tuple)) else []
+
+
+_RULES: dict[Any, Rule] = {}

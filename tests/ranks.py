@@ -1,0 +1,186 @@
+"""Tests on real ranks: `@on_ranks(1, 2, 3, 4)` runs a test's body on every rank of a real `mpirun`.
+
+The body gets the `World` and whatever the test is parametrised with; it asserts on its own rank. One job for each number of
+ranks serves all tests, since starting ranks costs seconds. Every body has a deadline: when it passes, or when one rank fails
+while others wait for it, the stacks of all ranks are shown, the job is killed, and the next test gets a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_DEADLINE_S = 90.0
+AFTER_FAILURE_S = 5.0  # what the other ranks are given to finish once one has failed
+
+MPIRUN = str(Path(sys.executable).with_name("mpirun"))
+
+
+def on_ranks(*sizes: int, deadline_s: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated body as `body(world, **parameters)` on worlds of these sizes."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**parameters: Any) -> None:
+            size = parameters.pop("size")
+            job(size).run(body.__module__, body.__name__, parameters, deadline_s)
+
+        own = [p for p in inspect.signature(body).parameters.values() if p.name != "world"]
+        size = inspect.Parameter("size", inspect.Parameter.KEYWORD_ONLY)
+        keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        test.__signature__ = inspect.Signature([*keyword_only, size])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("size", sizes, ids=lambda n: f"{n}ranks")(test)
+
+    return decorate
+
+
+def rank_environment() -> dict[str, str]:
+    """The environment of a job's ranks: this process's imports, one thread each."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+
+
+def run_script(source: str, size: int, deadline_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python script as a job of its own; past the deadline its process group is killed and the test fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "script.py"
+        path.write_text(source)
+        command = [MPIRUN, "-n", str(size), sys.executable, str(path)]
+        process = subprocess.Popen(
+            command,
+            env={**rank_environment(), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail(f"{size} ranks did not end within {deadline_s} s\n{out}\n{err}", pytrace=False)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+class Job:
+    """An `mpirun` of workers that run bodies one after the other."""
+
+    def __init__(self, size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        address = os.path.join(self._folder.name, "socket")
+        self._output = open(os.path.join(self._folder.name, "output"), "w+")  # noqa: SIM115
+        worker = [sys.executable, "-m", "worker", address, self._folder.name]
+        with Listener(address, backlog=size) as listener:
+            self._process = subprocess.Popen(
+                [MPIRUN, "-n", str(size), *worker],
+                env=rank_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            listener._listener._socket.settimeout(START_DEADLINE_S)  # type: ignore[attr-defined]
+            connections = [listener.accept() for _ in range(size)]
+        self._ranks: dict[int, Connection] = {}
+        self._pids: dict[int, int] = {}
+        for connection in connections:
+            rank, pid = connection.recv()
+            self._ranks[rank], self._pids[rank] = connection, pid
+        self.alive = True
+
+    def run(self, module: str, body: str, parameters: dict[str, Any], deadline_s: float) -> None:
+        """Run one body on all ranks; pytest.fail with what each rank said if any of them fails."""
+        for connection in self._ranks.values():
+            connection.send((module, body, parameters))
+        answers = self._collect(time.monotonic() + deadline_s)
+        failed = {rank: text for rank, text in answers.items() if text is not None}
+        missing = sorted(set(self._ranks) - set(answers))
+        if not failed and not missing:
+            return
+        report = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failed.items())]
+        if missing:
+            report += [f"--- rank {rank} did not finish; its stacks ---\n{self._stacks(rank)}" for rank in missing]
+            report.append(f"--- output of the job ---\n{self._said()}")
+            self.close()
+        pytest.fail("\n".join(report), pytrace=False)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self.alive:
+            self.alive = False
+            for connection in self._ranks.values():
+                connection.close()
+            try:
+                self._process.wait(timeout=2.0)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                for pid in self._pids.values():
+                    _kill(pid, signal.SIGKILL)
+                self._process.wait()
+            self._output.close()
+            self._folder.cleanup()
+
+    def _collect(self, deadline: float) -> dict[int, str | None]:
+        answers: dict[int, str | None] = {}
+        rank_of = {connection: rank for rank, connection in self._ranks.items()}
+        while len(answers) < len(self._ranks):
+            left = [c for c, rank in rank_of.items() if rank not in answers]
+            ready = wait(left, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                try:
+                    answers[rank_of[connection]] = connection.recv()
+                except EOFError:
+                    answers[rank_of[connection]] = "the rank died"
+                    self.alive = False
+                if answers[rank_of[connection]] is not None:
+                    deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
+        return answers
+
+    def _stacks(self, rank: int) -> str:
+        _kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.5)
+        path = Path(self._folder.name) / f"stacks-{rank}"
+        return path.read_text() if path.exists() else "(none)"
+
+    def _said(self) -> str:
+        self._output.seek(0)
+        return self._output.read()[-4000:]
+
+
+def _kill(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+_jobs: dict[int, Job] = {}
+
+
+def job(size: int) -> Job:
+    """The running job of `size` ranks; started when first asked for, and again after a failure."""
+    if size not in _jobs or not _jobs[size].alive:
+        _jobs[size] = Job(size)
+    return _jobs[size]
+
+
+@atexit.register
+def _close_all() -> None:
+    for running in _jobs.values():
+        running.close()
