@@ -15,7 +15,8 @@ def pack_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) ->
 
     Cost: every byte read once and written once.
     """
-    torch._foreach_copy_(views, tensors)
+    if views:
+        torch._foreach_copy_(views, tensors)
 
 
 def add_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
@@ -23,4 +24,5 @@ def add_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
 
     Cost: every view read and written once, every tensor read once.
     """
-    torch._foreach_add_(views, tensors)
+    if views:
+        torch._foreach_add_(views, tensors)

@@ -1,18 +1,20 @@
-"""From a bare checkout and Python 3.11 to a running command, with an environment of its own in .venv.
+"""From a bare checkout and Python 3.11 to a running command, in an environment of its own, .venv.
 
-    python3 scripts/dev.py train [-n RANKS] [ARGUMENTS OF scripts/train.py]   2 ranks unless told otherwise
-    python3 scripts/dev.py test [ARGUMENTS OF pytest]                         lint, format, types, tests
-    python3 scripts/dev.py setup                                              the environment alone
+    python3 scripts/dev.py train [-n RANKS] [arguments of train.py]    2 ranks unless told otherwise
+    python3 scripts/dev.py test [arguments of pytest]                  lint, format, types, tests
+    python3 scripts/dev.py setup                                       the environment alone
 
-The first run sets up .venv (MPI included; nothing outside the checkout is written but pip's cache), later runs find it
-ready. It is made anew when Python, the checkout's place or the declared dependencies change, or when a set-up was cut short.
+The first run sets up .venv, MPI included; later runs find it ready. It is made anew when Python,
+the checkout's place or the declared dependencies change, or when a set-up was cut short.
 """
 
 import sys
 
-# Before everything that an older Python does not know, the annotations below included.
+# Ahead of all that an older Python does not know, such as some of the imports.
 if sys.version_info < (3, 11):  # noqa: UP036
-    sys.exit("dev.py: Python 3.11 or newer is needed, this is %d.%d: try python3.11 or python3.12" % sys.version_info[:2])
+    sys.exit(
+        f"dev.py: needs Python 3.11 or newer, this is {sys.version.split()[0]}: try python3.11"
+    )
 
 import configparser
 import contextlib
@@ -26,6 +28,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -38,12 +41,12 @@ EXTRAS = "mpich,test,train"
 
 def main(arguments: list[str]) -> int:
     """Run one command; the rest of the command line belongs to what it starts."""
-    commands: dict[str, Callable[[list[str]], int]] = {"train": train, "test": test, "setup": lambda _: 0}
+    commands: dict[str, Callable[[list[str]], int]]
+    commands = {"train": train, "test": test, "setup": lambda _: 0}
     if not arguments or arguments[0] not in commands:
         asked = arguments[:1] in (["-h"], ["--help"])
         print(__doc__, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
-    os.chdir(ROOT)
     set_up()
     return commands[arguments[0]](arguments[1:])
 
@@ -55,9 +58,10 @@ def train(arguments: list[str]) -> int:
         if not arguments[1:] or not arguments[1].isdecimal() or int(arguments[1]) < 1:
             fail("train -n: expected a number of ranks, as in: train -n 4 --steps 100")
         ranks, arguments = arguments[1], arguments[2:]
-    # One thread per rank: ranks that share cores and each start a thread per core get in each other's way.
+    # Ranks that share cores and each start a thread per core get in each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    command = [str(BIN / "mpirun"), "-n", ranks, str(PYTHON), "scripts/train.py", *arguments]
+    script = str(ROOT / "scripts" / "train.py")
+    command = [str(BIN / "mpirun"), "-n", ranks, str(PYTHON), script, *arguments]
     sys.stdout.flush()
     os.execve(command[0], command, environment())
 
@@ -85,7 +89,8 @@ def test(arguments: list[str]) -> int:
 
 def run(module: str, *arguments: str) -> int:
     """Run a tool of the environment; its exit code."""
-    return subprocess.run([PYTHON, "-m", module, *arguments], env=environment(), check=False).returncode
+    command = [str(PYTHON), "-m", module, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode
 
 
 # ---------------------------------------------------------------------- types
@@ -94,30 +99,33 @@ def run(module: str, *arguments: str) -> int:
 def check_types() -> int:
     """Run mypy on the link tree and name the files by their places in the checkout."""
     link_types()
-    command = [PYTHON, "-m", "mypy", *(["--pretty"] if sys.stdout.isatty() else [])]
-    result = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=False)
-    print(real_paths(result.stdout), end="", flush=True)
-    return result.returncode
+    command = [str(PYTHON), "-m", "mypy"]
+    mypy = subprocess.run(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=False
+    )
+    print(real_paths(mypy.stdout), end="", flush=True)
+    return mypy.returncode
 
 
 def link_types() -> None:
-    """Bring build/types/shardrt up to date: what is in shardrt/, and comm/ and kernels/ where imports say they are.
+    """Bring build/types/shardrt up to date: a link per file of shardrt/, and comm/ and kernels/.
 
-    mypy reads folders and runs no import hook, so it needs a tree in which `shardrt.comm` is shardrt/comm.
+    mypy reads folders and runs no import hook: in its tree, shardrt.comm must be shardrt/comm.
     """
-    wanted = {path.name: path for path in (ROOT / "shardrt").iterdir() if path.name != "__pycache__"}
-    wanted |= {name: ROOT / name for name in ("comm", "kernels")}
+    sources = [path for path in (ROOT / "shardrt").iterdir() if path.name != "__pycache__"]
+    wanted = {path.name: path for path in (*sources, ROOT / "comm", ROOT / "kernels")}
     TYPES.mkdir(parents=True, exist_ok=True)
     for link in TYPES.iterdir():
-        if link.name not in wanted or link.resolve() != wanted[link.name].resolve():
+        if link.name not in wanted:
             link.unlink()
     for name, path in wanted.items():
+        # Relative, so that a checkout that was moved or copied does not check the other one.
         if not (TYPES / name).is_symlink():
             (TYPES / name).symlink_to(os.path.relpath(path, TYPES))
 
 
 def real_paths(report: str) -> str:
-    """Turn build/types/shardrt/comm/mpi.py into comm/mpi.py, and build/types/shardrt/group.py into shardrt/group.py."""
+    """Name files by where they are: comm/mpi.py, not build/types/shardrt/comm/mpi.py."""
     tree = f"{TYPES.relative_to(ROOT)}/"
     for name in ("comm/", "kernels/"):
         report = report.replace(tree + name, name)
@@ -138,39 +146,49 @@ def set_up() -> None:
 
 
 def is_ready(wanted: str) -> bool:
-    """The stamp is the last thing that a set-up writes. A missing Python: its base was uninstalled."""
+    """Whether a set-up for `wanted` went to its end, the stamp, and its Python is still there."""
     return PYTHON.exists() and STAMP.is_file() and STAMP.read_text() == wanted
 
 
 def make(wanted: str) -> None:
-    """Create .venv from nothing: an environment that was half made, or made for other versions, is worth nothing."""
-    for module, package in (("venv", "python3-venv"), ("ensurepip", "python3-venv")):
+    """Create .venv from nothing: half of one, or one for other versions, is no start."""
+    for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
-            fail(f"this Python ({sys.executable}) has no module {module}: install {package}, or use another Python 3.11+")
-    print(f"Setting up {VENV} (once; some minutes, depending on the network)", flush=True)
+            fail(f"{sys.executable} has no module {module!r}: install python3-venv")
+    print(f"Setting up {VENV}: once, some minutes", flush=True)
     if VENV.exists():
         STAMP.unlink(missing_ok=True)  # first: what follows may be interrupted
         shutil.rmtree(VENV)
     install = [str(PYTHON), "-m", "pip", "install", "--no-input", "-c", "constraints.txt"]
     if not sys.stdout.isatty():
         install.append("--quiet")
-    # setuptools ahead of the rest and no isolated build, so that the build too uses the version in constraints.txt.
+    # sys.executable may be .venv's own, and that is gone by now.
+    python = getattr(sys, "_base_executable", sys.executable)
+    # setuptools goes first and the build is not isolated: so constraints.txt holds for it too.
     for command in (
-        [sys.executable, "-m", "venv", str(VENV)],
+        [python, "-m", "venv", str(VENV)],
         [*install, "setuptools"],
         [*install, "--no-build-isolation", "--editable", f".[{EXTRAS}]"],
     ):
-        code = subprocess.run(command, env=environment(), check=False).returncode
+        # The lock stays open in pip: should this process be killed, the next one waits for pip to
+        # end before it clears .venv.
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment(), close_fds=False, check=False
+        ).returncode
         if code:
-            fail(f"set-up failed with exit code {code} at: {' '.join(command)}\nNothing of it is used; run dev.py again to start afresh.")
+            fail(f"set-up failed (exit code {code}), run it again: {' '.join(command)}")
     STAMP.write_text(wanted)
 
 
 def fingerprint() -> str:
-    """A hash of everything that .venv depends on. The tools' settings, which setup.cfg has too, are no part of it."""
+    """A hash of all that .venv depends on; the same files also have tools' settings: not those."""
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
-    declared = {name: dict(config[name]) for name in config.sections() if name.split(".")[0] in ("metadata", "options")}
+    declared = [
+        (name, dict(config[name]))
+        for name in config.sections()
+        if name == "metadata" or name.startswith("options")
+    ]
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
     constraints = (ROOT / "constraints.txt").read_text()
     parts = (EXTRAS, sys.version, str(VENV), repr(declared), repr(build), constraints)
@@ -179,32 +197,42 @@ def fingerprint() -> str:
 
 @contextlib.contextmanager
 def only_one() -> Iterator[None]:
-    """Let one dev.py at a time work on .venv; the lock goes with the process that holds it."""
+    """Let one set-up at a time work on .venv, children included: they inherit the lock."""
     with open(f"{VENV}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Waiting for another set-up of this checkout to end", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        os.set_inheritable(lock.fileno(), True)
         yield
 
 
 def environment() -> dict[str, str]:
-    """The caller's variables, less those that would bring other packages in or send pip's elsewhere.
+    """The caller's variables, less those that bring other packages in or send pip's elsewhere.
 
-    Of pip's own only those that say where packages come from are kept: an index, its certificate, a proxy, a cache.
+    Of pip's own, those stay that say how to reach packages: an index, a certificate, a cache.
     """
-    source = ("INDEX", "FIND_LINKS", "CERT", "PROXY", "TRUSTED", "CACHE", "TIMEOUT", "RETRIES", "CONFIG_FILE")
-    dropped = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
+    reach = ("INDEX", "LINKS", "CERT", "PROXY", "TRUSTED", "CACHE", "TIMEOUT", "RETRIES", "CONFIG")
+    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in dropped and (not name.startswith("PIP_") or any(word in name for word in source))
+        if name not in dropped
+        and (not name.startswith("PIP_") or any(word in name for word in reach))
     }
     path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
     return kept | {"PATH": path, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """End with a message and exit code 2."""
-    sys.exit_code = 2
+    print(f"dev.py: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

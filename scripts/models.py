@@ -1,9 +1,9 @@
-"""The models that the scripts train: a byte-level GPT, a communication-bound MLP, a host-bound stack of tiny blocks.
+"""The models that the scripts train: a byte-level GPT, a wide MLP, a stack of tiny blocks.
 
-Each has `blocks`, an nn.ModuleList whose members are sharded one by one before the model itself. Weights are a function of the
-seed alone, so every rank builds the same model.
+Each has `blocks`, an nn.ModuleList whose members are sharded one by one, then the model itself. Its
+weights are a function of the seed alone, so every rank builds the same model.
 
-Legend: B sequences, T tokens each, C channels, H heads, D = C / H channels per head, V = 256 byte values.
+Legend: B sequences, T tokens each, C channels, H heads, D = C / H channels per head, V = 256 bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class GPTConfig:
     """The shape of a GPT."""
 
     layers: int = 4
-    heads: int = 6
-    channels: int = 192
+    heads: int = 4
+    channels: int = 128
     context: int = 128  # the most tokens it can look back on
     tied: bool = True  # the head is the embedding, transposed
 
@@ -96,13 +96,13 @@ class GPT(nn.Module):
 
 
 class MLP(nn.Module):
-    """Wide layers on few rows: each weight is sent for every few multiplications, so communication decides its speed."""
+    """Wide layers on few rows: little to compute for each weight sent, so sending is what costs."""
 
     def __init__(self, layers: int = 6, width: int = 2048, seed: int = 0) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.head = nn.Linear(width, 1)
-        initialize(self, seed, std=width**-0.5)
+        initialize(self, seed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -138,16 +138,20 @@ class TinyStack(nn.Module):
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, std: float = 0.02) -> None:
-    """Matrices from a normal distribution, norms at one, biases at zero; layers that end in a sum start smaller."""
+def initialize(model: nn.Module, seed: int) -> None:
+    """Matrices keep the size of what they multiply; embeddings and the blocks' sums start small."""
     generator = torch.Generator().manual_seed(seed)
-    residual = 2 * len(model.get_submodule("blocks")._modules)
+    sums = 2 * len(list(model.get_submodule("blocks").children()))
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            ends_in_sum = name.endswith(("attention.out.weight", "down.weight"))
-            parameter.normal_(0.0, std / residual**0.5 if ends_in_sum else std, generator=generator)
-        else:
+        if parameter.dim() == 1:
             parameter.fill_(1.0 if "norm" in name else 0.0)
+            continue
+        std = parameter.shape[1] ** -0.5
+        if name in ("tokens.weight", "positions.weight"):
+            std = 0.1
+        elif name.endswith(("attention.out.weight", "down.weight")):
+            std /= sums**0.5
+        parameter.normal_(0.0, std, generator=generator)
 
 
 def shard(model: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
@@ -158,5 +162,5 @@ def shard(model: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
 
 
 def next_byte_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per byte, in float32 whatever the model computed in. (B, T, V), (B, T) -> ()."""
+    """Mean cross-entropy in nats per byte, in float32 throughout. (B, T, V), (B, T) -> ()."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

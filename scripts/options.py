@@ -1,4 +1,4 @@
-"""Reading the command line on many ranks at once: refusals are one line each, and numbers have a least value."""
+"""The command line of many ranks at once: a refusal is one line, a number has a least value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse(message: str) -> NoReturn:
-    """End this rank with a message and exit code 2; every rank comes to the same conclusion by itself."""
+    """End this rank with a message and exit code 2; every rank comes to the same end by itself."""
     os.write(2, f"{Path(sys.argv[0]).name}: error: {message}\n".encode())
     sys.exit(2)
 

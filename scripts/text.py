@@ -1,7 +1,7 @@
-"""Text as bytes: where it comes from, which part each rank sees at a step, and how a model writes some.
+"""Text as bytes: where it comes from, which part a rank sees at a step, how a model writes some.
 
-The order of the data does not know how many ranks there are: the global batch is a function of the seed and the step, and
-each rank takes its contiguous part of it.
+The order of the data does not know how many ranks there are: the global batch is a function of the
+seed and the step, and each rank takes its contiguous part of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from models import GPT
 
@@ -31,7 +30,7 @@ class Corpus:
 
 
 def default_files() -> list[Path]:
-    """The source files of Python's standard library, without its tests: some 10 MB found on any machine."""
+    """Python's standard library in source, without its tests: some 10 MB, found on any machine."""
     library = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     inside = (path for path in library.rglob("*.py"))
@@ -39,7 +38,7 @@ def default_files() -> list[Path]:
 
 
 def find_files(paths: list[Path]) -> list[Path]:
-    """The files named, and every file below the folders named. Raises ValueError for a path that does not exist."""
+    """The files named and all below the folders named. Raises ValueError where nothing is there."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -49,7 +48,10 @@ def find_files(paths: list[Path]) -> list[Path]:
 
 
 def read_corpus(files: list[Path], context: int, max_bytes: int) -> Corpus:
-    """Read files in a shuffled but fixed order until there are `max_bytes`. Raises ValueError when the text is too short."""
+    """Read files in a shuffled but fixed order until there are `max_bytes`.
+
+    Raises: ValueError when the text is too short for one window; OSError for unreadable files.
+    """
     order = sorted(files)
     random.Random(0).shuffle(order)  # so that what is held out is of the same kind as the rest
     text, used = bytearray(), 0
@@ -63,8 +65,8 @@ def read_corpus(files: list[Path], context: int, max_bytes: int) -> Corpus:
     needed = context + 1
     if min(cut, len(text) - cut) < needed:
         raise ValueError(
-            f"the text has {len(text)} bytes in {used} files; a context of {context} needs at least "
-            f"{VALIDATION_PART * needed}: give more --data or a smaller --context"
+            f"the text has {len(text)} bytes in {used} files; a context of {context} needs at "
+            f"least {VALIDATION_PART * needed}: give more --data or a smaller --context"
         )
     data = torch.frombuffer(text, dtype=torch.uint8)
     return Corpus(data[:cut], data[cut:], used, hashlib.sha256(text).hexdigest())
@@ -73,28 +75,31 @@ def read_corpus(files: list[Path], context: int, max_bytes: int) -> Corpus:
 def batch(
     text: torch.Tensor, seed: int, step: int, rows: range, size: int, context: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `rows` of global batch `step`, of `size` rows: inputs and targets, (len(rows), context) int64 each."""
+    """Rows `rows` of global batch `step`, which has `size` of them.
+
+    Returns inputs and targets: (len(rows), context) int64 each.
+    """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts = torch.randint(len(text) - context, (size,), generator=generator)  # the same on every rank
+    # Invariant: every rank draws the whole batch, then takes its rows.
+    starts = torch.randint(len(text) - context, (size,), generator=generator)
     windows = starts[rows.start : rows.stop, None] + torch.arange(context + 1)
     tokens = text[windows].long()
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def rank_rows(size: int, rank: int, ranks: int, micro_batches: int) -> list[range]:
-    """Rank `rank`'s contiguous part of a global batch of `size` rows, one range per micro-batch."""
+    """Rank `rank`'s part of a global batch of `size` rows, contiguous: a range per micro-batch."""
     rows = size // (ranks * micro_batches)
     first = rank * rows * micro_batches
     return [range(first + i * rows, first + (i + 1) * rows) for i in range(micro_batches)]
 
 
 @torch.no_grad()
-def write_sample(
-    model: GPT, prompt: bytes, length: int, *, seed: int, temperature: float
-) -> str:
-    """Let the model continue `prompt` by `length` bytes. Collective: a sharded model's forward runs on all ranks together.
+def write_sample(model: GPT, prompt: bytes, length: int, *, seed: int, temperature: float) -> str:
+    """Let the model continue `prompt` by `length` bytes.
 
-    Every rank draws from the same generator, so all see the same text; no rank leaves the loop early.
+    Collective: a sharded model's forward runs on all ranks together. Every rank draws from the same
+    generator and none leaves the loop early.
     Cost: one forward per byte over at most `model.context` bytes, as nothing is cached.
     """
     generator = torch.Generator().manual_seed(seed)

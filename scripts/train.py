@@ -1,6 +1,6 @@
 """Train a byte-level GPT on text, sharded over the ranks that started this script.
 
-    mpirun -n 2 python scripts/train.py            # learns Python from the standard library's sources
+    mpirun -n 2 python scripts/train.py         # learns Python from its standard library
     mpirun -n 4 python scripts/train.py --data ~/books --steps 2000 --dtype bfloat16
 
 One step, the same on every rank:
@@ -8,9 +8,9 @@ One step, the same on every rank:
   2. forward and backward each; the ranks' gradients are averaged in the last backward only
   3. clip by the norm over all ranks, set the learning rate, step the optimizer on the local shards
   4. average the loss over the ranks
-and every --eval-every steps the loss on held-out text. Rank 0 speaks for all: a progress bar, then log.jsonl (a line with
-the configuration, then one per step), loss.png and sample.txt in --out. The global batch does not depend on the number of
-ranks, so neither does the loss curve.
+and every --eval-every steps the loss on held-out text. Rank 0 speaks for all: a progress bar, then
+log.jsonl (a line with the configuration, then one per step), loss.png and sample.txt in --out. The
+global batch does not depend on the number of ranks, so neither does the loss curve.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import math
 import os
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -77,19 +79,19 @@ def parse_options() -> Options:
     text("--max-bytes", type=count, default=1 << 25, help="read no more than this")
     shape = parser.add_argument_group("model").add_argument
     shape("--layers", type=count, default=4)
-    shape("--heads", type=count, default=6)
-    shape("--channels", type=count, default=192)
+    shape("--heads", type=count, default=4)
+    shape("--channels", type=count, default=128)
     shape("--context", type=count, default=128, help="bytes that the model looks back on")
     shape("--untied", action="store_true", help="a head of its own, not the embedding")
-    add("--steps", type=count, default=300)
-    add("--batch", type=count, default=24, help="sequences per step over all ranks")
+    add("--steps", type=count, default=1000)
+    add("--batch", type=count, default=12, help="sequences per step over all ranks")
     add("--micro-batches", type=count, default=1, help="accumulate gradients over so many parts")
-    add("--lr", type=at_least(0.0, float), default=2e-3, help="the highest learning rate")
+    add("--lr", type=at_least(0.0, float), default=4e-3, help="the highest learning rate")
     add("--warmup", type=at_least(0), default=30, help="steps up to the highest learning rate")
     add("--weight-decay", type=at_least(0.0, float), default=0.1)
     add("--clip", type=at_least(0.0, float), default=1.0, help="the largest gradient norm")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
-    add("--eval-every", type=count, default=50, help="steps")
+    add("--eval-every", type=count, default=100, help="steps")
     add("--eval-batches", type=count, default=4)
     add("--prompt", default="def ", help="what the sample starts with")
     add("--sample-bytes", type=at_least(0), default=300)
@@ -181,6 +183,7 @@ class Trainer:
         """Accumulate this rank's gradients over its micro-batches; returns its mean loss, ()."""
         micro_batches = self.rows()
         total = torch.zeros((), device=self.world.device)
+        assert isinstance(self.model, shardrt.FSDPModule)  # since fully_shard
         for rows in micro_batches:
             self.model.set_requires_gradient_sync(rows is micro_batches[-1])
             loss = self.loss(self.corpus.train, step, rows) / len(micro_batches)
@@ -190,8 +193,9 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over --eval-batches batches of held-out text, the same each time. Collective."""
-        parts = [(step, rows) for step in range(self.options.eval_batches) for rows in self.rows()]
+        """Mean loss over --eval-batches batches of held-out text, always the same. Collective."""
+        steps = range(self.options.eval_batches)
+        parts = [(step, rows) for step in steps for rows in self.rows()]
         total = torch.zeros((), device=self.world.device)
         for step, rows in parts:
             total += self.loss(self.corpus.validation, step, rows) / len(parts)
@@ -232,16 +236,18 @@ def peak_mb(world: shardrt.World) -> float:
 # ---------------------------------------------------------------------- what the run leaves
 
 
-def open_log(options: Options, corpus: Corpus, world: shardrt.World) -> TextIO:
+@contextmanager
+def open_log(options: Options, corpus: Corpus, world: shardrt.World) -> Iterator[TextIO]:
     """log.jsonl with its header line on rank 0, nowhere on the others."""
-    if world.rank != 0:
-        return open(os.devnull, "w")
-    options.out.mkdir(parents=True, exist_ok=True)
+    path = Path(os.devnull)
+    if world.rank == 0:
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / "log.jsonl"
     text = {"files": corpus.files, "bytes": len(corpus.train) + len(corpus.validation)}
     header = {"ranks": world.size, "device": world.device.type, "torch": torch.__version__}
-    log = open(options.out / "log.jsonl", "w", buffering=1)  # by line: a killed run keeps its log
-    log.write(json.dumps(header | text | asdict(options), default=str) + "\n")
-    return log
+    with open(path, "w", buffering=1) as log:  # by line: a killed run keeps its log
+        log.write(json.dumps(header | text | asdict(options), default=str) + "\n")
+        yield log
 
 
 def train(trainer: Trainer, log: TextIO) -> None:

@@ -2,10 +2,10 @@
 
 from pathlib import Path as _Path
 
-# In a checkout comm/ and kernels/ lie beside this folder; installed, they lie inside it. Searching the
-# checkout's root as well makes `PYTHONPATH=checkout` enough.
-# Hazard: never do so for an installed package: beside it lie other people's `comm` and `kernels`. A file
-# that only our comm/ has tells them apart.
+# In a checkout comm/ and kernels/ lie beside this folder; installed, they lie inside it. Searching
+# the checkout's root as well makes `PYTHONPATH=checkout` enough.
+# Hazard: never do so for an installed package: beside it lie other people's `comm` and `kernels`.
+# A file that only our comm/ has tells them apart.
 _here = _Path(__file__).resolve().parent
 if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py").is_file():
     __path__.append(str(_here.parent))

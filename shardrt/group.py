@@ -125,7 +125,7 @@ class ParamGroup:
     def attach(self, runtime: Runtime, name: str) -> None:
         """Join the runtime of a root: communicators, streams, buffers; everything a step only replays."""
         self.runtime = runtime
-        self.name = name or type(self.module).__name__
+        self.name = name or self.name
         self._streams = runtime.streams
         self._gather_comm = self.mesh.communicator("gather")
         self._reduce_comm = self.mesh.communicator("reduce")

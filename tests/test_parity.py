@@ -1,0 +1,289 @@
+"""Sharded training on real ranks against the same model trained in one process on the whole batch, in float64."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from toys import (
+    OddMLP,
+    Skipping,
+    TiedGPT,
+    UsedTwice,
+    batch,
+    loss_of,
+    shard_blocks,
+    tokens,
+    train_side_by_side,
+)
+
+import shardrt
+from shardrt.comm import World
+
+STEPS = 10
+
+
+@on_ranks(1, 2, 3, 4)
+def test_gpt_with_tied_embeddings(world: World) -> None:
+    sharded = train_side_by_side(world, TiedGPT().double(), map(tokens, range(STEPS)))
+    assert sharded.head.weight is sharded.tokens.weight
+    assert len(sharded.param_group.params) == 1
+
+
+@on_ranks(1, 2, 3, 4)
+def test_odd_sizes(world: World) -> None:
+    train_side_by_side(world, OddMLP().double(), map(batch, range(STEPS)))
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2, 3)
+def test_reshard_after_forward(world: World, reshard: bool | None) -> None:
+    shard = functools.partial(shard_blocks, reshard_after_forward=reshard)
+    model = train_side_by_side(world, OddMLP().double(), map(batch, range(3)), shard=shard)
+    loss_of(model, batch(0))
+    kept = [group.ready is not None for group in model.param_group.with_descendants()]
+    assert kept == {True: [False] * 4, False: [True] * 4, None: [True] + [False] * 3}[reshard]
+
+
+@on_ranks(1, 2, 3, 4)
+def test_frozen_parameters(world: World) -> None:
+    model = OddMLP().double()
+    for name, param in model.named_parameters():
+        param.requires_grad_("up" not in name and "norm" not in name and "blocks.2" not in name)
+    train_side_by_side(world, model, map(batch, range(STEPS)))
+
+
+@on_ranks(2, 3)
+def test_freezing_between_steps(world: World) -> None:
+    def freeze(step: int, model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            param.requires_grad_(not (step in (1, 2) and ("up" in name or "inp" in name)))
+
+    train_side_by_side(world, OddMLP().double(), map(batch, range(5)), before_step=freeze)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_module_used_twice(world: World) -> None:
+    train_side_by_side(world, UsedTwice().double(), map(batch, range(STEPS)))
+
+
+@on_ranks(1, 2, 3, 4)
+def test_module_skipped_in_one_step(world: World) -> None:
+    def skip(step: int, model: nn.Module) -> None:
+        assert isinstance(model, Skipping)
+        model.skip = step in (3, 4)
+
+    train_side_by_side(world, Skipping().double(), map(batch, range(STEPS)), before_step=skip)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_accumulation_over_three_microbatches(world: World) -> None:
+    train_side_by_side(world, OddMLP().double(), (batch(s, 36) for s in range(STEPS)), microbatches=3)
+
+
+@on_ranks(2, 3)
+def test_accumulation_with_reductions(world: World) -> None:
+    """Two backwards with sync before one step: the sharded gradients add up."""
+    whole, sharded = OddMLP().double(), OddMLP().double()
+    sharded.load_state_dict(whole.state_dict())
+    shard_blocks(sharded)
+    for step in range(2):
+        loss_of(whole, batch(step)).backward()
+        loss_of(sharded, batch(step).chunk(world.size)[world.rank]).backward()
+    for expected, param in zip(whole.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@on_ranks(1, 2, 3, 4)
+def test_shard_dims(world: World, dim: int) -> None:
+    def placement(param: nn.Parameter) -> shardrt.Shard:
+        return shardrt.Shard(dim if param.dim() > 1 else 0)
+
+    shard = functools.partial(shard_blocks, shard_placement_fn=placement)
+    train_side_by_side(world, OddMLP().double(), map(batch, range(5)), shard=shard)
+
+
+class Conv(nn.Module):
+    """Parameters of three and four dims, one of them non-contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Conv1d(1, 5, 3, padding=1), nn.Conv1d(5, 3, 3)])
+        self.strided = nn.Parameter(torch.randn(4, 3, 7).permute(2, 0, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.blocks[0](x[:, None, :]))
+        return self.blocks[1](y).mean(2) + torch.einsum("abc->c", self.strided)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@on_ranks(2, 4)
+def test_many_dims(world: World, dim: int) -> None:
+    def placement(param: nn.Parameter) -> shardrt.Shard:
+        return shardrt.Shard(dim if param.dim() > 1 else 0)
+
+    shard = functools.partial(shard_blocks, shard_placement_fn=placement)
+    train_side_by_side(world, Conv().double(), map(batch, range(5)), shard=shard)
+
+
+class Checkpointed(OddMLP):
+    """Recomputes its blocks, each as a whole."""
+
+    use_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.out(x)
+
+
+def _recompute_inside(model: nn.Module, use_reentrant: bool) -> None:
+    """Recompute inside the sharded module: its hooks are outside of the checkpoint."""
+    for block in model.get_submodule("blocks").children():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("where", ["around", "inside"])
+@on_ranks(1, 2, 3, 4)
+def test_activation_checkpointing(world: World, where: str, use_reentrant: bool) -> None:
+    def shard(model: nn.Module) -> None:
+        if where == "inside":
+            _recompute_inside(model, use_reentrant)
+        shard_blocks(model)
+
+    model = (Checkpointed if where == "around" else OddMLP)().double()
+    if isinstance(model, Checkpointed):
+        model.use_reentrant = use_reentrant
+    train_side_by_side(world, model, map(batch, range(4)), shard=shard)
+
+
+@on_ranks(2, 3)
+def test_checkpointed_modules_used_twice(world: World) -> None:
+    class Both(UsedTwice):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inp(x)
+            for block in (*self.blocks, self.blocks[0]):
+                x = checkpoint(block, x, use_reentrant=True)
+            return self.out(x)
+
+    train_side_by_side(world, Both().double(), map(batch, range(4)))
+
+
+@on_ranks(1, 2, 3)
+def test_threaded_streams_give_the_same_bits(world: World) -> None:
+    def train() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = shard_blocks(OddMLP())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(5):
+            loss_of(model, batch(step).float().chunk(world.size)[world.rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.full_tensor() for param in model.parameters()]
+
+    inline = train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDRT_HOST_STREAMS", "threaded")
+        threaded = train()
+    for one, other in zip(inline, threaded, strict=True):
+        assert torch.equal(one, other)
+
+
+class Towers(nn.Module):
+    """Blocks whose inputs want no gradient: each looks up its own indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.EmbeddingBag(11, 4) for _ in range(4))
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = sum(block(x) for block in self.blocks)
+        return self.out(total)
+
+
+@on_ranks(2)
+def test_blocks_without_input_gradients_reduce_during_backward(world: World) -> None:
+    model = Towers().double()
+    shard_blocks(model)
+    groups = list(model.param_group.with_descendants())
+    order: list[tuple[str, bool]] = []
+
+    def spy(group: object, reduce_grads: Callable[..., None]) -> Callable[..., None]:
+        def reduce(*, last: bool = False) -> None:
+            order.append((group.name, last))
+            reduce_grads(last=last)
+
+        return reduce
+
+    for group in groups:
+        group.reduce_grads = spy(group, group.reduce_grads)
+    model(tokens(0)).sum().backward()
+    early = [name for name, last in order if not last]
+    assert early == ["Towers", "blocks.3", "blocks.2", "blocks.1", "blocks.0"]
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def _bf16_step(master: nn.Module, parts: tuple[torch.Tensor, ...]) -> None:
+    """By hand: each rank's gradient in bfloat16, their mean in float32 in rank order, on float32 parameters."""
+    low = type(master)().bfloat16()
+    sums: dict[str, torch.Tensor] = {}
+    for part in parts:
+        low.load_state_dict(master.state_dict())
+        low.zero_grad()
+        loss_of(low, part.bfloat16()).backward()
+        for name, param in low.named_parameters():
+            sums[name] = sums[name] + param.grad.float() if name in sums else param.grad.float()
+    for name, param in master.named_parameters():
+        param.grad = sums[name] / len(parts)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_bf16_parameters_with_float32_reduction(world: World) -> None:
+    policy = shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    whole, sharded = OddMLP(), OddMLP()
+    sharded.load_state_dict(whole.state_dict())
+    shard_blocks(sharded, mp_policy=policy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, sharded)]
+    for step in range(STEPS):
+        parts = batch(step).float().chunk(world.size)
+        _bf16_step(whole, parts)
+        mine = parts[world.rank]
+        out = sharded(mine)
+        assert out.dtype == torch.bfloat16
+        ((out - mine.bfloat16()[:, :3]) ** 2).mean().backward()
+        for (name, expected), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(param.grad.full_tensor(), expected.grad), f"gradient of {name} in step {step}"
+        for optimizer in optimizers:
+            optimizer.step()
+        sharded.zero_grad()
+    for (name, expected), param in zip(whole.named_parameters(), sharded.named_parameters(), strict=True):
+        assert param[1].dtype == torch.float32
+        assert torch.equal(param[1].full_tensor(), expected), name
+
+
+@on_ranks(2, 3)
+def test_output_dtype(world: World) -> None:
+    policy = shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = shardrt.fully_shard(OddMLP(), mp_policy=policy)
+    out = model(batch(0).float())
+    assert out.dtype == torch.float32
+    out.sum().backward()
+    assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+
+
+@on_ranks(2, 4)
+def test_mixed_original_dtypes(world: World) -> None:
+    """float32 and bfloat16 parameters in one group, some frozen."""
+    torch.manual_seed(3)
+    model = OddMLP()
+    for block in model.blocks:
+        block.gate.data = block.gate.data.bfloat16()
+        block.scale.requires_grad_(False)
+    train_side_by_side(world, model, (batch(s).float() for s in range(3)), tolerance=2e-3)

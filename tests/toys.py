@@ -1,0 +1,175 @@
+"""Small models that are awkward on purpose, and the loop that trains one sharded and whole side by side."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+import shardrt
+from shardrt.comm import ReduceOp, World
+
+Sharder = Callable[[nn.Module], object]
+
+
+class OddBlock(nn.Module):
+    """Rows that do not divide, fewer rows than ranks, and a 1-element parameter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+        self.gate = nn.Parameter(torch.ones(1))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate * self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class OddMLP(nn.Module):
+    def __init__(self, width: int = 13, layers: int = 3) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, width)
+        self.blocks = nn.ModuleList(OddBlock(width) for _ in range(layers))
+        self.out = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class UsedTwice(OddMLP):
+    """The first block runs again after the last."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.out(x)
+
+
+class Skipping(OddMLP):
+    """The second block does not run while `skip` is set."""
+
+    skip = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for index, block in enumerate(self.blocks):
+            if not (self.skip and index == 1):
+                x = block(x)
+        return self.out(x)
+
+
+class TiedGPT(nn.Module):
+    """A causal transformer whose head is its embedding."""
+
+    def __init__(self, vocab: int = 11, width: int = 12, layers: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 3, 2 * width + 1, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=self.tokens.weight.dtype)
+        hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask, is_causal=True)
+        return self.head(hidden)
+
+
+def shard_blocks(model: nn.Module, **options: object) -> nn.Module:
+    """One group per block and one for the rest."""
+    for block in model.get_submodule("blocks").children():
+        shardrt.fully_shard(block, **options)  # type: ignore[arg-type]
+    return shardrt.fully_shard(model, **options)  # type: ignore[arg-type]
+
+
+def batch(step: int, rows: int = 12) -> torch.Tensor:
+    """The global batch of a step for the odd MLPs, float64."""
+    return torch.randn(rows, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def tokens(step: int, rows: int = 12) -> torch.Tensor:
+    """The global batch of a step for the GPT."""
+    return torch.randint(0, 11, (rows, 7), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A mean over the rows, so that the mean over equal parts is the mean over all."""
+    out = model(x)
+    if x.is_floating_point():
+        return ((out - x[:, :3]) ** 2).mean()
+    return nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+
+
+def mean_over_ranks(world: World, value: torch.Tensor) -> torch.Tensor:
+    """The average of a scalar."""
+    out = torch.empty_like(value.detach())
+    world.comm.all_reduce(out, value.detach(), ReduceOp.AVG, stream=world.stream).synchronize()
+    return out
+
+
+def train_side_by_side(
+    world: World,
+    model: nn.Module,
+    batches: Iterable[torch.Tensor],
+    *,
+    shard: Sharder = shard_blocks,
+    microbatches: int = 1,
+    before_step: Callable[[int, nn.Module], None] = lambda step, model: None,
+    tolerance: float = 1e-12,
+) -> nn.Module:
+    """Train `model` in one process on whole batches and a sharded copy on this rank's part of each; compare as they go.
+
+    Compared after every step: the loss, every gradient (also: that the same parameters have none), every parameter.
+    """
+    whole, sharded = model, copy.deepcopy(model)
+    shard(sharded)
+    # A large eps: Adam divides a gradient of pure rounding noise by itself, and would show the noise at full size.
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (whole, sharded)]
+    for step, x in enumerate(batches):
+        before_step(step, whole)
+        before_step(step, sharded)
+        expected = loss_of(whole, x)
+        expected.backward()
+        mine = x.chunk(world.size)[world.rank]
+        total = torch.zeros_like(expected)
+        for index, micro in enumerate(mine.chunk(microbatches)):
+            sharded.set_requires_gradient_sync(index == microbatches - 1)  # type: ignore[operator]
+            loss = loss_of(sharded, micro) / microbatches
+            loss.backward()
+            total += loss.detach()
+        torch.testing.assert_close(mean_over_ranks(world, total), expected.detach(), rtol=tolerance, atol=tolerance)
+        compare(whole, sharded, tolerance, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        compare(whole, sharded, tolerance, f"after step {step}")
+    return sharded
+
+
+def compare(whole: nn.Module, sharded: nn.Module, tolerance: float, when: str) -> None:
+    """Every parameter and gradient of the sharded model against the whole one's. Collective."""
+    pairs = zip(whole.named_parameters(), sharded.named_parameters(), strict=True)
+    for (name, expected), (sharded_name, param) in pairs:
+        assert name == sharded_name
+        assert isinstance(param, shardrt.DTensor)
+
+        def say(text: str, name: str = name) -> str:
+            return f"{name} {when}: {text}"
+
+        torch.testing.assert_close(param.full_tensor(), expected.detach(), rtol=tolerance, atol=tolerance, msg=say)
+        assert (param.grad is None) == (expected.grad is None), f"{name} {when}: a gradient on one side only"
+        if expected.grad is not None:
+            assert isinstance(param.grad, shardrt.DTensor)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=tolerance, atol=tolerance, msg=say)
