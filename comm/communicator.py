@@ -5,6 +5,7 @@ nothing lands on a default stream by accident. A call is enqueued on `stream` an
 and untouched until it is done. Every rank of the communicator calls the same collectives in the same order.
 
 Legend: N ranks, this one is r; sizes are in elements; out and in are contiguous, of one dtype, on the communicator's device.
+Any dtype can be moved; float64, float32, float16, bfloat16 and the integers can be reduced (NCCL: all but int16).
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Communicator(ABC):
         if self._closed:
             raise RuntimeError(f"{call} on {self}: the communicator is closed")
 
-    def _check(self, call: str, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
+    def _check(self, call: str, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp | None = None) -> None:
         self._check_open(call)
         for role, tensor in (("out", out), ("inp", inp)):
             if tensor.device != self.device:
@@ -159,10 +160,14 @@ class Communicator(ABC):
                 raise ValueError(f"{call} on {self}: {role} is not contiguous ({layout}); call .contiguous()")
         if out.dtype != inp.dtype:
             raise ValueError(f"{call} on {self}: out is {out.dtype}, inp is {inp.dtype}; expected one dtype")
-        if inp.dtype not in FLOATS and inp.dtype not in INTEGERS:
-            raise ValueError(f"{call} on {self}: {inp.dtype} is not supported; view it as an integer of its size")
-        if op is ReduceOp.AVG and inp.dtype not in FLOATS:
-            raise ValueError(f"{call} on {self}: AVG of {inp.dtype} is not defined; use SUM, or a floating-point dtype")
+        if op is not None:
+            self._check_reducible(call, inp.dtype, op)
+
+    def _check_reducible(self, call: str, dtype: torch.dtype, op: ReduceOp) -> None:
+        if dtype not in FLOATS and dtype not in INTEGERS:
+            raise ValueError(f"{call} on {self}: {dtype} cannot be reduced; expected a real floating-point or integer dtype")
+        if op is ReduceOp.AVG and dtype not in FLOATS:
+            raise ValueError(f"{call} on {self}: AVG of {dtype} is not defined; use SUM, or a floating-point dtype")
 
     def _expect(self, tensor: torch.Tensor, numel: int, call: str, formula: str, other: torch.Tensor) -> None:
         if tensor.numel() != numel:

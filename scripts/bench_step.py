@@ -1,11 +1,11 @@
-"""Time a training step: shardrt, PyTorch FSDP2 on gloo, and the floor, where no rank talks to another.
+"""Time a training step: shardrt, PyTorch FSDP2 on gloo, and the floor, where ranks do not talk.
 
     python scripts/bench_step.py --models gpt mlp tiny --ranks 2 4
 
-Each measurement is a job of its own: `mpirun` for shardrt, torch's own launcher for FSDP2, and for the
-floor as many lone processes, so that the cores are as busy. The jobs take turns, round after round, so
-that what else the machine does hits all alike. Both sides shard the same modules of the same model, see
-the same batches, and step the same AdamW; their losses are compared step by step.
+Each measurement is a job of its own: `mpirun` for shardrt, torch's launcher for FSDP2, and for the
+floor as many lone processes, so that the cores are as busy. The jobs take turns, round after round,
+so that what else the machine does hits all alike. Both sides shard the same modules of the same
+model, see the same batches and step the same AdamW; their losses are compared step by step.
 
 A step is forward, backward and optimizer; batches are made before. Its time is the mean over the
 ranks, and what is reported is the median over the steps of all rounds. Peak memory is the most that
@@ -17,63 +17,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from models import BYTES, GPT, MLP, GPTConfig, TinyStack, next_byte_loss, shard
-from options import Parser, at_least, refuse
-
-# ---------------------------------------------------------------------- what is trained
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-GPT_SHAPE = GPTConfig(layers=6, heads=6, channels=384, context=256)
-
-
-def gpt_batch(generator: torch.Generator) -> Batch:
-    tokens = torch.randint(BYTES, (4, GPT_SHAPE.context + 1), generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def rows_batch(rows: int, width: int) -> Callable[[torch.Generator], Batch]:
-    def make(generator: torch.Generator) -> Batch:
-        inputs = torch.randn(rows, width, generator=generator)
-        return inputs, torch.randn(rows, 1, generator=generator)
-
-    return make
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A model, one rank's batch for it, and the loss."""
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Batch]
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-CASES = {
-    "gpt": Case(lambda: GPT(GPT_SHAPE), gpt_batch, next_byte_loss),
-    "mlp": Case(lambda: MLP(layers=6, width=2048), rows_batch(8, 2048), F.mse_loss),
-    "tiny": Case(lambda: TinyStack(layers=100, width=32), rows_batch(8, 32), F.mse_loss),
-}
+from jobs import mpirun, run_job, torchrun
+from models import CASES, Case, shard
+from options import Parser, at_least
 
 # ---------------------------------------------------------------------- one rank of one job
 
 WARMUP = 3  # steps that allocate and record; not timed
+TOLERANCE = 1e-4  # relative, for sums in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +85,11 @@ def shardrt_worker(case: Case, steps: int) -> tuple[int, Timing]:
 
 def fsdp2_worker(case: Case, steps: int) -> tuple[int, Timing]:
     from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     distributed.init_process_group("gloo")
-    mesh = distributed.init_device_mesh("cpu", (distributed.get_world_size(),))
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     start_mb = resident_mb("VmRSS")
     model = case.build()
     shard(model, lambda module: fully_shard(module, mesh=mesh))
@@ -155,8 +118,8 @@ WORKERS = {"shardrt": shardrt_worker, "fsdp2": fsdp2_worker, "floor": floor_work
 def host_worker(steps: int) -> float:
     """Microseconds of host time per group for forward plus backward, collectives excluded.
 
-    Measured on the tiny blocks in a world of one rank, where a collective is at most a copy of a few
-    kilobytes: what the sharded model takes longer than the same model as it is, by its groups.
+    Measured on the tiny blocks in a world of one rank, where a collective is at most a copy of a
+    few kilobytes: what the sharded model takes longer than the plain one, by the number of groups.
     """
     import shardrt
 
@@ -176,61 +139,7 @@ def host_worker(steps: int) -> float:
     pairs = [(forward_backward(sharded), forward_backward(plain)) for _ in range(WARMUP + steps)]
     groups = sum(isinstance(module, shardrt.FSDPModule) for module in sharded.modules())
     shardrt.finalize()
-    return median(with_us - without for with_us, without in pairs[WARMUP:]) / groups * 1e6
-
-
-# ---------------------------------------------------------------------- jobs
-
-
-class JobFailed(RuntimeError):
-    """A job that ended badly or not in time; carries what it said."""
-
-
-def run_job(worker: str, ranks: int, arguments: Sequence[str], timeout: float) -> list[str]:
-    """Start `ranks` ranks of this file as `worker`; returns what each wrote, in rank order."""
-    with tempfile.TemporaryDirectory(prefix="bench_step-") as folder:
-        command = [*launcher(worker, ranks), __file__, "--worker", worker, "--results", folder]
-        job = subprocess.Popen(
-            [*command, *arguments],
-            env=os.environ | environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            said = job.communicate(timeout=timeout)[1]
-        except subprocess.TimeoutExpired as error:
-            raise JobFailed(f"{worker} on {ranks} ranks: not done after {timeout:.0f} s") from error
-        finally:
-            with suppress(ProcessLookupError):  # all of the job, also what the launcher left behind
-                os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-        if job.returncode != 0:
-            raise JobFailed(f"{worker} on {ranks} ranks: exit code {job.returncode}\n{said[-4000:]}")
-        return [(Path(folder) / str(rank)).read_text() for rank in range(ranks)]
-
-
-def launcher(worker: str, ranks: int) -> list[str]:
-    if worker == "fsdp2":
-        module = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        return [*module, "--nproc-per-node", str(ranks)]
-    beside = Path(sys.executable).parent / "mpirun"
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    if mpirun is None:
-        refuse(f"no mpirun beside {sys.executable} or on PATH: install shardrt[mpich]")
-    return [mpirun, "-n", str(ranks), sys.executable]
-
-
-def environment() -> dict[str, str]:
-    """One thread per rank on both sides; Open MPI may run more ranks than cores, and as root."""
-    return {
-        "OMP_NUM_THREADS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-    }
+    return median(ours - plains for ours, plains in pairs[WARMUP:]) / groups * 1e6
 
 
 # ---------------------------------------------------------------------- results
@@ -238,21 +147,152 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One model at one number of ranks. Times are milliseconds, memory is MiB, both as medians or peaks over all rounds."""
+    """One model on so many ranks, over all rounds; the first four by worker."""
 
     model: str
     ranks: int
-    shardrt_ms: float
-    fsdp2_ms: float
-    floor_ms: float
-    ratio_fsdp2: float  # shardrt_ms / fsdp2_ms
+    ms: dict[str, float]  # per step, median
+    peak_mb: dict[str, float]  # MiB, most of any rank
+    grown_mb: dict[str, float]  # the same, beyond what was there before the model
+    loss: dict[str, float]  # of the last step, mean over the ranks
+    agreement: str  # of shardrt's and FSDP2's losses, over all steps
+    ratio_fsdp2: float  # shardrt's step time by FSDP2's
     ratio_floor: float
-    ratio_fsdp2_rounds: list[float]
-    shardrt_peak_mb: float
-    fsdp2_peak_mb: float
-    floor_peak_mb: float
-    peak_ratio: float
-    growth_ratio: float  # the same without what was resident before the model was built
-    shardrt_loss: float  # at the last step, mean over ranks
-    fsdp2_loss: float
-    agreement: str
+    ratio_peak: float  # shardrt's peak memory by FSDP2's
+    ratio_fsdp2_by_round: list[float]
+
+
+Round = dict[str, list[Timing]]  # by worker, then by rank
+
+
+def measure(model: str, ranks: int, options: Options, bar: tqdm) -> Result:
+    rounds: list[Round] = []
+    for _ in range(options.rounds):
+        rounds.append({})
+        for worker in WORKERS:
+            bar.set_description(f"{model}, {ranks} ranks, {worker}")
+            written = run_worker(worker, ranks, model, options)
+            rounds[-1][worker] = [Timing(**json.loads(text)) for text in written]
+            bar.update()
+    return summarize(model, ranks, rounds)
+
+
+def run_worker(worker: str, ranks: int, model: str, options: Options) -> list[str]:
+    """Run this file as `worker` on so many ranks; returns what each rank wrote, in rank order."""
+    launcher = torchrun(ranks) if worker == "fsdp2" else mpirun(ranks)
+    with tempfile.TemporaryDirectory(prefix="bench_step-") as folder:
+        told = ["--worker", worker, "--model", model, "--steps", str(options.steps)]
+        run_job([*launcher, __file__, *told, "--results", folder], options.timeout)
+        return [(Path(folder) / str(rank)).read_text() for rank in range(ranks)]
+
+
+def summarize(model: str, ranks: int, rounds: list[Round]) -> Result:
+    every = {worker: [timing for one in rounds for timing in one[worker]] for worker in WORKERS}
+    ms = {worker: median(step_ms(rounds, worker)) for worker in WORKERS}
+    peak = {worker: max(timing.peak_mb for timing in every[worker]) for worker in WORKERS}
+    return Result(
+        model=model,
+        ranks=ranks,
+        ms=ms,
+        peak_mb=peak,
+        grown_mb={w: max(timing.peak_mb - timing.start_mb for timing in every[w]) for w in WORKERS},
+        loss={w: fmean(timing.losses[-1] for timing in rounds[0][w]) for w in WORKERS},
+        agreement=compare(every["shardrt"], every["fsdp2"]),
+        ratio_fsdp2=ms["shardrt"] / ms["fsdp2"],
+        ratio_floor=ms["shardrt"] / ms["floor"],
+        ratio_peak=peak["shardrt"] / peak["fsdp2"],
+        ratio_fsdp2_by_round=[
+            median(step_ms([one], "shardrt")) / median(step_ms([one], "fsdp2")) for one in rounds
+        ],
+    )
+
+
+def step_ms(rounds: list[Round], worker: str) -> Iterator[float]:
+    """Every timed step's mean over the ranks."""
+    for one in rounds:
+        for seconds in zip(*(timing.seconds for timing in one[worker]), strict=True):
+            yield fmean(seconds) * 1e3
+
+
+def compare(ours: list[Timing], theirs: list[Timing]) -> str:
+    """How well each rank's losses agree, over all steps."""
+    ranks = [zip(a.losses, b.losses, strict=True) for a, b in zip(ours, theirs, strict=True)]
+    pairs = [pair for rank in ranks for pair in rank]
+    if all(mine == other for mine, other in pairs):
+        return "bitwise"
+    worst = max(abs(mine - other) / max(abs(other), 1e-9) for mine, other in pairs)
+    return f"{'within' if worst <= TOLERANCE else 'DIFFER by'} {worst:.0e}"
+
+
+def table(results: list[Result]) -> str:
+    lines = ["             ------- ms per step -------  - shardrt by -  ----- peak MiB -----"]
+    lines += ["model  ranks   shardrt    fsdp2    floor    fsdp2  floor   shardrt   fsdp2   by"]
+    for r in results:
+        times = "".join(f"{r.ms[worker]:9.1f}" for worker in WORKERS)
+        peaks = f"{r.peak_mb['shardrt']:8.0f}{r.peak_mb['fsdp2']:8.0f}{r.ratio_peak:6.2f}"
+        ratios = f"{r.ratio_fsdp2:8.3f}{r.ratio_floor:7.2f}"
+        loss = f"{r.agreement} ({r.loss['shardrt']:.6f}, {r.loss['fsdp2']:.6f})"
+        lines.append(f"{r.model:7}{r.ranks:5} {times} {ratios}  {peaks}  {loss}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------- command line
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line, one field per flag."""
+
+    models: list[str]
+    ranks: list[int]
+    steps: int
+    rounds: int
+    host_time: bool
+    timeout: float
+    worker: str | None
+    model: str
+    results: Path
+
+
+def parse_options() -> Options:
+    parser = Parser(description=__doc__)
+    add, hidden = parser.add_argument, argparse.SUPPRESS
+    add("--models", nargs="+", choices=tuple(CASES), default=list(CASES))
+    add("--ranks", type=at_least(1), nargs="+", default=[2, 4])
+    add("--steps", type=at_least(1), default=20, help="timed steps of each job")
+    add("--rounds", type=at_least(1), default=3, help="jobs of each kind")
+    add("--host-time", action=argparse.BooleanOptionalAction, default=True)
+    add("--timeout", type=at_least(1, float), default=600.0, help="seconds for a job")
+    add("--worker", choices=(*WORKERS, "host"), help=hidden)  # set for the jobs of this script
+    add("--model", choices=tuple(CASES), default="tiny", help=hidden)
+    add("--results", type=Path, default=Path(), help=hidden)
+    return Options(**vars(parser.parse_args()))
+
+
+def main() -> None:
+    options = parse_options()
+    if options.worker == "host":
+        (options.results / "0").write_text(json.dumps(host_worker(options.steps)))
+    elif options.worker is not None:
+        rank, timing = WORKERS[options.worker](CASES[options.model], options.steps)
+        (options.results / str(rank)).write_text(json.dumps(asdict(timing)))
+    else:
+        bench(options)
+
+
+def bench(options: Options) -> None:
+    cells = [(model, ranks) for model in options.models for ranks in options.ranks]
+    jobs = len(cells) * options.rounds * len(WORKERS)
+    with tqdm(total=jobs, unit="job", dynamic_ncols=True) as bar:
+        results = [measure(model, ranks, options, bar) for model, ranks in cells]
+    print(table(results))
+    summary = {"cores": os.cpu_count(), "results": [asdict(result) for result in results]}
+    if options.host_time:
+        micros = json.loads(run_worker("host", 1, "tiny", options)[0])
+        summary["host_us_per_group"] = micros
+        print(f"host time per group, forward + backward, without collectives: {micros:.0f} us")
+    print(json.dumps(summary), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -149,7 +149,7 @@ def initialize(model: nn.Module, seed: int) -> None:
         std = parameter.shape[1] ** -0.5
         if name in ("tokens.weight", "positions.weight"):
             std = 0.1
-        elif name.endswith(("attention.out.weight", "down.weight")):
+        elif name.endswith(("attention.out.weight", "down.weight", "linear.weight")):
             std /= sums**0.5
         parameter.normal_(0.0, std, generator=generator)
 
@@ -164,3 +164,41 @@ def shard(model: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
 def next_byte_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in nats per byte, in float32 throughout. (B, T, V), (B, T) -> ()."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+# ---------------------------------------------------------------------- what the benchmarks train
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, how to make one rank's batch for it, and the loss."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def bytes_batch(rows: int, context: int) -> Callable[[torch.Generator], Batch]:
+    def make(generator: torch.Generator) -> Batch:
+        tokens = torch.randint(BYTES, (rows, context + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    return make
+
+
+def rows_batch(rows: int, width: int) -> Callable[[torch.Generator], Batch]:
+    def make(generator: torch.Generator) -> Batch:
+        inputs = torch.randn(rows, width, generator=generator)
+        return inputs, torch.randn(rows, 1, generator=generator)
+
+    return make
+
+
+BENCH_GPT = GPTConfig(layers=6, heads=6, channels=384, context=256)
+CASES = {
+    "gpt": Case(lambda: GPT(BENCH_GPT), bytes_batch(4, BENCH_GPT.context), next_byte_loss),
+    "mlp": Case(lambda: MLP(layers=6, width=2048), rows_batch(8, 2048), F.mse_loss),
+    "tiny": Case(lambda: TinyStack(layers=100, width=32), rows_batch(8, 32), F.mse_loss),
+}

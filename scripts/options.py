@@ -12,7 +12,12 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse prints a refusal in pieces, which tear when several ranks print theirs."""
+    """Keeps the lines of a description, and refuses in one write: argparse's several would tear."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
 
     def error(self, message: str) -> NoReturn:
         refuse(message)

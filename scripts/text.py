@@ -17,6 +17,7 @@ import torch
 from models import GPT
 
 VALIDATION_PART = 10  # the last tenth is held out
+TEMPERATURE = 0.8  # of samples: below 1, likely bytes become likelier
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def rank_rows(size: int, rank: int, ranks: int, micro_batches: int) -> list[rang
 
 
 @torch.no_grad()
-def write_sample(model: GPT, prompt: bytes, length: int, *, seed: int, temperature: float) -> str:
+def write_sample(model: GPT, prompt: str, length: int, seed: int) -> str:
     """Let the model continue `prompt` by `length` bytes.
 
     Collective: a sharded model's forward runs on all ranks together. Every rank draws from the same
@@ -103,10 +104,10 @@ def write_sample(model: GPT, prompt: bytes, length: int, *, seed: int, temperatu
     Cost: one forward per byte over at most `model.context` bytes, as nothing is cached.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens, device = list(prompt), next(model.parameters()).device
+    tokens, device = list(prompt.encode()), next(model.parameters()).device
     for _ in range(length):
         window = torch.tensor([tokens[-model.context :]], device=device)
         logits = model(window)[0, -1].double().cpu()  # (V,)
-        chances = torch.softmax(logits / temperature, dim=0)
+        chances = torch.softmax(logits / TEMPERATURE, dim=0)
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
     return bytes(tokens).decode(errors="replace")

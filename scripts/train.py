@@ -15,7 +15,6 @@ global batch does not depend on the number of ranks, so neither does the loss cu
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -61,7 +60,6 @@ class Options:
     eval_batches: int
     prompt: str
     sample_bytes: int
-    temperature: float
     seed: int
     out: Path
 
@@ -71,8 +69,7 @@ class Options:
 
 
 def parse_options() -> Options:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=__doc__, formatter_class=formatter)
+    parser = Parser(description=__doc__)
     add, count = parser.add_argument, at_least(1)
     text = parser.add_argument_group("text").add_argument
     text("--data", type=Path, nargs="+", default=[], help="files or folders; default: Python's own")
@@ -95,10 +92,9 @@ def parse_options() -> Options:
     add("--eval-batches", type=count, default=4)
     add("--prompt", default="def ", help="what the sample starts with")
     add("--sample-bytes", type=at_least(0), default=300)
-    add("--temperature", type=at_least(0.01, float), default=0.8)
     add("--seed", type=at_least(0), default=0)
-    default_out = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    add("--out", type=Path, default=default_out, help="folder for what the run leaves")
+    run = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    add("--out", type=Path, default=run, help="folder for what the run leaves")
     return Options(**vars(parser.parse_args()))
 
 
@@ -109,7 +105,7 @@ def check_options(options: Options) -> Corpus:
     if options.out.exists() and not options.out.is_dir():
         refuse(f"--out {options.out} is not a folder")
     try:
-        options.model  # noqa: B018  (checks itself)
+        _ = options.model  # refuses a shape that cannot be
         files = find_files(options.data) if options.data else default_files()
         return read_corpus(files, options.context, options.max_bytes)
     except (ValueError, OSError) as error:
@@ -124,10 +120,8 @@ def check_world(options: Options, corpus: Corpus, world: shardrt.World) -> None:
             f"--batch {options.batch} does not divide by {world.size} ranks x "
             f"{options.micro_batches} micro-batches: use a multiple of {parts}"
         )
-    digests = world.comm.exchange(corpus.digest)
-    if len(set(digests)) > 1:
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        refuse(f"ranks 0 and {other} read different text: give --data that all machines share")
+    if len(set(world.comm.exchange(corpus.digest))) > 1:
+        refuse("the ranks read different text: give --data that all machines have alike")
 
 
 # ---------------------------------------------------------------------- training
@@ -158,9 +152,8 @@ class Trainer:
             policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         shard(self.model, lambda module: shardrt.fully_shard(module, mp_policy=policy))
         parameters = self.model.parameters()
-        self.optimizer = torch.optim.AdamW(
-            parameters, betas=(0.9, 0.95), weight_decay=options.weight_decay
-        )
+        decay = options.weight_decay
+        self.optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=decay)
 
     def step(self, step: int) -> Step:
         """One optimizer step on global batch `step`."""
@@ -181,8 +174,7 @@ class Trainer:
 
     def forward_backward(self, step: int) -> torch.Tensor:
         """Accumulate this rank's gradients over its micro-batches; returns its mean loss, ()."""
-        micro_batches = self.rows()
-        total = torch.zeros((), device=self.world.device)
+        micro_batches, total = self.rows(), torch.zeros((), device=self.world.device)
         assert isinstance(self.model, shardrt.FSDPModule)  # since fully_shard
         for rows in micro_batches:
             self.model.set_requires_gradient_sync(rows is micro_batches[-1])
@@ -243,10 +235,9 @@ def open_log(options: Options, corpus: Corpus, world: shardrt.World) -> Iterator
     if world.rank == 0:
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / "log.jsonl"
-    text = {"files": corpus.files, "bytes": len(corpus.train) + len(corpus.validation)}
-    header = {"ranks": world.size, "device": world.device.type, "torch": torch.__version__}
+    header = {"ranks": world.size, "files": corpus.files, **asdict(options)}
     with open(path, "w", buffering=1) as log:  # by line: a killed run keeps its log
-        log.write(json.dumps(header | text | asdict(options), default=str) + "\n")
+        log.write(json.dumps(header, default=str) + "\n")
         yield log
 
 
@@ -279,8 +270,8 @@ def plot_losses(log: Path, picture: Path) -> None:
     held_out = [step for step in steps if step["validation_loss"] is not None]
     figure, axes = pyplot.subplots(figsize=(8, 5))
     axes.plot([s["step"] for s in steps], [s["loss"] for s in steps], label="training")
-    xs, ys = [s["step"] for s in held_out], [s["validation_loss"] for s in held_out]
-    axes.plot(xs, ys, "o-", label="validation")
+    points = [(s["step"], s["validation_loss"]) for s in held_out]
+    axes.plot(*zip(*points, strict=True), "o-", label="validation")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=str(log.parent))
     axes.grid(alpha=0.3)
     axes.legend()
@@ -295,9 +286,7 @@ def main() -> None:
     trainer = Trainer(options, corpus, world)
     with open_log(options, corpus, world) as log:
         train(trainer, log)
-    length, seed, temperature = options.sample_bytes, options.seed, options.temperature
-    prompt = options.prompt.encode()
-    sample = write_sample(trainer.model, prompt, length, seed=seed, temperature=temperature)
+    sample = write_sample(trainer.model, options.prompt, options.sample_bytes, options.seed)
     peaks = world.comm.exchange(peak_mb(world))
     if world.rank == 0:
         (options.out / "sample.txt").write_text(sample)

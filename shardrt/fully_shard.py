@@ -16,9 +16,8 @@ from .layout import ParamSpec, plan
 from .param import ShardedParam
 from .placement import Shard
 from .policy import MixedPrecisionPolicy
-from .tensor import DTensor
 
-# Which group took an original parameter: finds one that a module outside the group still holds.
+# Which group has a parameter, by the original and by the sharded one: finds those that a module outside still holds.
 _taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -97,6 +96,8 @@ def fully_shard(
     all ranks; both name the ranks that see it.
     """
     mesh = comm.world().mesh if mesh is None else mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard(mesh={mesh!r}): expected a DeviceMesh, such as shardrt.world().mesh")
     owners: _Owners = {}
     buffers: list[tuple[nn.Module, str]] = []
     dims: dict[nn.Parameter, int] = {}
@@ -105,7 +106,7 @@ def fully_shard(
         owners, buffers = _collect(module, mesh)
         dims = {param: _dim(owned[0][2], param, shard_placement_fn) for param, owned in owners.items()}
     except (TypeError, ValueError) as caught:
-        error = caught
+        owners, error = {}, caught
     _agree(mesh, type(module).__name__, _describe(owners, dims), error)
     policy = mp_policy or MixedPrecisionPolicy()
     params = [
@@ -116,9 +117,9 @@ def fully_shard(
         ParamSpec(p.name, tuple(p.shape), (policy.param_dtype or p.dtype).itemsize, p.dim) for p in params
     ]
     layout = plan(specs, mesh.size)
-    for param in owners:
-        _taken[param] = type(module).__name__
     group = ParamGroup(module, params, layout, mesh, policy, reshard_after_forward)
+    for taken in (*owners, *(param.sharded for param in params)):
+        _taken[taken] = group.name
     for holder, attribute in buffers:
         holder._buffers[attribute] = holder._buffers[attribute].to(mesh.device)
     for child in module.modules():
@@ -175,10 +176,9 @@ def _outside_sharded(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Mod
 
 
 def _check_param(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
-    if param in _taken or isinstance(param, DTensor):
-        taker = _taken.get(param, "another module")
+    if param in _taken:
         raise ValueError(
-            f"parameter '{name}' is shared with '{taker}', which is sharded already: tied parameters belong in one "
+            f"parameter '{name}' is shared with '{_taken[param]}', which is sharded already: tied parameters belong in one "
             "group; shard neither module on its own, so that the module around both takes the parameter"
         )
     if param.device.type == "meta":

@@ -146,11 +146,13 @@ _GATHERED = {
     aten.mean.dim,
     aten.mm.default,
     aten.new_zeros.default,
+    aten.permute.default,
     aten.sum.dim_IntList,
     aten.t.default,
     aten.transpose.int,
     aten.view.default,
 }
+_NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_powsum"}
 _TO_SCALAR = {
     aten.sum.default: ReduceOp.SUM,
     aten.mean.default: ReduceOp.SUM,
@@ -172,8 +174,10 @@ def _find_rule(func: Any) -> Rule:
         return _foreach_norm
     if func in _GATHERED:
         return _gathered
+    if func is aten.index_put_.default:
+        return _masked_put
     elementwise = torch.Tag.pointwise in func.tags or name.startswith(("_foreach_", "_fused_"))
-    if (elementwise or func in _COPIES) and func._overloadname != "out" and name != "_foreach_max":
+    if (elementwise and name not in _NOT_ELEMENTWISE) or func in _COPIES:
         return _local
     return _refuse
 
@@ -188,17 +192,32 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on the local parts; what comes out has the placement of the first sharded argument (list: element by element)."""
-    first = args[0]
-    if isinstance(first, torch.Tensor) and not isinstance(first, DTensor) and func._schema.is_mutable:
+    destination = kwargs.get("out", args[0])
+    if func._schema.is_mutable and not isinstance(_first_of(destination), DTensor):
         return _gathered(func, args, kwargs)  # a plain tensor is written: it needs all of the values
     specs = _specs(args)
     local_args = [_unwrap(arg, specs, func) for arg in args]
-    out = func(*local_args, **{key: _unwrap(value, specs, func) for key, value in kwargs.items()})
+    local_kwargs = {key: _unwrap(value, specs, func) for key, value in kwargs.items()}
+    out = func(*local_args, **local_kwargs)
     if isinstance(out, torch.Tensor):
-        return first if out is local_args[0] else DTensor(out, specs[0])
+        written = local_kwargs.get("out", local_args[0])
+        return destination if out is written else DTensor(out, specs[0])
     if isinstance(out, (list, tuple)):
         return [DTensor(part, spec) for part, spec in zip(out, specs, strict=True)]
     return out
+
+
+def _first_of(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) and value else value
+
+
+def _masked_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x[mask] = scalar`, which is elementwise; other indices are not."""
+    whole, indices, values = args[:3]
+    mask = indices[0]
+    if len(indices) == 1 and isinstance(mask, DTensor) and mask.dtype == torch.bool and values.dim() == 0:
+        return _local(func, args, kwargs)
+    return _refuse(func, (whole, *indices, values), kwargs)
 
 
 def _specs(args: tuple[Any, ...]) -> list[Spec]:
@@ -206,7 +225,7 @@ def _specs(args: tuple[Any, ...]) -> list[Spec]:
     for arg in args:
         if isinstance(arg, DTensor):
             return [arg.spec]
-        if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], DTensor):
+        if isinstance(_first_of(arg), DTensor):
             return [part.spec for part in arg]
     raise AssertionError("dispatched without a sharded argument")
 
@@ -214,7 +233,7 @@ def _specs(args: tuple[Any, ...]) -> list[Spec]:
 def _unwrap(value: Any, specs: list[Spec], func: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _local_of(value, specs[0], func)
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+    if isinstance(_first_of(value), torch.Tensor):
         return [_local_of(part, spec, func) for part, spec in zip(value, specs, strict=True)]
     return value
 

@@ -19,7 +19,7 @@ def rank_values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 @on_ranks(1, 2, 3, 4)
 def test_gather_and_broadcast(world: World, threaded: bool) -> None:
     stream = new_stream(world.device, "test", threaded=threaded)
-    for dtype in DTYPES:
+    for dtype in [*DTYPES, torch.bool, torch.float8_e4m3fn]:
         for n in SIZES:
             expected = torch.cat([rank_values(r, n, dtype) for r in range(world.size)])
             mine = rank_values(world.rank, n, dtype)
@@ -137,7 +137,7 @@ def test_bad_arguments_are_refused(world: World) -> None:
         comm.all_reduce(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), ReduceOp.AVG, stream=stream)
     with pytest.raises(ValueError, match="root 7 is no rank"):
         comm.broadcast(good, good, 7, stream=stream)
-    with pytest.raises(ValueError, match="complex64 is not supported"):
-        comm.broadcast(good.to(torch.complex64), good.to(torch.complex64), 0, stream=stream)
+    with pytest.raises(ValueError, match="complex64 cannot be reduced"):
+        comm.all_reduce(good.to(torch.complex64), good.to(torch.complex64), ReduceOp.SUM, stream=stream)
     with pytest.raises(ValueError, match="is on meta"):
         comm.broadcast(torch.zeros(2, device="meta"), good, 0, stream=stream)

@@ -12,7 +12,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from toys import OddBlock, OddMLP, Skipping, TiedGPT, UsedTwice, batch, loss_of, shard_blocks, tokens
+from toys import OddMLP, Skipping, TiedGPT, UsedTwice, batch, loss_of, shard_blocks, tokens, without_scalars
 
 import shardrt
 from shardrt.comm import World
@@ -81,11 +81,8 @@ def _compare(
     theirs: Callable[[nn.Module], nn.Module],
 ) -> None:
     make, batches, microbatches = CASES[case]
-    model = make()
+    model = without_scalars(make())  # FSDP2 takes no scalars
     peer = copy.deepcopy(model)
-    for module in (*model.modules(), *peer.modules()):
-        if isinstance(module, OddBlock):
-            module.scale = nn.Parameter(module.scale.detach().reshape(1))  # FSDP2 takes no scalars
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=world.rank, world_size=world.size)
     try:
         expected_losses, expected = train(world, theirs(peer), batches(), microbatches)

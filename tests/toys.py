@@ -87,6 +87,14 @@ class TiedGPT(nn.Module):
         return self.head(hidden)
 
 
+def without_scalars(model: nn.Module) -> nn.Module:
+    """The model with its 0-dim parameters made 1-element ones, for what cannot take them."""
+    for module in model.modules():
+        if isinstance(module, OddBlock):
+            module.scale = nn.Parameter(module.scale.detach().reshape(1))
+    return model
+
+
 def shard_blocks(model: nn.Module, **options: object) -> nn.Module:
     """One group per block and one for the rest."""
     for block in model.get_submodule("blocks").children():

@@ -1,0 +1,138 @@
+"""Bad input is refused on every rank alike, with the name of what is wrong, before anything is sent."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from toys import OddMLP, TiedGPT, batch, shard_blocks, tokens
+
+import shardrt
+from shardrt.comm import World
+
+
+def refused(match: str, call: Callable[[], object], kind: type[Exception] = ValueError) -> None:
+    with pytest.raises(kind, match=match):
+        call()
+
+
+@on_ranks(1, 2, 3)
+def test_modules_that_cannot_be_sharded(world: World) -> None:
+    refused("fully_shard takes one nn.Module, found list", lambda: shardrt.fully_shard([nn.Linear(2, 2)]), TypeError)
+    refused("'ReLU' has no parameters to shard", lambda: shardrt.fully_shard(nn.ReLU()))
+    refused("'ModuleList' has no forward", lambda: shardrt.fully_shard(nn.ModuleList([nn.Linear(2, 2)])))
+    once = shardrt.fully_shard(nn.Linear(2, 2))
+    refused("'FSDPLinear' is sharded already", lambda: shardrt.fully_shard(once))
+    on_meta = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    refused("parameter '1.weight' is on the meta device", lambda: shardrt.fully_shard(on_meta))
+    wrong_dim = lambda param: shardrt.Shard(1)  # noqa: E731
+    refused("'bias': Shard.dim=1. of a parameter of shape", lambda: shardrt.fully_shard(nn.Linear(2, 2), shard_placement_fn=wrong_dim))
+
+
+@on_ranks(2, 3)
+def test_parameter_shared_across_groups(world: World) -> None:
+    model = TiedGPT()
+    shardrt.fully_shard(model.tokens)
+    refused("parameter 'head.weight' is shared with 'Embedding', which is sharded already", lambda: shardrt.fully_shard(model))
+    shared_module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+    shared_module[1].append(shared_module[0])
+    shardrt.fully_shard(shared_module[1])
+    refused("parameter '0.weight' is shared with 'Sequential'", lambda: shardrt.fully_shard(shared_module))
+
+
+@on_ranks(2, 4)
+def test_one_rank_is_wrong(world: World) -> None:
+    """The other ranks raise as well, and say which rank it was."""
+    last = world.size - 1
+    module = nn.ReLU() if world.rank == last else nn.Linear(2, 2)
+    refused(rf"has no parameters to shard \(on rank {last}\)", lambda: shardrt.fully_shard(module))
+    world.barrier()
+
+
+@on_ranks(2, 3)
+def test_ranks_with_different_models(world: World) -> None:
+    expected = r"the ranks have different modules; the first difference is rank 0: weight: \(2, 4\).*rank 1: weight: \(2, 5\)"
+    refused(expected, lambda: shardrt.fully_shard(nn.Linear(4 + (world.rank == 1), 2)))
+    names = nn.Linear(2, 2, bias=world.rank == 0)
+    refused("rank 0: bias: .*rank 1: nothing", lambda: shardrt.fully_shard(names))
+    dtype = torch.float64 if world.rank == 1 else torch.float32
+    refused("torch.float32.*rank 1: weight: .2, 2. torch.float64", lambda: shardrt.fully_shard(nn.Linear(2, 2, dtype=dtype)))
+    world.barrier()
+
+
+@on_ranks(1, 2, 3)
+def test_meshes_that_do_not_match(world: World) -> None:
+    refused("mesh of 5 ranks does not match", lambda: shardrt.DeviceMesh(world.comm, (5,)))
+    refused("expected one axis", lambda: shardrt.DeviceMesh(world.comm, (world.size, 1), ("dp", "tp")))
+    refused("expected a DeviceMesh", lambda: shardrt.fully_shard(nn.Linear(2, 2), mesh=4), TypeError)
+
+
+@on_ranks(1, 2)
+def test_forward_of_a_child_before_the_root(world: World) -> None:
+    model = shard_blocks(OddMLP())
+    hidden = torch.zeros(2, 13)
+    refused("forward of 'OddBlock' before that of its root .*'OddMLP'", lambda: model.blocks[0](hidden), RuntimeError)
+    model(batch(0).float())
+    model.blocks[0](hidden)
+
+
+@on_ranks(1, 2)
+def test_deepcopy(world: World) -> None:
+    model = shard_blocks(OddMLP())
+    refused("deepcopy of the sharded module 'OddMLP'", lambda: copy.deepcopy(model), RuntimeError)
+    refused("deepcopy of the sharded module 'OddBlock'", lambda: copy.deepcopy(nn.Sequential(model.blocks[0])), RuntimeError)
+
+
+@on_ranks(1, 2)
+def test_policy(world: World) -> None:
+    refused("param_dtype=torch.int32", lambda: shardrt.MixedPrecisionPolicy(param_dtype=torch.int32))
+
+
+@on_ranks(1, 2, 3)
+def test_exception_in_forward_and_in_backward(world: World) -> None:
+    """Named until reset, and after it training goes on as if nothing had happened, bit for bit."""
+
+    class Explodes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError("backward went wrong")
+
+    def run(fail: bool) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        model = shard_blocks(OddMLP())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(3):
+            if fail and step == 1:
+                refused("", lambda: model(torch.zeros(2, 7)), RuntimeError)
+                refused("cannot go from FORWARD to FORWARD", lambda: model(batch(0).float()), RuntimeError)
+                model.reset_iter_state()
+                handle = model.blocks[1].register_forward_hook(lambda module, args, out: Explodes.apply(out))
+                refused("went wrong", lambda: model(batch(0).float()).sum().backward(), ArithmeticError)
+                refused("did not end", lambda: model(batch(0).float()), RuntimeError)
+                handle.remove()
+                model.reset_iter_state()
+                optimizer.zero_grad()  # blocks behind the failure had reduced
+            model(batch(step).float().chunk(world.size)[world.rank]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.full_tensor() for param in model.parameters()]
+
+    for one, other in zip(run(fail=False), run(fail=True), strict=True):
+        assert torch.equal(one, other)
+
+
+@on_ranks(2)
+def test_evaluation_leaves_nothing_gathered(world: World) -> None:
+    model = shard_blocks(TiedGPT())
+    with torch.no_grad():
+        first = model(tokens(0))
+        second = model(tokens(0))
+    assert torch.equal(first, second)
+    assert all(group.ready is None for group in model.param_group.with_descendants())
+    assert model.param_group.runtime.account.in_use == 0

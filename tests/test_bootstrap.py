@@ -1,0 +1,168 @@
+"""Jobs of their own: how they start, how they end, and that one rank's failure ends them all."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from ranks import rank_environment, run_script
+
+FIVE_LINES = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    def forward(self, x):
+        for block in self.blocks: x = torch.relu(block(x))
+        return x
+model = Model()
+
+import shardrt
+world = shardrt.init()
+for block in model.blocks: shardrt.fully_shard(block)
+shardrt.fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+
+for step in range(3):
+    model(torch.randn(4, 8)).sum().backward()
+    shardrt.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+world.barrier()
+print(f"rank {world.rank} of {world.size}, local {world.local_rank}, on {world.device}, mesh {world.mesh.size}")
+"""
+
+
+@pytest.mark.parametrize("leave", ["", "shardrt.finalize()", "shardrt.finalize(); shardrt.finalize()"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_embedding_in_five_lines(size: int, leave: str) -> None:
+    done = run_script(FIVE_LINES + leave, size)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for rank in range(size):
+        assert f"rank {rank} of {size}, local {rank}, on cpu, mesh {size}" in done.stdout
+
+
+def run_alone(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Without a launcher."""
+    kept = {k: v for k, v in rank_environment().items() if not k.startswith(("PMI_", "OMPI_", "SLURM_"))}
+    command = [sys.executable, "-c", source]
+    return subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_without_a_launcher() -> None:
+    done = run_alone(FIVE_LINES)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "rank 0 of 1, local 0, on cpu, mesh 1\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
+        ({"PMI_SIZE": "3"}, True),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, True),
+        ({"SLURM_NTASKS": "2"}, False),  # a batch script or a shell inside an allocation, not a task
+        ({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, False),
+    ],
+)
+def test_a_job_that_fell_apart_is_refused(variables: dict[str, str], refused: bool) -> None:
+    # MPICH reads PMI_* itself, so the variables appear after it has started.
+    source = f"import os; from mpi4py import MPI; os.environ.update({variables!r}); import shardrt; shardrt.init()"
+    done = run_alone(source)
+    assert (done.returncode != 0) == refused, done.stderr
+    if refused:
+        assert "launcher and MPI do not fit" in done.stderr
+
+
+EXCEPTION = """
+import shardrt, threading, time
+world = shardrt.init()
+def fail(): raise ArithmeticError("wrong on purpose")
+if world.rank == 1:
+    {how}
+    time.sleep(60)
+world.barrier()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["fail()", "threading.Thread(target=fail, name='helper').start()"], ids=["main", "thread"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_exception_on_one_rank_ends_the_job(size: int, how: str) -> None:
+    before = time.monotonic()
+    done = run_script(EXCEPTION.format(how=how), size, deadline_s=40.0)
+    assert done.returncode != 0
+    assert time.monotonic() - before < 30
+    assert "[1] rank 1: uncaught exception" in done.stderr
+    assert "[1] ArithmeticError: wrong on purpose" in done.stderr
+
+
+def test_an_exception_in_a_threaded_stream_reaches_the_caller() -> None:
+    source = """
+import shardrt, torch
+from shardrt.comm import new_stream
+stream = new_stream(torch.device("cpu"), "test", threaded=True)
+ran = []
+def fail(): raise ArithmeticError("wrong on purpose")
+stream.submit(lambda: ran.append(1))
+event = stream.record()
+event.synchronize()
+assert event.query() and ran == [1]
+stream.submit(fail)
+stream.submit(lambda: ran.append(2))
+try:
+    stream.synchronize()
+except RuntimeError as error:
+    assert "stream 'test' failed" in str(error) and isinstance(error.__cause__, ArithmeticError)
+    assert ran == [1]
+    print("raised")
+"""
+    assert run_alone(source).stdout == "raised\n"
+
+
+def test_streams_keep_order_across_each_other() -> None:
+    source = """
+import time, torch
+from shardrt.comm import new_stream
+cpu, seen = torch.device("cpu"), []
+first, second = new_stream(cpu, "first", threaded=True), new_stream(cpu, "second", threaded=True)
+first.submit(lambda: (time.sleep(0.2), seen.append("first")))
+second.wait(first.record())
+second.submit(lambda: seen.append("second"))
+assert seen == []
+second.synchronize()
+assert seen == ["first", "second"]
+first.close(); second.close()
+try:
+    second.submit(print)
+except RuntimeError as error:
+    print(error)
+"""
+    assert run_alone(source).stdout == "stream 'second' is closed: submit nothing after close()\n"
+
+
+def test_init_is_idempotent_and_world_needs_it() -> None:
+    source = """
+import shardrt
+try:
+    shardrt.world()
+except RuntimeError as error:
+    print(error)
+assert shardrt.init() is shardrt.init() is shardrt.world()
+"""
+    done = run_alone(source)
+    assert done.stdout == "no world yet: call shardrt.init() first, on every rank\n"
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_starts_nothing() -> None:
+    source = "import sys, shardrt, shardrt.comm, shardrt.kernels; print('mpi4py' in sys.modules, 'cupy' in sys.modules)"
+    assert run_alone(source).stdout == "False False\n"
+
+
+def test_bad_device() -> None:
+    done = run_alone("import shardrt; shardrt.init('meta')")
+    assert "expected 'cpu' or 'cuda'" in done.stderr

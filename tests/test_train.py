@@ -1,0 +1,117 @@
+"""The training script as users start it: one curve on any ranks, what it leaves and refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ranks import run_script
+
+TRAIN = Path(__file__).parent.parent / "scripts" / "train.py"
+STEPS = 20
+SMALL = (
+    f"--steps {STEPS} --layers 2 --heads 2 --channels 32 --context 32 --batch 12 "
+    "--eval-every 10 --eval-batches 1 --sample-bytes 20"
+)
+
+# Each rank speaks into a file of its own, whatever the launcher does with output.
+LAUNCH = """
+import os, sys
+rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+said = os.open(f"{folder}/said.{{rank}}", os.O_WRONLY | os.O_CREAT)
+os.dup2(said, 1)
+os.dup2(said, 2)
+os.execv(sys.executable, [sys.executable, *{command}])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a job left."""
+
+    code: int
+    out: Path
+    said: list[str]  # by rank
+
+    def log(self) -> list[dict[str, float]]:
+        """A line with the configuration, then one per step."""
+        return [json.loads(line) for line in (self.out / "log.jsonl").read_text().splitlines()]
+
+    def curve(self, name: str = "loss") -> list[float]:
+        return [line[name] for line in self.log()[1:]]
+
+
+def run(folder: Path, ranks: int, flags: str) -> Run:
+    out = folder / "out"
+    command = [str(TRAIN), "--out", str(out), *flags.split()]
+    done = run_script(LAUNCH.format(folder=folder, command=command), ranks, deadline_s=50.0)
+    said = [(folder / f"said.{rank}").read_text() for rank in range(ranks)]
+    return Run(done.returncode, out, said)
+
+
+def train(folder: Path, ranks: int, flags: str = "") -> Run:
+    done = run(folder, ranks, f"{SMALL} {flags}")
+    assert done.code == 0, "\n".join(done.said)
+    return done
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Trained by one rank."""
+    return train(tmp_path_factory.mktemp("alone"), 1)
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, ""), (4, ""), (2, "--micro-batches 3")])
+def test_the_loss_curve_does_not_depend_on_the_ranks(
+    alone: Run, tmp_path: Path, ranks: int, flags: str
+) -> None:
+    done = train(tmp_path, ranks, flags)
+    assert len(done.curve()) == STEPS
+    assert done.curve() == pytest.approx(alone.curve(), rel=0, abs=1e-5)
+    assert done.curve("norm") == pytest.approx(alone.curve("norm"), rel=1e-4)
+    assert done.log()[-1]["validation_loss"] == pytest.approx(
+        alone.log()[-1]["validation_loss"], abs=1e-5
+    )
+    assert not any(done.said[1:]), "only rank 0 may speak"
+
+
+def test_a_run_learns_and_leaves_log_plot_and_sample(alone: Run) -> None:
+    header, *steps = alone.log()
+    assert (header["ranks"], header["steps"], header["batch"]) == (1, STEPS, 12)
+    assert [line["step"] for line in steps] == list(range(STEPS))
+    validated = [line["step"] for line in steps if line["validation_loss"] is not None]
+    assert validated == [9, 19]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert all(line["tokens_per_second"] > 0 and line["peak_mb"] > 0 for line in steps)
+    assert (alone.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    sample = (alone.out / "sample.txt").read_text()
+    assert sample.startswith("def ")
+    assert "tokens/s" in alone.said[0]
+    assert sample in alone.said[0]
+
+
+def test_bfloat16_stays_near_float32(alone: Run, tmp_path: Path) -> None:
+    done = train(tmp_path, 2, "--dtype bfloat16")
+    assert done.curve() != alone.curve()
+    assert done.curve() == pytest.approx(alone.curve(), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--steps 0", "argument --steps: 0: expected a number of at least 1"),
+        ("--batch 7", "--batch 7 does not divide by 2 ranks"),
+    ],
+)
+def test_a_bad_flag_ends_every_rank_with_the_message(
+    tmp_path: Path, flags: str, message: str
+) -> None:
+    done = run(tmp_path, 2, flags)
+    assert done.code == 2
+    assert not done.out.exists()
+    for said in done.said:
+        assert said.startswith(f"train.py: error: {message}")
+        assert said.count("\n") == 1
