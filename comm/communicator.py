@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -151,6 +151,14 @@ class Communicator(ABC):
             raise RuntimeError(f"{call} on {self}: the communicator is closed")
 
     def _check(self, call: str, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp | None = None) -> None:
+        # Cost: 1.5 us for a good call; what is wrong with a bad one is found out afterwards.
+        same = out.dtype == inp.dtype and out.device == inp.device == self.device
+        if self._closed or not same or not out.is_contiguous() or not inp.is_contiguous():
+            self._refuse(call, out, inp)
+        if op is not None and (op is ReduceOp.AVG or inp.dtype not in FLOATS):
+            self._check_reducible(call, inp.dtype, op)
+
+    def _refuse(self, call: str, out: torch.Tensor, inp: torch.Tensor) -> NoReturn:
         self._check_open(call)
         for role, tensor in (("out", out), ("inp", inp)):
             if tensor.device != self.device:
@@ -158,10 +166,7 @@ class Communicator(ABC):
             if not tensor.is_contiguous():
                 layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
                 raise ValueError(f"{call} on {self}: {role} is not contiguous ({layout}); call .contiguous()")
-        if out.dtype != inp.dtype:
-            raise ValueError(f"{call} on {self}: out is {out.dtype}, inp is {inp.dtype}; expected one dtype")
-        if op is not None:
-            self._check_reducible(call, inp.dtype, op)
+        raise ValueError(f"{call} on {self}: out is {out.dtype}, inp is {inp.dtype}; expected one dtype")
 
     def _check_reducible(self, call: str, dtype: torch.dtype, op: ReduceOp) -> None:
         if dtype not in FLOATS and dtype not in INTEGERS:

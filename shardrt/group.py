@@ -98,6 +98,7 @@ class ParamGroup:
         self._gather_dtypes = [mp_policy.param_dtype or p.dtype for p in params]
         self._casts = any(p.dtype != dtype for p, dtype in zip(params, self._gather_dtypes, strict=True))
         self._shard_params()
+        self._owners = [(*owner, param) for param in params for owner in param.owners]
 
     def _shard_params(self) -> None:
         """Keep this rank's part of every parameter, in one flat storage.
@@ -213,8 +214,8 @@ class ParamGroup:
         if self.installed or self.ready is None:
             return
         self._streams.compute.wait(self.ready)
-        for param in self.params:
-            param.install_unsharded()
+        for registry, attribute, param in self._owners:
+            registry[attribute] = param.unsharded
         self.installed = True
 
     def reshard(self) -> None:
@@ -222,8 +223,8 @@ class ParamGroup:
         if self.ready is None:
             return
         if self.installed:
-            for param in self.params:
-                param.install_sharded()
+            for registry, attribute, param in self._owners:
+                registry[attribute] = param.sharded
             self.installed = False
         # Hazard: compute may still read `full`; its storage must outlive those reads.
         self._streams.gather.wait(self._streams.compute.record())
@@ -235,17 +236,16 @@ class ParamGroup:
 
         last: no more gradients will come in this backward, so what earlier backwards packed goes out as well.
         """
-        if self.reduction is None:
+        fresh = len(self.missing) < len(self.trainable)
+        if self.reduction is None or not (fresh or last):
             return
-        grads = [param.unsharded.grad for param in self.trainable]
-        self.missing = set(self.trainable)
-        fresh = any(grad is not None for grad in grads)
         if fresh:
             self._streams.retire()
-            self.reduction.pack(grads, self._streams.compute)
+            self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
             for param in self.trainable:
                 param.unsharded.grad = None
-        if self.sync_gradients and self.reduction.pending and (fresh or last):
+            self.missing = set(self.trainable)
+        if self.sync_gradients and self.reduction.pending:
             self._streams.in_flight = self.reduction.launch(self._streams.compute, self._streams.reduce)
 
     def reset(self) -> None:

@@ -54,10 +54,11 @@ def _pre_forward(
     runtime.gather_ahead(ahead)
     dtype = group.mp_policy.param_dtype
     if dtype is not None and group.mp_policy.cast_forward_inputs:
-        args, kwargs = _map_tensors(partial(_cast, dtype), (args, kwargs))
+        args, kwargs = _map_tensors(partial(_cast, dtype), args), _map_tensors(partial(_cast, dtype), kwargs)
     if torch.is_grad_enabled():
         group.call = call = Call()
-        args, kwargs = _map_tensors(partial(_watch_input, group, call), (args, kwargs))
+        watch = partial(_watch_input, group, call)
+        args, kwargs = _map_tensors(watch, args), _map_tensors(watch, kwargs)
     return args, kwargs
 
 
@@ -70,7 +71,6 @@ def _post_forward(group: ParamGroup, module: nn.Module, args: object, output: An
     if torch.is_grad_enabled():
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
-                # A prehook of the node, not a hook of the tensor: those of the next call's inputs must fire before it.
                 tensor.grad_fn.register_prehook(partial(_pre_backward, group, group.call))
     if not _in_backward():
         group.move(Phase.RESTING)
@@ -125,7 +125,7 @@ def _on_gradient(group: ParamGroup, param: ShardedParam, unsharded: torch.Tensor
         _close(group, [call for call in group.open_calls if call.inputs == 0])
 
 
-def _post_backward(group: ParamGroup, call: Call, grad_input: torch.Tensor) -> None:
+def _post_backward(group: ParamGroup, call: Call, grad_inputs: object) -> None:
     call.inputs_left -= 1
     if call.inputs_left == 0:
         group.reduce_grads()
@@ -146,7 +146,8 @@ def _watch_input(group: ParamGroup, call: Call, tensor: torch.Tensor) -> torch.T
         return tensor
     alias = tensor.view_as(tensor)
     call.inputs += 1
-    alias.register_hook(partial(_post_backward, group, call))
+    assert alias.grad_fn is not None
+    alias.grad_fn.register_prehook(partial(_post_backward, group, call))
     return alias
 
 
@@ -165,12 +166,12 @@ def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """`value` with every tensor in it (tuples, lists, dicts, dataclasses) replaced by `fn` of it."""
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(fn, item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map_tensors(fn, item) for item in value)
+    if type(value) in (tuple, list):
+        return type(value)([_map_tensors(fn, item) for item in value])
+    if isinstance(value, tuple):  # a named one
+        return type(value)(*[_map_tensors(fn, item) for item in value])
     if isinstance(value, dict):
-        return {key: _map_tensors(fn, item) for key, item in value.items()}
+        return {key: _map_tensors(fn, item) for key, item in value.items()} if value else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {f.name: _map_tensors(fn, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **changes)

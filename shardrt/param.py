@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import nn
 
@@ -30,7 +27,7 @@ class ShardedParam:
         self.original = param  # until shard(); then this rank's part is all that is left of it
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
-        self._register = [_setter(module, attribute) for module, attribute in owners]
+        self.owners = [(_registry(module), attribute) for module, attribute in owners]
 
     def shard(self, index: int, layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> None:
         """Keep this rank's part of the original in `local` and register the sharded parameter."""
@@ -39,34 +36,35 @@ class ShardedParam:
             local.copy_(spec.local_part(self.original))
         self.sharded = nn.Parameter(DTensor(local, spec), requires_grad=self.original.requires_grad)
         del self.original
-        self.install_sharded()
+        for registry, attribute in self.owners:
+            registry[attribute] = self.sharded
 
     def make_unsharded(self, full: FlatBuffer, offset: int, dtype: torch.dtype) -> None:
         """Make the view of the full buffer that the module will compute with."""
         view = full.view(dtype, offset, self.shape, outermost_stride(self.shape, self.dim))
         self.unsharded = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
 
-    def install_unsharded(self) -> None:
-        """Let the module see the full parameter."""
-        for register in self._register:
-            register(self.unsharded)
-
-    def install_sharded(self) -> None:
-        """Let the module see the sharded parameter."""
-        for register in self._register:
-            register(self.sharded)
-
     def sharded_like(self, local: torch.Tensor) -> DTensor:
         """`local` as a sharded tensor that lies as the parameter does; for its gradient."""
         return DTensor(local, self.sharded.spec)  # type: ignore[attr-defined]
 
 
-def _setter(module: nn.Module, attribute: str) -> Callable[[nn.Parameter], None]:
-    # Cost: setattr on a module is 2 us of checks; a step registers every parameter four times. Modules that watch their
-    # attributes (recurrent layers keep a list of their weights) are given what they ask for.
+class _Attributes:
+    """A module's attributes as a mapping to write to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __setitem__(self, attribute: str, param: nn.Parameter) -> None:
+        setattr(self._module, attribute, param)
+
+
+def _registry(module: nn.Module) -> dict[str, nn.Parameter | None] | _Attributes:
+    # Cost: setattr on a module is 2 us of checks, and a step registers every parameter four times. Modules that watch
+    # their attributes (recurrent layers keep a list of their weights) are told all the same.
     if type(module).__setattr__ is nn.Module.__setattr__:
-        return partial(module._parameters.__setitem__, attribute)
-    return partial(setattr, module, attribute)
+        return module._parameters
+    return _Attributes(module)
 
 
 def placement_of(index: int, layout: Layout) -> Placement:

@@ -24,7 +24,7 @@ from .comm import Communicator, Event, ReduceOp, Stream
 from .kernels import add_into, pack_into
 from .layout import Layout
 from .param import ShardedParam, local_shape, outermost_stride, placement_of
-from .placement import FlatShard
+from .placement import Placement
 
 _ALIGN = 4  # elements between gradients of a repacked segment: 16 bytes in float32
 
@@ -33,7 +33,7 @@ _ALIGN = 4  # elements between gradients of a repacked segment: 16 bytes in floa
 class Piece:
     """Elements start:stop of a gradient (shard dim outermost) and where they go in the packed buffer, in elements."""
 
-    index: int
+    position: int  # of the parameter among the trainable ones
     start: int
     stop: int
     offset: int
@@ -54,7 +54,7 @@ def reduce_layout(layout: Layout, trainable: Sequence[int], rank: int) -> Reduce
     if len(trainable) == len(layout.slots) and len(itemsizes) == 1:
         (itemsize,) = itemsizes
         pieces = [Piece(i, 0, slot.spec.numel, slot.offset // itemsize) for i, slot in enumerate(layout.slots)]
-        runs = [layout.run(i, rank) for i in range(len(layout.slots))]
+        runs = [layout.run(i, rank) for i in trainable]
         own = [Piece(i, run.start, run.stop, run.offset // itemsize) for i, run in enumerate(runs)]
         return ReduceLayout(layout.segment_nbytes // itemsize, tuple(pieces), tuple(own))
     return _repacked(layout, trainable, rank)
@@ -65,15 +65,15 @@ def _repacked(layout: Layout, trainable: Sequence[int], rank: int) -> ReduceLayo
     segments: list[list[Piece]] = []
     for owner in range(layout.world_size):
         cursor, segment = 0, []
-        for index in trainable:
+        for position, index in enumerate(trainable):
             run = layout.run(index, owner)
-            segment.append(Piece(index, run.start, run.stop, cursor))
+            segment.append(Piece(position, run.start, run.stop, cursor))
             cursor += -(-(run.stop - run.start) // _ALIGN) * _ALIGN
         segments.append(segment)
     ends = [[piece.offset + piece.stop - piece.start for piece in segment] for segment in segments]
     segment_numel = -(-max(max(end) for end in ends) // _ALIGN) * _ALIGN
     pieces = [
-        Piece(piece.index, piece.start, piece.stop, owner * segment_numel + piece.offset)
+        Piece(piece.position, piece.start, piece.stop, owner * segment_numel + piece.offset)
         for owner, segment in enumerate(segments)
         for piece in segment
         if piece.stop > piece.start
@@ -105,17 +105,17 @@ class GradientReduction:
         self.params = [params[index] for index in trainable]
         self._comm = comm
         self._layout = reduce_layout(layout, trainable, comm.rank)
-        self._order = {index: position for position, index in enumerate(trainable)}
-        self._packed_with: set[int] = set()  # positions that have a gradient in `packed`; empty: nothing is packed
-        device, numel = comm.device, self._layout.segment_numel
-        itemsize = dtype.itemsize
-        self._packed = FlatBuffer(comm.size * numel * itemsize, device, account)
-        self._packed_flat = self._packed.view(dtype, 0, (comm.size * numel,))
-        self._piece_views = [self._piece_view(piece, params[piece.index], dtype) for piece in self._layout.pieces]
+        self._packed_with: frozenset[int] = frozenset()  # positions with a gradient in `packed`; none: nothing is packed
+        numel = comm.size * self._layout.segment_numel
+        self._packed = FlatBuffer(numel * dtype.itemsize, comm.device, account)
+        self._packed_flat = self._packed.view(dtype, 0, (numel,))
+        self._piece_views = [self._piece_view(piece, dtype) for piece in self._layout.pieces]
         self._packed.seal()
-        self._make_outputs(layout, dtype, account)
+        # Then the pieces are the gradients, one by one: a step has nothing to match.
+        self._whole = [piece.position for piece in self._layout.pieces] == list(range(len(trainable)))
+        self._make_outputs([placement_of(index, layout) for index in trainable], dtype, account)
 
-    def _make_outputs(self, layout: Layout, dtype: torch.dtype, account: Account) -> None:
+    def _make_outputs(self, placements: Sequence[Placement], dtype: torch.dtype, account: Account) -> None:
         numel, device, rank = self._layout.segment_numel, self._comm.device, self._comm.rank
         self._scratch = FlatBuffer(numel * dtype.itemsize, device, account)
         self._scratch_flat = self._scratch.view(dtype, 0, (numel,))
@@ -123,8 +123,8 @@ class GradientReduction:
         self._segment = torch.empty(0 if self._casts else numel, dtype=dtype, device=device)
         self._scratch_views: list[torch.Tensor] = []
         self._grads = []
-        for piece, param in zip(self._layout.own, self.params, strict=True):
-            shape = local_shape(param.shape, placement_of(piece.index, layout), rank)
+        for piece, param, placement in zip(self._layout.own, self.params, placements, strict=True):
+            shape = local_shape(param.shape, placement, rank)
             stride = outermost_stride(shape, param.dim if len(shape) > 1 else 0)
             self._scratch_views.append(self._scratch.view(dtype, piece.offset * dtype.itemsize, shape, stride))
             if self._casts:
@@ -134,8 +134,8 @@ class GradientReduction:
             self._grads.append(param.sharded_like(local))
         self._scratch.seal()
 
-    def _piece_view(self, piece: Piece, param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:
-        numel = piece.stop - piece.start
+    def _piece_view(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+        param, numel = self.params[piece.position], piece.stop - piece.start
         shape, stride = torch.Size((numel,)), None
         if numel == param.shape.numel():
             shape, stride = param.shape, outermost_stride(param.shape, param.dim)
@@ -143,26 +143,27 @@ class GradientReduction:
 
     def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream) -> None:
         """Copy the gradients into the packed buffer, or add them if some are there already. None: that one has none."""
-        present = {position for position, grad in enumerate(grads) if grad is not None}
-        if not present:
-            return
         first = not self._packed_with
         if first:
             compute.submit(self._packed.allocate)
-        views: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        absent: list[torch.Tensor] = []
-        for piece, view in zip(self._layout.pieces, self._piece_views, strict=True):
-            grad = grads[self._order[piece.index]]
-            if grad is None:
-                absent.append(view)
-            else:
-                views.append(view)
-                sources.append(_elements(grad, piece, self.params[self._order[piece.index]].dim))
-        compute.submit(partial(pack_into if first else add_into, views, sources))
-        if first and absent:
-            compute.submit(partial(torch._foreach_zero_, absent))
+        present = frozenset(position for position, grad in enumerate(grads) if grad is not None)
+        if self._whole and len(present) == len(grads):
+            compute.submit(partial(pack_into if first else add_into, self._piece_views, grads))
+        else:
+            compute.submit(partial(self._pack_pieces, grads, first))
         self._packed_with |= present
+
+    def _pack_pieces(self, grads: Sequence[torch.Tensor | None], first: bool) -> None:
+        """The same, piece by piece; what has no gradient contributes zeros."""
+        views, sources = [], []
+        for piece, view in zip(self._layout.pieces, self._piece_views, strict=True):
+            grad = grads[piece.position]
+            if grad is not None:
+                views.append(view)
+                sources.append(_elements(grad, piece, self.params[piece.position].dim))
+            elif first:
+                view.zero_()
+        (pack_into if first else add_into)(views, sources)
 
     @property
     def pending(self) -> bool:
@@ -172,7 +173,7 @@ class GradientReduction:
     def launch(self, compute: Stream, stream: Stream) -> Handoff:
         """Average what is packed over the ranks and make it the sharded gradients. Returns what must be released later."""
         positions = sorted(self._packed_with)
-        self._packed_with.clear()
+        self._packed_with = frozenset()
         fresh = [position for position in positions if self.params[position].sharded.grad is None]
         direct = not self._casts and len(fresh) == len(self.params)
         stream.wait(compute.record())
@@ -189,7 +190,7 @@ class GradientReduction:
 
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""
-        self._packed_with.clear()
+        self._packed_with = frozenset()
         self._packed.release()
 
     def _fold(self, fresh: Sequence[int], older: dict[int, torch.Tensor]) -> None:
