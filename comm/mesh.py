@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from .communicator import Communicator
 
-
 T = TypeVar("T")
 
 

@@ -7,6 +7,7 @@ so that a result depends on the values and on N alone: bitwise the same on every
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import TypeVar
 
@@ -36,7 +37,7 @@ _ACCUMULATE = {
 class MpiCommunicator(Communicator):
     """A communicator over an `mpi4py` one, which it owns."""
 
-    def __init__(self, comm: MPI.Intracomm, name: str) -> None:
+    def __init__(self, comm: MPI.Comm, name: str) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), torch.device("cpu"), name)
         self._comm = comm
 
@@ -96,11 +97,11 @@ class MpiCommunicator(Communicator):
 
     def _reduce_blocks(self, out: torch.Tensor, inp: torch.Tensor, bounds: list[int], op: ReduceOp) -> None:
         """Reduce range `bounds[r] : bounds[r + 1]` of every rank's `inp` into rank r's `out`, block by block."""
-        width = max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False))
+        width = max(stop - start for start, stop in itertools.pairwise(bounds))
         step = max(1, min(_BLOCK_NBYTES // inp.element_size(), width))
         incoming = inp.new_empty((self.size, step))
         for first in range(0, width, step):
-            blocks = [inp[min(lo + first, hi) : min(lo + first + step, hi)] for lo, hi in zip(bounds, bounds[1:], strict=False)]
+            blocks = [inp[min(lo + first, hi) : min(lo + first + step, hi)] for lo, hi in itertools.pairwise(bounds)]
             mine = blocks[self.rank]
             rows = [mine if rank == self.rank else incoming[rank, : mine.numel()] for rank in range(self.size)]
             for shift in range(1, self.size):

@@ -107,16 +107,12 @@ class NcclCommunicator(Communicator):
         launch = self._nccl.allGather
         self._enqueue("all_gather", launch, stream, out, inp, _nbytes(inp), _BYTE)
 
-    def _reduce_scatter(
-        self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp
-    ) -> None:
+    def _reduce_scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
         codes = self._codes("reduce_scatter", inp.dtype, op)
         launch = self._nccl.reduceScatter
         self._enqueue("reduce_scatter", launch, stream, out, inp, out.numel(), *codes)
 
-    def _all_reduce(
-        self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp
-    ) -> None:
+    def _all_reduce(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
         codes = self._codes("all_reduce", inp.dtype, op)
         launch = self._nccl.allReduce
         self._enqueue("all_reduce", launch, stream, out, inp, inp.numel(), *codes)

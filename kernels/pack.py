@@ -5,12 +5,10 @@ The caller makes the views once; a step passes two lists. On CUDA the `_foreach_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 
-def pack_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+def pack_into(views: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     """Copy `tensors[i]` into `views[i]`, cast to its dtype. Shapes match pairwise; strides are free.
 
     Cost: every byte read once and written once.
@@ -19,7 +17,7 @@ def pack_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) ->
         torch._foreach_copy_(views, tensors)
 
 
-def add_into(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+def add_into(views: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     """Add `tensors[i]` to `views[i]`, in the dtype of the view. Shapes match pairwise; strides are free.
 
     Cost: every view read and written once, every tensor read once.

@@ -201,9 +201,7 @@ def summarize(model: str, ranks: int, rounds: list[Round]) -> Result:
         ratio_fsdp2=ms["shardrt"] / ms["fsdp2"],
         ratio_floor=ms["shardrt"] / ms["floor"],
         ratio_peak=peak["shardrt"] / peak["fsdp2"],
-        ratio_fsdp2_by_round=[
-            median(step_ms([one], "shardrt")) / median(step_ms([one], "fsdp2")) for one in rounds
-        ],
+        ratio_fsdp2_by_round=[median(step_ms([one], "shardrt")) / median(step_ms([one], "fsdp2")) for one in rounds],
     )
 
 
@@ -224,16 +222,20 @@ def compare(ours: list[Timing], theirs: list[Timing]) -> str:
     return f"{'within' if worst <= TOLERANCE else 'DIFFER by'} {worst:.0e}"
 
 
-def table(results: list[Result]) -> str:
-    lines = ["             ------- ms per step -------  - shardrt by -  ----- peak MiB -----"]
-    lines += ["model  ranks   shardrt    fsdp2    floor    fsdp2  floor   shardrt   fsdp2   by"]
-    for r in results:
-        times = "".join(f"{r.ms[worker]:9.1f}" for worker in WORKERS)
-        peaks = f"{r.peak_mb['shardrt']:8.0f}{r.peak_mb['fsdp2']:8.0f}{r.ratio_peak:6.2f}"
-        ratios = f"{r.ratio_fsdp2:8.3f}{r.ratio_floor:7.2f}"
-        loss = f"{r.agreement} ({r.loss['shardrt']:.6f}, {r.loss['fsdp2']:.6f})"
-        lines.append(f"{r.model:7}{r.ranks:5} {times} {ratios}  {peaks}  {loss}")
-    return "\n".join(lines)
+HEADER = """\
+             ------- ms per step -------  - shardrt by -  ----- peak MiB -----
+model  ranks   shardrt    fsdp2    floor    fsdp2  floor   shardrt   fsdp2   by  losses"""
+
+
+def row(result: Result) -> str:
+    """A line of the table under HEADER."""
+    ms, peak, loss = result.ms, result.peak_mb, result.loss
+    return (
+        f"{result.model:7}{result.ranks:5} {ms['shardrt']:9.1f}{ms['fsdp2']:9.1f}{ms['floor']:9.1f} "
+        f"{result.ratio_fsdp2:8.3f}{result.ratio_floor:7.2f}  "
+        f"{peak['shardrt']:8.0f}{peak['fsdp2']:8.0f}{result.ratio_peak:6.2f}  "
+        f"{result.agreement} ({loss['shardrt']:.6f}, {loss['fsdp2']:.6f})"
+    )
 
 
 # ---------------------------------------------------------------------- command line
@@ -282,10 +284,12 @@ def main() -> None:
 
 def bench(options: Options) -> None:
     cells = [(model, ranks) for model in options.models for ranks in options.ranks]
-    jobs = len(cells) * options.rounds * len(WORKERS)
-    with tqdm(total=jobs, unit="job", dynamic_ncols=True) as bar:
-        results = [measure(model, ranks, options, bar) for model, ranks in cells]
-    print(table(results))
+    results = []
+    with tqdm(total=len(cells) * options.rounds * len(WORKERS), unit="job") as bar:
+        bar.write(HEADER)
+        for model, ranks in cells:
+            results.append(measure(model, ranks, options, bar))
+            bar.write(row(results[-1]))
     summary = {"cores": os.cpu_count(), "results": [asdict(result) for result in results]}
     if options.host_time:
         micros = json.loads(run_worker("host", 1, "tiny", options)[0])

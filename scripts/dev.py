@@ -12,9 +12,7 @@ import sys
 
 # Ahead of all that an older Python does not know, such as some of the imports.
 if sys.version_info < (3, 11):  # noqa: UP036
-    sys.exit(
-        f"dev.py: needs Python 3.11 or newer, this is {sys.version.split()[0]}: try python3.11"
-    )
+    sys.exit(f"dev.py: needs Python 3.11 or newer, this is {sys.version.split()[0]}: try python3.11")
 
 import configparser
 import contextlib
@@ -100,9 +98,7 @@ def check_types() -> int:
     """Run mypy on the link tree and name the files by their places in the checkout."""
     link_types()
     command = [str(PYTHON), "-m", "mypy"]
-    mypy = subprocess.run(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=False
-    )
+    mypy = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=False)
     print(real_paths(mypy.stdout), end="", flush=True)
     return mypy.returncode
 
@@ -172,9 +168,7 @@ def make(wanted: str) -> None:
     ):
         # The lock stays open in pip: should this process be killed, the next one waits for pip to
         # end before it clears .venv.
-        code = subprocess.run(
-            command, cwd=ROOT, env=environment(), close_fds=False, check=False
-        ).returncode
+        code = subprocess.run(command, cwd=ROOT, env=environment(), close_fds=False, check=False).returncode
         if code:
             fail(f"set-up failed (exit code {code}), run it again: {' '.join(command)}")
     STAMP.write_text(wanted)
@@ -184,11 +178,7 @@ def fingerprint() -> str:
     """A hash of all that .venv depends on; the same files also have tools' settings: not those."""
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
-    declared = [
-        (name, dict(config[name]))
-        for name in config.sections()
-        if name == "metadata" or name.startswith("options")
-    ]
+    declared = [(name, dict(config[name])) for name in config.sections() if name == "metadata" or name.startswith("options")]
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
     constraints = (ROOT / "constraints.txt").read_text()
     parts = (EXTRAS, sys.version, str(VENV), repr(declared), repr(build), constraints)
@@ -218,8 +208,7 @@ def environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in dropped
-        and (not name.startswith("PIP_") or any(word in name for word in reach))
+        if name not in dropped and (not name.startswith("PIP_") or any(word in name for word in reach))
     }
     path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
     return kept | {"PATH": path, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

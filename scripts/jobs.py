@@ -38,6 +38,7 @@ def torchrun(ranks: int) -> list[str]:
 
 def run_job(command: Sequence[str], timeout: float) -> None:
     """Wait for a job; leave, with what it said, if it fails or is not done in `timeout` seconds."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`, as Ctrl-C does
     job = subprocess.Popen(
         command,
         env=os.environ | ENVIRONMENT,

@@ -15,9 +15,7 @@ class Parser(argparse.ArgumentParser):
     """Keeps the lines of a description, and refuses in one write: argparse's several would tear."""
 
     def __init__(self, description: str | None) -> None:
-        super().__init__(
-            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
         refuse(message)

@@ -73,9 +73,7 @@ def read_corpus(files: list[Path], context: int, max_bytes: int) -> Corpus:
     return Corpus(data[:cut], data[cut:], used, hashlib.sha256(text).hexdigest())
 
 
-def batch(
-    text: torch.Tensor, seed: int, step: int, rows: range, size: int, context: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(text: torch.Tensor, seed: int, step: int, rows: range, size: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `rows` of global batch `step`, which has `size` of them.
 
     Returns inputs and targets: (len(rows), context) int64 each.

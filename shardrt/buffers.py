@@ -51,7 +51,7 @@ class FlatBuffer:
         made = torch.empty(0, dtype=dtype, device=self._storage.device)
         if stride is None:
             stride = torch.empty(shape, device="meta").stride()
-        return made.set_(self._storage, offset // made.element_size(), shape, stride)  # type: ignore[call-overload]
+        return made.set_(self._storage, offset // made.element_size(), shape, stride)
 
     def seal(self) -> None:
         """All views are made: give the memory back until the first allocate()."""

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import NoReturn, cast
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -99,7 +100,7 @@ def fully_shard(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard(mesh={mesh!r}): expected a DeviceMesh, such as shardrt.world().mesh")
     owners: _Owners = {}
-    buffers: list[tuple[nn.Module, str]] = []
+    buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
     dims: dict[nn.Parameter, int] = {}
     error: TypeError | ValueError | None = None
     try:
@@ -113,21 +114,19 @@ def fully_shard(
         ShardedParam(owned[0][2], param, [(holder, attribute) for holder, attribute, _ in owned], dims[param])
         for param, owned in owners.items()
     ]
-    specs = [
-        ParamSpec(p.name, tuple(p.shape), (policy.param_dtype or p.dtype).itemsize, p.dim) for p in params
-    ]
+    specs = [ParamSpec(p.name, tuple(p.shape), (policy.param_dtype or p.dtype).itemsize, p.dim) for p in params]
     layout = plan(specs, mesh.size)
     group = ParamGroup(module, params, layout, mesh, policy, reshard_after_forward)
     for taken in (*owners, *(param.sharded for param in params)):
         _taken[taken] = group.name
-    for holder, attribute in buffers:
-        holder._buffers[attribute] = holder._buffers[attribute].to(mesh.device)
+    for holder, attribute, buffer in buffers:
+        holder._buffers[attribute] = buffer.to(mesh.device)
     for child in module.modules():
         if isinstance(child, FSDPModule) and child.param_group.parent is None:
             child.param_group.parent = group
             group.children.append(child.param_group)
     module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
-    module.param_group = group
+    cast(FSDPModule, module).param_group = group
     hooks.register(group)
     for holder, _ in {id(holder): (holder, 0) for owned in owners.values() for holder, *_ in owned}.values():
         holder.register_state_dict_pre_hook(lambda *_: group.reshard())
@@ -140,7 +139,7 @@ def fully_shard(
 _Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]  # holder, attribute, full name; several if tied
 
 
-def _collect(module: nn.Module, mesh: DeviceMesh) -> tuple[_Owners, list[tuple[nn.Module, str]]]:
+def _collect(module: nn.Module, mesh: DeviceMesh) -> tuple[_Owners, list[tuple[nn.Module, str, torch.Tensor]]]:
     """The parameters and buffers that this call takes: those of `module` outside of sharded modules in it."""
     kind = type(module).__name__
     if not isinstance(module, nn.Module):
@@ -152,14 +151,14 @@ def _collect(module: nn.Module, mesh: DeviceMesh) -> tuple[_Owners, list[tuple[n
     if next(module.parameters(), None) is None:
         raise ValueError(f"'{kind}' has no parameters to shard")
     owners: _Owners = {}
-    buffers: list[tuple[nn.Module, str]] = []
+    buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
     for name, holder in _outside_sharded(module, ""):
         for attribute, param in holder._parameters.items():
             if param is not None:
                 full_name = f"{name}.{attribute}" if name else attribute
                 _check_param(full_name, param, mesh)
                 owners.setdefault(param, []).append((holder, attribute, full_name))
-        buffers += [(holder, attribute) for attribute, buffer in holder._buffers.items() if buffer is not None]
+        buffers += [(holder, key, buffer) for key, buffer in holder._buffers.items() if buffer is not None]
     devices = {param.device.type: owned[0][2] for param, owned in owners.items()}
     if len(devices) > 1:
         found = ", ".join(f"'{name}' on {device}" for device, name in sorted(devices.items()))

@@ -119,7 +119,7 @@ class ParamGroup:
             shape = local_shape(param.shape, placement_of(index, self.layout), rank)
             stride = outermost_stride(shape, param.dim if len(shape) > 1 else 0)
             local = torch.empty(0, dtype=param.dtype, device=self.mesh.device)
-            local.set_(storage, offsets[index] // param.dtype.itemsize, shape, stride)  # type: ignore[call-overload]
+            local.set_(storage, offsets[index] // param.dtype.itemsize, shape, stride)
             param.shard(index, self.layout, self.mesh, local)
             self._locals.append(local)
 
@@ -171,8 +171,7 @@ class ParamGroup:
         for handle in self._handles:
             handle.remove()
         self._handles = [
-            param.unsharded.register_post_accumulate_grad_hook(partial(self.on_gradient, param))
-            for param in trainable
+            param.unsharded.register_post_accumulate_grad_hook(partial(self.on_gradient, param)) for param in trainable
         ]
         self.reduction = self._make_reduction() if trainable else None
         self.missing = set(trainable)

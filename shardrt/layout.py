@@ -60,10 +60,7 @@ class ParamSpec:
         if self.itemsize not in ITEM_SIZES:
             raise ValueError(f"{self.name}: itemsize must be in {ITEM_SIZES}, got {self.itemsize}")
         if not 0 <= self.dim <= last_dim:
-            raise ValueError(
-                f"{self.name}: shard dim of shape {self.shape} must be in 0..{last_dim},"
-                f" got {self.dim}"
-            )
+            raise ValueError(f"{self.name}: shard dim of shape {self.shape} must be in 0..{last_dim}, got {self.dim}")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"{self.name}: sizes must not be negative, got shape {self.shape}")
 
@@ -167,19 +164,13 @@ def plan(specs: Sequence[ParamSpec], world_size: int) -> Layout:
     smallest = max(_ceil(-(-sum(i.padded for i in items) // world_size), ALIGNMENT), ALIGNMENT)
     limit = payload + padding_limit(specs, world_size)
     best = _fit(items, world_size, smallest, limit // world_size)
-    slots = (
-        Slot(spec, best.offsets[index], index in best.flat) for index, spec in enumerate(specs)
-    )
+    slots = (Slot(spec, best.offsets[index], index in best.flat) for index, spec in enumerate(specs))
     return Layout(world_size, best.segment, tuple(slots))
 
 
 def fsdp2_padding(specs: Sequence[ParamSpec], world_size: int) -> int:
     """Bytes FSDP2 pads: it rounds every parameter's rows up to a multiple of the world size."""
-    return sum(
-        _ceil(spec.rows, world_size) * spec.row_nbytes - spec.nbytes
-        for spec in specs
-        if spec.nbytes
-    )
+    return sum(_ceil(spec.rows, world_size) * spec.row_nbytes - spec.nbytes for spec in specs if spec.nbytes)
 
 
 def padding_limit(specs: Sequence[ParamSpec], world_size: int) -> int:
@@ -218,9 +209,7 @@ def _check(specs: Sequence[ParamSpec], world_size: int) -> None:
     seen: dict[str, int] = {}
     for index, spec in enumerate(specs):
         if seen.setdefault(spec.name, index) != index:
-            raise ValueError(
-                f"{spec.name}: expected every name once, got it at {seen[spec.name]} and {index}"
-            )
+            raise ValueError(f"{spec.name}: expected every name once, got it at {seen[spec.name]} and {index}")
 
 
 def _ceil(value: int, step: int) -> int:
@@ -280,9 +269,7 @@ def _row_start(item: _Item, cursor: int, segment: int) -> int | None:
     return cursor + room + segment - head if item.nbytes - head <= segment else None
 
 
-def _place(
-    items: Sequence[_Item], segment: int, slack: int, most_flat: int | None
-) -> _Placed | None:
+def _place(items: Sequence[_Item], segment: int, slack: int, most_flat: int | None) -> _Placed | None:
     """Place `items` in their order, each on rows if the slack left pays for the gap before it.
 
     A gap is offered to later items. None if a rows_only item finds no place, or if more than
@@ -370,9 +357,7 @@ def _strides(items: Sequence[_Item], smallest: int, largest: int) -> list[int]:
 class _Search:
     """Finds the segment size in smallest..largest with the fewest flat bytes, then the smallest."""
 
-    def __init__(
-        self, items: Sequence[_Item], world_size: int, smallest: int, largest: int
-    ) -> None:
+    def __init__(self, items: Sequence[_Item], world_size: int, smallest: int, largest: int) -> None:
         self.orders = _orders(items)
         self.world_size, self.padded = world_size, sum(item.padded for item in items)
         self.smallest, self.largest = smallest, largest

@@ -11,9 +11,7 @@ from .kernels import total_norm
 from .tensor import DTensor
 
 
-def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-) -> torch.Tensor:
+def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale the gradients of `parameters` in place so that their common norm is at most `max_norm`, as torch's own does.
 
     parameters: sharded and plain ones; a plain one is taken to be the same on every rank and counts once.
@@ -26,7 +24,8 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): expected a positive number or inf")
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [param.grad for param in listed if param.grad is not None]
-    meshes = {p.spec.mesh: [] for p in listed if isinstance(p, DTensor)}  # a rank without gradients takes part all the same
+    # A rank without gradients takes part all the same.
+    meshes: dict[DeviceMesh, list[torch.Tensor]] = {p.spec.mesh: [] for p in listed if isinstance(p, DTensor)}
     plain: list[torch.Tensor] = []
     for grad in grads:
         if isinstance(grad, DTensor):

@@ -83,7 +83,7 @@ class Runtime:
         """The first gradient of a backward comes in: have its end announced."""
         if not self._end_queued:
             self._end_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         """Reduce what is left (parameters without a gradient kept their groups waiting), and let compute see it all."""

@@ -83,13 +83,17 @@ class DTensor(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=local.dtype, device=local.device)
         made._local_tensor = local
         made.spec = spec
-        return made  # type: ignore[no-any-return]
+        return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: torch._ops.OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         rule = _RULES.get(func)
         if rule is None:
@@ -110,7 +114,7 @@ class DTensor(torch.Tensor):
         """How the tensor lies along the mesh axis."""
         return self.spec.placement
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"DTensor(shape={tuple(self.shape)}, {self.spec.placement}, local={self._local_tensor})"
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -176,8 +180,9 @@ def _find_rule(func: Any) -> Rule:
         return _gathered
     if func is aten.index_put_.default:
         return _masked_put
-    elementwise = torch.Tag.pointwise in func.tags or name.startswith(("_foreach_", "_fused_"))
-    if (elementwise and name not in _NOT_ELEMENTWISE) or func in _COPIES:
+    if torch.Tag.pointwise in func.tags or func in _COPIES:
+        return _elementwise
+    if name.startswith(("_foreach_", "_fused_")) and name not in _NOT_ELEMENTWISE:
         return _local
     return _refuse
 
@@ -188,6 +193,28 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         f"{func} is not defined on sharded tensors (shapes {shapes}): its result would depend on other ranks' parts. "
         "Use .full_tensor() for the whole tensor, or .to_local() for this rank's part"
     )
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`_local` for what optimizers call most: sharded tensors that lie alike, numbers and 0-dim tensors, no lists."""
+    spec: Spec | None = None
+    local_args = []
+    for arg in args:
+        if type(arg) is DTensor:
+            spec = arg.spec if spec is None else spec
+            if arg.spec is not spec:
+                return _local(func, args, kwargs)
+            local_args.append(arg._local_tensor)
+        elif isinstance(arg, torch.Tensor) and arg.dim() != 0:
+            return _local(func, args, kwargs)
+        else:
+            local_args.append(arg)
+    if spec is None or type(args[0]) is not DTensor or "out" in kwargs:
+        return _local(func, args, kwargs)
+    out = func(*local_args, **kwargs)
+    if not isinstance(out, torch.Tensor):
+        return out
+    return args[0] if out is local_args[0] else DTensor(out, spec)
 
 
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -300,8 +327,12 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _norms(tensors: list[DTensor], order: float) -> list[torch.Tensor]:
     """The norm of each whole tensor. Cost: one all-reduce for all of them; they must lie on one mesh."""
-    local = torch.stack([torch.linalg.vector_norm(t._local_tensor, order) if t._local_tensor.numel() else
-                         t._local_tensor.new_zeros(()) for t in tensors])
+    local = torch.stack(
+        [
+            torch.linalg.vector_norm(t._local_tensor, order) if t._local_tensor.numel() else t._local_tensor.new_zeros(())
+            for t in tensors
+        ]
+    )
     mesh = tensors[0].spec.mesh
     if order == float("inf"):
         return list(_combine(local, ReduceOp.MAX, mesh))

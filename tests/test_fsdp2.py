@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from toys import OddMLP, Skipping, TiedGPT, UsedTwice, batch, loss_of, shard_blocks, tokens, without_scalars
 
 import shardrt
+from ranks import on_ranks
 from shardrt.comm import World
+from toys import OddMLP, Skipping, TiedGPT, UsedTwice, batch, loss_of, shard_blocks, tokens, without_scalars
 
 STEPS = 10
 

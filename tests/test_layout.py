@@ -1,7 +1,7 @@
 """The planner's promises: what tiles, where cuts fall, how much is padded, how long it takes."""
 
 from collections.abc import Callable
-from itertools import permutations
+from itertools import pairwise, permutations
 from random import Random
 from time import perf_counter
 
@@ -65,9 +65,10 @@ def inner_cuts(layout: Layout, index: int) -> list[int]:
 def check_layout(layout: Layout, specs: list[ParamSpec], world_size: int) -> None:
     assert [slot.spec for slot in layout.slots] == specs
     assert layout.nbytes == world_size * layout.segment_nbytes
-    assert layout.segment_nbytes > 0 and layout.segment_nbytes % ALIGNMENT == 0
+    assert layout.segment_nbytes > 0
+    assert layout.segment_nbytes % ALIGNMENT == 0
     spans = sorted((s.offset, s.offset + s.spec.nbytes) for s in layout.slots if s.spec.nbytes)
-    assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
     for index, slot in enumerate(layout.slots):
         assert slot.offset % ALIGNMENT == 0
         assert 0 <= slot.offset <= slot.offset + slot.spec.nbytes <= layout.nbytes
@@ -116,7 +117,8 @@ def test_runs_partition_every_parameter(group: tuple[list[ParamSpec], int]) -> N
     for index, slot in enumerate(layout.slots):
         runs = [layout.run(index, rank) for rank in range(world_size)]
         edges = [0, *(run.stop for run in runs)]
-        assert [run.start for run in runs] == edges[:-1] and edges[-1] == slot.spec.numel
+        assert [run.start for run in runs] == edges[:-1]
+        assert edges[-1] == slot.spec.numel
         assert layout.numels(index) == tuple(run.stop - run.start for run in runs)
         for rank, run in enumerate(runs):
             if run.start == run.stop:
@@ -187,10 +189,7 @@ def test_drawn_example() -> None:
     assert [slot.offset for slot in layout.slots] == [0, 224, 416]
     assert not any(slot.flat for slot in layout.slots)
     assert (layout.payload_nbytes, layout.padding_nbytes) == (440, 72)
-    rows = [
-        [count // spec.row_numel for count in layout.numels(index)]
-        for index, spec in enumerate(EXAMPLE)
-    ]
+    rows = [[count // spec.row_numel for count in layout.numels(index)] for index, spec in enumerate(EXAMPLE)]
     assert rows == [[4, 3, 0, 0], [0, 2, 8, 2], [0, 0, 0, 6]]
     assert layout.run(1, 1) == Run(0, 8, offset=96)
     assert layout.run(1, 2) == Run(8, 40, offset=0)
@@ -212,9 +211,7 @@ def test_row_sizes_that_do_not_go_together_are_cut_flat_unless_asked_not_to() ->
 
 
 def test_only_the_parameter_that_does_not_fit_is_cut_flat() -> None:
-    specs = [ParamSpec(f"w{i}", (4096, 1024), 4) for i in range(3)] + [
-        ParamSpec("odd", (640, 999), 4)
-    ]
+    specs = [ParamSpec(f"w{i}", (4096, 1024), 4) for i in range(3)] + [ParamSpec("odd", (640, 999), 4)]
     layout = plan(specs, 64)
     assert [slot.spec.name for slot in layout.slots if slot.flat] == ["odd"]
 
@@ -270,7 +267,8 @@ def test_boxes_cover_the_run_in_order(shape: list[int], data: st.DataObject) -> 
         for column in range(box.offsets[1], box.offsets[1] + box.sizes[1])
     ]
     assert elements == list(range(start, stop))
-    assert len(found) <= 3 and all(min(box.sizes) > 0 for box in found)
+    assert len(found) <= 3
+    assert all(min(box.sizes) > 0 for box in found)
 
 
 def test_boxes_of_a_flat_run() -> None:
@@ -313,10 +311,7 @@ def many_transformer_parameters() -> list[ParamSpec]:
 
 def many_unrelated_rows() -> list[ParamSpec]:
     """No two row sizes alike: the slowest input, about two thirds of its bytes are cut flat."""
-    return [
-        ParamSpec(str(i), (1 + i * 7919 % 5000, 1 + i * 104729 % 1999), (2, 4)[i % 2])
-        for i in range(500)
-    ]
+    return [ParamSpec(str(i), (1 + i * 7919 % 5000, 1 + i * 104729 % 1999), (2, 4)[i % 2]) for i in range(500)]
 
 
 @pytest.mark.parametrize("make", [many_transformer_parameters, many_unrelated_rows])

@@ -34,13 +34,10 @@ UNIQUE_ID = bytes(range(128))
 SIGNATURES = {
     "NcclCommunicator": "int ndev, bytes commId, int rank, NcclConfig config=None",
     "allGather": "intptr_t sendbuf, intptr_t recvbuf, size_t count, int datatype, intptr_t stream",
-    "allReduce": "intptr_t sendbuf, intptr_t recvbuf, size_t count, int datatype, int op, "
-    "intptr_t stream",
-    "broadcast": "intptr_t sendbuff, intptr_t recvbuff, size_t count, int datatype, int root, "
-    "intptr_t stream",
+    "allReduce": "intptr_t sendbuf, intptr_t recvbuf, size_t count, int datatype, int op, intptr_t stream",
+    "broadcast": "intptr_t sendbuff, intptr_t recvbuff, size_t count, int datatype, int root, intptr_t stream",
     "destroy": "",
-    "reduceScatter": "intptr_t sendbuf, intptr_t recvbuf, size_t recvcount, int datatype, int op, "
-    "intptr_t stream",
+    "reduceScatter": "intptr_t sendbuf, intptr_t recvbuf, size_t recvcount, int datatype, int op, intptr_t stream",
 }
 DTYPES = {
     torch.int8: ("NCCL_INT8", 0),
@@ -61,12 +58,7 @@ OPS = {
 }
 BYTE = 0
 CONSTANTS = dict(DTYPES.values()) | dict(OPS.values())
-REDUCTIONS = [
-    (dtype, op)
-    for dtype in DTYPES
-    for op in OPS
-    if op is not ReduceOp.AVG or dtype.is_floating_point
-]
+REDUCTIONS = [(dtype, op) for dtype in DTYPES for op in OPS if op is not ReduceOp.AVG or dtype.is_floating_point]
 
 
 # ---------------------------------------------------------------------- the double
@@ -365,9 +357,7 @@ def all_calls(comm: Communicator, stream: Stream) -> list[Callable[[], Work]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "stream", [InlineStream(), NoHandle(), cuda_stream(torch.device("cuda", 0))]
-)
+@pytest.mark.parametrize("stream", [InlineStream(), NoHandle(), cuda_stream(torch.device("cuda", 0))])
 def test_a_stream_that_is_not_this_devices_is_refused(double: Double, stream: Stream) -> None:
     for call in all_calls(double.communicator(), stream):
         with pytest.raises(ValueError, match=r"expected a stream of cuda:1, found a \w+ on "):

@@ -136,17 +136,13 @@ def test_wheel_imports_from_another_folder(wheel: Path, python: Python, tmp_path
     assert python.run(code, cwd=tmp_path) == [*files, str(python.site_packages / "shardrt")]
 
 
-def test_editable_install_imports_the_checkout(
-    checkout: Path, python: Python, tmp_path: Path
-) -> None:
+def test_editable_install_imports_the_checkout(checkout: Path, python: Python, tmp_path: Path) -> None:
     python.install("--editable", str(checkout))
     files = [str(checkout / folder / "__init__.py") for folder in FOLDERS]
     assert python.run(PRINT_FILES, cwd=tmp_path) == files
 
 
-def test_bare_checkout_imports_without_cupy_and_starts_no_mpi(
-    checkout: Path, python: Python, tmp_path: Path
-) -> None:
+def test_bare_checkout_imports_without_cupy_and_starts_no_mpi(checkout: Path, python: Python, tmp_path: Path) -> None:
     block = "import sys; sys.modules['cupy'] = None\n"
     code = block + PRINT_FILES + "print('mpi4py.MPI' in sys.modules)"
     files = [str(checkout / folder / "__init__.py") for folder in FOLDERS]
@@ -169,9 +165,7 @@ def test_dev_refuses_an_old_python(tmp_path: Path) -> None:
     assert result.stderr.startswith("dev.py: needs Python 3.11 or newer")
 
 
-def test_dev_rebuilds_for_dependencies_but_not_for_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dev_rebuilds_for_dependencies_but_not_for_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("setup.cfg", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     monkeypatch.setattr(dev, "ROOT", tmp_path)
@@ -183,9 +177,7 @@ def test_dev_rebuilds_for_dependencies_but_not_for_settings(
     assert dev.fingerprint() != before
 
 
-def test_dev_makes_anew_what_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dev_makes_anew_what_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "python").touch()
     monkeypatch.setattr(dev, "PYTHON", tmp_path / "python")
     monkeypatch.setattr(dev, "STAMP", tmp_path / "stamp")

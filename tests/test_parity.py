@@ -5,9 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+import shardrt
+from ranks import on_ranks
+from shardrt.comm import World
 from toys import (
     OddMLP,
     Skipping,
@@ -19,9 +22,6 @@ from toys import (
     tokens,
     train_side_by_side,
 )
-
-import shardrt
-from shardrt.comm import World
 
 STEPS = 10
 
@@ -263,9 +263,9 @@ def test_bf16_parameters_with_float32_reduction(world: World) -> None:
         for optimizer in optimizers:
             optimizer.step()
         sharded.zero_grad()
-    for (name, expected), param in zip(whole.named_parameters(), sharded.named_parameters(), strict=True):
-        assert param[1].dtype == torch.float32
-        assert torch.equal(param[1].full_tensor(), expected), name
+    for (name, expected), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        assert param.dtype == torch.float32
+        assert torch.equal(param.full_tensor(), expected), name
 
 
 @on_ranks(2, 3)

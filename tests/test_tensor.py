@@ -5,13 +5,13 @@ import pickle
 
 import pytest
 import torch
-from ranks import on_ranks
 from torch import nn
-from toys import OddMLP, batch, compare, loss_of, shard_blocks, without_scalars
 
 import shardrt
+from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.placement import FlatShard, RaggedShard
+from toys import OddMLP, batch, compare, loss_of, shard_blocks, without_scalars
 
 OPTIMIZERS = {
     "adadelta": lambda p, **o: torch.optim.Adadelta(p, **o),
@@ -129,7 +129,7 @@ def test_what_is_not_defined_is_refused_by_name(world: World) -> None:
         weight.sort()
     with pytest.raises(ValueError, match="lie differently"):
         weight + bias
-    with pytest.raises(ValueError, match="plain tensor of shape .7,. with a sharded one"):
+    with pytest.raises(ValueError, match="with a sharded one of shape"):
         weight + torch.ones(7)
     with pytest.raises(RuntimeError, match="cannot be pickled"):
         pickle.dumps(weight)
@@ -165,7 +165,7 @@ def test_state_dict_in_memory(world: World) -> None:
     model.load_state_dict(whole.state_dict())
     for (name, param), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(param.full_tensor(), expected), name
-    with pytest.raises(RuntimeError, match="size mismatch for inp.weight"):
+    with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({**whole.state_dict(), "inp.weight": torch.zeros(3, 3)})
 
 

@@ -65,16 +65,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize(("ranks", "flags"), [(2, ""), (4, ""), (2, "--micro-batches 3")])
-def test_the_loss_curve_does_not_depend_on_the_ranks(
-    alone: Run, tmp_path: Path, ranks: int, flags: str
-) -> None:
+def test_the_loss_curve_does_not_depend_on_the_ranks(alone: Run, tmp_path: Path, ranks: int, flags: str) -> None:
     done = train(tmp_path, ranks, flags)
     assert len(done.curve()) == STEPS
     assert done.curve() == pytest.approx(alone.curve(), rel=0, abs=1e-5)
     assert done.curve("norm") == pytest.approx(alone.curve("norm"), rel=1e-4)
-    assert done.log()[-1]["validation_loss"] == pytest.approx(
-        alone.log()[-1]["validation_loss"], abs=1e-5
-    )
+    assert done.log()[-1]["validation_loss"] == pytest.approx(alone.log()[-1]["validation_loss"], abs=1e-5)
     assert not any(done.said[1:]), "only rank 0 may speak"
 
 
@@ -106,9 +102,7 @@ def test_bfloat16_stays_near_float32(alone: Run, tmp_path: Path) -> None:
         ("--batch 7", "--batch 7 does not divide by 2 ranks"),
     ],
 )
-def test_a_bad_flag_ends_every_rank_with_the_message(
-    tmp_path: Path, flags: str, message: str
-) -> None:
+def test_a_bad_flag_ends_every_rank_with_the_message(tmp_path: Path, flags: str, message: str) -> None:
     done = run(tmp_path, 2, flags)
     assert done.code == 2
     assert not done.out.exists()
