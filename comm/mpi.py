@@ -8,6 +8,7 @@ so that a result depends on the values and on N alone: bitwise the same on every
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ _BLOCK_NBYTES = 4 << 20
 # An all-reduce up to this size is one all-gather and a local sum: one message time instead of two.
 _SMALL_NBYTES = 1 << 15
 
-_ACCUMULATE = {
+_ACCUMULATE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
     ReduceOp.MIN: torch.minimum,

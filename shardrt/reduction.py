@@ -148,7 +148,8 @@ class GradientReduction:
             compute.submit(self._packed.allocate)
         present = frozenset(position for position, grad in enumerate(grads) if grad is not None)
         if self._whole and len(present) == len(grads):
-            compute.submit(partial(pack_into if first else add_into, self._piece_views, grads))
+            sources = [grad for grad in grads if grad is not None]
+            compute.submit(partial(pack_into if first else add_into, self._piece_views, sources))
         else:
             compute.submit(partial(self._pack_pieces, grads, first))
         self._packed_with |= present

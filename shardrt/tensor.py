@@ -114,7 +114,7 @@ class DTensor(torch.Tensor):
         """How the tensor lies along the mesh axis."""
         return self.spec.placement
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor(shape={tuple(self.shape)}, {self.spec.placement}, local={self._local_tensor})"
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -1,0 +1,84 @@
+"""Buffer memory: the most ever in use is what arithmetic says, and nothing is left over."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from toys import OddMLP, batch, loss_of, shard_blocks
+
+import shardrt
+from shardrt.comm import World
+
+
+def train(model: torch.nn.Module, world: World, steps: int = 3) -> None:
+    for step in range(steps):
+        loss_of(model, batch(step).chunk(world.size)[world.rank]).backward()
+        model.zero_grad()
+
+
+@on_ranks(1, 2, 3, 4)
+def test_peak_of_the_default_schedule(world: World) -> None:
+    """The root stays gathered. Beside it: one block in use, one gathered ahead, and the newest packed gradients."""
+    model = OddMLP(layers=5).double()
+    shard_blocks(model)
+    train(model, world)
+    root, block = model.param_group, model.blocks[0].param_group
+    account = root.runtime.account
+    assert block.reduction is not None
+    assert account.peak == root.layout.nbytes + 2 * block.layout.nbytes + block.layout.nbytes
+    assert account.in_use == 0
+
+
+@on_ranks(2, 3)
+def test_peak_without_resharding(world: World) -> None:
+    """All groups stay gathered through forward; the first packed gradients come on top, when nothing is freed yet."""
+    model = OddMLP(layers=5).double()
+    shard_blocks(model, reshard_after_forward=False)
+    train(model, world)
+    groups = list(model.param_group.with_descendants())
+    block = model.blocks[0].param_group
+    assert model.param_group.runtime.account.peak == sum(g.layout.nbytes for g in groups) + block.layout.nbytes
+    assert model.param_group.runtime.account.in_use == 0
+
+
+@on_ranks(2)
+def test_peak_with_bfloat16_compute(world: World) -> None:
+    """Full buffers shrink with the compute dtype; packed gradients have the reduce dtype."""
+    policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = OddMLP(layers=5)
+    shard_blocks(model, mp_policy=policy)
+    train(model, world)
+    root, block = model.param_group, model.blocks[0].param_group
+    packed = 2 * block.layout.nbytes
+    assert root.runtime.account.peak == root.layout.nbytes + 2 * block.layout.nbytes + packed
+
+
+@on_ranks(2)
+def test_a_gathered_block_is_whole_and_a_resharded_one_is_not_there(world: World) -> None:
+    model = OddMLP()
+    expected = [param.detach().clone() for param in model.parameters()]
+    shard_blocks(model)
+    model.unshard()
+    for module in model.blocks:
+        module.unshard()
+    for param, value in zip(model.parameters(), expected, strict=True):
+        assert type(param) is torch.nn.Parameter
+        assert torch.equal(param, value)
+    account = model.param_group.runtime.account
+    assert account.in_use == sum(group.layout.nbytes for group in model.param_group.with_descendants())
+    for module in (model, *model.blocks):
+        module.reshard()
+        module.reshard()
+    assert account.in_use == 0
+    assert all(isinstance(param, shardrt.DTensor) for param in model.parameters())
+
+
+@on_ranks(2)
+def test_modifying_a_gathered_parameter_between_forward_and_backward_is_noticed(world: World) -> None:
+    """A gather writes the same buffer without autograd taking offence; a user's write is refused as ever."""
+    model = shard_blocks(OddMLP(), reshard_after_forward=False)
+    loss = loss_of(model, batch(0).float())
+    with torch.no_grad():
+        model.blocks[0].up.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model.reset_iter_state()
