@@ -165,6 +165,11 @@ class ParamGroup:
         trainable = [param for param in self.params if param.sharded.requires_grad]
         if trainable == self.trainable:
             return
+        if self.reduction is not None and self.reduction.pending:
+            raise RuntimeError(
+                f"requires_grad of parameters of '{self.name}' changed while it holds accumulated gradients (rank "
+                f"{self.mesh.rank}): run a backward with set_requires_gradient_sync(True) first"
+            )
         self.trainable = trainable
         for param in self.params:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
@@ -245,6 +250,7 @@ class ParamGroup:
                 param.unsharded.grad = None
             self.missing = set(self.trainable)
         if self.sync_gradients and self.reduction.pending:
+            self._streams.retire()
             self._streams.in_flight = self.reduction.launch(self._streams.compute, self._streams.reduce)
 
     def reset(self) -> None:

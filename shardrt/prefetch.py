@@ -44,7 +44,9 @@ class PrefetchQueue:
 
     def backward_starts(self, group: ParamGroup) -> list[ParamGroup]:
         """`group` is used in backward now; which to gather behind it."""
-        while self._finished and self._finished.pop() is not group:
+        if group not in self._finished:  # its node is also that of a child, which came first
+            return []
+        while self._finished.pop() is not group:
             continue
         return self._within_budget(self._finished[: -self._depth - 1 : -1])
 

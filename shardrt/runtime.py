@@ -54,6 +54,11 @@ class Runtime:
         self.prefetch = PrefetchQueue()
         self._end_queued = False
         for group in self.groups:
+            if group.runtime is not None:
+                raise RuntimeError(
+                    f"'{names[group.module]}' ran as a root of its own before '{root.name}' around it was sharded (rank "
+                    f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
+                )
             group.attach(self, names[group.module])
 
     def begin_forward(self) -> None:

@@ -294,7 +294,7 @@ def _to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is aten.equal.default:
         specs = _specs(args)
         same = func(*[_unwrap(arg, specs, func) for arg in args])
-        return bool(_combine(torch.tensor(same), ReduceOp.MIN, specs[0].mesh))
+        return bool(_combine(torch.tensor(same, device=specs[0].mesh.device), ReduceOp.MIN, specs[0].mesh))
     whole, local, mesh, op = args[0], args[0]._local_tensor, args[0].spec.mesh, _TO_SCALAR[func]
     if func is aten.mean.default:
         return _combine(local.sum(**kwargs), op, mesh) / whole.numel()

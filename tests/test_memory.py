@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from ranks import on_ranks
-from toys import OddMLP, batch, loss_of, shard_blocks
 
 import shardrt
+from ranks import on_ranks
 from shardrt.comm import World
+from toys import OddMLP, batch, loss_of, shard_blocks
 
 
 def train(model: torch.nn.Module, world: World, steps: int = 3) -> None:

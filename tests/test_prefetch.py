@@ -1,0 +1,114 @@
+"""What is gathered when: the recorded order, gathered ahead both ways, and what a changed order does."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import shardrt
+from ranks import on_ranks
+from shardrt.comm import World
+from shardrt.group import ParamGroup
+from toys import OddMLP, Skipping, batch, shard_blocks
+
+
+def gathers_of(model: nn.Module) -> list[str]:
+    """Spy on the groups of a sharded model: names in the order in which their gathers start, and frees as "-name"."""
+    events: list[str] = []
+    for group in model.param_group.with_descendants():
+
+        def unshard(group: ParamGroup = group, original: Callable[[], None] = group.unshard) -> None:
+            if group.ready is None:
+                events.append(group.name)
+            original()
+
+        def reshard(group: ParamGroup = group, original: Callable[[], None] = group.reshard) -> None:
+            if group.ready is not None:
+                events.append(f"-{group.name}")
+            original()
+
+        group.unshard, group.reshard = unshard, reshard
+    return events
+
+
+@on_ranks(1, 2)
+def test_both_ways(world: World) -> None:
+    model = shard_blocks(OddMLP())
+    events = gathers_of(model)
+    model(batch(0).float()).sum().backward()
+    on_demand = "OddMLP blocks.0 -blocks.0 blocks.1 -blocks.1 blocks.2 -blocks.2"
+    backward = "blocks.2 blocks.1 -blocks.2 blocks.0 -blocks.1 -blocks.0 -OddMLP"
+    assert events == f"{on_demand} {backward}".split()
+    events.clear()
+    model(batch(0).float()).sum().backward()
+    ahead = "OddMLP blocks.0 blocks.1 -blocks.0 blocks.2 -blocks.1 -blocks.2"
+    assert events == f"{ahead} {backward}".split()
+
+
+@on_ranks(1, 2)
+def test_a_changed_order_is_served_on_demand_and_recorded(world: World) -> None:
+    model = shard_blocks(Skipping())
+    events = gathers_of(model)
+    for _ in range(2):
+        model(batch(0).float()).sum().backward()
+    model.skip = True
+    events.clear()
+    model(batch(0).float()).sum().backward()
+    # blocks.1 was gathered ahead for nothing; it is freed when the forward ends, and is not gathered in backward.
+    forward = "Skipping blocks.0 blocks.1 -blocks.0 blocks.2 -blocks.2 -blocks.1"
+    assert events == f"{forward} blocks.2 blocks.0 -blocks.2 -blocks.0 -Skipping".split()
+    events.clear()
+    model(batch(0).float()).sum().backward()
+    forward = "Skipping blocks.0 blocks.2 -blocks.0 -blocks.2"
+    assert events == f"{forward} blocks.2 blocks.0 -blocks.2 -blocks.0 -Skipping".split()
+
+
+@on_ranks(2)
+def test_a_root_that_ends_with_its_last_child(world: World) -> None:
+    """Both share the output's node; the child's backward starts first, and gathering ahead goes on behind it."""
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+    for module in model:
+        shardrt.fully_shard(module)
+    shardrt.fully_shard(model)
+    events = gathers_of(model)
+    model(batch(0).float()).sum().backward()
+    gathered = [event for event in events if event != "Sequential"]  # which has no parameters of its own
+    assert gathered[-8:] == ["3", "2", "-3", "1", "-2", "0", "-1", "-0"]
+
+
+@on_ranks(1)
+def test_late_sharding_is_refused(world: World) -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    shardrt.fully_shard(model[0])
+    model[0](torch.zeros(2, 5))
+    shardrt.fully_shard(model)
+    with pytest.raises(RuntimeError, match="'0' ran as a root of its own before 'Sequential'"):
+        model(torch.zeros(2, 5))
+
+
+@on_ranks(2)
+def test_freezing_while_gradients_wait_is_refused(world: World) -> None:
+    model = shard_blocks(OddMLP())
+    model.set_requires_gradient_sync(False)
+    model(batch(0).float()).sum().backward()
+    model.inp.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="changed while it holds accumulated gradients"):
+        model(batch(0).float())
+    model.reset_iter_state()
+
+
+@on_ranks(2, 3)
+def test_gradients_that_waited_go_out_without_new_ones(world: World) -> None:
+    """A block that takes no part in the backward with sync still reduces what it accumulated before."""
+    whole, sharded = Skipping().double(), Skipping().double()
+    sharded.load_state_dict(whole.state_dict())
+    shard_blocks(sharded)
+    for index, skip in enumerate((False, True)):
+        whole.skip = sharded.skip = skip
+        whole(batch(index)).square().mean().backward()
+        sharded.set_requires_gradient_sync(skip)
+        sharded(batch(index).chunk(world.size)[world.rank]).square().mean().backward()
+    for (name, expected), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12, msg=name)
+    assert sharded.param_group.runtime.account.in_use == 0
