@@ -7,9 +7,9 @@ so that a result depends on the values and on N alone: bitwise the same on every
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -98,22 +98,25 @@ class MpiCommunicator(Communicator):
 
     def _reduce_blocks(self, out: torch.Tensor, inp: torch.Tensor, bounds: list[int], op: ReduceOp) -> None:
         """Reduce range `bounds[r] : bounds[r + 1]` of every rank's `inp` into rank r's `out`, block by block."""
-        width = max(stop - start for start, stop in itertools.pairwise(bounds))
+        width = max(stop - start for start, stop in pairwise(bounds))
         step = max(1, min(_BLOCK_NBYTES // inp.element_size(), width))
-        incoming = inp.new_empty((self.size, step))
+        incoming = inp.new_empty((self.size, step)).unbind()
         for first in range(0, width, step):
-            blocks = [inp[min(lo + first, hi) : min(lo + first + step, hi)] for lo, hi in itertools.pairwise(bounds)]
-            mine = blocks[self.rank]
-            rows = [mine if rank == self.rank else incoming[rank, : mine.numel()] for rank in range(self.size)]
+            spans = [(min(lo + first, hi), min(lo + first + step, hi)) for lo, hi in pairwise(bounds)]
+            begin, end = spans[self.rank]
+            rows = [row[: end - begin] for row in incoming]
+            rows[self.rank] = inp[begin:end]
             for shift in range(1, self.size):
                 to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-                self._comm.Sendrecv(_bytes(blocks[to]), to, 0, _bytes(rows[source]), source, 0)
-            _accumulate(rows, op, out[first : first + mine.numel()])
+                self._comm.Sendrecv(_bytes(inp, *spans[to]), to, 0, _bytes(rows[source]), source, 0)
+            _accumulate(rows, op, out[first : first + end - begin])
 
 
-def _bytes(tensor: torch.Tensor) -> list[object]:
-    """A contiguous tensor as an MPI message of bytes, whatever its dtype."""
-    return [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size()), MPI.BYTE]
+def _bytes(tensor: torch.Tensor, begin: int = 0, end: int | None = None) -> list[object]:
+    """Elements begin:end of a contiguous tensor as an MPI message of bytes, whatever its dtype."""
+    itemsize = tensor.element_size()
+    numel = (tensor.numel() if end is None else end) - begin
+    return [MPI.buffer.fromaddress(tensor.data_ptr() + begin * itemsize, numel * itemsize), MPI.BYTE]
 
 
 def _accumulate(rows: list[torch.Tensor], op: ReduceOp, out: torch.Tensor) -> None:

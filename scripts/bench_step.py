@@ -214,8 +214,7 @@ def step_ms(rounds: list[Round], worker: str) -> Iterator[float]:
 
 def compare(ours: list[Timing], theirs: list[Timing]) -> str:
     """How well each rank's losses agree, over all steps."""
-    ranks = [zip(a.losses, b.losses, strict=True) for a, b in zip(ours, theirs, strict=True)]
-    pairs = [pair for rank in ranks for pair in rank]
+    pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
     if all(mine == other for mine, other in pairs):
         return "bitwise"
     worst = max(abs(mine - other) / max(abs(other), 1e-9) for mine, other in pairs)
@@ -232,9 +231,8 @@ def row(result: Result) -> str:
     ms, peak, loss = result.ms, result.peak_mb, result.loss
     return (
         f"{result.model:7}{result.ranks:5} {ms['shardrt']:9.1f}{ms['fsdp2']:9.1f}{ms['floor']:9.1f} "
-        f"{result.ratio_fsdp2:8.3f}{result.ratio_floor:7.2f}  "
-        f"{peak['shardrt']:8.0f}{peak['fsdp2']:8.0f}{result.ratio_peak:6.2f}  "
-        f"{result.agreement} ({loss['shardrt']:.6f}, {loss['fsdp2']:.6f})"
+        f"{result.ratio_fsdp2:8.3f}{result.ratio_floor:7.2f}  {peak['shardrt']:8.0f}{peak['fsdp2']:8.0f}"
+        f"{result.ratio_peak:6.2f}  {result.agreement} ({loss['shardrt']:.6f}, {loss['fsdp2']:.6f})"
     )
 
 
