@@ -196,9 +196,9 @@ def rows_batch(rows: int, width: int) -> Callable[[torch.Generator], Batch]:
     return make
 
 
-BENCH_GPT = GPTConfig(layers=6, heads=6, channels=384, context=256)
+BENCH_GPT = GPTConfig(layers=6, heads=6, channels=384, context=128)
 CASES = {
-    "gpt": Case(lambda: GPT(BENCH_GPT), bytes_batch(4, BENCH_GPT.context), next_byte_loss),
-    "mlp": Case(lambda: MLP(layers=6, width=2048), rows_batch(8, 2048), F.mse_loss),
+    "gpt": Case(lambda: GPT(BENCH_GPT), bytes_batch(1, BENCH_GPT.context), next_byte_loss),
+    "mlp": Case(lambda: MLP(layers=12, width=1024), rows_batch(8, 1024), F.mse_loss),
     "tiny": Case(lambda: TinyStack(layers=100, width=32), rows_batch(8, 32), F.mse_loss),
 }
