@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from types import TracebackType
@@ -47,14 +48,19 @@ class World:
         """The stream the caller computes on."""
         return current_stream(self.device)
 
-    def new_stream(self, name: str) -> Stream:
-        """A stream for communication. On the host it is a worker thread if SHARDRT_HOST_STREAMS=threaded or the job spans
-        several nodes; on one node, where ranks compute and communicate on the same cores, it is the caller's thread."""
+    def stream_for(self, role: str) -> Stream:
+        """The stream for communication of this role, one for the whole process: no communicator is driven by two threads.
+
+        On the host it is a worker thread if SHARDRT_HOST_STREAMS=threaded or the job spans several nodes; on one node, where
+        ranks compute and communicate on the same cores, it is the caller's thread.
+        """
         default = "threaded" if self.nodes > 1 else "inline"
         kind = os.environ.get("SHARDRT_HOST_STREAMS", default)
         if kind not in ("inline", "threaded"):
             raise ValueError(f"SHARDRT_HOST_STREAMS={kind!r} on rank {self.rank}: expected 'inline' or 'threaded'")
-        return new_stream(self.device, name, threaded=kind == "threaded")
+        if (role, kind) not in _streams:
+            _streams[role, kind] = new_stream(self.device, role, threaded=kind == "threaded")
+        return _streams[role, kind]
 
     def barrier(self) -> None:
         """Block until every rank is here and this rank's device has run what it was given."""
@@ -63,6 +69,7 @@ class World:
 
 
 _world: World | None = None
+_streams: dict[tuple[str, str], Stream] = {}  # by role and kind; ended by finalize()
 
 
 def world() -> World:
@@ -86,10 +93,15 @@ def init(device: str | torch.device | None = None) -> World:
 
 
 def finalize() -> None:
-    """Close the communicators in a fixed order and end MPI, if `init` started it. Collective; runs by itself at exit."""
+    """End the world's streams, close the communicators in a fixed order, and end MPI, if `init` started it.
+
+    Collective; runs by itself at exit.
+    """
     global _world
     if _world is None:
         return
+    while _streams:
+        _streams.popitem()[1].close()
     _world.mesh.close()
     _world.comm.close()
     _world = None
@@ -153,6 +165,8 @@ def _start_mpi() -> MPI.Intracomm:
         mpi4py.rc.finalize = False
     from mpi4py import MPI
 
+    if MPI.Is_finalized():
+        raise RuntimeError("shardrt.init() after MPI was finalised: MPI starts once in a process")
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _started_mpi = True
@@ -224,9 +238,12 @@ def _install_excepthooks(comm: MPI.Intracomm) -> None:
         # One write per report, so that the reports of several ranks do not tear.
         os.write(2, "".join(f"[{rank}] {line}\n" for line in lines).encode())
         sys.stdout.flush()
+        time.sleep(0.5)  # Hazard: on an abort mpirun drops what it has not passed on yet, the report above included
         comm.Abort(1)
 
     def on_thread_exception(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is SystemExit:  # a thread may leave so, and says nothing by it
+            return
         name = args.thread.name if args.thread else "?"
         abort(f"uncaught exception in thread '{name}'", args.exc_type, args.exc_value, args.exc_traceback)
 

@@ -66,8 +66,7 @@ def time_steps(case: Case, model: nn.Module, rank: int, steps: int, start_mb: fl
 
 def resident_mb(field: str) -> float:
     """Memory of this process: VmRSS is what it holds now, VmHWM the most it ever held."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
 
 
 def shardrt_worker(case: Case, steps: int) -> tuple[int, Timing]:
@@ -163,11 +162,12 @@ def host_worker(steps: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One model on so many ranks, over all rounds; the first four by worker."""
+    """One model on so many ranks, over all rounds; the dicts are by worker."""
 
     model: str
     ranks: int
     ms: dict[str, float]  # per step, median
+    best_ms: dict[str, float]  # the fastest step: what a busy machine disturbs least
     peak_mb: dict[str, float]  # MiB, most of any rank
     grown_mb: dict[str, float]  # the same, beyond what was there before the model
     loss: dict[str, float]  # of the last step, mean over the ranks
@@ -210,6 +210,7 @@ def summarize(model: str, ranks: int, rounds: list[Round]) -> Result:
         model=model,
         ranks=ranks,
         ms=ms,
+        best_ms={worker: min(step_ms(rounds, worker)) for worker in WORKERS},
         peak_mb=peak,
         grown_mb={w: max(timing.peak_mb - timing.start_mb for timing in every[w]) for w in WORKERS},
         loss={w: fmean(timing.losses[-1] for timing in rounds[0][w]) for w in WORKERS},

@@ -98,7 +98,7 @@ class GPT(nn.Module):
 class MLP(nn.Module):
     """Wide layers on few rows: little to compute for each weight sent, so sending is what costs."""
 
-    def __init__(self, layers: int = 6, width: int = 2048, seed: int = 0) -> None:
+    def __init__(self, layers: int = 12, width: int = 1024, seed: int = 0) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.head = nn.Linear(width, 1)
@@ -196,9 +196,9 @@ def rows_batch(rows: int, width: int) -> Callable[[torch.Generator], Batch]:
     return make
 
 
-BENCH_GPT = GPTConfig(layers=6, heads=6, channels=384, context=128)
+BENCH_GPT = GPTConfig(layers=6, heads=6, channels=384, context=64)
 CASES = {
     "gpt": Case(lambda: GPT(BENCH_GPT), bytes_batch(1, BENCH_GPT.context), next_byte_loss),
-    "mlp": Case(lambda: MLP(layers=12, width=1024), rows_batch(8, 1024), F.mse_loss),
-    "tiny": Case(lambda: TinyStack(layers=100, width=32), rows_batch(8, 32), F.mse_loss),
+    "mlp": Case(lambda: MLP(), rows_batch(8, 1024), F.mse_loss),
+    "tiny": Case(lambda: TinyStack(), rows_batch(8, 32), F.mse_loss),
 }

@@ -6,6 +6,7 @@ So a step makes no tensors, and what autograd saved of a parameter is valid agai
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -17,15 +18,18 @@ class Account:
     def __init__(self) -> None:
         self.in_use = 0
         self.peak = 0
+        self._lock = threading.Lock()  # gather, reduce and compute may be three threads
 
     def take(self, nbytes: int) -> None:
         """Count `nbytes` as used."""
-        self.in_use += nbytes
-        self.peak = max(self.peak, self.in_use)
+        with self._lock:
+            self.in_use += nbytes
+            self.peak = max(self.peak, self.in_use)
 
     def give_back(self, nbytes: int) -> None:
         """Count `nbytes` as free again."""
-        self.in_use -= nbytes
+        with self._lock:
+            self.in_use -= nbytes
 
 
 class FlatBuffer:
@@ -38,7 +42,7 @@ class FlatBuffer:
     def __init__(self, nbytes: int, device: torch.device, account: Account) -> None:
         self.nbytes = nbytes
         self._account = account
-        # Views can only be made of a storage that is large enough; untouched memory costs nothing meanwhile.
+        # Views can only be made of a storage that is large enough; on the host, untouched memory costs nothing meanwhile.
         self._storage = torch.UntypedStorage(nbytes, device=device)
         self._in_use = False
 
@@ -52,6 +56,10 @@ class FlatBuffer:
         if stride is None:
             stride = torch.empty(shape, device="meta").stride()
         return made.set_(self._storage, offset // made.element_size(), shape, stride)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor that lies in this storage."""
+        return tensor.untyped_storage()._cdata == self._storage._cdata
 
     def seal(self) -> None:
         """All views are made: give the memory back until the first allocate()."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import NoReturn, cast
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -30,7 +31,8 @@ class FSDPModule:
     def unshard(self) -> None:
         """Gather this module's own parameters now and let it see them. Collective."""
         group = self.param_group
-        _ = group.runtime or hooks.start(group.root)
+        runtime = group.runtime or hooks.start(group.root)
+        runtime.streams.begin()
         group.unshard()
         group.wait_unsharded()
 
@@ -67,6 +69,12 @@ class FSDPModule:
             if isinstance(module, FSDPModule):
                 yield module.param_group
 
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> NoReturn:
+        raise RuntimeError(
+            f"to(), half(), cuda() and the like on the sharded module '{self.param_group.name}': move and cast the module "
+            "before fully_shard, or compute in another dtype with a MixedPrecisionPolicy"
+        )
+
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise RuntimeError(
             f"deepcopy of the sharded module '{self.param_group.name}': its parameters are parts, tied to buffers and "
@@ -90,7 +98,8 @@ def fully_shard(
     mesh: over which ranks (default: all of them).
     reshard_after_forward: free the gathered parameters after forward and gather them again for backward; None: True, but
         for the root, whose backward comes at once.
-    shard_placement_fn: names the dim along which a parameter is cut (default: dim 0).
+    shard_placement_fn: names the dim along which a parameter is cut, between rows only, whatever that pads. None, and the
+        default: along dim 0, between elements where rows would pad too much.
     mp_policy: dtypes of compute, reduction and outputs.
     Returns: the module, its class now `FSDP<class>`, an `FSDPModule`.
     Raises, on every rank alike: TypeError or ValueError for a module that cannot be sharded, or that is not the same on
@@ -101,20 +110,23 @@ def fully_shard(
         raise TypeError(f"fully_shard(mesh={mesh!r}): expected a DeviceMesh, such as shardrt.world().mesh")
     owners: _Owners = {}
     buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
-    dims: dict[nn.Parameter, int] = {}
-    error: TypeError | ValueError | None = None
+    asked: dict[nn.Parameter, Shard | None] = {}
+    error: Exception | None = None
+    policy = mp_policy or MixedPrecisionPolicy()
     try:
         owners, buffers = _collect(module, mesh)
-        dims = {param: _dim(owned[0][2], param, shard_placement_fn) for param, owned in owners.items()}
-    except (TypeError, ValueError) as caught:
+        asked = {param: _asked(owned[0][2], param, shard_placement_fn) for param, owned in owners.items()}
+    except Exception as caught:  # the user's function may raise anything, on one rank alone
         owners, error = {}, caught
-    _agree(mesh, type(module).__name__, _describe(owners, dims), error)
-    policy = mp_policy or MixedPrecisionPolicy()
+    _agree(mesh, type(module).__name__, [repr(policy), *_describe(owners, asked)], error)
     params = [
-        ShardedParam(owned[0][2], param, [(holder, attribute) for holder, attribute, _ in owned], dims[param])
+        ShardedParam(owned[0][2], param, [(holder, attribute) for holder, attribute, _ in owned], _dim(asked[param], param))
         for param, owned in owners.items()
     ]
-    specs = [ParamSpec(p.name, tuple(p.shape), (policy.param_dtype or p.dtype).itemsize, p.dim) for p in params]
+    specs = [
+        ParamSpec(p.name, tuple(p.shape), policy.compute_dtype(p.dtype).itemsize, p.dim, rows_only=placement is not None)
+        for p, placement in zip(params, asked.values(), strict=True)
+    ]
     layout = plan(specs, mesh.size)
     group = ParamGroup(module, params, layout, mesh, policy, reshard_after_forward)
     for taken in (*owners, *(param.sharded for param in params)):
@@ -130,8 +142,16 @@ def fully_shard(
     hooks.register(group)
     for holder, _ in {id(holder): (holder, 0) for owned in owners.values() for holder, *_ in owned}.values():
         holder.register_state_dict_pre_hook(lambda *_: group.reshard())
-        holder.register_load_state_dict_pre_hook(lambda *_: group.reshard())
+        holder.register_load_state_dict_pre_hook(partial(_before_load, group))
     return module
+
+
+def _before_load(
+    group: ParamGroup, module: nn.Module, state_dict: object, prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise RuntimeError(f"load_state_dict(assign=True) on the sharded module '{group.name}': load with assign=False")
+    group.reshard()
 
 
 # ---------------------------------------------------------------------- set-up, and what is refused there
@@ -182,32 +202,39 @@ def _check_param(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         )
     if param.device.type == "meta":
         raise ValueError(f"parameter '{name}' is on the meta device and has no values: call to_empty() and initialise it")
-    if param.device.type not in ("cpu", mesh.device.type):
+    if param.device not in (torch.device("cpu"), mesh.device):
         raise ValueError(f"parameter '{name}' is on {param.device}; expected the CPU or the mesh's device, {mesh.device}")
 
 
-def _dim(name: str, param: nn.Parameter, placement_fn: Callable[[nn.Parameter], Shard | None] | None) -> int:
-    placement = (placement_fn(param) if placement_fn is not None else None) or Shard(0)
+def _asked(name: str, param: nn.Parameter, placement_fn: Callable[[nn.Parameter], Shard | None] | None) -> Shard | None:
+    placement = placement_fn(param) if placement_fn is not None else None
+    if placement is None:
+        return None
     if not isinstance(placement, Shard):
         raise TypeError(f"shard_placement_fn of '{name}': expected a Shard or None, found {placement!r}")
     if not -max(1, param.dim()) <= placement.dim < max(1, param.dim()):
         raise ValueError(f"shard_placement_fn of '{name}': {placement} of a parameter of shape {tuple(param.shape)}")
-    return placement.dim % max(1, param.dim())
+    return placement
 
 
-def _describe(owners: _Owners, dims: dict[nn.Parameter, int]) -> list[str]:
+def _dim(asked: Shard | None, param: nn.Parameter) -> int:
+    return 0 if asked is None else asked.dim % max(1, param.dim())
+
+
+def _describe(owners: _Owners, asked: dict[nn.Parameter, Shard | None]) -> list[str]:
     """What must be the same on every rank, a line for each parameter."""
     return [
-        f"{', '.join(name for *_, name in owned)}: {tuple(param.shape)} {param.dtype}, dim {dims[param]}, "
+        f"{', '.join(name for *_, name in owned)}: {tuple(param.shape)} {param.dtype}, {asked[param]}, "
         f"requires_grad {param.requires_grad}"
         for param, owned in owners.items()
     ]
 
 
-def _agree(mesh: DeviceMesh, kind: str, description: list[str], error: TypeError | ValueError | None) -> None:
+def _agree(mesh: DeviceMesh, kind: str, description: list[str], error: Exception | None) -> None:
     """Raise on every rank if any rank has an error, or if the ranks describe different modules. Collective."""
     digest = hashlib.sha256("\n".join([kind, *description]).encode()).hexdigest()
-    answers = mesh.exchange((digest, None if error is None else (type(error), str(error))))
+    kept = type(error) if isinstance(error, (TypeError, ValueError)) else RuntimeError
+    answers = mesh.exchange((digest, None if error is None else (kept, str(error) or repr(error))))
     failed = {rank: answer[1] for rank, answer in enumerate(answers) if answer[1] is not None}
     if failed:
         (raised, message), ranks = next(iter(failed.values())), sorted(failed)

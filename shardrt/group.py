@@ -95,7 +95,8 @@ class ParamGroup:
         self.reduction: GradientReduction | None = None
         self.on_gradient: Callable[[ShardedParam, torch.Tensor], None]  # set with the hooks
         self._handles: list[RemovableHandle] = []
-        self._gather_dtypes = [mp_policy.param_dtype or p.dtype for p in params]
+        self._versions: list[int] = []  # of the shards when they were gathered
+        self._gather_dtypes = [mp_policy.compute_dtype(param.dtype) for param in params]
         self._casts = any(p.dtype != dtype for p, dtype in zip(params, self._gather_dtypes, strict=True))
         self._shard_params()
         self._owners = [(*owner, param) for param in params for owner in param.owners]
@@ -203,6 +204,7 @@ class ParamGroup:
         """Gather the shards into `full`. No-op if that is done or under way (prefetch)."""
         if self.ready is not None or not self.params:
             return
+        self._versions = [param.sharded._version for param in self.params]
         gather = self._streams.gather
         gather.wait(self._streams.shards_written)
         gather.submit(self.full.allocate)
@@ -235,6 +237,11 @@ class ParamGroup:
         self._streams.gather.submit(self.full.release)
         self.ready = None
 
+    def drop_stale(self) -> None:
+        """Reshard what stayed gathered since an earlier forward if the shards have changed since, by an optimizer say."""
+        if self.ready is not None and self._versions != [param.sharded._version for param in self.params]:
+            self.reshard()
+
     def reduce_grads(self, *, last: bool = False) -> None:
         """Pack the gradients there are and, when synchronising, reduce them into the sharded gradients.
 
@@ -245,13 +252,15 @@ class ParamGroup:
             return
         if fresh:
             self._streams.retire()
-            self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
+            with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
+                self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
             for param in self.trainable:
                 param.unsharded.grad = None
             self.missing = set(self.trainable)
         if self.sync_gradients and self.reduction.pending:
             self._streams.retire()
-            self._streams.in_flight = self.reduction.launch(self._streams.compute, self._streams.reduce)
+            with torch.no_grad():
+                self._streams.in_flight = self.reduction.launch(self._streams.compute, self._streams.reduce)
 
     def reset(self) -> None:
         """Back to rest and sharded; the gradients of the failed iteration are dropped."""

@@ -15,6 +15,7 @@ the recorded order to the backward around it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -76,10 +77,21 @@ def _post_forward(group: ParamGroup, module: nn.Module, args: object, output: An
         group.move(Phase.RESTING)
         runtime.prefetch.forward_ends(group)
         if group.reshards_after_forward:
+            _refuse_parameters(group, output)
             group.reshard()
         if group is runtime.root:
             runtime.end_forward()
     return output
+
+
+def _refuse_parameters(group: ParamGroup, output: object) -> None:
+    """A parameter, or a view of one, must not leave the module: its memory is about to be freed."""
+    for tensor in _tensors(output):
+        if group.params and group.full.holds(tensor):
+            raise RuntimeError(
+                f"'{group.name}' returns a parameter or a view of one, of shape {tuple(tensor.shape)}, whose memory is freed "
+                f"after its forward (rank {group.mesh.rank}): return a copy, such as .clone()"
+            )
 
 
 def start(group: ParamGroup) -> Runtime:
@@ -92,7 +104,8 @@ def start(group: ParamGroup) -> Runtime:
             f"forward of '{group.name}' before that of its root (rank {group.mesh.rank}): it is part of "
             f"'{group.root.name}', which was sharded after it; run the first forward through that module"
         )
-    return Runtime(group)
+    with torch.inference_mode(False), torch.no_grad():  # what is made now outlives the caller's mode
+        return Runtime(group)
 
 
 # ---------------------------------------------------------------------- backward
@@ -119,22 +132,16 @@ def _on_gradient(group: ParamGroup, param: ShardedParam, unsharded: torch.Tensor
         return
     assert group.runtime is not None, "a forward comes first"
     group.runtime.begin_backward()
+    # Hazard: resharding here would be too early. A node that saved a frozen or detached parameter may still have to run.
     group.reduce_grads()
-    # Hazard: with a frozen parameter, or with gradients for inputs to come, the parameters are still needed.
-    if len(group.trainable) == len(group.params):
-        _close(group, [call for call in group.open_calls if call.inputs == 0])
 
 
 def _post_backward(group: ParamGroup, call: Call, grad_inputs: object) -> None:
     call.inputs_left -= 1
-    if call.inputs_left == 0:
-        group.reduce_grads()
-        _close(group, [call])
-
-
-def _close(group: ParamGroup, calls: list[Call]) -> None:
-    """The backward of these calls is over; with the last open one the group reshards."""
-    group.open_calls.difference_update(calls)
+    if call.inputs_left:
+        return
+    group.reduce_grads()
+    group.open_calls.discard(call)
     if not group.open_calls and group.phase is Phase.BACKWARD:
         group.move(Phase.RESTING)
         group.reshard()
@@ -163,19 +170,31 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with every tensor in it (tuples, lists, dicts, dataclasses) replaced by `fn` of it."""
+    """`value` with every tensor in it (tuples, lists, dicts, dataclasses) replaced by `fn` of it; itself if none changed."""
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if type(value) in (tuple, list):
-        return type(value)([_map_tensors(fn, item) for item in value])
-    if isinstance(value, tuple):  # a named one
-        return type(value)(*[_map_tensors(fn, item) for item in value])
-    if isinstance(value, dict):
-        return {key: _map_tensors(fn, item) for key, item in value.items()} if value else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: _map_tensors(fn, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **changes)
+    if isinstance(value, (tuple, list)):
+        items = [_map_tensors(fn, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return _map_fields(fn, value)
     return value
+
+
+def _map_fields(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    fields = value if isinstance(value, dict) else {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+    mapped = {key: _map_tensors(fn, item) for key, item in fields.items()}
+    changes = {key: item for key, item in mapped.items() if item is not fields[key]}
+    if not changes:
+        return value
+    if not isinstance(value, dict):
+        return dataclasses.replace(value, **changes)
+    made = copy.copy(value)  # keeps the class, whatever its constructor takes
+    for key, item in changes.items():
+        made[key] = item
+    return made
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

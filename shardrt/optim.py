@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from .comm import DeviceMesh, ReduceOp, current_stream
+from .comm import DeviceMesh, ReduceOp
 from .kernels import total_norm
-from .tensor import DTensor
+from .tensor import DTensor, combine
 
 
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -47,10 +47,6 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 def _mesh_norm(mesh: DeviceMesh, local: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The norm of all parts on the mesh."""
     mine = total_norm(local, norm_type, mesh.device)
-    largest = norm_type == float("inf")
-    sent = mine if largest else mine**norm_type
-    out = torch.empty_like(sent)
-    stream = current_stream(mesh.device)
-    op = ReduceOp.MAX if largest else ReduceOp.SUM
-    mesh.communicator("tensor").all_reduce(out, sent, op, stream=stream).wait(stream)
-    return out if largest else out ** (1.0 / norm_type)
+    if norm_type == float("inf"):
+        return combine(mine, ReduceOp.MAX, mesh)
+    return combine(mine**norm_type, ReduceOp.SUM, mesh) ** (1.0 / norm_type)

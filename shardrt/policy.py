@@ -23,6 +23,10 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which a parameter of `dtype` is gathered: integers stay what they are."""
+        return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
+
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)

@@ -14,14 +14,10 @@ if TYPE_CHECKING:
 
 
 class PrefetchQueue:
-    """Records the order of use and names the groups to gather next.
+    """Records the order of use and names the groups to gather next, `depth` of them."""
 
-    depth: how many groups ahead; max_bytes: most bytes of full buffers gathered ahead of use (at least one group is).
-    """
-
-    def __init__(self, depth: int = 1, max_bytes: int | None = None) -> None:
+    def __init__(self, depth: int = 1) -> None:
         self._depth = depth
-        self._max_bytes = max_bytes
         self._predicted: list[ParamGroup] = []
         self._started: list[ParamGroup] = []  # this iteration's forwards, in the order in which they began
         self._finished: list[ParamGroup] = []  # and ended: a parent after its children, so backward is this, reversed
@@ -36,7 +32,7 @@ class PrefetchQueue:
         self._started.append(group)
         if position >= len(self._predicted) or self._predicted[position] is not group:
             self._predicted = []
-        return self._within_budget(self._predicted[position + 1 : position + 1 + self._depth])
+        return self._predicted[position + 1 : position + 1 + self._depth]
 
     def forward_ends(self, group: ParamGroup) -> None:
         """`group`'s forward is over."""
@@ -48,16 +44,4 @@ class PrefetchQueue:
             return []
         while self._finished.pop() is not group:
             continue
-        return self._within_budget(self._finished[: -self._depth - 1 : -1])
-
-    def _within_budget(self, groups: list[ParamGroup]) -> list[ParamGroup]:
-        if self._max_bytes is None:
-            return groups
-        kept: list[ParamGroup] = []
-        total = 0
-        for group in groups:
-            total += group.layout.nbytes
-            if kept and total > self._max_bytes:
-                break
-            kept.append(group)
-        return kept
+        return self._finished[: -self._depth - 1 : -1]

@@ -25,8 +25,8 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.compute = comm.current_stream(device)
-        self.gather = comm.world().new_stream("gather")
-        self.reduce = comm.world().new_stream("reduce")
+        self.gather = comm.world().stream_for("gather")
+        self.reduce = comm.world().stream_for("reduce")
         self.shards_written = self.compute.record()
         self.in_flight: Handoff | None = None
 
@@ -71,6 +71,7 @@ class Runtime:
         self.streams.begin()
         for group in self.groups:
             group.refresh_trainable()
+            group.drop_stale()
         self.prefetch.begin()
 
     def end_forward(self) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
 from .comm import DeviceMesh, ReduceOp, current_stream
@@ -147,7 +148,10 @@ def _directly(name: str) -> Callable[..., torch.Tensor]:
         if torch.is_grad_enabled():  # autograd records the operation on the whole tensor
             return method(self, *args, **kwargs)
         out = method(self._local_tensor, *local_args, **kwargs)
-        return self if in_place else DTensor(out, self.spec)
+        if not in_place:
+            return DTensor(out, self.spec)
+        increment_version(self)  # as the dispatcher would: it is how a change of the shards is noticed
+        return self
 
     return call
 
@@ -327,13 +331,13 @@ def _to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is aten.equal.default:
         specs = _specs(args)
         same = func(*[_unwrap(arg, specs, func) for arg in args])
-        return bool(_combine(torch.tensor(same, device=specs[0].mesh.device), ReduceOp.MIN, specs[0].mesh))
+        return bool(combine(torch.tensor(same, device=specs[0].mesh.device), ReduceOp.MIN, specs[0].mesh))
     whole, local, mesh, op = args[0], args[0]._local_tensor, args[0].spec.mesh, _TO_SCALAR[func]
     if func is aten.mean.default:
-        return _combine(local.sum(**kwargs), op, mesh) / whole.numel()
+        return combine(local.sum(**kwargs), op, mesh) / whole.numel()
     if local.numel() == 0 and op is not ReduceOp.SUM:
-        return _combine(_neutral(func, op, local), op, mesh)
-    return _combine(func(local, **kwargs), op, mesh)
+        return combine(_neutral(func, op, local), op, mesh)
+    return combine(func(local, **kwargs), op, mesh)
 
 
 def _neutral(func: Any, op: ReduceOp, local: torch.Tensor) -> torch.Tensor:
@@ -359,20 +363,20 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _norms(tensors: list[DTensor], order: float) -> list[torch.Tensor]:
-    """The norm of each whole tensor. Cost: one all-reduce for all of them; they must lie on one mesh."""
-    local = torch.stack(
-        [
-            torch.linalg.vector_norm(t._local_tensor, order) if t._local_tensor.numel() else t._local_tensor.new_zeros(())
-            for t in tensors
-        ]
-    )
-    mesh = tensors[0].spec.mesh
+    """The norm of each whole tensor, combined in float64. Cost: one all-reduce for all; they must lie on one mesh."""
+    if order <= 0:
+        raise NotImplementedError(f"the {order}-norm of sharded tensors is not defined here: use full_tensor()")
+    parts = [t._local_tensor for t in tensors]
+    norms = [torch.linalg.vector_norm(part.double(), order) if part.numel() else part.new_zeros(()).double() for part in parts]
+    local, mesh = torch.stack(norms), tensors[0].spec.mesh
     if order == float("inf"):
-        return list(_combine(local, ReduceOp.MAX, mesh))
-    return list(_combine(local**order, ReduceOp.SUM, mesh) ** (1.0 / order))
+        whole = combine(local, ReduceOp.MAX, mesh)
+    else:
+        whole = combine(local**order, ReduceOp.SUM, mesh) ** (1.0 / order)
+    return [norm.to(t.dtype) for norm, t in zip(whole, tensors, strict=True)]
 
 
-def _combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh) -> torch.Tensor:
+def combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh) -> torch.Tensor:
     """All-reduce a small local result over the mesh."""
     sent = value.to(torch.uint8) if value.dtype == torch.bool else value.contiguous()
     out = torch.empty_like(sent)

@@ -111,7 +111,7 @@ class Job:
         if not failed and not missing:
             return
         report = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failed.items())]
-        if missing:
+        if missing or "the rank died" in failed.values():
             report += [f"--- rank {rank} did not finish; its stacks ---\n{self._stacks(rank)}" for rank in missing]
             report.append(f"--- output of the job ---\n{self._said()}")
             self.close()
@@ -147,7 +147,6 @@ class Job:
                     answers[rank_of[connection]] = connection.recv()
                 except EOFError:
                     answers[rank_of[connection]] = "the rank died"
-                    self.alive = False
                 if answers[rank_of[connection]] is not None:
                     deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
         return answers

@@ -115,7 +115,7 @@ def test_exception_in_forward_and_in_backward(world: World) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(3):
             if fail and step == 1:
-                refused("", lambda: model(torch.zeros(2, 7)), RuntimeError)
+                refused("mat1 and mat2 shapes", lambda: model(torch.zeros(2, 7)), RuntimeError)
                 refused("cannot go from FORWARD to FORWARD", lambda: model(batch(0).float()), RuntimeError)
                 model.reset_iter_state()
                 handle = model.blocks[1].register_forward_hook(lambda module, args, out: Explodes.apply(out))
@@ -142,3 +142,65 @@ def test_evaluation_leaves_nothing_gathered(world: World) -> None:
     assert torch.equal(first, second)
     assert all(group.ready is None for group in model.param_group.with_descendants())
     assert model.param_group.runtime.account.in_use == 0
+
+
+@on_ranks(1, 2)
+def test_a_parameter_must_not_leave_its_module(world: World) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(8, 5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table[: x.shape[0]]
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = Positions()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.positions(x)
+
+    model = Adds()
+    shardrt.fully_shard(model.positions)
+    shardrt.fully_shard(model)
+    refused("'positions' returns a parameter or a view of one", lambda: model(torch.zeros(2, 5)), RuntimeError)
+
+
+@on_ranks(1, 2)
+def test_what_would_tear_shards_from_their_buffer(world: World) -> None:
+    model = shard_blocks(OddMLP())
+    refused("on the sharded module 'OddMLP'.*before fully_shard", model.double, RuntimeError)
+    whole = OddMLP().state_dict()
+    refused("assign=True. on the sharded module", lambda: model.load_state_dict(whole, assign=True), RuntimeError)
+
+
+@on_ranks(2)
+def test_a_placement_function_that_fails_on_one_rank(world: World) -> None:
+    def placement(param: nn.Parameter) -> shardrt.Shard | None:
+        return {}["missing"] if world.rank == 1 else None
+
+    expected = r"'missing' \(on rank 1\)"
+    refused(expected, lambda: shardrt.fully_shard(nn.Linear(2, 2), shard_placement_fn=placement), RuntimeError)
+    bf16 = shardrt.MixedPrecisionPolicy(torch.bfloat16 if world.rank else None)
+    refused("different modules", lambda: shardrt.fully_shard(nn.Linear(2, 2), mp_policy=bf16))
+
+
+@on_ranks(1, 2)
+def test_weights_changed_after_a_forward_without_backward(world: World) -> None:
+    """What stayed gathered is gathered anew when the shards have changed."""
+    for reshard in (None, False):
+        model = shard_blocks(OddMLP().double(), reshard_after_forward=reshard)
+        model(batch(0))
+        with torch.no_grad():
+            for param in model.param_group.with_descendants():
+                for one in param.params:
+                    one.sharded.mul_(2)
+        fresh = OddMLP().double()
+        found = model(batch(0))
+        model.param_group.runtime.reset()
+        for param, value in zip(fresh.parameters(), model.parameters(), strict=True):
+            with torch.no_grad():
+                param.copy_(value.full_tensor())
+        torch.testing.assert_close(found.detach(), fresh(batch(0)).detach(), rtol=1e-12, atol=1e-12)

@@ -81,6 +81,23 @@ def test_reductions(world: World, op: ReduceOp, threaded: bool) -> None:
     stream.close()
 
 
+@on_ranks(2, 3, 4)
+def test_reductions_block_by_block(world: World) -> None:
+    """Large reductions go in blocks; small blocks show the same on small tensors, ranges of different length included."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardrt.comm.mpi._BLOCK_NBYTES", 64)
+        patch.setattr("shardrt.comm.mpi._SMALL_NBYTES", 0)
+        for numel in (1, 5, 16, 17, 1009):
+            rows = torch.stack([rank_values(r, world.size * numel, torch.float64) for r in range(world.size)])
+            own = slice(world.rank * numel, (world.rank + 1) * numel)
+            out = torch.empty(numel, dtype=torch.float64)
+            world.comm.reduce_scatter(out, rows[world.rank], ReduceOp.SUM, stream=world.stream)
+            assert torch.equal(out, rows.sum(0)[own])
+            everything = rows[world.rank][:numel].clone()
+            world.comm.all_reduce(everything, everything, ReduceOp.MAX, stream=world.stream)
+            assert torch.equal(everything, rows[:, :numel].amax(0))
+
+
 @on_ranks(3)
 def test_low_precision_is_summed_in_float32(world: World) -> None:
     """1 + 2**-8 + 2**-8: in bfloat16 each addition rounds back to 1; in float32 the sum is 1 + 2**-7, which bfloat16 has."""

@@ -287,3 +287,49 @@ def test_mixed_original_dtypes(world: World) -> None:
         block.gate.data = block.gate.data.bfloat16()
         block.scale.requires_grad_(False)
     train_side_by_side(world, model, (batch(s).float() for s in range(3)), tolerance=2e-3)
+
+
+class Detached(nn.Module):
+    """Needs a parameter in backward after its own gradient is there: the saved one is detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x) * self.weight.detach() * 2 * self.weight
+
+
+@on_ranks(1, 2, 3)
+def test_a_detached_use_of_a_parameter(world: World) -> None:
+    class First3(Detached):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[:, :3]
+
+    train_side_by_side(world, First3().double(), map(batch, range(4)))
+
+
+@on_ranks(2)
+def test_two_backwards_through_one_forward(world: World) -> None:
+    whole, sharded = OddMLP().double(), OddMLP().double()
+    sharded.load_state_dict(whole.state_dict())
+    shard_blocks(sharded)
+    for model, x in ((whole, batch(0)), (sharded, batch(0).chunk(world.size)[world.rank])):
+        loss = loss_of(model, x)
+        loss.backward(retain_graph=True)
+        (2 * loss).backward(create_graph=True)
+    for (name, expected), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad.detach(), rtol=1e-12, atol=1e-12, msg=name)
+
+
+@on_ranks(2)
+def test_a_first_forward_in_inference_mode(world: World) -> None:
+    model = OddMLP().double()
+    sharded = shard_blocks(OddMLP().double())
+    sharded.load_state_dict(model.state_dict())
+    with torch.inference_mode():
+        out = sharded(batch(0))
+    torch.testing.assert_close(out, model(batch(0)).detach(), rtol=1e-12, atol=1e-12)
+    loss_of(sharded, batch(0).chunk(world.size)[world.rank]).backward()
+    assert all(param.grad is not None for param in sharded.parameters())

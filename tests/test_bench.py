@@ -1,0 +1,23 @@
+"""The benchmark runs both sides, and their losses agree."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parent.parent / "scripts" / "bench_step.py"
+
+
+def test_last_line_is_json_and_the_losses_agree() -> None:
+    options = ["--models", "tiny", "--ranks", "2", "--rounds", "1", "--steps", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(BENCH.parent.parent)}
+    done = subprocess.run(
+        [sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=200, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    (result,) = summary["results"]
+    assert (result["model"], result["ranks"], result["agreement"]) == ("tiny", 2, "bitwise")
+    assert result["ratio_fsdp2"] == result["ms"]["shardrt"] / result["ms"]["fsdp2"]
+    assert min(*result["ms"].values(), *result["peak_mb"].values(), summary["host_us_per_group"]) > 0
