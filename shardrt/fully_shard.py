@@ -140,7 +140,7 @@ def fully_shard(
     module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
     cast(FSDPModule, module).param_group = group
     hooks.register(group)
-    for holder, _ in {id(holder): (holder, 0) for owned in owners.values() for holder, *_ in owned}.values():
+    for holder in {holder for owned in owners.values() for holder, *_ in owned}:
         holder.register_state_dict_pre_hook(lambda *_: group.reshard())
         holder.register_load_state_dict_pre_hook(partial(_before_load, group))
     return module
