@@ -26,7 +26,7 @@ from .buffers import FlatBuffer
 from .comm import DeviceMesh, Event
 from .kernels import pack_into
 from .layout import Layout
-from .param import ShardedParam, local_shape, outermost_stride, placement_of
+from .param import ShardedParam, local_geometry, placement_of
 from .policy import MixedPrecisionPolicy
 from .reduction import GradientReduction
 
@@ -117,8 +117,7 @@ class ParamGroup:
         storage = self._shard.untyped_storage()
         self._locals: list[torch.Tensor] = []
         for index, param in enumerate(self.params):
-            shape = local_shape(param.shape, placement_of(index, self.layout), rank)
-            stride = outermost_stride(shape, param.dim if len(shape) > 1 else 0)
+            shape, stride = local_geometry(param.shape, placement_of(index, self.layout), rank)
             local = torch.empty(0, dtype=param.dtype, device=self.mesh.device)
             local.set_(storage, offsets[index] // param.dtype.itemsize, shape, stride)
             param.shard(index, self.layout, self.mesh, local)

@@ -78,13 +78,14 @@ def placement_of(index: int, layout: Layout) -> Placement:
     return RaggedShard(spec.dim, tuple(numel // spec.row_numel for numel in numels))
 
 
-def local_shape(shape: torch.Size, placement: Placement, rank: int) -> torch.Size:
-    """The shape of a rank's part; a scalar's is 1-D."""
+def local_geometry(shape: torch.Size, placement: Placement, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
+    """Shape and strides of a rank's part, as it lies in its segment; a scalar's is 1-D."""
     if isinstance(placement, FlatShard):
-        return torch.Size((placement.numels[rank],))
+        return torch.Size((placement.numels[rank],)), (1,)
     if not shape:
-        return torch.Size((placement.rows[rank],))
-    return torch.Size((*shape[: placement.dim], placement.rows[rank], *shape[placement.dim + 1 :]))
+        return torch.Size((placement.rows[rank],)), (1,)
+    part = torch.Size((*shape[: placement.dim], placement.rows[rank], *shape[placement.dim + 1 :]))
+    return part, outermost_stride(part, placement.dim)
 
 
 def outermost_stride(shape: torch.Size, dim: int) -> tuple[int, ...]:

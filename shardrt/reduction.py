@@ -23,7 +23,7 @@ from .buffers import Account, FlatBuffer
 from .comm import Communicator, Event, ReduceOp, Stream
 from .kernels import add_into, pack_into
 from .layout import Layout
-from .param import ShardedParam, local_shape, outermost_stride, placement_of
+from .param import ShardedParam, local_geometry, outermost_stride, placement_of
 from .placement import Placement
 
 _ALIGN = 4  # elements between gradients of a repacked segment: 16 bytes in float32
@@ -124,8 +124,7 @@ class GradientReduction:
         self._scratch_views: list[torch.Tensor] = []
         self._grads = []
         for piece, param, placement in zip(self._layout.own, self.params, placements, strict=True):
-            shape = local_shape(param.shape, placement, rank)
-            stride = outermost_stride(shape, param.dim if len(shape) > 1 else 0)
+            shape, stride = local_geometry(param.shape, placement, rank)
             self._scratch_views.append(self._scratch.view(dtype, piece.offset * dtype.itemsize, shape, stride))
             if self._casts:
                 local = torch.empty_strided(shape, stride, dtype=param.dtype, device=device)
