@@ -28,6 +28,12 @@ class FSDPModule:
 
     param_group: ParamGroup
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Around, not among, the module's own hooks: all of them see full parameters.
+        args, kwargs = hooks.pre_forward(self.param_group, args, kwargs)
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return hooks.post_forward(self.param_group, output)
+
     def unshard(self) -> None:
         """Gather this module's own parameters now and let it see them. Collective."""
         group = self.param_group
@@ -35,6 +41,7 @@ class FSDPModule:
         runtime.streams.begin()
         group.unshard()
         group.wait_unsharded()
+        group.keep()
 
     def reshard(self) -> None:
         """Free this module's gathered parameters; no-op while sharded."""
@@ -139,7 +146,6 @@ def fully_shard(
             group.children.append(child.param_group)
     module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
     cast(FSDPModule, module).param_group = group
-    hooks.register(group)
     for holder in {holder for owned in owners.values() for holder, *_ in owned}:
         holder.register_state_dict_pre_hook(lambda *_: group.reshard())
         holder.register_load_state_dict_pre_hook(partial(_before_load, group))

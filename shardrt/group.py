@@ -14,7 +14,7 @@ Invariant: full storage is allocated and released on the gather stream only; it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum, auto
+from enum import IntEnum, auto
 from functools import partial, reduce
 from typing import TYPE_CHECKING
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 
-class Phase(Enum):
-    """What a group's module is doing."""
+class Phase(IntEnum):
+    """What a group's module is doing. (IntEnum: a plain one's hash is Python code.)"""
 
     RESTING = auto()
     FORWARD = auto()
@@ -78,6 +78,7 @@ class ParamGroup:
         self.name = type(module).__name__
         self.params = params
         self.layout = layout
+        self.nbytes = layout.nbytes
         self.mesh = mesh
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
@@ -91,11 +92,9 @@ class ParamGroup:
         self.open_calls: set[Call] = set()  # whose backward is under way
         self.call = Call()  # the one whose forward is running
         self.trainable: list[ShardedParam] = []
-        self.missing: set[ShardedParam] = set()  # trainable ones without a gradient yet, in this backward
         self.reduction: GradientReduction | None = None
-        self.on_gradient: Callable[[ShardedParam, torch.Tensor], None]  # set with the hooks
-        self._handles: list[RemovableHandle] = []
-        self._versions: list[int] = []  # of the shards when they were gathered
+        self._watches: list[RemovableHandle] = []  # on the gradients of the trainable parameters, if they are watched
+        self._kept_versions: list[int] = []  # of the shards when a pass left them gathered
         self._gather_dtypes = [mp_policy.compute_dtype(param.dtype) for param in params]
         self._casts = any(p.dtype != dtype for p, dtype in zip(params, self._gather_dtypes, strict=True))
         self._shard_params()
@@ -173,13 +172,18 @@ class ParamGroup:
         self.trainable = trainable
         for param in self.params:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = [
-            param.unsharded.register_post_accumulate_grad_hook(partial(self.on_gradient, param)) for param in trainable
-        ]
+        while self._watches:
+            self._watches.pop().remove()
         self.reduction = self._make_reduction() if trainable else None
-        self.missing = set(trainable)
+
+    def watch_gradients(self, on_gradient: Callable[[ParamGroup, torch.Tensor], None]) -> None:
+        """From now on call `on_gradient` whenever a parameter's gradient is ready. No-op if that is so.
+
+        Cost: some microseconds of Python per parameter and backward.
+        """
+        if not self._watches:
+            watch = partial(on_gradient, self)
+            self._watches = [param.unsharded.register_post_accumulate_grad_hook(watch) for param in self.trainable]
 
     def _make_reduction(self) -> GradientReduction:
         assert self.runtime is not None, "attach() comes first"
@@ -203,9 +207,7 @@ class ParamGroup:
         """Gather the shards into `full`. No-op if that is done or under way (prefetch)."""
         if self.ready is not None or not self.params:
             return
-        self._versions = [param.sharded._version for param in self.params]
         gather = self._streams.gather
-        gather.wait(self._streams.shards_written)
         gather.submit(self.full.allocate)
         if self._casts:
             gather.submit(self._cast_own)
@@ -236,30 +238,45 @@ class ParamGroup:
         self._streams.gather.submit(self.full.release)
         self.ready = None
 
+    def keep(self) -> None:
+        """A pass ends and leaves the parameters gathered: remember of which shards they were."""
+        self._kept_versions = [param.sharded._version for param in self.params]
+
     def drop_stale(self) -> None:
-        """Reshard what stayed gathered since an earlier forward if the shards have changed since, by an optimizer say."""
-        if self.ready is not None and self._versions != [param.sharded._version for param in self.params]:
+        """Reshard what an earlier pass left gathered if the shards have changed since, by an optimizer say."""
+        if self.ready is not None and self._kept_versions != [param.sharded._version for param in self.params]:
             self.reshard()
 
-    def reduce_grads(self, *, last: bool = False) -> None:
-        """Pack the gradients there are and, when synchronising, reduce them into the sharded gradients.
+    def has_all_gradients(self) -> bool:
+        """Every trainable parameter has its gradient of this backward."""
+        return all(param.unsharded.grad is not None for param in self.trainable)
 
-        last: no more gradients will come in this backward, so what earlier backwards packed goes out as well.
-        """
-        fresh = len(self.missing) < len(self.trainable)
-        if self.reduction is None or not (fresh or last):
-            return
-        if fresh:
-            self._streams.retire()
-            with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
-                self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
-            for param in self.trainable:
-                param.unsharded.grad = None
-            self.missing = set(self.trainable)
-        if self.sync_gradients and self.reduction.pending:
-            self._streams.retire()
-            with torch.no_grad():
-                self._streams.in_flight = self.reduction.launch(self._streams.compute, self._streams.reduce)
+    def has_gradients(self) -> bool:
+        """Some trainable parameter has a gradient that is not packed yet."""
+        return any(param.unsharded.grad is not None for param in self.trainable)
+
+    def pack_grads(self) -> None:
+        """Move the gradients there are from the unsharded parameters to the packed buffer."""
+        assert self.reduction is not None, "only trainable parameters get gradients"
+        self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
+        for param in self.trainable:
+            param.unsharded.grad = None
+
+    def owes_reduction(self) -> bool:
+        """Gradients that earlier backwards packed are to be reduced now."""
+        return self.sync_gradients and self.reduction is not None and self.reduction.pending
+
+    def reduce_grads(self) -> FlatBuffer:
+        """Reduce what is packed into the sharded gradients. Returns the packed buffer, which the reduction reads."""
+        assert self.reduction is not None, "only trainable parameters get gradients"
+        return self.reduction.launch(self._streams.reduce)
+
+    def end_backward(self) -> None:
+        """No call's backward is under way any more."""
+        self.open_calls.clear()
+        if self.phase is Phase.BACKWARD:
+            self.move(Phase.RESTING)
+        self.reshard()
 
     def reset(self) -> None:
         """Back to rest and sharded; the gradients of the failed iteration are dropped."""
@@ -269,5 +286,4 @@ class ParamGroup:
             param.unsharded.grad = None
         if self.reduction is not None:
             self.reduction.discard()
-        self.missing = set(self.trainable)
         self.reshard()

@@ -1,47 +1,39 @@
-"""Module and autograd hooks, in firing order. They say when; what happens stands in `group.py` and `runtime.py`.
+"""What happens around a module's forward and backward, in firing order. These say when; what is done stands in `group.py`
+and `runtime.py`.
 
-| fires                              | hook             | verbs                                             |
+| fires                              | function         | verbs                                             |
 |------------------------------------|------------------|---------------------------------------------------|
 | before the module's forward        | `pre_forward`    | unshard, wait_unsharded, gather ahead             |
 | after it                           | `post_forward`   | reshard (unless told to keep)                     |
-| before its outputs' gradients flow | `pre_backward`   | unshard, wait_unsharded, gather ahead             |
-| a parameter's gradient is ready    | `on_gradient`    | the last one: reduce_grads                        |
-| its inputs' gradients are ready    | `post_backward`  | reduce_grads (if some are left), reshard          |
+| before its outputs' gradients flow | `_pre_backward`  | unshard, wait_unsharded, gather ahead             |
+| a parameter's gradient is ready    | `on_gradient`    | the last one: reduce                              |
+| its inputs' gradients are ready    | `_post_backward` | reduce (what is left), reshard                    |
 | the backward ends                  | `Runtime._end_backward` | whatever is left                           |
 
-A forward inside a backward is a recomputation (activation checkpointing): it gathers, but leaves resharding, the phase and
-the recorded order to the backward around it.
+Gradients are watched one by one (`on_gradient`) only in groups that run on inputs that want no gradient: for the others
+`_post_backward` comes at the same time, and once. A forward inside a backward is a recomputation (activation
+checkpointing): it gathers, but leaves resharding, the phase and the recorded order to the backward around it.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from .group import Call, ParamGroup, Phase
-from .param import ShardedParam
-from .runtime import Runtime
-
-
-def register(group: ParamGroup) -> None:
-    """Hook the group's module, and have its parameters hooked when they get gradients."""
-    group.on_gradient = partial(_on_gradient, group)
-    group.module.register_forward_pre_hook(partial(_pre_forward, group), prepend=True, with_kwargs=True)
-    group.module.register_forward_hook(partial(_post_forward, group))
-
+from .runtime import Boundary, Runtime
 
 # ---------------------------------------------------------------------- forward
 
 
-def _pre_forward(
-    group: ParamGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The module is about to run on these arguments; returns what it is to run on."""
     runtime = group.runtime or start(group)
     if not _in_backward():
         if group is runtime.root:
@@ -59,20 +51,25 @@ def _pre_forward(
     if torch.is_grad_enabled():
         group.call = call = Call()
         watch = partial(_watch_input, group, call)
-        args, kwargs = _map_tensors(watch, args), _map_tensors(watch, kwargs)
+        args, kwargs = _map_tensors(watch, args), _map_tensors(watch, kwargs) if kwargs else kwargs
+        if call.inputs == 0:
+            group.watch_gradients(on_gradient)
     return args, kwargs
 
 
-def _post_forward(group: ParamGroup, module: nn.Module, args: object, output: Any) -> Any:
+def post_forward(group: ParamGroup, output: Any) -> Any:
+    """The module has run; returns its output, ready for backward."""
     runtime = group.runtime
     assert runtime is not None, "pre_forward comes first"
     dtype = group.mp_policy.output_dtype
     if dtype is not None:
         output = _map_tensors(partial(_cast, dtype), output)
     if torch.is_grad_enabled():
+        enter = partial(_pre_backward, group, group.call)
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(_pre_backward, group, group.call))
+                runtime.newest_output = boundary = Boundary.at(tensor.grad_fn)
+                boundary.enter.append(enter)
     if not _in_backward():
         group.move(Phase.RESTING)
         runtime.prefetch.forward_ends(group)
@@ -111,7 +108,7 @@ def start(group: ParamGroup) -> Runtime:
 # ---------------------------------------------------------------------- backward
 
 
-def _pre_backward(group: ParamGroup, call: Call, grad_outputs: object) -> None:
+def _pre_backward(group: ParamGroup, call: Call) -> None:
     runtime = group.runtime
     assert runtime is not None, "a forward comes first"
     runtime.begin_backward()
@@ -125,22 +122,24 @@ def _pre_backward(group: ParamGroup, call: Call, grad_outputs: object) -> None:
     runtime.gather_ahead(runtime.prefetch.backward_starts(group))
 
 
-def _on_gradient(group: ParamGroup, param: ShardedParam, unsharded: torch.Tensor) -> None:
-    """The gradient of `param` is ready; with the last one the group reduces."""
-    group.missing.discard(param)
-    if group.missing:
+def on_gradient(group: ParamGroup, unsharded: torch.Tensor) -> None:
+    """A parameter's gradient is ready; with the last one the group reduces."""
+    if not group.has_all_gradients():
         return
     assert group.runtime is not None, "a forward comes first"
     group.runtime.begin_backward()
     # Hazard: resharding here would be too early. A node that saved a frozen or detached parameter may still have to run.
-    group.reduce_grads()
+    group.runtime.reduce(group)
 
 
-def _post_backward(group: ParamGroup, call: Call, grad_inputs: object) -> None:
+def _post_backward(group: ParamGroup, call: Call) -> None:
     call.inputs_left -= 1
+    if call.inputs_left and not group.has_all_gradients():
+        return
+    assert group.runtime is not None, "a forward comes first"
+    group.runtime.reduce(group)
     if call.inputs_left:
         return
-    group.reduce_grads()
     group.open_calls.discard(call)
     if not group.open_calls and group.phase is Phase.BACKWARD:
         group.move(Phase.RESTING)
@@ -148,14 +147,19 @@ def _post_backward(group: ParamGroup, call: Call, grad_inputs: object) -> None:
 
 
 def _watch_input(group: ParamGroup, call: Call, tensor: torch.Tensor) -> torch.Tensor:
-    """An alias of an input whose gradient is ready when the module's own backward is, whoever else uses the input."""
+    """The input, or an alias of it, whose gradient is complete when the module's own backward is over."""
     if not tensor.requires_grad:
         return tensor
-    alias = tensor.view_as(tensor)
+    assert group.runtime is not None, "made before the first forward"
     call.inputs += 1
-    assert alias.grad_fn is not None
-    alias.grad_fn.register_prehook(partial(_post_backward, group, call))
-    return alias
+    boundary = Boundary.find(tensor.grad_fn) if tensor.grad_fn is not None else None
+    if boundary is None or boundary is not group.runtime.newest_output or boundary.leave is not None:
+        # Somebody else may use this input, and its gradient wait for theirs. That of an alias does not.
+        tensor = tensor.view_as(tensor)
+        assert tensor.grad_fn is not None
+        boundary = Boundary.at(tensor.grad_fn)
+    boundary.leave = partial(_post_backward, group, call)
+    return tensor
 
 
 def _in_backward() -> bool:
@@ -175,7 +179,7 @@ def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return fn(value)
     if isinstance(value, (tuple, list)):
         items = [_map_tensors(fn, item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(map(operator.is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):

@@ -13,11 +13,16 @@ if TYPE_CHECKING:
     from .group import ParamGroup
 
 
-class PrefetchQueue:
-    """Records the order of use and names the groups to gather next, `depth` of them."""
+# Groups up to this size together are gathered, and reduced, in one go.
+# Cost: as many bytes of buffers at most. What a small collective costs is the ranks' wait for each other, and Python code
+# that other code has pushed out of the caches: side by side, a hundred small ones cost little more than ten.
+LOT_NBYTES = 1 << 20
 
-    def __init__(self, depth: int = 1) -> None:
-        self._depth = depth
+
+class PrefetchQueue:
+    """Records the order of use and names the groups to gather next: one, or a lot of small ones."""
+
+    def __init__(self) -> None:
         self._predicted: list[ParamGroup] = []
         self._started: list[ParamGroup] = []  # this iteration's forwards, in the order in which they began
         self._finished: list[ParamGroup] = []  # and ended: a parent after its children, so backward is this, reversed
@@ -32,7 +37,7 @@ class PrefetchQueue:
         self._started.append(group)
         if position >= len(self._predicted) or self._predicted[position] is not group:
             self._predicted = []
-        return self._predicted[position + 1 : position + 1 + self._depth]
+        return self._lot(self._predicted, range(position + 1, len(self._predicted)))
 
     def forward_ends(self, group: ParamGroup) -> None:
         """`group`'s forward is over."""
@@ -44,4 +49,16 @@ class PrefetchQueue:
             return []
         while self._finished.pop() is not group:
             continue
-        return self._finished[: -self._depth - 1 : -1]
+        return self._lot(self._finished, range(len(self._finished) - 1, -1, -1))
+
+    def _lot(self, order: list[ParamGroup], positions: range) -> list[ParamGroup]:
+        """The groups at these positions, from the first on, that are gathered in one go. None if the first is gathered."""
+        lot: list[ParamGroup] = []
+        nbytes = 0
+        for position in positions:
+            group = order[position]
+            nbytes += group.nbytes
+            if group.ready is not None or (lot and nbytes > LOT_NBYTES):
+                break
+            lot.append(group)
+        return lot

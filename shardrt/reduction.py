@@ -83,16 +83,17 @@ def _repacked(layout: Layout, trainable: Sequence[int], rank: int) -> ReduceLayo
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """A packed buffer that a reduction still reads: released on the stream that allocated it, once `ready` has passed."""
+    """Packed buffers that reductions still read: released on the stream that allocated them, once `ready` has passed."""
 
-    buffer: FlatBuffer
+    buffers: Sequence[FlatBuffer]
     ready: Event
     release_stream: Stream
 
     def release(self) -> None:
-        """Let the release stream wait, then free the buffer on it."""
+        """Let the release stream wait, then free the buffers on it."""
         self.release_stream.wait(self.ready)
-        self.release_stream.submit(self.buffer.release)
+        for buffer in self.buffers:
+            self.release_stream.submit(buffer.release)
 
 
 class GradientReduction:
@@ -103,8 +104,10 @@ class GradientReduction:
     ) -> None:
         trainable = [index for index, param in enumerate(params) if param.sharded.requires_grad]
         self.params = [params[index] for index in trainable]
+        self._sharded = [param.sharded for param in self.params]
         self._comm = comm
         self._layout = reduce_layout(layout, trainable, comm.rank)
+        self._everything = frozenset(range(len(trainable)))
         self._packed_with: frozenset[int] = frozenset()  # positions with a gradient in `packed`; none: nothing is packed
         numel = comm.size * self._layout.segment_numel
         self._packed = FlatBuffer(numel * dtype.itemsize, comm.device, account)
@@ -145,13 +148,13 @@ class GradientReduction:
         first = not self._packed_with
         if first:
             compute.submit(self._packed.allocate)
-        present = frozenset(position for position, grad in enumerate(grads) if grad is not None)
-        if self._whole and len(present) == len(grads):
-            sources = [grad for grad in grads if grad is not None]
+        sources = [grad for grad in grads if grad is not None]
+        if self._whole and len(sources) == len(grads):
             compute.submit(partial(pack_into if first else add_into, self._piece_views, sources))
+            self._packed_with = self._everything
         else:
             compute.submit(partial(self._pack_pieces, grads, first))
-        self._packed_with |= present
+            self._packed_with |= {position for position, grad in enumerate(grads) if grad is not None}
 
     def _pack_pieces(self, grads: Sequence[torch.Tensor | None], first: bool) -> None:
         """The same, piece by piece; what has no gradient contributes zeros."""
@@ -170,23 +173,21 @@ class GradientReduction:
         """Gradients are packed and not yet reduced."""
         return bool(self._packed_with)
 
-    def launch(self, compute: Stream, stream: Stream) -> Handoff:
-        """Average what is packed over the ranks and make it the sharded gradients. Returns what must be released later."""
-        positions = sorted(self._packed_with)
-        self._packed_with = frozenset()
-        fresh = [position for position in positions if self.params[position].sharded.grad is None]
+    def launch(self, stream: Stream) -> FlatBuffer:
+        """Average what is packed over the ranks and make it the sharded gradients. Returns the packed buffer, still read."""
+        positions, self._packed_with = self._packed_with, frozenset()
+        fresh = [position for position in positions if self._sharded[position].grad is None]
         direct = not self._casts and len(fresh) == len(self.params)
-        stream.wait(compute.record())
         if not direct:
             stream.submit(self._scratch.allocate)
         out = self._segment if direct else self._scratch_flat
         self._comm.reduce_scatter(out, self._packed_flat, ReduceOp.AVG, stream=stream)
         if not direct:
-            older = {p: self.params[p].sharded.grad.to_local() for p in positions if p not in fresh}  # type: ignore[union-attr]
+            older = {p: self._sharded[p].grad.to_local() for p in positions if p not in fresh}  # type: ignore[union-attr]
             stream.submit(partial(self._fold, fresh, older))
         for position in fresh:
-            self.params[position].sharded.grad = self._grads[position]
-        return Handoff(self._packed, stream.record(), compute)
+            self._sharded[position].grad = self._grads[position]
+        return self._packed
 
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""

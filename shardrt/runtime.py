@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import cast
 
 import torch
+from torch.autograd.graph import Node
 
-from . import comm
+from . import comm, prefetch
 from .buffers import Account
-from .group import ParamGroup, Phase
-from .prefetch import PrefetchQueue
-
-if TYPE_CHECKING:
-    from .reduction import Handoff
+from .group import ParamGroup
+from .reduction import Handoff
 
 
 class Streams:
     """The streams of a root and the events between them.
 
-    gather and reduce run beside compute. `shards_written` passes when the optimizer's last writes to the shards have;
-    `in_flight` is the packed buffer that the newest reduction reads: one at a time, so it bounds gradient memory.
+    gather and reduce run beside compute.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,19 +25,45 @@ class Streams:
         self.compute = comm.current_stream(device)
         self.gather = comm.world().stream_for("gather")
         self.reduce = comm.world().stream_for("reduce")
-        self.shards_written = self.compute.record()
-        self.in_flight: Handoff | None = None
 
     def begin(self) -> None:
-        """An iteration starts on the caller's current stream."""
+        """An iteration starts on the caller's current stream; the shards are gathered as they were last written there."""
         self.compute = comm.current_stream(self.device)
-        self.shards_written = self.compute.record()
+        self.gather.wait(self.compute.record())
 
-    def retire(self) -> None:
-        """Give back the packed buffer of the newest reduction once that has run."""
-        if self.in_flight is not None:
-            self.in_flight.release()
-            self.in_flight = None
+
+class Boundary:
+    """An autograd node between modules: what to do once its gradient is complete.
+
+    The backward of the module that the tensor went into is over; that of the modules it came from, the innermost first,
+    begins. In a chain of modules one boundary, and one call from autograd, does for both.
+    """
+
+    __slots__ = ("enter", "leave")
+
+    def __init__(self) -> None:
+        self.leave: Callable[[], None] | None = None
+        self.enter: list[Callable[[], None]] = []
+
+    @classmethod
+    def find(cls, node: Node) -> Boundary | None:
+        """The boundary at this node, if there is one."""
+        return cast(dict[object, Boundary], node.metadata).get(cls)
+
+    @classmethod
+    def at(cls, node: Node) -> Boundary:
+        """The boundary at this node, made if there is none."""
+        boundary = cls.find(node)
+        if boundary is None:
+            cast(dict[object, Boundary], node.metadata)[cls] = boundary = cls()
+            node.register_prehook(boundary)
+        return boundary
+
+    def __call__(self, gradients: object) -> None:
+        if self.leave is not None:
+            self.leave()
+        for enter in self.enter:
+            enter()
 
 
 class Runtime:
@@ -51,7 +75,11 @@ class Runtime:
         self.groups = list(root.with_descendants())
         self.account = Account()
         self.streams = Streams(root.mesh.device)
-        self.prefetch = PrefetchQueue()
+        self.prefetch = prefetch.PrefetchQueue()
+        self.newest_output: Boundary | None = None  # of the module that ran last
+        self._to_reduce: list[ParamGroup] = []  # whose gradients are ready; small ones wait for more
+        self._to_reduce_nbytes = 0
+        self._in_flight: Handoff | None = None  # packed buffers that the newest reductions read
         self._end_queued = False
         for group in self.groups:
             if group.runtime is not None:
@@ -77,7 +105,9 @@ class Runtime:
     def end_forward(self) -> None:
         """The root's forward is over: what was gathered ahead and not used is not needed."""
         for group in self.groups:
-            if not group.installed:
+            if group.installed:
+                group.keep()
+            else:
                 group.reshard()
 
     def gather_ahead(self, groups: list[ParamGroup]) -> None:
@@ -91,22 +121,55 @@ class Runtime:
             self._end_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
+    def reduce(self, group: ParamGroup) -> None:
+        """Gradients of `group` are ready: pack and reduce them, small groups several at a time. No-op if there are none."""
+        if group.has_gradients():
+            self._enqueue(group)
+
+    def _enqueue(self, group: ParamGroup) -> None:
+        if group not in self._to_reduce:
+            self._to_reduce.append(group)
+            self._to_reduce_nbytes += group.nbytes
+        if self._to_reduce_nbytes > prefetch.LOT_NBYTES:
+            self._reduce_waiting()
+
+    def _reduce_waiting(self) -> None:
+        """Reduce what waits. One lot at a time is in flight, so that packed gradients take a bounded amount of memory."""
+        self._retire()
+        with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
+            for group in self._to_reduce:
+                group.pack_grads()
+            self.streams.reduce.wait(self.streams.compute.record())
+            sent = [group.reduce_grads() for group in self._to_reduce if group.sync_gradients]
+        self._in_flight = Handoff(sent, self.streams.reduce.record(), self.streams.compute)
+        self._to_reduce.clear()
+        self._to_reduce_nbytes = 0
+
+    def _retire(self) -> None:
+        """Give back the packed buffers of the newest reductions once those have run."""
+        if self._in_flight is not None:
+            self._in_flight.release()
+            self._in_flight = None
+
     def _end_backward(self) -> None:
         """Reduce what is left (parameters without a gradient kept their groups waiting), and let compute see it all."""
         self._end_queued = False
         for group in self.groups:
-            group.reduce_grads(last=True)
-            group.open_calls.clear()
-            if group.phase is Phase.BACKWARD:
-                group.move(Phase.RESTING)
-            group.reshard()
-        self.streams.retire()
+            if group.has_gradients() or group.owes_reduction():
+                self._enqueue(group)
+        if self._to_reduce:
+            self._reduce_waiting()
+        self._retire()
+        for group in self.groups:
+            group.end_backward()
         self.streams.compute.wait(self.streams.reduce.record())
 
     def reset(self) -> None:
         """Forget a failed iteration: everything under way is waited for, everything is sharded again."""
         self._end_queued = False
-        self.streams.retire()
+        self._to_reduce.clear()
+        self._to_reduce_nbytes = 0
+        self._retire()
         self.streams.gather.synchronize()
         self.streams.reduce.synchronize()
         for group in self.groups:

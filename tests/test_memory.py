@@ -6,7 +6,7 @@ import torch
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
-from toys import OddMLP, batch, loss_of, shard_blocks
+from toys import OddMLP, batch, loss_of, lots_of, shard_blocks
 
 
 def train(model: torch.nn.Module, world: World, steps: int = 3) -> None:
@@ -16,6 +16,7 @@ def train(model: torch.nn.Module, world: World, steps: int = 3) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
+@lots_of(0)
 def test_peak_of_the_default_schedule(world: World) -> None:
     """The root stays gathered. Beside it: one block in use, one gathered ahead, and the newest packed gradients."""
     model = OddMLP(layers=5).double()
@@ -28,7 +29,22 @@ def test_peak_of_the_default_schedule(world: World) -> None:
     assert account.in_use == 0
 
 
+@on_ranks(1, 2, 3, 4)
+def test_peak_in_lots(world: World) -> None:
+    """Small groups together: all that the lot holds are gathered at once, and all their packed gradients are there at once."""
+    model = OddMLP(layers=5).double()
+    shard_blocks(model)
+    root, block = model.param_group, model.blocks[0].param_group
+    with lots_of(3 * block.layout.nbytes):
+        train(model, world)
+    # Backward gathers blocks 4, 3 and 2, then, when 2 begins, 1 and 0. When 1 ends, four blocks' gradients wait, one more than
+    # a lot: they are packed, while the root, 1 and 0 are gathered. What is left goes last, when all blocks are freed.
+    assert root.runtime.account.peak == root.layout.nbytes + 2 * block.layout.nbytes + 4 * block.layout.nbytes
+    assert root.runtime.account.in_use == 0
+
+
 @on_ranks(2, 3)
+@lots_of(0)
 def test_peak_without_resharding(world: World) -> None:
     """All groups stay gathered through forward; the first packed gradients come on top, when nothing is freed yet."""
     model = OddMLP(layers=5).double()
@@ -41,6 +57,7 @@ def test_peak_without_resharding(world: World) -> None:
 
 
 @on_ranks(2)
+@lots_of(0)
 def test_peak_with_bfloat16_compute(world: World) -> None:
     """Full buffers shrink with the compute dtype; packed gradients have the reduce dtype."""
     policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)

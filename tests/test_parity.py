@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardrt
 from ranks import on_ranks
+from shardrt.buffers import FlatBuffer
 from shardrt.comm import World
+from shardrt.group import ParamGroup
 from toys import (
     OddMLP,
     Skipping,
@@ -18,6 +20,7 @@ from toys import (
     UsedTwice,
     batch,
     loss_of,
+    lots_of,
     shard_blocks,
     tokens,
     train_side_by_side,
@@ -209,24 +212,23 @@ class Towers(nn.Module):
 
 
 @on_ranks(2)
+@lots_of(0)
 def test_blocks_without_input_gradients_reduce_during_backward(world: World) -> None:
     model = Towers().double()
     shard_blocks(model)
     groups = list(model.param_group.with_descendants())
-    order: list[tuple[str, bool]] = []
+    order: list[str] = []
 
-    def spy(group: object, reduce_grads: Callable[..., None]) -> Callable[..., None]:
-        def reduce(*, last: bool = False) -> None:
-            order.append((group.name, last))
-            reduce_grads(last=last)
-
-        return reduce
+    def spy(group: ParamGroup, reduce_grads: Callable[[], FlatBuffer]) -> FlatBuffer:
+        order.append(group.name)
+        return reduce_grads()
 
     for group in groups:
-        group.reduce_grads = spy(group, group.reduce_grads)
+        group.reduce_grads = functools.partial(spy, group, group.reduce_grads)
+    end_backward = groups[0].end_backward
+    groups[0].end_backward = lambda: (order.append("end"), end_backward())
     model(tokens(0)).sum().backward()
-    early = [name for name, last in order if not last]
-    assert early == ["Towers", "blocks.3", "blocks.2", "blocks.1", "blocks.0"]
+    assert order == ["Towers", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "end"]
     assert all(param.grad is not None for param in model.parameters())
 
 

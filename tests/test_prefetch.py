@@ -10,7 +10,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.group import ParamGroup
-from toys import OddMLP, Skipping, batch, shard_blocks
+from toys import OddMLP, Skipping, batch, lots_of, shard_blocks
 
 
 def gathers_of(model: nn.Module) -> list[str]:
@@ -33,6 +33,7 @@ def gathers_of(model: nn.Module) -> list[str]:
 
 
 @on_ranks(1, 2)
+@lots_of(0)
 def test_both_ways(world: World) -> None:
     model = shard_blocks(OddMLP())
     events = gathers_of(model)
@@ -47,6 +48,21 @@ def test_both_ways(world: World) -> None:
 
 
 @on_ranks(1, 2)
+def test_small_groups_in_lots(world: World) -> None:
+    """The next lot is gathered when the last of a lot is used; a block in use counts for nothing."""
+    model = shard_blocks(OddMLP(layers=5))
+    events = gathers_of(model)
+    with lots_of(2 * model.blocks[0].param_group.layout.nbytes):
+        for _ in range(2):
+            events.clear()
+            model(batch(0).float()).sum().backward()
+    forward = "OddMLP blocks.0 blocks.1 -blocks.0 blocks.2 blocks.3 -blocks.1 -blocks.2 blocks.4 -blocks.3 -blocks.4"
+    backward = "blocks.4 blocks.3 -blocks.4 blocks.2 blocks.1 -blocks.3 -blocks.2 blocks.0 -blocks.1 -blocks.0 -OddMLP"
+    assert events == f"{forward} {backward}".split()
+
+
+@on_ranks(1, 2)
+@lots_of(0)
 def test_a_changed_order_is_served_on_demand_and_recorded(world: World) -> None:
     model = shard_blocks(Skipping())
     events = gathers_of(model)
@@ -65,6 +81,7 @@ def test_a_changed_order_is_served_on_demand_and_recorded(world: World) -> None:
 
 
 @on_ranks(2)
+@lots_of(0)
 def test_a_root_that_ends_with_its_last_child(world: World) -> None:
     """Both share the output's node; the child's backward starts first, and gathering ahead goes on behind it."""
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 
 import shardrt
+from shardrt import prefetch
 from shardrt.comm import ReduceOp, World
 
 Sharder = Callable[[nn.Module], object]
@@ -102,6 +105,14 @@ def shard_blocks(model: nn.Module, **options: object) -> nn.Module:
     return shardrt.fully_shard(model, **options)  # type: ignore[arg-type]
 
 
+@contextmanager
+def lots_of(nbytes: int) -> Iterator[None]:
+    """Gather and reduce groups up to `nbytes` together in one go; 0: one group at a time. The toys are one lot by default."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefetch, "LOT_NBYTES", nbytes)
+        yield
+
+
 def batch(step: int, rows: int = 12) -> torch.Tensor:
     """The global batch of a step for the odd MLPs, float64."""
     return torch.randn(rows, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
@@ -140,6 +151,7 @@ def train_side_by_side(
     """Train `model` in one process on whole batches and a sharded copy on this rank's part of each; compare as they go.
 
     Compared after every step: the loss, every gradient (also: that the same parameters have none), every parameter.
+    Groups go in lots in one step, one by one in the next.
     """
     whole, sharded = model, copy.deepcopy(model)
     shard(sharded)
@@ -152,11 +164,12 @@ def train_side_by_side(
         expected.backward()
         mine = x.chunk(world.size)[world.rank]
         total = torch.zeros_like(expected)
-        for index, micro in enumerate(mine.chunk(microbatches)):
-            sharded.set_requires_gradient_sync(index == microbatches - 1)  # type: ignore[operator]
-            loss = loss_of(sharded, micro) / microbatches
-            loss.backward()
-            total += loss.detach()
+        with lots_of(prefetch.LOT_NBYTES if step % 2 else 0):
+            for index, micro in enumerate(mine.chunk(microbatches)):
+                sharded.set_requires_gradient_sync(index == microbatches - 1)  # type: ignore[operator]
+                loss = loss_of(sharded, micro) / microbatches
+                loss.backward()
+                total += loss.detach()
         torch.testing.assert_close(mean_over_ranks(world, total), expected.detach(), rtol=tolerance, atol=tolerance)
         compare(whole, sharded, tolerance, f"step {step}")
         for optimizer in optimizers:
