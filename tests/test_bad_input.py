@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,37 @@ def test_one_rank_is_wrong(world: World) -> None:
     last = world.size - 1
     module = nn.ReLU() if world.rank == last else nn.Linear(2, 2)
     refused(rf"has no parameters to shard \(on rank {last}\)", lambda: shardrt.fully_shard(module))
+    world.barrier()
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on a GPU, on any machine; it has no values."""
+
+    @staticmethod
+    def __new__(cls, *shape: int) -> "Elsewhere":
+        return torch.Tensor._make_wrapper_subclass(cls, shape, device="cuda:0")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: object = None
+    ) -> torch.Tensor:
+        assert func is torch.ops.aten.detach.default
+        return Elsewhere(*args[0].shape)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@on_ranks(1, 2)
+def test_parameters_on_other_devices(world: World) -> None:
+    model = nn.Linear(2, 2)
+    if world.rank == world.size - 1:
+        model.bias = nn.Parameter(Elsewhere(2))
+    expected = rf"parameter 'bias' is on cuda:0; expected the CPU or the mesh's device, cpu \(on rank {world.size - 1}\)"
+    refused(expected, lambda: shardrt.fully_shard(model))
+    mesh = copy.copy(world.mesh)
+    mesh.device = torch.device("cuda:0")
+    expected = "'Linear' has parameters on several devices .'weight' on cpu, 'bias' on cuda.; move the module to one"
+    refused(expected, lambda: shardrt.fully_shard(model, mesh=mesh))
     world.barrier()
 
 
