@@ -5,7 +5,8 @@
 | unshard        | gather          | shard (S,) -> full (N * S,)                | 1 all-gather, (N - 1) * S bytes         |
 | wait_unsharded | compute         | the module sees full parameters            | 1 event wait                            |
 | reshard        | gather          | the module sees shards; full is freed      | no communication                        |
-| reduce_grads   | compute, reduce | gradients -> packed -> sharded gradients   | 1 pack, 1 reduce-scatter                |
+| pack_grads     | compute         | gradients -> packed                        | gradients read and written once         |
+| reduce_grads   | reduce          | packed -> sharded gradients                | 1 reduce-scatter                        |
 
 Legend: N ranks; S bytes in a segment of the layout. The unsharded parameters are views of `full`: nothing is copied out.
 Invariant: full storage is allocated and released on the gather stream only; it is there exactly while `ready` is.

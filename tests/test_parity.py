@@ -14,6 +14,7 @@ from shardrt.buffers import FlatBuffer
 from shardrt.comm import World
 from shardrt.group import ParamGroup
 from toys import (
+    Branching,
     OddMLP,
     Skipping,
     TiedGPT,
@@ -71,6 +72,11 @@ def test_freezing_between_steps(world: World) -> None:
 @on_ranks(1, 2, 3, 4)
 def test_module_used_twice(world: World) -> None:
     train_side_by_side(world, UsedTwice().double(), map(batch, range(STEPS)))
+
+
+@on_ranks(1, 2, 3)
+def test_branches(world: World) -> None:
+    train_side_by_side(world, Branching().double(), map(batch, range(STEPS)))
 
 
 @on_ranks(1, 2, 3, 4)

@@ -10,7 +10,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.group import ParamGroup
-from toys import OddMLP, Skipping, batch, lots_of, shard_blocks
+from toys import Branching, OddMLP, Skipping, batch, lots_of, shard_blocks
 
 
 def gathers_of(model: nn.Module) -> list[str]:
@@ -92,6 +92,21 @@ def test_a_root_that_ends_with_its_last_child(world: World) -> None:
     model(batch(0).float()).sum().backward()
     gathered = [event for event in events if event != "Sequential"]  # which has no parameters of its own
     assert gathered[-8:] == ["3", "2", "-3", "1", "-2", "0", "-1", "-0"]
+
+
+@on_ranks(2)
+@lots_of(0)
+def test_branches_are_freed_in_time(world: World) -> None:
+    """Blocks 4 and 2 share their input with others: each is freed by its own backward, not by that input's whole gradient.
+
+    Block 3 waits for the gradient of an input that it does not use, and that never comes, till the end.
+    """
+    model = shard_blocks(Branching())
+    events = gathers_of(model)
+    model(batch(0).float()).sum().backward()
+    backward = events[events.index("-blocks.4") + 1 :]
+    first, then = "blocks.4 blocks.3 -blocks.4 blocks.2 blocks.1 -blocks.2", "blocks.0 -blocks.1 -blocks.0 -Branching -blocks.3"
+    assert backward == f"{first} {then}".split()
 
 
 @on_ranks(1)

@@ -69,6 +69,32 @@ class Skipping(OddMLP):
         return self.out(x)
 
 
+class Branching(OddMLP):
+    """One tensor goes into three blocks, at once and late, and one block takes two, of which it uses one."""
+
+    def __init__(self, width: int = 13) -> None:
+        super().__init__(width, layers=5)
+        self.blocks[3] = FirstOfTwo(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.blocks[0](self.inp(x))
+        b = self.blocks[1](a) + self.blocks[2](a)
+        c = self.blocks[3](b, a)
+        d = self.blocks[4](a)
+        return self.out(a + c + d)
+
+
+class FirstOfTwo(nn.Module):
+    """Has no use for its second input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block = OddBlock(width)
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
 class TiedGPT(nn.Module):
     """A causal transformer whose head is its embedding."""
 
