@@ -48,10 +48,10 @@ class Timing:
     peak_mb: float
 
 
-def time_steps(case: Case, model: nn.Module, rank: int, steps: int, start_mb: float) -> Timing:
+def time_steps(case: Case, model: nn.Module, rank: int, options: Options, start_mb: float) -> Timing:
     generator = torch.Generator().manual_seed(1 + rank)
-    batches = [case.batch(generator) for _ in range(WARMUP + steps)]
-    optimizer = torch.optim.AdamW(model.parameters())
+    batches = [case.batch(generator) for _ in range(WARMUP + options.steps)]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=options.fused)
     seconds, losses = [], []
     for inputs, targets in batches:
         start = time.perf_counter()
@@ -69,7 +69,7 @@ def resident_mb(field: str) -> float:
     return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
 
 
-def shardrt_worker(case: Case, steps: int) -> tuple[int, Timing]:
+def shardrt_worker(case: Case, options: Options) -> tuple[int, Timing]:
     import shardrt
 
     world = shardrt.init("cpu")
@@ -77,12 +77,12 @@ def shardrt_worker(case: Case, steps: int) -> tuple[int, Timing]:
     model = case.build()
     shard(model, shardrt.fully_shard)
     world.barrier()
-    timing = time_steps(case, model, world.rank, steps, start_mb)
+    timing = time_steps(case, model, world.rank, options, start_mb)
     shardrt.finalize()
     return world.rank, timing
 
 
-def fsdp2_worker(case: Case, steps: int) -> tuple[int, Timing]:
+def fsdp2_worker(case: Case, options: Options) -> tuple[int, Timing]:
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -94,19 +94,19 @@ def fsdp2_worker(case: Case, steps: int) -> tuple[int, Timing]:
     shard(model, lambda module: fully_shard(module, mesh=mesh))
     distributed.barrier()
     rank = distributed.get_rank()
-    timing = time_steps(case, model, rank, steps, start_mb)
+    timing = time_steps(case, model, rank, options, start_mb)
     distributed.destroy_process_group()
     return rank, timing
 
 
-def floor_worker(case: Case, steps: int) -> tuple[int, Timing]:
+def floor_worker(case: Case, options: Options) -> tuple[int, Timing]:
     """The whole model on every rank; MPI only lets them start together."""
     from mpi4py import MPI
 
     start_mb = resident_mb("VmRSS")
     model, rank = case.build(), MPI.COMM_WORLD.Get_rank()
     MPI.COMM_WORLD.Barrier()
-    return rank, time_steps(case, model, rank, steps, start_mb)
+    return rank, time_steps(case, model, rank, options, start_mb)
 
 
 WORKERS = {"shardrt": shardrt_worker, "fsdp2": fsdp2_worker, "floor": floor_worker}
@@ -208,6 +208,7 @@ def run_worker(worker: str, ranks: int, model: str, options: Options) -> list[st
     launcher = torchrun(ranks) if worker == "fsdp2" else mpirun(ranks)
     with tempfile.TemporaryDirectory(prefix="bench_step-") as folder:
         told = ["--worker", worker, "--model", model, "--steps", str(options.steps)]
+        told += ["--fused"] if options.fused else []
         run_job([*launcher, __file__, *told, "--results", folder], options.timeout)
         return [(Path(folder) / str(rank)).read_text() for rank in range(ranks)]
 
@@ -273,6 +274,7 @@ class Options:
     models: list[str]
     ranks: list[int]
     steps: int
+    fused: bool
     rounds: int
     host_time: bool
     timeout: float
@@ -287,6 +289,7 @@ def parse_options() -> Options:
     add("--models", nargs="+", choices=tuple(CASES), default=list(CASES))
     add("--ranks", type=at_least(1), nargs="+", default=[2, 4])
     add("--steps", type=at_least(1), default=20, help="timed steps of each job")
+    add("--fused", action="store_true", help="AdamW's fused loop, not the one over parameters that is torch's default")
     add("--rounds", type=at_least(1), default=3, help="jobs of each kind")
     add("--host-time", action=argparse.BooleanOptionalAction, default=True)
     add("--timeout", type=at_least(1, float), default=600.0, help="seconds for a job")
@@ -301,7 +304,7 @@ def main() -> None:
     if options.worker == "host":
         (options.results / "0").write_text(json.dumps(asdict(host_worker(options.steps))))
     elif options.worker is not None:
-        rank, timing = WORKERS[options.worker](CASES[options.model], options.steps)
+        rank, timing = WORKERS[options.worker](CASES[options.model], options)
         (options.results / str(rank)).write_text(json.dumps(asdict(timing)))
     else:
         bench(options)
@@ -315,7 +318,11 @@ def bench(options: Options) -> None:
         for model, ranks in cells:
             results.append(measure(model, ranks, options, bar))
             bar.write(row(results[-1]))
-    summary: dict[str, object] = {"cores": os.cpu_count(), "results": [asdict(result) for result in results]}
+    summary: dict[str, object] = {
+        "cores": os.cpu_count(),
+        "fused": options.fused,
+        "results": [asdict(result) for result in results],
+    }
     if options.host_time:
         host = HostTime(**json.loads(run_worker("host", 1, "tiny", options)[0]))
         summary["host"] = asdict(host)
