@@ -123,12 +123,12 @@ class MpiCommunicator(Communicator):
         """Reduce range `bounds[r] : bounds[r + 1]` of every rank's `inp` into rank r's `out`, block by block."""
         width = max(stop - start for start, stop in pairwise(bounds))
         step = max(1, min(_BLOCK_NBYTES // inp.element_size(), width))
-        incoming = inp.new_empty((self.size, step)).unbind()
+        incoming = inp.new_empty((self.size - 1, step))
         for first in range(0, width, step):
             spans = [(min(lo + first, hi), min(lo + first + step, hi)) for lo, hi in pairwise(bounds)]
             begin, end = spans[self.rank]
-            rows = [row[: end - begin] for row in incoming]
-            rows[self.rank] = inp[begin:end]
+            rows = list(incoming[:, : end - begin].unbind())
+            rows.insert(self.rank, inp[begin:end])
             for to, source in self._partners():
                 self._comm.Sendrecv(_bytes(inp, *spans[to]), to, 0, _bytes(rows[source]), source, 0)
             _accumulate(rows, op, out[first : first + end - begin])

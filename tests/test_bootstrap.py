@@ -164,6 +164,30 @@ def test_import_starts_nothing() -> None:
     assert run_alone(source).stdout == "False False\n"
 
 
+def test_other_processes_are_read_only_where_the_kernel_permits_it() -> None:
+    """A process that may not be dumped may not be read; a user's own setting stands."""
+    script = """
+import ctypes, os, sys
+import shardrt
+from shardrt.comm import bootstrap
+ctypes.CDLL(None).prctl(4, int(sys.argv[1]), 0, 0, 0)
+print(bootstrap._may_read_other_processes())
+shardrt.init("cpu")
+print(os.environ.get("MPIR_CVAR_CH4_CMA_ENABLE"))
+"""
+    environment = {key: value for key, value in rank_environment().items() if key != "MPIR_CVAR_CH4_CMA_ENABLE"}
+
+    def told(dumpable: int, **variables: str) -> list[str]:
+        command = [sys.executable, "-c", script, str(dumpable)]
+        done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout.split()
+
+    assert told(0) == ["False", "None"]
+    permitted, setting = told(1)
+    assert setting == {"True": "1", "False": "None"}[permitted]
+    assert told(1, MPIR_CVAR_CH4_CMA_ENABLE="0")[1] == "0"
+
+
 def test_bad_device() -> None:
     done = run_alone("import shardrt; shardrt.init('meta')")
     assert "expected 'cpu' or 'cuda'" in done.stderr

@@ -29,7 +29,7 @@ def rank_values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 def test_gather_and_broadcast(world: World, threaded: bool) -> None:
     stream = new_stream(world.device, "test", threaded=threaded)
     for dtype in [*DTYPES, torch.bool, torch.float8_e4m3fn]:
-        for n in SIZES:
+        for n in [*SIZES, 40_009]:
             expected = torch.cat([rank_values(r, n, dtype) for r in range(world.size)])
             mine = rank_values(world.rank, n, dtype)
             out = torch.full((world.size * n,), 99, dtype=torch.int64).to(dtype)
