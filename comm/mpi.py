@@ -42,6 +42,9 @@ class MpiCommunicator(Communicator):
     def __init__(self, comm: MPI.Comm, name: str) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), torch.device("cpu"), name)
         self._comm = comm
+        # Whom to send to and whom to receive from, round by round, until every rank has met every other.
+        shifts = range(1, self.size)
+        self._partners = [((self.rank + shift) % self.size, (self.rank - shift) % self.size) for shift in shifts]
 
     def exchange(self, value: T) -> list[T]:
         self._check_open("exchange")
@@ -86,14 +89,9 @@ class MpiCommunicator(Communicator):
             return
         if not in_place:
             out.view(-1)[self.rank * numel : (self.rank + 1) * numel].copy_(inp.view(-1))
-        for to, source in self._partners():
+        for to, source in self._partners:
             incoming = _bytes(out, source * numel, (source + 1) * numel)
             self._comm.Sendrecv(_bytes(inp), to, 0, incoming, source, 0)
-
-    def _partners(self) -> list[tuple[int, int]]:
-        """Whom to send to and whom to receive from, round by round, until every rank has met every other."""
-        shifts = range(1, self.size)
-        return [((self.rank + shift) % self.size, (self.rank - shift) % self.size) for shift in shifts]
 
     def _reduce_scatter_small(self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
         rows = inp.new_empty((self.size, out.numel()))
@@ -129,7 +127,7 @@ class MpiCommunicator(Communicator):
             begin, end = spans[self.rank]
             rows = list(incoming[:, : end - begin].unbind())
             rows.insert(self.rank, inp[begin:end])
-            for to, source in self._partners():
+            for to, source in self._partners:
                 self._comm.Sendrecv(_bytes(inp, *spans[to]), to, 0, _bytes(rows[source]), source, 0)
             _accumulate(rows, op, out[first : first + end - begin])
 

@@ -15,10 +15,7 @@ from .reduction import Handoff
 
 
 class Streams:
-    """The streams of a root and the events between them.
-
-    gather and reduce run beside compute.
-    """
+    """The streams of a root: gather and reduce run beside compute."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
