@@ -5,8 +5,7 @@
 Each measurement is a job of its own: `mpirun` for shardrt, torch's launcher for FSDP2, and for the
 floor as many lone processes, so that the cores are as busy. The jobs take turns, round after round,
 so that what else the machine does hits all alike. Both sides shard the same modules of the same
-model, see the same batches and step the same AdamW; their losses are compared step by step. AdamW is
-torch's fused one, so that it weighs as little as it can: it is no part of what is compared.
+model, see the same batches and step the same AdamW; their losses are compared step by step.
 
 A step is forward, backward and optimizer; batches are made before. Its time is the mean over the
 ranks, and what is reported is the median over the steps of all rounds. Peak memory is the most that
@@ -209,7 +208,7 @@ def run_worker(worker: str, ranks: int, model: str, options: Options) -> list[st
     launcher = torchrun(ranks) if worker == "fsdp2" else mpirun(ranks)
     with tempfile.TemporaryDirectory(prefix="bench_step-") as folder:
         told = ["--worker", worker, "--model", model, "--steps", str(options.steps)]
-        told.append("--fused" if options.fused else "--no-fused")
+        told += ["--fused"] if options.fused else []
         run_job([*launcher, __file__, *told, "--results", folder], options.timeout)
         return [(Path(folder) / str(rank)).read_text() for rank in range(ranks)]
 
@@ -290,7 +289,7 @@ def parse_options() -> Options:
     add("--models", nargs="+", choices=tuple(CASES), default=list(CASES))
     add("--ranks", type=at_least(1), nargs="+", default=[2, 4])
     add("--steps", type=at_least(1), default=20, help="timed steps of each job")
-    add("--fused", action=argparse.BooleanOptionalAction, default=True, help="AdamW's fused loop, or the one over parameters")
+    add("--fused", action="store_true", help="AdamW's fused loop, not the one over parameters that is torch's default")
     add("--rounds", type=at_least(1), default=3, help="jobs of each kind")
     add("--host-time", action=argparse.BooleanOptionalAction, default=True)
     add("--timeout", type=at_least(1, float), default=600.0, help="seconds for a job")
