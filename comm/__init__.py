@@ -1,7 +1,7 @@
 """Collectives on explicit streams: MPI for CPU tensors, NCCL through CuPy for CUDA tensors. Knows nothing of sharding."""
 
 from .bootstrap import World, finalize, init, world
-from .communicator import Communicator, ReduceOp, Work
+from .communicator import Communicator, PreMulSum, ReduceOp, RemoteError, Work
 from .mesh import DeviceMesh
 from .streams import Event, Stream, current_stream, new_stream
 
@@ -9,7 +9,9 @@ __all__ = [
     "Communicator",
     "DeviceMesh",
     "Event",
+    "PreMulSum",
     "ReduceOp",
+    "RemoteError",
     "Stream",
     "Work",
     "World",

@@ -128,15 +128,10 @@ def _start(device: str | torch.device | None) -> World:
     if comm.Get_size() > 1:
         _install_excepthooks(comm)
     _keep_freed_memory()
-    from mpi4py import MPI
-
     from .mpi import MpiCommunicator
 
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    local_rank = node.Get_rank()
-    node.Free()
-    host = MpiCommunicator(comm.Dup(), "world")
-    nodes = host.exchange(local_rank).count(0)
+    node, local_rank = _place_in_node(comm)
+    host = MpiCommunicator(comm.Dup(), "world", node)
     bound = _bind_device(device, local_rank)
     data = _communicator_for(bound, host)
     atexit.register(_finalize_at_exit, os.getpid())
@@ -145,7 +140,7 @@ def _start(device: str | torch.device | None) -> World:
         size=data.size,
         local_rank=local_rank,
         node=socket.gethostname(),
-        nodes=nodes,
+        nodes=host.nodes,
         device=bound,
         comm=data,
         mesh=DeviceMesh(data),
@@ -199,6 +194,22 @@ def _may_read_other_processes() -> bool:
     pieces = [(ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8) for buffer in (target, source)]  # struct iovec: base, length
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
     return libc.process_vm_readv(os.getpid(), pieces[0], one, pieces[1], one, none) == 8 and target.value == b"readable"
+
+
+def _place_in_node(comm: MPI.Intracomm) -> tuple[int, int]:
+    """A number that the ranks of this node share (their lowest rank), and this rank's number among them.
+
+    SHARDRT_RANKS_PER_NODE=n makes every n consecutive ranks a node of their own, as they would be in a larger job.
+    """
+    from mpi4py import MPI
+
+    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    if pretended := os.environ.get("SHARDRT_RANKS_PER_NODE"):
+        real, shared = shared, shared.Split(comm.Get_rank() // int(pretended))
+        real.Free()
+    node, local_rank = shared.bcast(comm.Get_rank()), shared.Get_rank()
+    shared.Free()
+    return node, local_rank
 
 
 def _refuse_fallen_apart(size: int) -> None:

@@ -1,29 +1,34 @@
 """The communicator's contract: every collective, its meaning, and its checks, once for all backends.
 
-Conventions: the out tensor comes first, then the in tensor, then `op` or `root`; `stream` is keyword-only and required, so
-nothing lands on a default stream by accident. A call is enqueued on `stream` and returns a `Work`; tensors must stay alive
-and untouched until it is done. Every rank of the communicator calls the same collectives in the same order.
+Conventions: the out tensor comes first, then the in tensor, then `op`, `root` or counts; `stream` is keyword-only and
+required, so nothing lands on a default stream by accident. A call is enqueued on `stream` and returns a `Work`; tensors must
+stay alive and untouched until it is done. Every rank of the communicator makes the same calls in the same order; calls on
+several streams run one after the other, in the order they were made.
 
 Legend: N ranks, this one is r; sizes are in elements; out and in are contiguous, of one dtype, on the communicator's device.
-Any dtype can be moved; float64, float32, float16, bfloat16 and the integers can be reduced (NCCL: all but int16).
+Any dtype can be moved, the fp8 types included; float64, float32, float16, bfloat16, the signed integers, uint8 and bool (SUM
+and MAX: "or"; PRODUCT and MIN: "and") can be reduced, on NCCL all but int16.
 """
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import NoReturn, TypeVar
 
 import torch
 
-from .streams import Event, Stream
+from .streams import INLINE, PAST, Event, Stream
 
 T = TypeVar("T")
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 
 
 class ReduceOp(Enum):
@@ -37,8 +42,18 @@ class ReduceOp(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class PreMulSum:
+    """The sum of the ranks' values, each multiplied by `factor` first. For floating-point dtypes."""
+
+    factor: float
+
+
+Op = ReduceOp | PreMulSum
+
+
+@dataclass(slots=True)
 class Work:
-    """A collective under way."""
+    """A collective under way. Those of a group share one."""
 
     event: Event
 
@@ -55,15 +70,76 @@ class Work:
         return self.event.query()
 
 
-class Communicator(ABC):
-    """A group of N ranks that can reach each other, all of which make the same calls in the same order."""
+@dataclass(slots=True, eq=False)
+class Call:
+    """One collective, as this rank makes it."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, name: str) -> None:
+    comm: Communicator
+    number: int  # of this communicator's calls, from 0
+    name: str
+    launch: Callable[..., None]
+    out: torch.Tensor | None
+    inp: torch.Tensor | None
+    how: tuple[object, ...]  # op, root, peer or counts
+    stream: Stream
+
+    def enqueue(self, stream: Stream) -> None:
+        """Hand the call to its backend."""
+        self.launch(stream, self.out, self.inp, *self.how)
+
+
+class Hook:
+    """Watches the calls of communicators from outside; see `Communicator.hooks`. A group is one list of calls.
+
+    `called` runs on the caller's thread; `before` and `after` in the stream's order, around the calls (on CUDA: around their
+    being enqueued; `work.event` tells when they have run). What `before` raises keeps the calls from running.
+    """
+
+    def called(self, calls: Sequence[Call], work: Work) -> None:
+        """The calls were made; `work` will tell when they are done."""
+
+    def before(self, calls: Sequence[Call]) -> None:
+        """The calls run next."""
+
+    def after(self, calls: Sequence[Call]) -> None:
+        """The calls have run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception, as it is told to the other ranks."""
+
+    rank: int
+    error: str
+    trace: str
+
+
+class RemoteError(RuntimeError):
+    """A rank raised in a block that all ranks agree on: see `Communicator.agree`. `failure` has its rank and traceback."""
+
+    def __init__(self, failure: Failure, comm: Communicator) -> None:
+        super().__init__(
+            f"rank {failure.rank} raised {failure.error} (told rank {comm.rank} of '{comm.name}')\n{failure.trace}"
+        )
+        self.failure = failure
+
+
+class Communicator(ABC):
+    """A group of N ranks that can reach each other, all of which make the same calls in the same order.
+
+    `hooks` watch the calls of this communicator and of those split from it afterwards.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, name: str, hooks: Sequence[Hook] = ()) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         self.name = name
+        self.hooks = list(hooks)
         self._closed = False
+        self._number = 0
+        self._newest: tuple[Stream, Event] | None = None  # call
+        self._group: _Group | None = None
 
     # ------------------------------------------------------------------ collectives
 
@@ -75,10 +151,10 @@ class Communicator(ABC):
         Raises: ValueError on sizes, dtypes, layout or device; RuntimeError after close().
         """
         self._check("all_gather", out, inp)
-        self._expect(out, self.size * inp.numel(), "all_gather", "out.numel() == N * inp.numel()", inp)
-        return self._launch(stream, self._all_gather, out, inp)
+        self._expect("all_gather", out, inp, self.size * inp.numel(), "out.numel() == N * inp.numel()")
+        return self._call(stream, "all_gather", self._all_gather, out, inp)
 
-    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp, *, stream: Stream) -> Work:
+    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor, op: Op, *, stream: Stream) -> Work:
         """Reduce `inp` over all ranks; rank r keeps block r.
 
         inp: N * n elements.   out: n elements.   In place when `out` is `inp[r * n : (r + 1) * n]`.
@@ -86,10 +162,10 @@ class Communicator(ABC):
         Raises: as all_gather; also ValueError for an `op` that the dtype has not (AVG of integers).
         """
         self._check("reduce_scatter", out, inp, op)
-        self._expect(inp, self.size * out.numel(), "reduce_scatter", "inp.numel() == N * out.numel()", out)
-        return self._launch(stream, self._reduce_scatter, out, inp, op)
+        self._expect("reduce_scatter", inp, out, self.size * out.numel(), "inp.numel() == N * out.numel()")
+        return self._call(stream, "reduce_scatter", self._reduce_scatter, out, inp, op)
 
-    def all_reduce(self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp, *, stream: Stream) -> Work:
+    def all_reduce(self, out: torch.Tensor, inp: torch.Tensor, op: Op, *, stream: Stream) -> Work:
         """Reduce `inp` over all ranks; every rank keeps all of it.
 
         inp, out: n elements each.   In place when `out` is `inp`.
@@ -97,8 +173,20 @@ class Communicator(ABC):
         Raises: as reduce_scatter.
         """
         self._check("all_reduce", out, inp, op)
-        self._expect(out, inp.numel(), "all_reduce", "out.numel() == inp.numel()", inp)
-        return self._launch(stream, self._all_reduce, out, inp, op)
+        self._expect("all_reduce", out, inp, inp.numel(), "out.numel() == inp.numel()")
+        return self._call(stream, "all_reduce", self._all_reduce, out, inp, op)
+
+    def reduce(self, out: torch.Tensor | None, inp: torch.Tensor, op: Op, root: int, *, stream: Stream) -> Work:
+        """Reduce `inp` over all ranks; rank `root` keeps all of it.
+
+        inp, out: n elements each (`out` on the root only; elsewhere it is not touched and may be None).
+        In place when `out` is `inp`.   Cost: n elements received on the root and sent by every other rank, about twice.
+        Raises: as reduce_scatter; also ValueError for a root that is no rank.
+        """
+        out = self._only_on(root, "reduce", "out", out)
+        self._check("reduce", inp if out is None else out, inp, op)
+        self._expect("reduce", out, inp, inp.numel(), "out.numel() == inp.numel()")
+        return self._call(stream, "reduce", self._reduce, out, inp, op, root)
 
     def broadcast(self, out: torch.Tensor, inp: torch.Tensor, root: int, *, stream: Stream) -> Work:
         """Rank `root`'s `inp`, in `out` on every rank.
@@ -107,16 +195,96 @@ class Communicator(ABC):
         Cost: n elements received per rank.
         Raises: as all_gather; also ValueError for a root that is no rank.
         """
+        self._check_rank("broadcast", "root", root)
         self._check("broadcast", out, inp)
-        self._expect(out, inp.numel(), "broadcast", "out.numel() == inp.numel()", inp)
-        if not 0 <= root < self.size:
-            raise ValueError(f"broadcast on {self}: root {root} is no rank; expected 0 <= root < {self.size}")
-        return self._launch(stream, self._broadcast, out, inp, root)
+        self._expect("broadcast", out, inp, inp.numel(), "out.numel() == inp.numel()")
+        return self._call(stream, "broadcast", self._broadcast, out, inp, root)
+
+    def gather(self, out: torch.Tensor | None, inp: torch.Tensor, root: int, *, stream: Stream) -> Work:
+        """Every rank's `inp`, one after the other in rank order, on rank `root`.
+
+        inp: n elements.   out: N * n elements on the root; elsewhere it is not touched and may be None.
+        In place when, on the root, `inp` is `out[r * n : (r + 1) * n]`.   Cost: (N - 1) * n elements received on the root.
+        Raises: as broadcast.
+        """
+        out = self._only_on(root, "gather", "out", out)
+        self._check("gather", inp if out is None else out, inp)
+        self._expect("gather", out, inp, self.size * inp.numel(), "out.numel() == N * inp.numel()")
+        return self._call(stream, "gather", self._gather, out, inp, root)
+
+    def scatter(self, out: torch.Tensor, inp: torch.Tensor | None, root: int, *, stream: Stream) -> Work:
+        """Block r of rank `root`'s `inp`, on rank r.
+
+        out: n elements.   inp: N * n elements on the root; elsewhere it is not read and may be None.
+        In place when, on the root, `out` is `inp[r * n : (r + 1) * n]`.   Cost: (N - 1) * n elements sent by the root.
+        Raises: as broadcast.
+        """
+        inp = self._only_on(root, "scatter", "inp", inp)
+        self._check("scatter", out, out if inp is None else inp)
+        self._expect("scatter", inp, out, self.size * out.numel(), "inp.numel() == N * out.numel()")
+        return self._call(stream, "scatter", self._scatter, out, inp, root)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        out_counts: Sequence[int] | None = None,
+        in_counts: Sequence[int] | None = None,
+        *,
+        stream: Stream,
+    ) -> Work:
+        """Block p of `inp` goes to rank p; block p of `out` came from rank p.
+
+        inp: sum(in_counts) elements.   out: sum(out_counts) elements.   Counts: one for each rank, `in_counts[p]` here being
+        `out_counts[r]` on rank p; without them all blocks are of one size. In place when `out` is `inp`, without counts.
+        Cost: the elements of the other ranks' blocks received per rank; in place, a copy of `inp` as well.
+        Raises: as all_gather; also ValueError for counts that do not add up.
+        """
+        self._check("all_to_all", out, inp)
+        if out_counts is None and in_counts is None:
+            self._expect("all_to_all", out, inp, inp.numel() // self.size * self.size, "out.numel() == inp.numel() == N * n")
+        counts = (self._counts("out", out, out_counts), self._counts("in", inp, in_counts))
+        return self._call(stream, "all_to_all", self._all_to_all, out, inp, *counts)
+
+    def send(self, inp: torch.Tensor, to: int, *, stream: Stream) -> Work:
+        """Send `inp` to rank `to`, which receives it. What is to go both ways at once belongs in a `group()`.
+
+        inp: n elements.   Cost: n elements sent.   Raises: as broadcast.
+        """
+        self._check_peer("send", "to", to)
+        self._check("send", inp, inp)
+        return self._call(stream, "send", self._send, None, inp, to)
+
+    def recv(self, out: torch.Tensor, source: int, *, stream: Stream) -> Work:
+        """Receive `out` from rank `source`, which sends it; messages between two ranks keep their order.
+
+        out: n elements, as many as are sent.   Cost: n elements received.   Raises: as broadcast.
+        """
+        self._check_peer("recv", "source", source)
+        self._check("recv", out, out)
+        return self._call(stream, "recv", self._recv, out, None, source)
 
     def barrier(self, *, stream: Stream) -> Work:
         """Done once every rank's stream has come to its barrier. Synchronize the returned Work to block the caller."""
         self._check_open("barrier")
-        return self._launch(stream, self._barrier)
+        return self._call(stream, "barrier", self._barrier, None, None)
+
+    @contextmanager
+    def group(self) -> Iterator[Work]:
+        """Make the calls of the `with` block one: they are enqueued together at its end and share one `Work`.
+
+        Sends and receives of a group go at once, in any order; its collectives must not depend on each other. One stream for
+        all. If the block raises, none of its calls is made.
+        """
+        if self._group is not None:
+            raise RuntimeError(f"group on {self}: a group is open already; end it first")
+        group = self._group = _Group(Work(_Unlaunched(self)))
+        try:
+            yield group.work
+        finally:
+            self._group = None
+        if group.calls:
+            self._run(group.calls, group.work)
 
     # ------------------------------------------------------------------ control plane (host, blocking)
 
@@ -125,11 +293,44 @@ class Communicator(ABC):
         """Every rank's picklable `value`, in rank order, on every rank. Blocks the caller; for set-up, not for steps."""
 
     @abstractmethod
+    def exchange_bytes(self, row: bytes) -> list[bytes]:
+        """Every rank's `row`, all of one length, in rank order. Blocks; to be called in the order of the collectives."""
+
+    @abstractmethod
     def split(self, color: int | None, key: int, name: str) -> Communicator | None:
         """One new communicator for each colour, its ranks ordered by (key, old rank); None for a rank without a colour.
 
         Collective over the old communicator, which stays as it is. The new one is the caller's to close.
         """
+
+    @abstractmethod
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A (numel,) buffer that this communicator's collectives reach without copying it. Collective; alike on every rank.
+
+        It lives until the communicator is closed: make it once, not per step.
+        """
+
+    @contextmanager
+    def agree(self) -> Iterator[None]:
+        """An exception on any rank in the `with` block (or the decorated function) becomes a RemoteError on every rank.
+
+        Blocks at the end of the block until every rank has come there. Ranks that wait in a collective of the block, which the
+        failed rank will never make, are told as well, by the cross-rank check of calls where that is on (`comm.check`).
+        """
+        told, cause = None, None
+        try:
+            yield
+        except Exception as error:
+            told, cause = Failure(self.rank, f"{type(error).__name__}: {error}", traceback.format_exc()), error
+        if self._newest is not None:
+            self._newest[1].synchronize()
+        for hook in self.hooks:
+            hook.before([Call(self, self._number, "agree", self._barrier, None, None, (told,), INLINE)])
+        answers = self.exchange((told, self._number))
+        self._number = max(number for _, number in answers)  # a rank that failed has made fewer calls
+        for failure, _ in answers:
+            if failure is not None:
+                raise RemoteError(failure, self) from cause
 
     def close(self) -> None:
         """Give back what the communicator holds. Collective; idempotent; calls after it raise RuntimeError."""
@@ -140,62 +341,172 @@ class Communicator(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}('{self.name}', rank {self.rank} of {self.size}, {self.device})"
 
+    # ------------------------------------------------------------------ calling
+
+    def _call(
+        self,
+        stream: Stream,
+        name: str,
+        launch: Callable[..., None],
+        out: torch.Tensor | None,
+        inp: torch.Tensor | None,
+        *how: object,
+    ) -> Work:
+        call = Call(self, self._number, name, launch, out, inp, how, stream)
+        self._number += 1
+        if self._group is not None:
+            return self._group.add(call)
+        work = Work(PAST)
+        self._run([call], work)
+        return work
+
+    def _run(self, calls: Sequence[Call], work: Work) -> None:
+        stream = calls[0].stream
+        if self._newest is not None and self._newest[0] != stream:
+            stream.wait(self._newest[1])
+        for hook in self.hooks:
+            hook.called(calls, work)
+            stream.submit(partial(hook.before, calls))
+        self._enqueue(stream, calls)
+        for hook in self.hooks:
+            stream.submit(partial(hook.after, calls))
+        work.event = stream.record()
+        self._newest = stream, work.event
+
     # ------------------------------------------------------------------ checks
 
-    def _launch(self, stream: Stream, launch: Callable[..., None], *args: object) -> Work:
-        launch(stream, *args)
-        return Work(stream.record())
-
-    def _check_open(self, call: str) -> None:
+    def _check_open(self, name: str) -> None:
         if self._closed:
-            raise RuntimeError(f"{call} on {self}: the communicator is closed")
+            raise RuntimeError(f"{name} on {self}: the communicator is closed")
 
-    def _check(self, call: str, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp | None = None) -> None:
+    def _check(self, name: str, out: torch.Tensor, inp: torch.Tensor, op: Op | None = None) -> None:
         # Cost: 1.5 us for a good call; what is wrong with a bad one is found out afterwards.
         same = out.dtype == inp.dtype and out.device == inp.device == self.device
         if self._closed or not same or not out.is_contiguous() or not inp.is_contiguous():
-            self._refuse(call, out, inp)
+            self._refuse(name, out, inp)
         if op is not None and (op is ReduceOp.AVG or inp.dtype not in FLOATS):
-            self._check_reducible(call, inp.dtype, op)
+            self._check_reducible(name, inp.dtype, op)
 
-    def _refuse(self, call: str, out: torch.Tensor, inp: torch.Tensor) -> NoReturn:
-        self._check_open(call)
+    def _refuse(self, name: str, out: torch.Tensor, inp: torch.Tensor) -> NoReturn:
+        self._check_open(name)
         for role, tensor in (("out", out), ("inp", inp)):
             if tensor.device != self.device:
-                raise ValueError(f"{call} on {self}: {role} is on {tensor.device}; move it to {self.device}")
+                raise ValueError(f"{name} on {self}: {role} is on {tensor.device}; move it to {self.device}")
             if not tensor.is_contiguous():
                 layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-                raise ValueError(f"{call} on {self}: {role} is not contiguous ({layout}); call .contiguous()")
-        raise ValueError(f"{call} on {self}: out is {out.dtype}, inp is {inp.dtype}; expected one dtype")
+                raise ValueError(f"{name} on {self}: {role} is not contiguous ({layout}); call .contiguous()")
+        raise ValueError(f"{name} on {self}: out is {out.dtype}, inp is {inp.dtype}; expected one dtype")
 
-    def _check_reducible(self, call: str, dtype: torch.dtype, op: ReduceOp) -> None:
+    def _check_reducible(self, name: str, dtype: torch.dtype, op: Op) -> None:
         if dtype not in FLOATS and dtype not in INTEGERS:
-            raise ValueError(f"{call} on {self}: {dtype} cannot be reduced; expected a real floating-point or integer dtype")
-        if op is ReduceOp.AVG and dtype not in FLOATS:
-            raise ValueError(f"{call} on {self}: AVG of {dtype} is not defined; use SUM, or a floating-point dtype")
+            raise ValueError(f"{name} on {self}: {dtype} cannot be reduced; expected one of {_names(FLOATS | INTEGERS)}")
+        if dtype not in FLOATS and (op is ReduceOp.AVG or isinstance(op, PreMulSum)):
+            raise ValueError(f"{name} on {self}: {op} of {dtype} is not defined; use SUM, or one of {_names(FLOATS)}")
 
-    def _expect(self, tensor: torch.Tensor, numel: int, call: str, formula: str, other: torch.Tensor) -> None:
-        if tensor.numel() != numel:
+    def _expect(self, name: str, tensor: torch.Tensor | None, other: torch.Tensor, numel: int, formula: str) -> None:
+        if tensor is not None and tensor.numel() != numel:
             sizes = f"{tensor.numel()} against {other.numel()} elements with N = {self.size}"
-            raise ValueError(f"{call} on {self}: expected {formula}, found {sizes}")
+            raise ValueError(f"{name} on {self}: expected {formula}, found {sizes}")
+
+    def _check_rank(self, name: str, role: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{name} on {self}: {role} {rank} is no rank; expected 0 <= {role} < {self.size}")
+
+    def _check_peer(self, name: str, role: str, rank: int) -> None:
+        self._check_rank(name, role, rank)
+        if rank == self.rank and self._group is None:
+            raise ValueError(f"{name} on {self}: {role} is this rank itself, which waits for ever outside a group()")
+
+    def _only_on(self, root: int, name: str, role: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """`tensor` on the root, which must have one; None elsewhere."""
+        self._check_rank(name, "root", root)
+        if self.rank == root and tensor is None:
+            raise ValueError(f"{name} on {self}: this rank is the root, but {role} is None; give it a tensor")
+        return tensor if self.rank == root else None
+
+    def _counts(self, role: str, tensor: torch.Tensor, counts: Sequence[int] | None) -> tuple[int, ...]:
+        if counts is None:
+            counts = [tensor.numel() // self.size] * self.size
+        if len(counts) != self.size or min(counts) < 0 or sum(counts) != tensor.numel():
+            raise ValueError(
+                f"all_to_all on {self}: expected {self.size} {role}_counts, none below 0, that add up to the "
+                f"{tensor.numel()} elements there; found {list(counts)}, which add up to {sum(counts)}"
+            )
+        return tuple(counts)
 
     # ------------------------------------------------------------------ what a backend provides
-    # Each enqueues its call on `stream`; the arguments have been checked.
+    # Each enqueues its call on `stream`; the arguments have been checked. Tensors that a rank has no use for are None.
+
+    def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:
+        """One call, or those of a group."""
+        for call in calls:
+            call.enqueue(stream)
 
     @abstractmethod
     def _all_gather(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor) -> None: ...
 
     @abstractmethod
-    def _reduce_scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None: ...
+    def _reduce_scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None: ...
 
     @abstractmethod
-    def _all_reduce(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None: ...
+    def _all_reduce(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None: ...
+
+    @abstractmethod
+    def _reduce(self, stream: Stream, out: torch.Tensor | None, inp: torch.Tensor, op: Op, root: int) -> None: ...
 
     @abstractmethod
     def _broadcast(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, root: int) -> None: ...
 
     @abstractmethod
-    def _barrier(self, stream: Stream) -> None: ...
+    def _gather(self, stream: Stream, out: torch.Tensor | None, inp: torch.Tensor, root: int) -> None: ...
+
+    @abstractmethod
+    def _scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor | None, root: int) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, out_counts: tuple[int, ...], in_counts: tuple[int, ...]
+    ) -> None: ...
+
+    @abstractmethod
+    def _send(self, stream: Stream, out: None, inp: torch.Tensor, to: int) -> None: ...
+
+    @abstractmethod
+    def _recv(self, stream: Stream, out: torch.Tensor, inp: None, source: int) -> None: ...
+
+    @abstractmethod
+    def _barrier(self, stream: Stream, out: None, inp: None) -> None: ...
 
     @abstractmethod
     def _close(self) -> None: ...
+
+
+class _Unlaunched(Event):
+    """Where a group's event will be, once the group has ended."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise RuntimeError(f"waiting for a call of a group on {self._comm} that is still open: leave its `with` block first")
+
+
+class _Group:
+    """The calls of an open group."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.calls: list[Call] = []
+
+    def add(self, call: Call) -> Work:
+        if self.calls and self.calls[0].stream != call.stream:
+            raise ValueError(f"{call.name} on {call.comm}: a group's calls share one stream; this one has another")
+        self.calls.append(call)
+        return self.work
+
+
+def _names(dtypes: frozenset[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -1,154 +1,388 @@
-"""CPU tensors over MPI.
+"""CPU tensors over MPI, node by node.
 
-MPI moves bytes, torch does the arithmetic: MPI has no bfloat16, adds float16 in float16, and leaves the order of a
-reduction to the library. Here every reduction runs over the ranks in rank order, low precision in float32 and rounded once,
-so that a result depends on the values and on N alone: bitwise the same on every rank, in every run, under every MPI.
+MPI moves bytes, torch does the arithmetic (see `comm.arithmetic`). Ranks of one node read each other's memory where the
+tensors lie in buffers of `empty()`; where they do not, a message goes from rank to rank. Between nodes:
+
+    all-gather       a rank swaps its part with the ranks of its place (its number within the node) on the other nodes; then
+                     the ranks of a node share out what each of them has got
+    reduce-scatter   the rank of place l reduces, for the ranks of place l everywhere, what its node has of it, going on from
+                     the partial result of the node before, and passes it on to the next; the last node rounds and sends it out
+    all-reduce       a reduce-scatter of ranges of nearly equal size, then an all-gather of them (Rabenseifner's algorithm)
+
+So a reduction is a left fold over the ranks in rank order, the same bits by every path. It takes nodes of equally many ranks
+with consecutive numbers; any other job is treated as one node without shared memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
+from struct import Struct
 from typing import TypeVar
 
 import torch
 from mpi4py import MPI
 
-from .communicator import Communicator, ReduceOp
-from .streams import Stream
+from .arithmetic import reduce_rows, wide
+from .communicator import Call, Communicator, Hook, Op
+from .streams import INLINE, Stream
+from .window import NOWHERE, NodeWindows, Place
 
 T = TypeVar("T")
+Spans = Sequence[tuple[int, int]]  # begin and end of a part of each rank's range
 
 # Cost: a reduction goes block by block, so that what came in is still in cache when it is added. 64 MB on 2 ranks: 8.6 ms,
 # against 18.8 ms for one all-to-all of everything.
 _BLOCK_NBYTES = 4 << 20
-# Up to this size all-gather and reduce-scatter are one MPI call; larger ones go from rank to rank (all-gather of 2 MB on 2
-# ranks: 0.33 ms, MPICH's own 0.87). An all-reduce up to this size is one all-gather and a local sum, not two messages.
+# Up to this size a collective is one MPI call; larger ones go as the module says (all-gather of 2 MB on 2 ranks by messages:
+# 0.33 ms, MPICH's own 0.87).
 _SMALL_NBYTES = 1 << 15
+# Hazard: not every MPI counts beyond 2**31 in one message.
+_MESSAGE_NBYTES = 1 << 30
 
-_ACCUMULATE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
-}
+_PLACE = Struct("qq")
 
 
 class MpiCommunicator(Communicator):
-    """A communicator over an `mpi4py` one, which it owns."""
+    """A communicator over an `mpi4py` one, which it owns. `node` is the number of this rank's node."""
 
-    def __init__(self, comm: MPI.Comm, name: str) -> None:
-        super().__init__(comm.Get_rank(), comm.Get_size(), torch.device("cpu"), name)
+    def __init__(self, comm: MPI.Comm, name: str, node: int, hooks: Sequence[Hook] = ()) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size(), torch.device("cpu"), name, hooks)
         self._comm = comm
-        # Whom to send to and whom to receive from, round by round, until every rank has met every other.
-        shifts = range(1, self.size)
-        self._partners = [((self.rank + shift) % self.size, (self.rank - shift) % self.size) for shift in shifts]
+        self._control = comm.Dup()  # apart, so that the caller may use it while a stream's thread is in a collective
+        self._node = node
+        nodes = comm.allgather(node)
+        self.nodes = len(set(nodes))
+        one_node = self.nodes == 1
+        regular = not one_node and _are_equal_runs(nodes)
+        # The ranks of this node, and the ranks of this place on all nodes, in the order of their nodes.
+        self._local = comm.Split(node, self.rank) if regular else comm
+        self._across = comm.Split(self._local.Get_rank(), self.rank) if regular else None
+        self._per_node = self._local.Get_size()
+        self._place = self._local.Get_rank()
+        self._windows = NodeWindows(self._local) if one_node or regular else None
+        # Whom to send to and whom to receive from within the node, until every rank has met every other.
+        shifts = range(1, self._per_node)
+        self._partners = [((self._place + s) % self._per_node, (self._place - s) % self._per_node) for s in shifts]
 
     def exchange(self, value: T) -> list[T]:
         self._check_open("exchange")
-        return self._comm.allgather(value)
+        return self._control.allgather(value)
+
+    def exchange_bytes(self, row: bytes) -> list[bytes]:
+        rows = bytearray(len(row) * self.size)
+        self._comm.Allgather([row, MPI.BYTE], [rows, MPI.BYTE])
+        return [bytes(rows[start : start + len(row)]) for start in range(0, len(rows), len(row))]
 
     def split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
         self._check_open("split")
-        comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if comm == MPI.COMM_NULL else MpiCommunicator(comm, name)
+        comm = self._control.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if comm == MPI.COMM_NULL else MpiCommunicator(comm, name, self._node, self.hooks)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self._check_open("empty")
+        if self._windows is None:
+            return torch.empty(numel, dtype=dtype)
+        return self._windows.allocate(numel * dtype.itemsize).view(dtype)
 
     def _close(self) -> None:
+        if self._windows is not None:
+            self._windows.close()
+        if self._across is not None:
+            self._across.Free()
+            self._local.Free()
+        self._control.Free()
         self._comm.Free()
 
+    # ------------------------------------------------------------------ collectives
+
+    def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:
+        if len(calls) == 1:
+            calls[0].enqueue(stream)
+        else:
+            stream.submit(partial(self._run_group, calls))
+
+    def _run_group(self, calls: Sequence[Call]) -> None:
+        """Sends and receives are under way while the collectives run."""
+        requests = [r for call in calls if call.name in ("send", "recv") for r in self._start(call)]
+        for call in calls:
+            if call.name not in ("send", "recv"):
+                call.enqueue(INLINE)
+        MPI.Request.Waitall(requests)
+
     def _all_gather(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor) -> None:
-        stream.submit(partial(self._gather_blocks, out, inp))
+        stream.submit(partial(self._gather_equal, out.view(-1), inp.view(-1)))
 
-    def _reduce_scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
-        small = inp.numel() * inp.element_size() <= _SMALL_NBYTES
-        stream.submit(partial(self._reduce_scatter_small if small else self._reduce_scatter_large, out, inp, op))
-
-    def _all_reduce(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
-        small = inp.numel() * inp.element_size() <= _SMALL_NBYTES
-        reduce = self._all_reduce_small if small else self._all_reduce_large
+    def _reduce_scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
+        reduce = self._reduce_scatter_small if _is_small(inp) else self._reduce_scatter_large
         stream.submit(partial(reduce, out.view(-1), inp.view(-1), op))
+
+    def _all_reduce(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
+        reduce = self._all_reduce_small if _is_small(inp) else self._all_reduce_large
+        stream.submit(partial(reduce, out.view(-1), inp.view(-1), op))
+
+    def _reduce(self, stream: Stream, out: torch.Tensor | None, inp: torch.Tensor, op: Op, root: int) -> None:
+        reduce = self._reduce_small if _is_small(inp) else self._reduce_large
+        stream.submit(partial(reduce, None if out is None else out.view(-1), inp.view(-1), op, root))
 
     def _broadcast(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, root: int) -> None:
         def broadcast() -> None:
             if self.rank == root and out.data_ptr() != inp.data_ptr():
                 out.copy_(inp.view_as(out))
-            self._comm.Bcast(_bytes(out), root)
+            for message in _messages(out):
+                self._comm.Bcast(message, root)
 
         stream.submit(broadcast)
 
-    def _barrier(self, stream: Stream) -> None:
+    def _gather(self, stream: Stream, out: torch.Tensor | None, inp: torch.Tensor, root: int) -> None:
+        bounds = [inp.numel() * rank for rank in range(self.size + 1)]
+        stream.submit(partial(self._collect_ranges, None if out is None else out.view(-1), inp.view(-1), bounds, root))
+
+    def _scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor | None, root: int) -> None:
+        def scatter() -> None:
+            if inp is None:
+                MPI.Request.Waitall(list(self._start_receiving(out, root)))
+                return
+            blocks = inp.view(self.size, -1).unbind()
+            requests = [r for to, block in enumerate(blocks) if to != root for r in self._start_sending(block, to)]
+            _copy(out.view(-1), blocks[root])
+            MPI.Request.Waitall(requests)
+
+        stream.submit(scatter)
+
+    def _all_to_all(
+        self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, out_counts: tuple[int, ...], in_counts: tuple[int, ...]
+    ) -> None:
+        def all_to_all() -> None:
+            source = inp.clone() if inp.data_ptr() == out.data_ptr() else inp
+            coming, going = out.view(-1).split(out_counts), source.view(-1).split(in_counts)
+            others = [peer for peer in range(self.size) if peer != self.rank]
+            requests = [r for peer in others for r in self._start_receiving(coming[peer], peer)]
+            requests += [r for peer in others for r in self._start_sending(going[peer], peer)]
+            _copy(coming[self.rank], going[self.rank])
+            MPI.Request.Waitall(requests)
+
+        stream.submit(all_to_all)
+
+    def _send(self, stream: Stream, out: None, inp: torch.Tensor, to: int) -> None:
+        stream.submit(lambda: MPI.Request.Waitall(list(self._start_sending(inp, to))))
+
+    def _recv(self, stream: Stream, out: torch.Tensor, inp: None, source: int) -> None:
+        stream.submit(lambda: MPI.Request.Waitall(list(self._start_receiving(out, source))))
+
+    def _barrier(self, stream: Stream, out: None, inp: None) -> None:
         stream.submit(self._comm.Barrier)
 
-    def _gather_blocks(self, out: torch.Tensor, inp: torch.Tensor) -> None:
-        numel = inp.numel()
-        in_place = inp.data_ptr() == out.data_ptr() + self.rank * numel * inp.element_size()
-        if numel * inp.element_size() <= _SMALL_NBYTES:
-            self._comm.Allgather(MPI.IN_PLACE if in_place else _bytes(inp), _bytes(out))
-            return
-        if not in_place:
-            out.view(-1)[self.rank * numel : (self.rank + 1) * numel].copy_(inp.view(-1))
-        for to, source in self._partners:
-            incoming = _bytes(out, source * numel, (source + 1) * numel)
-            self._comm.Sendrecv(_bytes(inp), to, 0, incoming, source, 0)
+    # ------------------------------------------------------------------ small
 
-    def _reduce_scatter_small(self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
+    def _reduce_scatter_small(self, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
         rows = inp.new_empty((self.size, out.numel()))
-        self._comm.Alltoall(_bytes(inp), _bytes(rows))
-        _accumulate(rows.unbind(), op, out.view(-1))
+        self._comm.Alltoall(_message(inp), _message(rows))
+        reduce_rows(rows.unbind(), op, out, divisor=self.size)
 
-    def _reduce_scatter_large(self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
-        bounds = [out.numel() * rank for rank in range(self.size + 1)]
-        self._reduce_blocks(out.view(-1), inp.view(-1), bounds, op)
-
-    def _all_reduce_small(self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
+    def _all_reduce_small(self, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
         rows = inp.new_empty((self.size, inp.numel()))
-        self._gather_blocks(rows, inp)
-        _accumulate(rows.unbind(), op, out)
+        self._comm.Allgather(_message(inp), _message(rows))
+        reduce_rows(rows.unbind(), op, out, divisor=self.size)
 
-    def _all_reduce_large(self, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
-        """Reduce-scatter ranges of nearly equal size, then all-gather them (Rabenseifner's algorithm)."""
-        width = -(-inp.numel() // self.size)
-        bounds = [min(width * rank, inp.numel()) for rank in range(self.size + 1)]
+    def _reduce_small(self, out: torch.Tensor | None, inp: torch.Tensor, op: Op, root: int) -> None:
+        rows = None if out is None else inp.new_empty((self.size, inp.numel()))
+        self._comm.Gather(_message(inp), None if rows is None else _message(rows), root)
+        if out is not None and rows is not None:
+            reduce_rows(rows.unbind(), op, out, divisor=self.size)
+
+    # ------------------------------------------------------------------ large
+
+    def _gather_equal(self, out: torch.Tensor, inp: torch.Tensor) -> None:
+        bounds = [inp.numel() * rank for rank in range(self.size + 1)]
+        own = out[bounds[self.rank] : bounds[self.rank + 1]]
+        if _is_small(inp):
+            in_place = inp.data_ptr() == own.data_ptr()
+            self._comm.Allgather(MPI.IN_PLACE if in_place else _message(inp), _message(out))
+            return
+        _copy(own, inp)
+        self._gather_ranges(out, inp, bounds)
+
+    def _reduce_scatter_large(self, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
+        self._reduce_ranges(out, inp, [out.numel() * rank for rank in range(self.size + 1)], op)
+
+    def _all_reduce_large(self, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
+        bounds = self._near_equal_bounds(inp.numel())
         own = out[bounds[self.rank] : bounds[self.rank + 1]]
         # Hazard: in place, `own` overwrites a range of `inp` that no rank reads any more: only this rank reduces it.
-        self._reduce_blocks(own, inp, bounds, op)
-        counts = [(bounds[r + 1] - bounds[r]) * out.element_size() for r in range(self.size)]
-        self._comm.Allgatherv(MPI.IN_PLACE, [_bytes(out)[0], counts, None, MPI.BYTE])
+        self._reduce_ranges(own, inp, bounds, op)
+        self._gather_ranges(out, own, bounds)
 
-    def _reduce_blocks(self, out: torch.Tensor, inp: torch.Tensor, bounds: list[int], op: ReduceOp) -> None:
+    def _reduce_large(self, out: torch.Tensor | None, inp: torch.Tensor, op: Op, root: int) -> None:
+        bounds = self._near_equal_bounds(inp.numel())
+        begin, end = bounds[self.rank], bounds[self.rank + 1]
+        own = inp.new_empty(end - begin) if out is None else out[begin:end]
+        self._reduce_ranges(own, inp, bounds, op)
+        self._collect_ranges(out, own, bounds, root)
+
+    def _near_equal_bounds(self, numel: int) -> list[int]:
+        width = -(-numel // self.size)
+        return [min(width * rank, numel) for rank in range(self.size + 1)]
+
+    def _collect_ranges(self, out: torch.Tensor | None, own: torch.Tensor, bounds: list[int], root: int) -> None:
+        """Every rank's range, on the root."""
+        if out is None:
+            MPI.Request.Waitall(list(self._start_sending(own, root)))
+            return
+        ranges = [out[begin:end] for begin, end in pairwise(bounds)]
+        requests = [r for rank, part in enumerate(ranges) if rank != root for r in self._start_receiving(part, rank)]
+        _copy(ranges[root], own)
+        MPI.Request.Waitall(requests)
+
+    def _gather_ranges(self, out: torch.Tensor, own: torch.Tensor, bounds: list[int]) -> None:
+        """Every rank's range of `out`, on every rank. This rank's is there; `own` is that, or what it was copied from."""
+        ranges = [out[begin:end] for begin, end in pairwise(bounds)]
+        if self._across is not None:
+            column = ranges[self._place :: self._per_node]
+            _swap(self._across, [ranges[self.rank]] * self.nodes, column)
+        places = self._reach(own if self._across is None else out)
+        for first in range(0, self.size, self._per_node):
+            on_node = ranges[first : first + self._per_node]
+            if places is None:
+                _swap(self._local, [on_node[self._place]] * self._per_node, on_node)
+            else:
+                starts = [0] * self._per_node if self._across is None else bounds[first:]
+                self._copy_from_peers(on_node, places, starts)
+        if places is not None:
+            self._meet()
+
+    def _copy_from_peers(self, parts: Sequence[torch.Tensor], places: Sequence[Place], starts: Sequence[int]) -> None:
+        """Part p comes from rank p of this node, from so many elements after its place."""
+        assert self._windows is not None, "a place is in a window"
+        for to, _ in self._partners:
+            parts[to].copy_(self._windows.view(to, places[to], parts[to].dtype, starts[to], parts[to].numel()))
+
+    def _reduce_ranges(self, out: torch.Tensor, inp: torch.Tensor, bounds: list[int], op: Op) -> None:
         """Reduce range `bounds[r] : bounds[r + 1]` of every rank's `inp` into rank r's `out`, block by block."""
-        width = max(stop - start for start, stop in pairwise(bounds))
-        step = max(1, min(_BLOCK_NBYTES // inp.element_size(), width))
-        incoming = inp.new_empty((self.size - 1, step))
-        for first in range(0, width, step):
-            spans = [(min(lo + first, hi), min(lo + first + step, hi)) for lo, hi in pairwise(bounds)]
-            begin, end = spans[self.rank]
-            rows = list(incoming[:, : end - begin].unbind())
-            rows.insert(self.rank, inp[begin:end])
-            for to, source in self._partners:
-                self._comm.Sendrecv(_bytes(inp, *spans[to]), to, 0, _bytes(rows[source]), source, 0)
-            _accumulate(rows, op, out[first : first + end - begin])
+        places = self._reach(inp)
+        blocks = list(_blocks(bounds, max(1, _BLOCK_NBYTES // inp.element_size())))
+        outs = [out[begin - bounds[self.rank] : end - bounds[self.rank]] for begin, end in (s[self.rank] for s in blocks)]
+        if self._across is None:
+            for spans, into in zip(blocks, outs, strict=True):
+                reduce_rows(self._rows(inp, spans, places), op, into, divisor=self.size)
+        else:
+            self._reduce_along_nodes(self._across, blocks, outs, inp, op, places)
+        if places is not None:
+            self._meet()
+
+    def _reduce_along_nodes(
+        self,
+        across: MPI.Comm,
+        blocks: Sequence[Spans],
+        outs: Sequence[torch.Tensor],
+        inp: torch.Tensor,
+        op: Op,
+        places: Sequence[Place] | None,
+    ) -> None:
+        node, last = across.Get_rank(), self.nodes - 1
+        # Hazard: in place, a result overwrites a block of `inp` that this rank has added to it before.
+        results = [] if node == last else [across.Irecv(_message(into), last) for into in outs]
+        for spans, into in zip(blocks, outs, strict=True):
+            for target in range(self.nodes):
+                rows = self._rows(inp, spans[target * self._per_node : (target + 1) * self._per_node], places)
+                dtype = inp.dtype if node == last else wide(inp.dtype)
+                total = into if node == target == last else torch.empty_like(rows[0], dtype=dtype)
+                before = None
+                if node > 0:
+                    before = torch.empty_like(rows[0], dtype=wide(inp.dtype))
+                    across.Recv(_message(before), node - 1)
+                reduce_rows(rows, op, total, before, divisor=self.size if node == last else 1)
+                to = node + 1 if node < last else target
+                if to != node:
+                    across.Send(_message(total), to)
+        MPI.Request.Waitall(results)
+
+    # ------------------------------------------------------------------ within a node
+
+    def _rows(self, inp: torch.Tensor, spans: Spans, places: Sequence[Place] | None) -> list[torch.Tensor]:
+        """What every rank of this node has in its `inp` of this rank's span; the others get theirs meanwhile."""
+        begin, end = spans[self._place]
+        if places is not None:
+            assert self._windows is not None, "a place is in a window"
+            view = partial(self._windows.view, dtype=inp.dtype, first=begin, numel=end - begin)
+            return [view(rank, place) for rank, place in enumerate(places)]
+        rows = list(inp.new_empty((self._per_node - 1, end - begin)).unbind())
+        rows.insert(self._place, inp[begin:end])
+        for to, source in self._partners:
+            going, coming = _message(inp[slice(*spans[to])]), _message(rows[source])
+            self._local.Sendrecv(going, to, 0, coming, source, 0)
+        return rows
+
+    def _reach(self, tensor: torch.Tensor) -> list[Place] | None:
+        """Where the ranks of this node have their `tensor`, once all of them have come; None unless all are in windows."""
+        if not self._windows:
+            return None
+        self._windows.fence()
+        rows = bytearray(_PLACE.size * self._per_node)
+        self._local.Allgather([_PLACE.pack(*self._windows.find(tensor)), MPI.BYTE], [rows, MPI.BYTE])
+        self._windows.fence()
+        places = [Place(*row) for row in _PLACE.iter_unpack(rows)]
+        return None if NOWHERE in places else places
+
+    def _meet(self) -> None:
+        """All ranks of the node have read what they wanted."""
+        self._local.Barrier()
+
+    def _start(self, call: Call) -> Iterator[MPI.Request]:
+        peer = call.how[0]
+        assert isinstance(peer, int), "a send or a receive"
+        if call.inp is None:
+            assert call.out is not None, "a receive"
+            return self._start_receiving(call.out, peer)
+        return self._start_sending(call.inp, peer)
+
+    def _start_sending(self, tensor: torch.Tensor, to: int) -> Iterator[MPI.Request]:
+        return (self._comm.Isend(message, to) for message in _messages(tensor))
+
+    def _start_receiving(self, tensor: torch.Tensor, source: int) -> Iterator[MPI.Request]:
+        return (self._comm.Irecv(message, source) for message in _messages(tensor))
 
 
-def _bytes(tensor: torch.Tensor, begin: int = 0, end: int | None = None) -> list[object]:
-    """Elements begin:end of a contiguous tensor as an MPI message of bytes, whatever its dtype."""
-    itemsize = tensor.element_size()
-    numel = (tensor.numel() if end is None else end) - begin
-    return [MPI.buffer.fromaddress(tensor.data_ptr() + begin * itemsize, numel * itemsize), MPI.BYTE]
+def _are_equal_runs(nodes: Sequence[int]) -> bool:
+    """True for ranks that are numbered node by node, equally many on each."""
+    runs = [len(list(run)) for _, run in groupby(nodes)]
+    return len(runs) == len(set(nodes)) and len(set(runs)) == 1
 
 
-def _accumulate(rows: Sequence[torch.Tensor], op: ReduceOp, out: torch.Tensor) -> None:
-    """Reduce equally long rows, in order, into `out` (which may be one of them)."""
-    combine = _ACCUMULATE[op]
-    low_precision = out.dtype in (torch.bfloat16, torch.float16)
-    total = rows[0].float() if low_precision else rows[0]
-    for row in rows[1:-1]:
-        total = combine(total, row)
-    if len(rows) > 1:
-        total = combine(total, rows[-1], out=None if low_precision else out)
-    if op is ReduceOp.AVG and len(rows) > 1:
-        total.div_(len(rows))
-    if total.data_ptr() != out.data_ptr():
-        out.copy_(total)
+def _blocks(bounds: Sequence[int], step: int) -> Iterator[Spans]:
+    """The ranges between `bounds` in blocks of `step` elements: block by block, every range's part of it, maybe empty."""
+    ranges = list(pairwise(bounds))
+    for first in range(0, max(end - begin for begin, end in ranges), step):
+        yield [(min(begin + first, end), min(begin + first + step, end)) for begin, end in ranges]
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= _SMALL_NBYTES
+
+
+def _copy(out: torch.Tensor, inp: torch.Tensor) -> None:
+    """`inp` into `out`, unless it is the same memory."""
+    if out.data_ptr() != inp.data_ptr():
+        out.copy_(inp)
+
+
+def _swap(comm: MPI.Comm, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
+    """To and from every other rank of `comm` at once: tensor p goes to rank p, and from rank p comes what goes into p."""
+    others = [peer for peer in range(comm.Get_size()) if peer != comm.Get_rank()]
+    requests = [comm.Irecv(message, peer) for peer in others for message in _messages(receives[peer])]
+    requests += [comm.Isend(message, peer) for peer in others for message in _messages(sends[peer])]
+    MPI.Request.Waitall(requests)
+
+
+def _message(tensor: torch.Tensor) -> list[object]:
+    """A contiguous tensor as an MPI message of bytes, whatever its dtype."""
+    return [MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size()), MPI.BYTE]
+
+
+def _messages(tensor: torch.Tensor) -> Iterator[list[object]]:
+    """The same in as many messages as it takes; none for no elements."""
+    nbytes = tensor.numel() * tensor.element_size()
+    for start in range(0, nbytes, _MESSAGE_NBYTES):
+        size = min(_MESSAGE_NBYTES, nbytes - start)
+        yield [MPI.buffer.fromaddress(tensor.data_ptr() + start, size), MPI.BYTE]

@@ -176,6 +176,12 @@ class CudaStream(Stream):
         self.device = stream.device
         self.handle = stream.cuda_stream
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream) and (self.device, self.handle) == (other.device, other.handle)
+
+    def __hash__(self) -> int:
+        return hash((self.device, self.handle))
+
     def submit(self, fn: Callable[[], object]) -> None:
         with torch.cuda.stream(self._stream):
             fn()
@@ -190,14 +196,14 @@ class CudaStream(Stream):
             event.synchronize()
 
 
-_INLINE = InlineStream()
+INLINE = InlineStream()
 
 
 def current_stream(device: torch.device) -> Stream:
     """The stream the caller computes on: torch's current CUDA stream, or on the host the caller's own thread."""
     if device.type == "cuda":
         return CudaStream(torch.cuda.current_stream(device))
-    return _INLINE
+    return INLINE
 
 
 def new_stream(device: torch.device, name: str, *, threaded: bool = False) -> Stream:
