@@ -82,9 +82,12 @@ class MpiCommunicator(Communicator):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._check_open("empty")
-        if self._windows is None:
+        if self._newest is not None:
+            self._newest[1].synchronize()
+        nbytes = numel * dtype.itemsize
+        if self._windows is None or not min(self._control.allgather(self._windows.has_room(nbytes))):
             return torch.empty(numel, dtype=dtype)
-        return self._windows.allocate(numel * dtype.itemsize).view(dtype)
+        return self._windows.allocate(nbytes).view(dtype)
 
     def _close(self) -> None:
         if self._windows is not None:

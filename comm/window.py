@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
 
 _ALIGNMENT = 64
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 class Place(NamedTuple):
@@ -32,6 +35,16 @@ class NodeWindows:
 
     def __bool__(self) -> bool:
         return bool(self._windows)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether this node's shared memory has twice the room for `nbytes` on each of its ranks.
+
+        Hazard: a page for which there is no room is found out when it is touched, and kills the process.
+        """
+        if not _SHARED_MEMORY.is_dir():
+            return True
+        free = os.statvfs(_SHARED_MEMORY)
+        return 2 * nbytes * self._comm.Get_size() <= free.f_bavail * free.f_frsize
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """This rank's part of a new window, as bytes. Collective; alike on every rank. Untouched pages take no memory."""

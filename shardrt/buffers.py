@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
+
+from .comm import Communicator
 
 
 class Account:
@@ -40,10 +43,13 @@ class FlatBuffer:
     """
 
     def __init__(self, nbytes: int, device: torch.device, account: Account) -> None:
+        # Views can only be made of a storage that is large enough; on the host, untouched memory costs nothing meanwhile.
+        self._set_up(nbytes, torch.UntypedStorage(nbytes, device=device), account)
+
+    def _set_up(self, nbytes: int, storage: torch.UntypedStorage, account: Account) -> None:
         self.nbytes = nbytes
         self._account = account
-        # Views can only be made of a storage that is large enough; on the host, untouched memory costs nothing meanwhile.
-        self._storage = torch.UntypedStorage(nbytes, device=device)
+        self._storage = storage
         self._in_use = False
 
     def view(self, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
@@ -78,3 +84,47 @@ class FlatBuffer:
             self._storage.resize_(0)
             self._account.give_back(self.nbytes)
             self._in_use = False
+
+
+class Slot:
+    """Memory that a communicator reaches without a copy (`Communicator.empty`), for one buffer at a time."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.nbytes = memory.numel()
+        self.storage = memory.untyped_storage()
+        self.taken = False
+
+    @classmethod
+    def of(cls, comm: Communicator, nbytes: int) -> Slot:
+        """The slot of `comm`, made or made anew if it is smaller. Collective. Never freed before `comm` is, so shared."""
+        slot = _slots.get(comm)
+        if slot is None or slot.nbytes < nbytes:
+            slot = _slots[comm] = cls(comm.empty(nbytes, torch.uint8))
+        return slot
+
+
+_slots: WeakKeyDictionary[Communicator, Slot] = WeakKeyDictionary()
+
+
+class SlotBuffer(FlatBuffer):
+    """A flat buffer that, while it is allocated, takes a slot."""
+
+    def __init__(self, nbytes: int, slot: Slot, account: Account) -> None:
+        self._set_up(nbytes, slot.storage, account)
+        self._slot = slot
+
+    def seal(self) -> None:
+        """The slot's memory stays."""
+
+    def allocate(self) -> None:
+        """Take the slot, which must be free. No-op if it is this buffer's."""
+        if not self._in_use:
+            assert not self._slot.taken, "one buffer at a time"
+            self._slot.taken = self._in_use = True
+            self._account.take(self.nbytes)
+
+    def release(self) -> None:
+        """Give the slot back. No-op if it is not this buffer's."""
+        if self._in_use:
+            self._slot.taken = self._in_use = False
+            self._account.give_back(self.nbytes)

@@ -29,7 +29,7 @@ from .kernels import pack_into
 from .layout import Layout
 from .param import ShardedParam, local_geometry, placement_of
 from .policy import MixedPrecisionPolicy
-from .reduction import GradientReduction
+from .reduction import GradientReduction, reduce_layout
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -140,7 +140,6 @@ class ParamGroup:
             self._own_views.append(self.full.view(dtype, first + run.offset, local.shape, local.stride()))
             param.make_unsharded(self.full, self.layout.slots[index].offset, dtype)
         self.full.seal()
-        self.refresh_trainable()
 
     @property
     def root(self) -> ParamGroup:
@@ -186,12 +185,20 @@ class ParamGroup:
             watch = partial(on_gradient, self)
             self._watches = [param.unsharded.register_post_accumulate_grad_hook(watch) for param in self.trainable]
 
+    def _reduce_dtype(self, params: Sequence[ShardedParam]) -> torch.dtype:
+        return self.mp_policy.reduce_dtype or reduce(torch.promote_types, [param.unsharded.dtype for param in params])
+
+    def packed_nbytes(self) -> int:
+        """Bytes of the packed gradients when every parameter is trainable."""
+        if not self.params:
+            return 0
+        segment = reduce_layout(self.layout, range(len(self.params)), self.mesh.rank).segment_numel
+        return self.mesh.size * segment * self._reduce_dtype(self.params).itemsize
+
     def _make_reduction(self) -> GradientReduction:
         assert self.runtime is not None, "attach() comes first"
-        dtype = self.mp_policy.reduce_dtype
-        if dtype is None:
-            dtype = reduce(torch.promote_types, [param.unsharded.dtype for param in self.trainable])
-        return GradientReduction(self.params, self.layout, self._reduce_comm, dtype, self.runtime.account)
+        dtype, account = self._reduce_dtype(self.trainable), self.runtime.account
+        return GradientReduction(self.params, self.layout, self._reduce_comm, dtype, account, self.runtime.slot_for(self))
 
     # ------------------------------------------------------------------ a step, in order
 
@@ -259,7 +266,8 @@ class ParamGroup:
     def pack_grads(self) -> None:
         """Move the gradients there are from the unsharded parameters to the packed buffer."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
+        grads = [param.unsharded.grad for param in self.trainable]
+        self.reduction.pack(grads, self._streams.compute, reduced_next=self.sync_gradients)
         for param in self.trainable:
             param.unsharded.grad = None
 

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 LOT_NBYTES = 1 << 20
 
 
+def is_large(group: ParamGroup) -> bool:
+    """A group that fills a lot by itself."""
+    return group.nbytes > LOT_NBYTES
+
+
 class PrefetchQueue:
     """Records the order of use and names the groups to gather next: one, or a lot of small ones."""
 

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from .buffers import Account, FlatBuffer
+from .buffers import Account, FlatBuffer, Slot, SlotBuffer
 from .comm import Communicator, Event, ReduceOp, Stream
 from .kernels import add_into, pack_into
 from .layout import Layout
@@ -96,11 +96,29 @@ class Handoff:
             self.release_stream.submit(buffer.release)
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A buffer for packed gradients, and its views: all of it, and piece by piece."""
+
+    buffer: FlatBuffer
+    flat: torch.Tensor
+    pieces: list[torch.Tensor]
+
+
 class GradientReduction:
-    """Packs, reduces and publishes the gradients of one group's trainable parameters."""
+    """Packs, reduces and publishes the gradients of one group's trainable parameters.
+
+    Gradients that are reduced at once are packed into the `slot`, if there is one and they fit.
+    """
 
     def __init__(
-        self, params: Sequence[ShardedParam], layout: Layout, comm: Communicator, dtype: torch.dtype, account: Account
+        self,
+        params: Sequence[ShardedParam],
+        layout: Layout,
+        comm: Communicator,
+        dtype: torch.dtype,
+        account: Account,
+        slot: Slot | None,
     ) -> None:
         trainable = [index for index, param in enumerate(params) if param.sharded.requires_grad]
         self.params = [params[index] for index in trainable]
@@ -109,14 +127,19 @@ class GradientReduction:
         self._layout = reduce_layout(layout, trainable, comm.rank)
         self._everything = frozenset(range(len(trainable)))
         self._packed_with: frozenset[int] = frozenset()  # positions with a gradient in `packed`; none: nothing is packed
-        numel = comm.size * self._layout.segment_numel
-        self._packed = FlatBuffer(numel * dtype.itemsize, comm.device, account)
-        self._packed_flat = self._packed.view(dtype, 0, (numel,))
-        self._piece_views = [self._piece_view(piece, dtype) for piece in self._layout.pieces]
-        self._packed.seal()
+        nbytes = comm.size * self._layout.segment_numel * dtype.itemsize
+        self._ordinary = self._packed = self._lay_out(FlatBuffer(nbytes, comm.device, account), dtype)
+        self._slot = slot if slot is not None and nbytes <= slot.nbytes else None
+        self._slotted = None if self._slot is None else self._lay_out(SlotBuffer(nbytes, self._slot, account), dtype)
         # Then the pieces are the gradients, one by one: a step has nothing to match.
         self._whole = [piece.position for piece in self._layout.pieces] == list(range(len(trainable)))
         self._make_outputs([placement_of(index, layout) for index in trainable], dtype, account)
+
+    def _lay_out(self, buffer: FlatBuffer, dtype: torch.dtype) -> Packed:
+        flat = buffer.view(dtype, 0, (buffer.nbytes // dtype.itemsize,))
+        packed = Packed(buffer, flat, [self._piece_view(buffer, piece, dtype) for piece in self._layout.pieces])
+        buffer.seal()
+        return packed
 
     def _make_outputs(self, placements: Sequence[Placement], dtype: torch.dtype, account: Account) -> None:
         numel, device, rank = self._layout.segment_numel, self._comm.device, self._comm.rank
@@ -136,30 +159,35 @@ class GradientReduction:
             self._grads.append(param.sharded_like(local))
         self._scratch.seal()
 
-    def _piece_view(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+    def _piece_view(self, buffer: FlatBuffer, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
         param, numel = self.params[piece.position], piece.stop - piece.start
         shape, stride = torch.Size((numel,)), None
         if numel == param.shape.numel():
             shape, stride = param.shape, outermost_stride(param.shape, param.dim)
-        return self._packed.view(dtype, piece.offset * dtype.itemsize, shape, stride)
+        return buffer.view(dtype, piece.offset * dtype.itemsize, shape, stride)
 
-    def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream) -> None:
+    def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream, *, reduced_next: bool) -> None:
         """Copy the gradients into the packed buffer, or add them if some are there already. None: that one has none."""
         first = not self._packed_with
         if first:
-            compute.submit(self._packed.allocate)
+            self._packed = self._choose() if reduced_next else self._ordinary
+            compute.submit(self._packed.buffer.allocate)
         sources = [grad for grad in grads if grad is not None]
         if self._whole and len(sources) == len(grads):
-            compute.submit(partial(pack_into if first else add_into, self._piece_views, sources))
+            compute.submit(partial(pack_into if first else add_into, self._packed.pieces, sources))
             self._packed_with = self._everything
         else:
             compute.submit(partial(self._pack_pieces, grads, first))
             self._packed_with |= {position for position, grad in enumerate(grads) if grad is not None}
 
+    def _choose(self) -> Packed:
+        free = self._slot is not None and not self._slot.taken
+        return self._slotted if free and self._slotted is not None else self._ordinary
+
     def _pack_pieces(self, grads: Sequence[torch.Tensor | None], first: bool) -> None:
         """The same, piece by piece; what has no gradient contributes zeros."""
         views, sources = [], []
-        for piece, view in zip(self._layout.pieces, self._piece_views, strict=True):
+        for piece, view in zip(self._layout.pieces, self._packed.pieces, strict=True):
             grad = grads[piece.position]
             if grad is not None:
                 views.append(view)
@@ -181,18 +209,18 @@ class GradientReduction:
         if not direct:
             stream.submit(self._scratch.allocate)
         out = self._segment if direct else self._scratch_flat
-        self._comm.reduce_scatter(out, self._packed_flat, ReduceOp.AVG, stream=stream)
+        self._comm.reduce_scatter(out, self._packed.flat, ReduceOp.AVG, stream=stream)
         if not direct:
             older = {p: self._sharded[p].grad.to_local() for p in positions if p not in fresh}  # type: ignore[union-attr]
             stream.submit(partial(self._fold, fresh, older))
         for position in fresh:
             self._sharded[position].grad = self._grads[position]
-        return self._packed
+        return self._packed.buffer
 
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""
         self._packed_with = frozenset()
-        self._packed.release()
+        self._packed.buffer.release()
 
     def _fold(self, fresh: Sequence[int], older: dict[int, torch.Tensor]) -> None:
         pack_into([self._grads[p].to_local() for p in fresh], [self._scratch_views[p] for p in fresh])

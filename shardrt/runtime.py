@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import Node
 
 from . import comm, prefetch
-from .buffers import Account
+from .buffers import Account, Slot
 from .group import ParamGroup
 from .reduction import Handoff
 
@@ -85,6 +85,14 @@ class Runtime:
                     f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
                 )
             group.attach(self, names[group.module])
+        nbytes = max((group.packed_nbytes() for group in self.groups if prefetch.is_large(group)), default=0)
+        self._slot = Slot.of(root.mesh.communicator("reduce"), nbytes) if nbytes else None
+        for group in self.groups:
+            group.refresh_trainable()
+
+    def slot_for(self, group: ParamGroup) -> Slot | None:
+        """Where the reduce communicator reads packed gradients. For large groups: one of them is in flight at a time."""
+        return self._slot if prefetch.is_large(group) else None
 
     def begin_forward(self) -> None:
         """The root's forward starts."""
