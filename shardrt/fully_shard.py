@@ -115,6 +115,8 @@ def fully_shard(
     mesh = comm.world().mesh if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard(mesh={mesh!r}): expected a DeviceMesh, such as shardrt.world().mesh")
+    if len(mesh.shape) != 1:
+        raise ValueError(f"fully_shard(mesh={mesh}): expected one axis; name it, as in mesh['{mesh.axis_names[-1]}']")
     owners: _Owners = {}
     buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
     asked: dict[nn.Parameter, Shard | None] = {}

@@ -102,8 +102,9 @@ def test_ranks_with_different_models(world: World) -> None:
 
 @on_ranks(1, 2, 3)
 def test_meshes_that_do_not_match(world: World) -> None:
-    refused("mesh of 5 ranks does not match", lambda: shardrt.DeviceMesh(world.comm, (5,)))
-    refused("expected one axis", lambda: shardrt.DeviceMesh(world.comm, (world.size, 1), ("dp", "tp")))
+    refused("has 5 ranks and does not match", lambda: shardrt.DeviceMesh(world.comm, (5,)))
+    plane = shardrt.DeviceMesh(world.comm, (world.size, 1), ("dp", "tp"))
+    refused("expected one axis; name it, as in mesh.'tp'.", lambda: shardrt.fully_shard(nn.Linear(2, 2), mesh=plane))
     refused("expected a DeviceMesh", lambda: shardrt.fully_shard(nn.Linear(2, 2), mesh=4), TypeError)
 
 
