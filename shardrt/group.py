@@ -6,7 +6,8 @@
 | wait_unsharded | compute         | the module sees full parameters            | 1 event wait                            |
 | reshard        | gather          | the module sees shards; full is freed      | no communication                        |
 | pack_grads     | compute         | gradients -> packed                        | gradients read and written once         |
-| reduce_grads   | reduce          | packed -> sharded gradients                | 1 reduce-scatter                        |
+| reduce_grads   | reduce          | packed -> this rank's segment              | 1 reduce-scatter                        |
+| publish_grads  | reduce          | segment -> sharded gradients               | nothing, or the segment read once       |
 
 Legend: N ranks; S bytes in a segment of the layout. The unsharded parameters are views of `full`: nothing is copied out.
 Invariant: full storage is allocated and released on the gather stream only; it is there exactly while `ready` is.
@@ -24,7 +25,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .buffers import FlatBuffer
-from .comm import DeviceMesh, Event
+from .comm import DeviceMesh, Work
 from .kernels import pack_into
 from .layout import Layout
 from .param import ShardedParam, local_geometry, placement_of
@@ -87,7 +88,7 @@ class ParamGroup:
         self.children: list[ParamGroup] = []
         self.runtime: Runtime | None = None
         self.phase = Phase.RESTING
-        self.ready: Event | None = None  # passes when `full` is gathered; None while sharded
+        self.ready: Work | None = None  # done when `full` is gathered; None while sharded
         self.installed = False  # the module sees the unsharded parameters
         self.sync_gradients = True
         self.open_calls: set[Call] = set()  # whose backward is under way
@@ -128,8 +129,8 @@ class ParamGroup:
         self.runtime = runtime
         self.name = name or self.name
         self._streams = runtime.streams
-        self._gather_comm = self.mesh.communicator("gather")
-        self._reduce_comm = self.mesh.communicator("reduce")
+        self.gather_comm = self.mesh.communicator("gather")
+        self.reduce_comm = self.mesh.communicator("reduce")
         self.full = FlatBuffer(self.layout.nbytes, self.mesh.device, runtime.account)
         self._full_bytes = self.full.view(torch.uint8, 0, (self.layout.nbytes,))
         first = self.mesh.rank * self.layout.segment_nbytes
@@ -198,7 +199,7 @@ class ParamGroup:
     def _make_reduction(self) -> GradientReduction:
         assert self.runtime is not None, "attach() comes first"
         dtype, account = self._reduce_dtype(self.trainable), self.runtime.account
-        return GradientReduction(self.params, self.layout, self._reduce_comm, dtype, account, self.runtime.slot_for(self))
+        return GradientReduction(self.params, self.layout, self.reduce_comm, dtype, account, self.runtime.slot_for(self))
 
     # ------------------------------------------------------------------ a step, in order
 
@@ -219,7 +220,7 @@ class ParamGroup:
         gather.submit(self.full.allocate)
         if self._casts:
             gather.submit(self._cast_own)
-        self.ready = self._gather_comm.all_gather(self._full_bytes, self._own_bytes, stream=gather).event
+        self.ready = self.gather_comm.all_gather(self._full_bytes, self._own_bytes, stream=gather)
 
     def _cast_own(self) -> None:
         pack_into(self._own_views, self._locals)
@@ -228,7 +229,7 @@ class ParamGroup:
         """Let compute wait for the gather and the module see full parameters. No-op if it does."""
         if self.installed or self.ready is None:
             return
-        self._streams.compute.wait(self.ready)
+        self.ready.wait(self._streams.compute)
         for registry, attribute, param in self._owners:
             registry[attribute] = param.unsharded
         self.installed = True
@@ -276,9 +277,14 @@ class ParamGroup:
         return self.sync_gradients and self.reduction is not None and self.reduction.pending
 
     def reduce_grads(self) -> FlatBuffer:
-        """Reduce what is packed into the sharded gradients. Returns the packed buffer, which the reduction reads."""
+        """Reduce what is packed. Returns the packed buffer, which the reduction reads."""
         assert self.reduction is not None, "only trainable parameters get gradients"
         return self.reduction.launch(self._streams.reduce)
+
+    def publish_grads(self) -> None:
+        """Make what was reduced the sharded gradients."""
+        assert self.reduction is not None, "only trainable parameters get gradients"
+        self.reduction.publish(self._streams.reduce)
 
     def end_backward(self) -> None:
         """No call's backward is under way any more."""

@@ -4,7 +4,7 @@
 |--------|---------|--------------------------------------------------------|-----------------------------------------------|
 | pack   | compute | unsharded grads -> packed (N * s,), cast or added      | gradients read once, packed written once      |
 | launch | reduce  | packed (N * s,) -> this rank's segment (s,)            | 1 reduce-scatter                              |
-| fold   | reduce  | segment -> `.grad`s, cast or added; only if it has to  | segment read once                             |
+| publish| reduce  | segment -> `.grad`s, cast or added only if it has to   | nothing, or the segment read once             |
 
 Legend: N ranks; s elements in a segment. Without casts and without gradients from before, the segment *is* the `.grad`s.
 The sharded gradients are views of one buffer that lives as long as the group, as DDP's `gradient_as_bucket_view`:
@@ -127,6 +127,8 @@ class GradientReduction:
         self._layout = reduce_layout(layout, trainable, comm.rank)
         self._everything = frozenset(range(len(trainable)))
         self._packed_with: frozenset[int] = frozenset()  # positions with a gradient in `packed`; none: nothing is packed
+        self._fresh: list[int] = []  # of those launched, the ones without a gradient from before
+        self._direct = False  # the newest launch leaves its result where the gradients lie
         nbytes = comm.size * self._layout.segment_numel * dtype.itemsize
         self._ordinary = self._packed = self._lay_out(FlatBuffer(nbytes, comm.device, account), dtype)
         self._slot = slot if slot is not None and nbytes <= slot.nbytes else None
@@ -202,20 +204,23 @@ class GradientReduction:
         return bool(self._packed_with)
 
     def launch(self, stream: Stream) -> FlatBuffer:
-        """Average what is packed over the ranks and make it the sharded gradients. Returns the packed buffer, still read."""
-        positions, self._packed_with = self._packed_with, frozenset()
-        fresh = [position for position in positions if self._sharded[position].grad is None]
-        direct = not self._casts and len(fresh) == len(self.params)
-        if not direct:
+        """Average what is packed over the ranks. Returns the packed buffer, still read."""
+        self._fresh = [position for position in self._packed_with if self._sharded[position].grad is None]
+        self._direct = not self._casts and len(self._fresh) == len(self.params)
+        if not self._direct:
             stream.submit(self._scratch.allocate)
-        out = self._segment if direct else self._scratch_flat
+        out = self._segment if self._direct else self._scratch_flat
         self._comm.reduce_scatter(out, self._packed.flat, ReduceOp.AVG, stream=stream)
-        if not direct:
-            older = {p: self._sharded[p].grad.to_local() for p in positions if p not in fresh}  # type: ignore[union-attr]
-            stream.submit(partial(self._fold, fresh, older))
-        for position in fresh:
-            self._sharded[position].grad = self._grads[position]
         return self._packed.buffer
+
+    def publish(self, stream: Stream) -> None:
+        """Make what was launched last the sharded gradients, or add it to those there are."""
+        positions, self._packed_with = self._packed_with, frozenset()
+        if not self._direct:
+            older = {p: self._sharded[p].grad.to_local() for p in positions if p not in self._fresh}  # type: ignore[union-attr]
+            stream.submit(partial(self._fold, self._fresh, older))
+        for position in self._fresh:
+            self._sharded[position].grad = self._grads[position]
 
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import cast
 
 import torch
@@ -117,8 +118,9 @@ class Runtime:
 
     def gather_ahead(self, groups: list[ParamGroup]) -> None:
         """Start gathering what the prefetch queue names."""
-        for group in groups:
-            group.unshard()
+        with _together(group.gather_comm for group in groups):
+            for group in groups:
+                group.unshard()
 
     def begin_backward(self) -> None:
         """The first gradient of a backward comes in: have its end announced."""
@@ -145,7 +147,11 @@ class Runtime:
             for group in self._to_reduce:
                 group.pack_grads()
             self.streams.reduce.wait(self.streams.compute.record())
-            sent = [group.reduce_grads() for group in self._to_reduce if group.sync_gradients]
+            syncing = [group for group in self._to_reduce if group.sync_gradients]
+            with _together(group.reduce_comm for group in syncing):
+                sent = [group.reduce_grads() for group in syncing]
+            for group in syncing:
+                group.publish_grads()
         self._in_flight = Handoff(sent, self.streams.reduce.record(), self.streams.compute)
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
@@ -179,3 +185,12 @@ class Runtime:
         self.streams.reduce.synchronize()
         for group in self.groups:
             group.reset()
+
+
+@contextmanager
+def _together(comms: Iterable[comm.Communicator]) -> Iterator[None]:
+    """Make the calls of the `with` block on each of these communicators one."""
+    with ExitStack() as stack:
+        for communicator in dict.fromkeys(comms):
+            stack.enter_context(communicator.group())
+        yield

@@ -27,7 +27,10 @@ NODES: dict[str, Callable[[int], int]] = {
     "mixed": lambda rank: rank % 2,  # not in runs: as one node without shared memory
 }
 
-every_path = pytest.mark.parametrize("nodes", list(NODES))
+PATHS = [("one-node", False), ("one-node", True), ("pairs", False), ("pairs", True), ("alone", True), ("mixed", False)]
+every_path = pytest.mark.parametrize(
+    ("nodes", "threaded"), PATHS, ids=[f"{n}-{'threaded' if t else 'inline'}" for n, t in PATHS]
+)
 windows = pytest.mark.parametrize("window", [False, True], ids=["ordinary", "window"])
 
 
@@ -87,8 +90,8 @@ class Buffers:
 @windows
 @every_path
 @on_ranks(1, 2, 3, 4)
-def test_all_gather(world: World, nodes: str, window: bool) -> None:
-    with path(world, nodes) as (comm, stream):
+def test_all_gather(world: World, nodes: str, threaded: bool, window: bool) -> None:
+    with path(world, nodes, threaded=threaded) as (comm, stream):
         buffers = Buffers(comm, window)
         for dtype in MOVED:
             for n in SIZES:
@@ -98,7 +101,7 @@ def test_all_gather(world: World, nodes: str, window: bool) -> None:
                 out, inp = buffers.poisoned(n * world.size, dtype), buffers.holding(values(world.rank, n, dtype))
                 comm.all_gather(out, inp, stream=stream).synchronize()
                 assert same(out, expected), (dtype, n)
-                inp.zero_()  # as soon as it is done, the input is the caller's
+                inp.zero_()  # as soon as the call is done, the input is the caller's
                 in_place = buffers.poisoned(n * world.size, dtype)
                 own = in_place[world.rank * n : (world.rank + 1) * n].copy_(values(world.rank, n, dtype))
                 comm.all_gather(in_place, own, stream=stream).synchronize()
@@ -127,8 +130,8 @@ def fold(rows: list[torch.Tensor], op: ReduceOp | PreMulSum) -> torch.Tensor:
 @windows
 @every_path
 @on_ranks(1, 2, 3, 4)
-def test_reductions(world: World, nodes: str, window: bool) -> None:
-    with path(world, nodes) as (comm, stream):
+def test_reductions(world: World, nodes: str, threaded: bool, window: bool) -> None:
+    with path(world, nodes, threaded=threaded) as (comm, stream):
         buffers, N = Buffers(comm, window), world.size
         for dtype in DTYPES:
             for op in (*ReduceOp, PreMulSum(0.3)):
@@ -152,6 +155,16 @@ def test_reductions(world: World, nodes: str, window: bool) -> None:
                     assert same(kept, expected), (dtype, op, n)
                     comm.reduce_scatter(inp[own], inp, op, stream=stream).synchronize()
                     assert same(inp[own], expected[own]), (dtype, op, n)
+
+
+@on_ranks(3)
+def test_low_precision_is_summed_in_float32(world: World) -> None:
+    """1 + 2**-8 + 2**-8: in bfloat16 each addition rounds back to 1; in float32 the sum is 1 + 2**-7, which bfloat16 has."""
+    value = 1.0 if world.rank == 0 else 2.0**-8
+    for n in (1, 100_000):
+        out = torch.empty(n, dtype=torch.bfloat16)
+        world.comm.all_reduce(out, torch.full((n,), value, dtype=torch.bfloat16), ReduceOp.SUM, stream=world.stream)
+        assert torch.equal(out, torch.full((n,), 1 + 2.0**-7, dtype=torch.bfloat16))
 
 
 @on_ranks(1, 2, 3, 4)
@@ -290,6 +303,27 @@ def test_more_than_2_31_elements(world: World) -> None:
     assert int(torch.count_nonzero(big)) == len(marks)
 
 
+@on_ranks(1, 3, 4)
+def test_split(world: World) -> None:
+    parity = world.comm.split(world.rank % 2, -world.rank, "parity")
+    assert parity is not None
+    members = [r for r in range(world.size) if r % 2 == world.rank % 2][::-1]
+    assert (parity.rank, parity.size) == (members.index(world.rank), len(members))
+    assert parity.exchange(world.rank) == members
+    out = torch.empty(len(members), dtype=torch.int64)
+    parity.all_gather(out, torch.tensor([world.rank]), stream=world.stream)
+    assert out.tolist() == members
+    parity.barrier(stream=world.stream).synchronize()
+    parity.close()
+    parity.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        parity.all_gather(out, out[:1], stream=world.stream)
+    alone = world.comm.split(0 if world.rank == 0 else None, 0, "first")
+    assert (alone is None) == (world.rank != 0)
+    if alone is not None:
+        alone.close()
+
+
 @on_ranks(1, 2, 3)
 def test_agreement(world: World) -> None:
     """An exception on one rank is one on every rank, and all go on together."""
@@ -335,6 +369,23 @@ def test_bad_arguments_are_refused(world: World) -> None:
     eighth = good.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"float8_e4m3fn cannot be reduced; expected one of bfloat16, bool, float16"):
         comm.all_reduce(eighth, eighth, ReduceOp.SUM, stream=stream)
+    pair = torch.zeros(2)
+    with pytest.raises(ValueError, match=rf"out.numel\(\) == N \* inp.numel\(\), found {2 * N + 1} against 2"):
+        comm.all_gather(torch.zeros(2 * N + 1), pair, stream=stream)
+    with pytest.raises(ValueError, match=r"inp.numel\(\) == N \* out.numel\(\)"):
+        comm.reduce_scatter(pair, torch.zeros(2 * N + 1), ReduceOp.SUM, stream=stream)
+    with pytest.raises(ValueError, match="one dtype"):
+        comm.all_reduce(torch.zeros(2, dtype=torch.float64), pair, ReduceOp.SUM, stream=stream)
+    with pytest.raises(ValueError, match="inp is not contiguous"):
+        comm.all_reduce(torch.zeros(2, 3), torch.zeros(3, 2).t(), ReduceOp.SUM, stream=stream)
+    with pytest.raises(ValueError, match="AVG of torch"):
+        comm.all_reduce(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), ReduceOp.AVG, stream=stream)
+    with pytest.raises(ValueError, match="root 7 is no rank"):
+        comm.broadcast(pair, pair, 7, stream=stream)
+    with pytest.raises(ValueError, match="complex64 cannot be reduced"):
+        comm.all_reduce(pair.to(torch.complex64), pair.to(torch.complex64), ReduceOp.SUM, stream=stream)
+    with pytest.raises(ValueError, match="is on meta"):
+        comm.broadcast(torch.zeros(2, device="meta"), pair, 0, stream=stream)
     other = new_stream(world.device, "other", threaded=True)
     with pytest.raises(ValueError, match=r"a group's calls share one stream"), comm.group():  # noqa: PT012
         comm.barrier(stream=stream)
