@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import logging
 import re
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,15 +27,16 @@ import pytest
 import torch
 
 import shardrt.comm
+from ranks import rank_environment
 from shardrt.comm import libnccl
 from shardrt.comm.communicator import Communicator, Hook, PreMulSum, ReduceOp, Work
 from shardrt.comm.streams import CudaStream, InlineStream, Stream, current_stream, new_stream
 
 DEVICE = torch.device("cuda", 1)
-HANDLE = 0x5EED
-COMM = 0xC0111  # the raw ncclComm_t
+HANDLE = 0x7F5E_ED00_5EED
+COMM = 0x7FC0_1111_0000  # the raw ncclComm_t
 OPERATOR = 17  # what ncclRedOpCreatePreMulSum answers
-REGISTRATION = 0xBEAD  # what ncclCommRegister answers
+REGISTRATION = 0x7FBE_AD00_BEAD  # what ncclCommRegister answers
 UNIQUE_ID = bytes(range(128))
 
 # The first line of CuPy's docstrings, which is the signature, without the class's name and `self`.
@@ -602,8 +604,8 @@ def test_all_to_all_in_place_keeps_a_copy_until_it_is_enqueued(double: Double, n
     vars(sys.modules["cupy.cuda.nccl"]).update(groupEnd=lambda: kept.append(len(comm._temporaries)))
     with comm.group():
         comm.all_to_all(tensor, tensor, stream=cuda_stream())
-        comm.barrier(stream=cuda_stream())
-    assert kept[-1] == 1
+        comm.all_to_all(tensor, tensor, stream=cuda_stream())
+    assert kept[-1] == 2
     assert comm._temporaries == []
     assert double.events[:3] == [START, ("on stream", HANDLE), ("off stream",)]
     sent = next(event for event in double.events if event[0] in ("send", "ncclAlltoAll"))
@@ -850,6 +852,14 @@ def test_failing_to_connect_names_the_communicator(double: Double) -> None:
         double.backend().NcclCommunicator(host, DEVICE, "dp.gather")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_check_refuses_a_machine_without_a_gpu() -> None:
+    script = Path(__file__).parent.parent / "scripts" / "gpu_check.py"
+    done = subprocess.run([sys.executable, str(script)], env=rank_environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"gpu_check.py: error: no GPU to check: .*\n", done.stderr)
+
+
 # ---------------------------------------------------------------------- on a GPU, one rank
 
 NUMEL = 100_003  # odd, and enough for several thread blocks
@@ -979,3 +989,23 @@ def test_gpu_default_stream_barrier_split_and_close(gpu: Gpu) -> None:
     made.close()
     gpu.run(gpu.comm.all_reduce, out, inp, ReduceOp.MIN)
     assert torch.equal(out, inp)
+
+
+@gpu_test
+def test_gpu_events_and_waits_order_streams(gpu: Gpu) -> None:
+    device = gpu.comm.device
+    slow, other = gpu.stream, new_stream(device, "other")
+    inp, out, seen = (torch.zeros(NUMEL, device=device) for _ in range(3))
+    for stream in (slow, other):
+        stream.wait(current_stream(device).record())
+    slow.submit(lambda: torch.cuda._sleep(200_000_000))  # cycles, a tenth of a second
+    slow.submit(lambda: inp.fill_(3))
+    event = slow.record()
+    assert not event.query()
+    work = gpu.comm.all_reduce(out, inp, ReduceOp.SUM, stream=slow)
+    work.wait(other)
+    other.submit(lambda: seen.copy_(out))
+    other.synchronize()
+    assert event.query()
+    assert work.is_done()
+    assert torch.equal(seen, torch.full_like(seen, 3))
