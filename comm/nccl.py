@@ -1,27 +1,29 @@
 """CUDA tensors over NCCL, through CuPy's thin binding of it.
 
-A collective is one NCCL call on the stream it was given: nothing is copied, cast or allocated on
-the way, and the host does not wait. What only moves data (all-gather, broadcast) goes as bytes, so
-every dtype can; what reduces needs a dtype that NCCL can add, which int16 is not. In place follows
-from the pointers, as the contract words it.
+A collective is one NCCL call, or one NCCL group, on the stream it was given; the host does not wait. Only these are copied on
+the way: a rank's own block in what is made of sends and receives (gather, scatter, all-to-all), the input of an all-to-all in
+place, and that of a pre-multiplied sum where NCCL has none. What only moves data goes as bytes, so every dtype can; what
+reduces needs a dtype that NCCL can add, which int16 is not. In place follows from the pointers, as the contract words it.
 
-Precision: NCCL reduces in the tensors' own dtype, in an order of its own choice. AVG multiplies
-every rank's values by 1 / N, rounded to the dtype, before it adds them: up to 0.2 % off in bfloat16
-unless N is a power of two.
+Precision: NCCL reduces in the tensors' own dtype, in an order of its own choice. AVG and PreMulSum multiply every rank's values
+by the factor, rounded to the dtype, before they are added: up to 0.2 % off in bfloat16 unless it is a power of two.
 
-Hazard: a communicator runs its calls one after the other, even those on different streams; what is
-to overlap needs a communicator each, called in the same order on every rank.
+Hazard: a communicator runs its calls one after the other, even those on different streams; what is to overlap needs a
+communicator each, called in the same order on every rank.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from .communicator import Communicator, ReduceOp
+from .communicator import Call, Communicator, Hook, Op, ReduceOp
+from .libnccl import Buffer, Library
 from .streams import CudaStream, Stream
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ _DTYPES = {
     torch.int32: nccl.NCCL_INT32,
     torch.int8: nccl.NCCL_INT8,
     torch.uint8: nccl.NCCL_UINT8,
+    torch.bool: nccl.NCCL_UINT8,
 }
 _BYTE = nccl.NCCL_INT8  # NCCL itself turns every all-gather and broadcast into one of these
 _OPS = {
@@ -61,23 +64,29 @@ _OPS = {
     ReduceOp.MAX: nccl.NCCL_MAX,
     ReduceOp.PRODUCT: nccl.NCCL_PROD,
 }
-# Hazard: over one rank, NCCL before 2.29.7 leaves the end of an AVG unwritten. SUM is the same.
+_OPS_OF_BOOL = _OPS | {ReduceOp.SUM: nccl.NCCL_MAX, ReduceOp.PRODUCT: nccl.NCCL_MIN}
+# Hazard: over one rank, NCCL before 2.29.7 leaves the end of an AVG unwritten, which is a pre-multiplied sum. SUM is the same.
 _OPS_OF_ONE_RANK = _OPS | {ReduceOp.AVG: nccl.NCCL_SUM}
+
+_library = Library(str(sys.modules[nccl.NcclCommunicator.__module__].__file__), nccl.check_status)
 
 
 class NcclCommunicator(Communicator):
     """One GPU per rank, and the host communicator over the same ranks, which it owns.
 
-    The host communicator carries the unique id, `exchange` and `split`. Creating is collective over
-    it, and makes `device` (with its index) the current one of torch and of CuPy: NCCL binds a
-    communicator to the device that is current.
+    The host communicator carries the unique id, `exchange` and `split`. Creating is collective over it, and makes `device`
+    (with its index) the current one of torch and of CuPy: NCCL binds a communicator to the device that is current.
     Raises: RuntimeError when NCCL cannot connect the ranks.
     """
 
-    def __init__(self, host: MpiCommunicator, device: torch.device, name: str) -> None:
-        super().__init__(host.rank, host.size, device, name)
+    def __init__(self, host: MpiCommunicator, device: torch.device, name: str, hooks: Sequence[Hook] = ()) -> None:
+        super().__init__(host.rank, host.size, device, name, hooks)
         self._host = host
         self._ops = _OPS if host.size > 1 else _OPS_OF_ONE_RANK
+        self._has_pre_mul_sum = _library.has_pre_mul_sum and host.size > 1
+        self._buffers: list[Buffer] = []
+        # Hazard: a group's calls are launched at its end; until then, what they read must not be freed.
+        self._temporaries: list[torch.Tensor] = []
         torch.cuda.set_device(device)
         Device(device.index).use()
         if _log.isEnabledFor(logging.DEBUG):
@@ -92,84 +101,190 @@ class NcclCommunicator(Communicator):
         self._check_open("exchange")
         return self._host.exchange(value)
 
+    def exchange_bytes(self, row: bytes) -> list[bytes]:
+        self._check_open("exchange_bytes")
+        return self._host.exchange_bytes(row)
+
     def split(self, color: int | None, key: int, name: str) -> NcclCommunicator | None:
         self._check_open("split")
         host = self._host.split(color, key, name)
-        return None if host is None else NcclCommunicator(host, self.device, name)
+        return None if host is None else NcclCommunicator(host, self.device, name, self.hooks)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self._check_open("empty")
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0 or not _library.has_registration:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        with torch.cuda.device(self.device):
+            self._buffers.append(self._attempt("empty", _library.allocate, self._nccl.comm, nbytes))
+        return torch.as_tensor(self._buffers[-1], device=self.device).view(dtype)
 
     def _close(self) -> None:
-        # Hazard: a collective that still runs would lose its buffers to destroy().
+        # Hazard: a collective that still runs would lose its buffers.
         torch.cuda.synchronize(self.device)
+        while self._buffers:
+            self._attempt("close", _library.free, self._nccl.comm, self._buffers.pop())
         self._nccl.destroy()
         self._host.close()
 
+    # ------------------------------------------------------------------ collectives
+
+    def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:
+        # Handle 0 is a CUDA stream as well, torch's default one, when it is passed as a CudaStream: that is a caller's choice.
+        # A host stream's 0 would put the call there by accident.
+        if not isinstance(stream, CudaStream) or stream.device != self.device:
+            raise ValueError(
+                f"{calls[0].name} on {self}: expected a stream of {self.device}, found a "
+                f"{type(stream).__name__} on {stream.device}; use new_stream({self.device}, ...)"
+            )
+        try:
+            if len(calls) == 1:
+                self._enqueue_call(stream, calls[0])
+            else:
+                self._attempt("group", self._enqueue_group, stream, calls)
+        finally:
+            self._temporaries.clear()
+
+    def _enqueue_call(self, stream: Stream, call: Call) -> None:
+        self._attempt(call.name, call.enqueue, stream, call=call)
+
+    def _enqueue_group(self, stream: Stream, calls: Sequence[Call]) -> None:
+        with _grouped():
+            for call in calls:
+                self._enqueue_call(stream, call)
+
     def _all_gather(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor) -> None:
-        launch = self._nccl.allGather
-        self._enqueue("all_gather", launch, stream, out, inp, _nbytes(inp), _BYTE)
+        self._nccl.allGather(inp.data_ptr(), out.data_ptr(), _nbytes(inp), _BYTE, stream.handle)
 
-    def _reduce_scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
-        codes = self._codes("reduce_scatter", inp.dtype, op)
-        launch = self._nccl.reduceScatter
-        self._enqueue("reduce_scatter", launch, stream, out, inp, out.numel(), *codes)
+    def _reduce_scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
+        self._reduce_by(self._nccl.reduceScatter, stream, out, inp, out.numel(), op)
 
-    def _all_reduce(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: ReduceOp) -> None:
-        codes = self._codes("all_reduce", inp.dtype, op)
-        launch = self._nccl.allReduce
-        self._enqueue("all_reduce", launch, stream, out, inp, inp.numel(), *codes)
+    def _all_reduce(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
+        self._reduce_by(self._nccl.allReduce, stream, out, inp, inp.numel(), op)
+
+    def _reduce(self, stream: Stream, out: torch.Tensor | None, inp: torch.Tensor, op: Op, root: int) -> None:
+        self._reduce_by(self._nccl.reduce, stream, out, inp, inp.numel(), op, root)
 
     def _broadcast(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, root: int) -> None:
-        launch = self._nccl.broadcast
-        self._enqueue("broadcast", launch, stream, out, inp, _nbytes(inp), _BYTE, root)
+        self._nccl.broadcast(inp.data_ptr(), out.data_ptr(), _nbytes(inp), _BYTE, root, stream.handle)
 
-    def _barrier(self, stream: Stream) -> None:
-        codes = self._codes("barrier", self._token.dtype, ReduceOp.SUM)
-        launch = self._nccl.allReduce
-        self._enqueue("barrier", launch, stream, self._token, self._token, 1, *codes)
+    def _gather(self, stream: Stream, out: torch.Tensor | None, inp: torch.Tensor, root: int) -> None:
+        coming = {} if out is None else self._blocks(out)
+        self._move(stream, coming, {root: inp.view(-1)})
+
+    def _scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor | None, root: int) -> None:
+        going = {} if inp is None else self._blocks(inp)
+        self._move(stream, {root: out.view(-1)}, going)
+
+    def _all_to_all(
+        self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, out_counts: tuple[int, ...], in_counts: tuple[int, ...]
+    ) -> None:
+        source = self._temporary(stream, inp.clone) if inp.data_ptr() == out.data_ptr() else inp
+        if _library.all_to_all is not None and not out_counts and not in_counts:
+            nbytes = _nbytes(inp) // self.size
+            _library.all_to_all(source.data_ptr(), out.data_ptr(), nbytes, _BYTE, self._nccl.comm, stream.handle)
+        else:
+            self._move(stream, self._blocks(out, out_counts), self._blocks(source, in_counts))
+
+    def _send(self, stream: Stream, out: None, inp: torch.Tensor, to: int) -> None:
+        if inp.numel() > 0:
+            self._nccl.send(inp.data_ptr(), _nbytes(inp), _BYTE, to, stream.handle)
+
+    def _recv(self, stream: Stream, out: torch.Tensor, inp: None, source: int) -> None:
+        if out.numel() > 0:
+            self._nccl.recv(out.data_ptr(), _nbytes(out), _BYTE, source, stream.handle)
+
+    def _barrier(self, stream: Stream, out: None, inp: None) -> None:
+        self._reduce_by(self._nccl.allReduce, stream, self._token, self._token, 1, ReduceOp.SUM)
+
+    # ------------------------------------------------------------------ reducing
+
+    def _check_reducible(self, name: str, dtype: torch.dtype, op: Op) -> None:
+        super()._check_reducible(name, dtype, op)
+        if dtype not in _DTYPES:
+            raise ValueError(f"{name} on {self}: NCCL cannot reduce {dtype}; widen it first")
+
+    def _reduce_by(
+        self,
+        launch: Callable[..., None],
+        stream: Stream,
+        out: torch.Tensor | None,
+        inp: torch.Tensor,
+        count: int,
+        op: Op,
+        *root: int,
+    ) -> None:
+        """`launch(send, receive, count, dtype, op, *root, stream)`; NCCL takes 0 for what a rank does not receive."""
+        dtype, receive = _DTYPES[inp.dtype], 0 if out is None else out.data_ptr()
+        if isinstance(op, ReduceOp):
+            code = (_OPS_OF_BOOL if inp.dtype is torch.bool else self._ops)[op]
+            launch(inp.data_ptr(), receive, count, dtype, code, *root, stream.handle)
+        elif self._has_pre_mul_sum:
+            with _library.pre_mul_sum(torch.tensor(op.factor, dtype=inp.dtype, device="cpu"), dtype, self._nccl.comm) as code:
+                launch(inp.data_ptr(), receive, count, dtype, code, *root, stream.handle)
+        else:
+            product = self._temporary(stream, lambda: inp * op.factor)
+            launch(product.data_ptr(), receive, count, dtype, nccl.NCCL_SUM, *root, stream.handle)
+
+    # ------------------------------------------------------------------ sending
+
+    def _counts(self, role: str, tensor: torch.Tensor, counts: Sequence[int] | None) -> tuple[int, ...]:
+        # Hazard: the ranks must agree on how an all-to-all is made, and each knows its own counts only.
+        checked = super()._counts(role, tensor, counts)
+        return () if counts is None else checked
+
+    def _blocks(self, tensor: torch.Tensor, counts: tuple[int, ...] = ()) -> dict[int, torch.Tensor]:
+        """By rank; of one size without counts."""
+        flat = tensor.view(-1)
+        return dict(enumerate(flat.split(counts) if counts else flat.tensor_split(self.size)))
+
+    def _move(self, stream: Stream, coming: Mapping[int, torch.Tensor], going: Mapping[int, torch.Tensor]) -> None:
+        """What comes from each rank, and what goes to each, all at once; the own block is in both or in neither."""
+        if self.rank in coming and coming[self.rank].data_ptr() != going[self.rank].data_ptr():
+            stream.submit(lambda: coming[self.rank].copy_(going[self.rank]))
+        with _grouped():
+            for peer in range(self.size):
+                if peer != self.rank and peer in going:
+                    self._send(stream, None, going[peer], peer)
+                if peer != self.rank and peer in coming:
+                    self._recv(stream, coming[peer], None, peer)
+
+    def _temporary(self, stream: Stream, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        stream.submit(lambda: self._temporaries.append(make()))
+        return self._temporaries[-1]
 
     # ------------------------------------------------------------------ calling NCCL
 
-    def _codes(self, call: str, dtype: torch.dtype, op: ReduceOp) -> tuple[int, int]:
-        if dtype not in _DTYPES:
-            raise ValueError(f"{call} on {self}: NCCL cannot reduce {dtype}; widen it first")
-        return _DTYPES[dtype], self._ops[op]
-
-    def _enqueue(
-        self,
-        call: str,
-        launch: Callable[..., None],
-        stream: Stream,
-        out: torch.Tensor,
-        inp: torch.Tensor,
-        *args: int,
-    ) -> None:
-        """`launch(send, recv, *args, stream)`, the order that all of CuPy's collectives share."""
-        # Handle 0 is a CUDA stream as well, torch's default one, when it is passed as a CudaStream:
-        # that is a caller's choice. A host stream's 0 would put the call there by accident.
-        if not isinstance(stream, CudaStream) or stream.device != self.device:
-            raise ValueError(
-                f"{call} on {self}: expected a stream of {self.device}, found a "
-                f"{type(stream).__name__} on {stream.device}; use new_stream({self.device}, ...)"
-            )
-        pointers = (inp.data_ptr(), out.data_ptr())
-        self._attempt(call, launch, *pointers, *args, stream.handle, tensors=(out, inp))
-
-    def _attempt(
-        self,
-        call: str,
-        fn: Callable[..., T],
-        *args: object,
-        tensors: tuple[torch.Tensor, ...] = (),
-    ) -> T:
+    def _attempt(self, name: str, fn: Callable[..., T], *args: object, call: Call | None = None) -> T:
         try:
             return fn(*args)
         # CuPy names NCCL's codes up to 6; a later one (in progress, timeout) is a KeyError(code).
         except (nccl.NcclError, KeyError) as error:
-            about = ""
-            if tensors:
-                out, inp = (tensor.numel() for tensor in tensors)
-                about = f" (out {out}, inp {inp} elements, {tensors[0].dtype})"
+            about = "" if call is None else _about(call)
             found = f"ncclResult_t {error}" if isinstance(error, KeyError) else str(error)
-            raise RuntimeError(f"{call} on {self}{about}: NCCL failed: {found}") from error
+            raise RuntimeError(f"{name} on {self}{about}: NCCL failed: {found}") from error
+
+
+@contextmanager
+def _grouped() -> Iterator[None]:
+    """NCCL launches what is called in the block together, at its end."""
+    nccl.groupStart()
+    try:
+        yield
+    except BaseException:
+        # Hazard: a group left open would swallow every later call. What its end says follows from the error under way.
+        with suppress(nccl.NcclError, KeyError):
+            nccl.groupEnd()
+        raise
+    nccl.groupEnd()
+
+
+def _about(call: Call) -> str:
+    tensors = [(role, tensor) for role, tensor in (("out", call.out), ("inp", call.inp)) if tensor is not None]
+    if not tensors:
+        return ""
+    sizes = ", ".join(f"{role} {tensor.numel()}" for role, tensor in tensors)
+    return f" ({sizes} elements, {tensors[0][1].dtype})"
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
