@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -49,6 +49,13 @@ class PreMulSum:
 
 
 Op = ReduceOp | PreMulSum
+
+
+class Counts(NamedTuple):
+    """The elements of an all-to-all that come from, and go to, each rank."""
+
+    out: tuple[int, ...]
+    inp: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -236,15 +243,18 @@ class Communicator(ABC):
         """Block p of `inp` goes to rank p; block p of `out` came from rank p.
 
         inp: sum(in_counts) elements.   out: sum(out_counts) elements.   Counts: one for each rank, `in_counts[p]` here being
-        `out_counts[r]` on rank p; without them all blocks are of one size. In place when `out` is `inp`, without counts.
+        `out_counts[r]` on rank p; given on all ranks or on none: without them all blocks are of one size.
+        In place when `out` is `inp`, without counts.
         Cost: the elements of the other ranks' blocks received per rank; in place, a copy of `inp` as well.
         Raises: as all_gather; also ValueError for counts that do not add up.
         """
         self._check("all_to_all", out, inp)
         if out_counts is None and in_counts is None:
             self._expect("all_to_all", out, inp, inp.numel() // self.size * self.size, "out.numel() == inp.numel() == N * n")
-        counts = (self._counts("out", out, out_counts), self._counts("in", inp, in_counts))
-        return self._call(stream, "all_to_all", self._all_to_all, out, inp, *counts)
+            self._expect("all_to_all", inp, out, inp.numel() // self.size * self.size, "out.numel() == inp.numel() == N * n")
+            return self._call(stream, "all_to_all", self._all_to_all, out, inp, None)
+        counts = Counts(self._counts("out", out, out_counts), self._counts("in", inp, in_counts))
+        return self._call(stream, "all_to_all", self._all_to_all, out, inp, counts)
 
     def send(self, inp: torch.Tensor, to: int, *, stream: Stream) -> Work:
         """Send `inp` to rank `to`, which receives it. What is to go both ways at once belongs in a `group()`.
@@ -352,6 +362,11 @@ class Communicator(ABC):
         inp: torch.Tensor | None,
         *how: object,
     ) -> Work:
+        if stream.device != self.device:
+            raise ValueError(
+                f"{name} on {self}: expected a stream of {self.device}, found a {type(stream).__name__} on {stream.device}; "
+                f"use new_stream(torch.device('{self.device}'), ...)"
+            )
         call = Call(self, self._number, name, launch, out, inp, how, stream)
         self._number += 1
         if self._group is not None:
@@ -367,7 +382,8 @@ class Communicator(ABC):
         for hook in self.hooks:
             hook.called(calls, work)
             stream.submit(partial(hook.before, calls))
-        self._enqueue(stream, calls)
+        with torch.no_grad():
+            self._enqueue(stream, calls)
         for hook in self.hooks:
             stream.submit(partial(hook.after, calls))
         work.event = stream.record()
@@ -425,8 +441,7 @@ class Communicator(ABC):
         return tensor if self.rank == root else None
 
     def _counts(self, role: str, tensor: torch.Tensor, counts: Sequence[int] | None) -> tuple[int, ...]:
-        if counts is None:
-            counts = [tensor.numel() // self.size] * self.size
+        counts = () if counts is None else counts
         if len(counts) != self.size or min(counts) < 0 or sum(counts) != tensor.numel():
             raise ValueError(
                 f"all_to_all on {self}: expected {self.size} {role}_counts, none below 0, that add up to the "
@@ -464,9 +479,7 @@ class Communicator(ABC):
     def _scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor | None, root: int) -> None: ...
 
     @abstractmethod
-    def _all_to_all(
-        self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, out_counts: tuple[int, ...], in_counts: tuple[int, ...]
-    ) -> None: ...
+    def _all_to_all(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, counts: Counts | None) -> None: ...
 
     @abstractmethod
     def _send(self, stream: Stream, out: None, inp: torch.Tensor, to: int) -> None: ...

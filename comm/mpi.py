@@ -25,7 +25,7 @@ import torch
 from mpi4py import MPI
 
 from .arithmetic import reduce_rows, wide
-from .communicator import Call, Communicator, Hook, Op
+from .communicator import Call, Communicator, Counts, Hook, Op
 from .streams import INLINE, Stream
 from .window import NOWHERE, NodeWindows, Place
 
@@ -154,12 +154,11 @@ class MpiCommunicator(Communicator):
 
         stream.submit(scatter)
 
-    def _all_to_all(
-        self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, out_counts: tuple[int, ...], in_counts: tuple[int, ...]
-    ) -> None:
+    def _all_to_all(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, counts: Counts | None) -> None:
         def all_to_all() -> None:
             source = inp.clone() if inp.data_ptr() == out.data_ptr() else inp
-            coming, going = _flat(out).split(out_counts), _flat(source).split(in_counts)
+            coming = _flat(out).split(counts.out) if counts else _flat(out).tensor_split(self.size)
+            going = _flat(source).split(counts.inp) if counts else _flat(source).tensor_split(self.size)
             others = [peer for peer in range(self.size) if peer != self.rank]
             requests = [r for peer in others for r in self._start_receiving(coming[peer], peer)]
             requests += [r for peer in others for r in self._start_sending(going[peer], peer)]

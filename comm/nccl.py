@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from .communicator import Call, Communicator, Hook, Op, ReduceOp
+from .communicator import Call, Communicator, Counts, Hook, Op, ReduceOp
 from .libnccl import Buffer, Library
-from .streams import CudaStream, Stream
+from .streams import Stream
 
 if TYPE_CHECKING:
     from .mpi import MpiCommunicator
@@ -130,13 +130,6 @@ class NcclCommunicator(Communicator):
     # ------------------------------------------------------------------ collectives
 
     def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:
-        # Handle 0 is a CUDA stream as well, torch's default one, when it is passed as a CudaStream: that is a caller's choice.
-        # A host stream's 0 would put the call there by accident.
-        if not isinstance(stream, CudaStream) or stream.device != self.device:
-            raise ValueError(
-                f"{calls[0].name} on {self}: expected a stream of {self.device}, found a "
-                f"{type(stream).__name__} on {stream.device}; use new_stream({self.device}, ...)"
-            )
         try:
             if len(calls) == 1:
                 self._enqueue_call(stream, calls[0])
@@ -176,15 +169,13 @@ class NcclCommunicator(Communicator):
         going = {} if inp is None else self._blocks(inp)
         self._move(stream, {root: out.view(-1)}, going)
 
-    def _all_to_all(
-        self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, out_counts: tuple[int, ...], in_counts: tuple[int, ...]
-    ) -> None:
+    def _all_to_all(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, counts: Counts | None) -> None:
         source = self._temporary(stream, inp.clone) if inp.data_ptr() == out.data_ptr() else inp
-        if _library.all_to_all is not None and not out_counts and not in_counts:
+        if _library.all_to_all is not None and counts is None:
             nbytes = _nbytes(inp) // self.size
             _library.all_to_all(source.data_ptr(), out.data_ptr(), nbytes, _BYTE, self._nccl.comm, stream.handle)
         else:
-            self._move(stream, self._blocks(out, out_counts), self._blocks(source, in_counts))
+            self._move(stream, self._blocks(out, counts and counts.out), self._blocks(source, counts and counts.inp))
 
     def _send(self, stream: Stream, out: None, inp: torch.Tensor, to: int) -> None:
         if inp.numel() > 0:
@@ -228,12 +219,7 @@ class NcclCommunicator(Communicator):
 
     # ------------------------------------------------------------------ sending
 
-    def _counts(self, role: str, tensor: torch.Tensor, counts: Sequence[int] | None) -> tuple[int, ...]:
-        # Hazard: the ranks must agree on how an all-to-all is made, and each knows its own counts only.
-        checked = super()._counts(role, tensor, counts)
-        return () if counts is None else checked
-
-    def _blocks(self, tensor: torch.Tensor, counts: tuple[int, ...] = ()) -> dict[int, torch.Tensor]:
+    def _blocks(self, tensor: torch.Tensor, counts: tuple[int, ...] | None = None) -> dict[int, torch.Tensor]:
         """By rank; of one size without counts."""
         flat = tensor.view(-1)
         return dict(enumerate(flat.split(counts) if counts else flat.tensor_split(self.size)))

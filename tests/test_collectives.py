@@ -363,7 +363,7 @@ def test_bad_arguments_are_refused(world: World) -> None:
     with pytest.raises(ValueError, match=rf"expected out.numel\(\) == inp.numel\(\) == N \* n, found {2 * N + 1} against"):
         comm.all_to_all(torch.zeros(2 * N + 1), torch.zeros(2 * N + 1), stream=stream)
     with pytest.raises(ValueError, match=rf"expected {N} in_counts, none below 0, that add up to the {2 * N} elements there"):
-        comm.all_to_all(good, good.clone(), None, [1] * N, stream=stream)
+        comm.all_to_all(good, good.clone(), [2] * N, [1] * N, stream=stream)
     with pytest.raises(ValueError, match=r"PreMulSum\(factor=2.0\) of torch.int64 is not defined"):
         comm.all_reduce(good.long(), good.long(), PreMulSum(2.0), stream=stream)
     eighth = good.to(torch.float8_e4m3fn)

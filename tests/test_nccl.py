@@ -184,12 +184,6 @@ def cuda_stream(device: torch.device = DEVICE, handle: int = HANDLE) -> CudaStre
     return CudaStream(cast(torch.cuda.Stream, TorchStream(device, handle)))
 
 
-class NoHandle(InlineStream):
-    """A host stream that says it is on the GPU: its handle, 0, would be the default stream."""
-
-    device = DEVICE
-
-
 def on_gpu(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(numel).to(dtype).as_subclass(OnGpu)
 
@@ -495,7 +489,7 @@ def all_calls(comm: Communicator, stream: Stream) -> list[Callable[[], Work]]:
     ]
 
 
-@pytest.mark.parametrize("stream", [InlineStream(), NoHandle(), cuda_stream(torch.device("cuda", 0))])
+@pytest.mark.parametrize("stream", [InlineStream(), cuda_stream(torch.device("cuda", 0))])
 def test_a_stream_that_is_not_this_devices_is_refused(double: Double, stream: Stream) -> None:
     for call in all_calls(double.communicator(), stream):
         with pytest.raises(ValueError, match=r"expected a stream of cuda:1, found a \w+ on "):
