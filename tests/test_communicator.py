@@ -6,6 +6,8 @@ import torch
 from ranks import on_ranks
 from shardrt.comm import ReduceOp, World, new_stream
 
+pytestmark = pytest.mark.mpi
+
 DTYPES = [
     torch.float32,
     torch.float64,
