@@ -1,7 +1,7 @@
 """A Slurm of two small nodes, both this machine: started and stopped by the tests, as root, without systemd.
 
 All that it writes is in one temporary folder, but for a link beside libpmix that it makes where Debian has none. MPI jobs go on
-one node: two that share /dev/shm and a host name are no cluster to an MPI.
+the first node, which has the machine's name: two that share /dev/shm and a host name are no cluster to an MPI.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
+TmpFS={folder}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdParameters=config_overrides
 MailProg=/bin/true
 ReturnToService=2
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
-NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
+NodeName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
+NodeName=second NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
 PartitionName=tests Nodes=ALL Default=YES OverSubscribe=FORCE:4
 """
 
@@ -67,6 +68,7 @@ class Slurm:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+        self.node = socket.gethostname().split(".")[0]
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._link = _link_pmix()
@@ -77,8 +79,8 @@ class Slurm:
             munge = [f"--{option}-file={self.folder}/munge/{option}" for option in ("key", "pid", "log", "seed")]
             self._start("munged", "--foreground", f"--socket={self.folder}/munge/socket", *munge, user="munge")
             self._start("slurmctld", "-D")
-            self._start("slurmd", "-D", "-N", "node1")
-            self._start("slurmd", "-D", "-N", "node2")
+            self._start("slurmd", "-D", "-N", self.node)
+            self._start("slurmd", "-D", "-N", "second")
             self._wait_until_idle()
         except BaseException:
             self.__exit__()
@@ -111,8 +113,7 @@ class Slurm:
         key.chmod(0o400)
         for path in (key.parent, key):
             shutil.chown(path, "munge")
-        host = socket.gethostname().split(".")[0]
-        text = CONFIGURATION.format(host=host, folder=self.folder, ports=_free_ports(3))
+        text = CONFIGURATION.format(host=self.node, folder=self.folder, ports=_free_ports(3))
         (self.folder / "slurm.conf").write_text(text)
 
     def _start(self, *command: str, user: str | None = None) -> None:
