@@ -288,7 +288,7 @@ def _mapped_inodes() -> set[int]:
     inodes: set[int] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            inodes.update(int(line.split(maxsplit=5)[4]) for line in maps.read_text().splitlines())
+            inodes.update(int(line.split(maxsplit=5)[4]) for line in maps.read_text(errors="replace").splitlines())
         except OSError:  # ended meanwhile, or another user's
             continue
     return inodes
