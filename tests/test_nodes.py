@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks import MPIRUN, rank_environment
+from ranks import rank_environment, site
 
 JOB = """
 import os, torch, shardrt
@@ -88,7 +88,7 @@ def test_two_nodes(namespaces: str, tmp_path: Path) -> None:
     launch.write_text(LAUNCH.format(prefix=namespaces))
     launch.chmod(0o755)
     hosts = ["-hosts", "10.77.0.1:2,10.77.0.2:2", "-iface", "cable", "-launcher", "ssh", "-launcher-exec", str(launch)]
-    command = ["ip", "netns", "exec", f"{namespaces}1", MPIRUN, *hosts, "-n", "4", sys.executable, str(job)]
+    command = ["ip", "netns", "exec", f"{namespaces}1", site().executable, *hosts, "-n", "4", sys.executable, str(job)]
     done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(done.stdout.splitlines())

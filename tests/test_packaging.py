@@ -169,22 +169,23 @@ def test_dev_rebuilds_for_dependencies_but_not_for_settings(tmp_path: Path, monk
     for name in ("setup.cfg", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     monkeypatch.setattr(dev, "ROOT", tmp_path)
-    before = dev.fingerprint()
+    before = dev.fingerprint(dev.MPICH)
+    assert dev.fingerprint(dev.OPEN_MPI) != before
     config = (tmp_path / "setup.cfg").read_text()
     (tmp_path / "setup.cfg").write_text(config.replace("xfail_strict = True", ""))
-    assert dev.fingerprint() == before
+    assert dev.fingerprint(dev.MPICH) == before
     (tmp_path / "setup.cfg").write_text(config.replace("torch>=2.13", "torch>=2.14"))
-    assert dev.fingerprint() != before
+    assert dev.fingerprint(dev.MPICH) != before
 
 
-def test_dev_makes_anew_what_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "python").touch()
-    monkeypatch.setattr(dev, "PYTHON", tmp_path / "python")
-    monkeypatch.setattr(dev, "STAMP", tmp_path / "stamp")
-    assert not dev.is_ready("wanted")
-    (tmp_path / "stamp").write_text("wanted")
-    assert dev.is_ready("wanted")
-    assert not dev.is_ready("other")
+def test_dev_makes_anew_what_was_interrupted(tmp_path: Path) -> None:
+    venv = dev.Venv(tmp_path, "test")
+    venv.bin.mkdir()
+    venv.python.touch()
+    assert not dev.is_ready(venv, "wanted")
+    venv.stamp.write_text("wanted")
+    assert dev.is_ready(venv, "wanted")
+    assert not dev.is_ready(venv, "other")
 
 
 def test_dev_keeps_how_to_reach_packages_and_drops_where_to_put_them(
@@ -192,7 +193,7 @@ def test_dev_keeps_how_to_reach_packages_and_drops_where_to_put_them(
 ) -> None:
     for name in ("PIP_INDEX_URL", "PIP_CERT", "PIP_TARGET", "PIP_NO_DEPS", "PYTHONPATH"):
         monkeypatch.setenv(name, "there")
-    environment = dev.environment()
+    environment = dev.environment(dev.MPICH)
     assert environment["PIP_INDEX_URL"] == environment["PIP_CERT"] == "there"
     assert not {"PIP_TARGET", "PIP_NO_DEPS", "PYTHONPATH"} & environment.keys()
 

