@@ -182,6 +182,13 @@ def test_peers(world: World, peer: str, buffers: str) -> None:
     assert f"ours / {peer}" in "\n".join(said)
 
 
+@on_ranks(2)
+def test_peer_without_the_op_has_no_ratio(world: World) -> None:
+    few = ["-b", "4K", "-e", "4K", "-n", "1", "--collectives", "all_reduce", "--ops", "avg", "--peer", "mpi4py"]
+    code, said, _ = run_sweep(world, *few)
+    assert (code, said[-2]) == (0, "# Ours / mpi4py: none of 0 ratios of medians")
+
+
 def test_command_line() -> None:
     """As mpirun starts it: the header, a line per problem, a picture; bad arguments cost one line per rank."""
     with tempfile.TemporaryDirectory() as folder:

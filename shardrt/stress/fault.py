@@ -39,6 +39,7 @@ TIMEOUT_S = 6  # the watchdog's
 END_S = TIMEOUT_S + 5  # from the fault to the job's end
 JOB_S = 120.0  # with its start
 SLEEP_S = 1.0
+LINGER_S = 5.0  # that a rank may take to be gone once the launcher is
 WATCHDOG_EXIT = 17
 
 
@@ -192,11 +193,20 @@ def _run_job(command: list[str]) -> Ending:
 
 
 def _kill_ranks(said: str) -> list[str]:
-    """Kill the ranks that are still there: a stopped one outlives its launcher. Returns which."""
-    survivors = []
-    for rank, pid in re.findall(r"^rank (\d+) pid (\d+)$", said, re.MULTILINE):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            if b"shardrt.stress" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(int(pid), signal.SIGKILL)
-                survivors.append(rank)
-    return survivors
+    """Kill the ranks that are still there after some seconds: a stopped one outlives its launcher. Returns which."""
+    pids = dict(re.findall(r"^rank (\d+) pid (\d+)$", said, re.MULTILINE))
+    until = time.time() + LINGER_S
+    while (left := [rank for rank, pid in pids.items() if _is_rank(pid)]) and time.time() < until:
+        time.sleep(0.1)
+    for rank in left:
+        with suppress(ProcessLookupError):
+            os.kill(int(pids[rank]), signal.SIGKILL)
+    return left
+
+
+def _is_rank(pid: str) -> bool:
+    """Whether it runs, and is one of ours: numbers are given anew."""
+    try:
+        return b"shardrt.stress" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import shardrt
-from shardrt.comm import Stream, Work, World, new_stream
+from shardrt.comm import Stream, Work, World, current_stream, new_stream
 
 from .problem import BLOCKED, ROOTED, Problem, bus_factor, ops_for
 
@@ -67,13 +67,19 @@ class Sweep:
     """One run over everything that was asked for. Made, and called, on all ranks alike."""
 
     def __init__(self, world: World, options: Options, peer: Peer | None) -> None:
-        self._world, self._options, self._peer = world, options, peer
-        self.stream = new_stream(world.device, "stress", threaded=options.streams == "threaded")
-        empty = world.comm.empty if options.buffers == "window" else partial(_empty, world.device)
+        comm = world.comm.split(0, world.rank, "stress")
+        assert comm is not None, "every rank gave the same colour"
+        self._comm, self._options, self._peer = comm, options, peer
+        self._stream = new_stream(world.device, "stress", threaded=options.streams == "threaded")
+        empty = comm.empty if options.buffers == "window" else partial(_empty, world.device)
         self._storages = [empty(max(options.sizes), torch.uint8) for _ in range(2)]
 
+    def close(self) -> None:
+        self._stream.close()
+        self._comm.close()
+
     def problems(self, name: str) -> Iterator[Problem]:
-        size, root = self._world.size, self._options.root if name in ROOTED else -1
+        size, root = self._comm.size, self._options.root if name in ROOTED else -1
         for dtype in self._options.dtypes:
             for op in ops_for(name, dtype, self._options.ops):
                 for nbytes in self._options.sizes:
@@ -97,27 +103,34 @@ class Sweep:
         )
 
     def _measure(self, problem: Problem, in_place: bool, peer: Peer | None) -> tuple[Result, float | None]:
-        rank, sides = self._world.rank, []
+        rank, sides = self._comm.rank, []
         if peer is not None:
             out, inp = self._place(problem, in_place)
-            sides.append(partial(_submit, self.stream, partial(peer.run, problem, out, inp)))
+            sides.append(partial(_submit, self._stream, partial(peer.run, problem, out, inp)))
             sides[0]().synchronize()
             if problem.count_wrong(rank, in_place, out, inp):
                 raise RuntimeError(f"wrong on rank {rank}: {self._options.peer}'s result of {problem}")
         out, inp = self._place(problem, in_place)
-        sides.append(partial(problem.launch, self._world.comm, out, inp, self.stream))
-        given = inp.clone() if in_place else None
+        sides.append(partial(problem.launch, self._comm, out, inp, self._stream))
+        given = None
+        if in_place:
+            given = torch.empty_like(inp)
+            self._stream.submit(partial(given.copy_, inp))
         sides[-1]().synchronize()
         wrong = problem.count_wrong(rank, in_place, out, inp)
         seconds = self._time(sides, inp, given)  # what comes last, and leaves its result, is ours
-        wrong = sum(self._world.comm.exchange(max(wrong, problem.count_wrong(rank, in_place, out, inp))))
+        wrong = sum(self._comm.exchange(max(wrong, problem.count_wrong(rank, in_place, out, inp))))
         return _result(problem, wrong, seconds[-1]), median(seconds[0]) * 1e6 if peer else None
 
     def _place(self, problem: Problem, in_place: bool) -> tuple[torch.Tensor, torch.Tensor]:
         storages = iter(self._storages)
-        return problem.place(
-            self._world.rank, in_place, lambda numel, dtype: next(storages)[: numel * dtype.itemsize].view(dtype)
-        )
+
+        def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return next(storages)[: numel * dtype.itemsize].view(dtype)
+
+        placed = problem.place(self._comm.rank, in_place, allocate)
+        self._stream.wait(current_stream(self._comm.device).record())
+        return placed
 
     def _time(self, sides: Sequence[Callable[[], Work]], inp: torch.Tensor, given: torch.Tensor | None) -> list[list[float]]:
         """Seconds by side and iteration, of the slowest rank, the sides in turns; `given` goes into `inp` before each."""
@@ -125,11 +138,11 @@ class Sweep:
         for _ in range(self._options.warmup + self._options.number):
             for side, timing in zip(sides, timings, strict=True):
                 if given is not None:
-                    self.stream.submit(partial(inp.copy_, given))
-                timing.append(_timed(self.stream, side))
-        self.stream.synchronize()
+                    self._stream.submit(partial(inp.copy_, given))
+                timing.append(_timed(self._stream, side))
+        self._stream.synchronize()
         measured = [[seconds() for seconds in timing[self._options.warmup :]] for timing in timings]
-        ranks = self._world.comm.exchange(measured)
+        ranks = self._comm.exchange(measured)
         return [[max(moment) for moment in zip(*side, strict=True)] for side in zip(*ranks, strict=True)]
 
 
@@ -182,7 +195,7 @@ def run(world: World, options: Options, say: Callable[[str], None]) -> int:
         for problem in sweep.problems(name):
             rows.append(sweep.measure(problem))
             say(line(rows[-1]))
-    sweep.stream.close()
+    sweep.close()
     results = [result for row in rows for result in (row.out_of_place, row.in_place) if result is not None]
     summary = {
         "ranks": world.size,
@@ -194,7 +207,8 @@ def run(world: World, options: Options, say: Callable[[str], None]) -> int:
     }
     if peer is not None:
         peer.close()
-        say(f"# Ours / {options.peer}: {summary['ratio']:.3f}, the geometric mean of {len(ratios)} ratios of medians")
+        mean = f"{summary['ratio']:.3f}, the geometric mean" if ratios else "none"
+        say(f"# Ours / {options.peer}: {mean} of {len(ratios)} ratios of medians")
     if world.rank == 0 and options.json is not None:
         rest = {"version": shardrt.__version__, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(summary | rest, indent=1))
