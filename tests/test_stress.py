@@ -1,7 +1,6 @@
 """The stress tester finds what is wrong, and finds nothing wrong with what is right."""
 
 import configparser
-import importlib
 import json
 import os
 import re
@@ -17,9 +16,8 @@ import pytest
 import torch
 
 from ranks import on_ranks, rank_environment, run_script
-from shardrt.comm import PreMulSum, ReduceOp, Work, World
+from shardrt.comm import Communicator, PreMulSum, ReduceOp, Work, World
 from shardrt.comm.communicator import Op
-from shardrt.comm.mpi import MpiCommunicator
 from shardrt.stress import soak, sweep
 from shardrt.stress.fault import Ending, Fault, judge
 from shardrt.stress.options import parse
@@ -102,10 +100,10 @@ def test_a_result_made_the_plain_way_is_right_and_any_other_wrong(name: str, dty
         wanted = results(problem, [inp.clone() for _, inp in tensors])
         for rank, ((out, inp), result) in enumerate(zip(tensors, wanted, strict=True)):
             if result is not None:
-                in_order = out.clone()
+                poisoned = out.clone()
                 out.copy_(result)
                 if not in_place:
-                    assert problem.count_wrong(rank, in_place, in_order, inp) == out.numel(), "poison"
+                    assert problem.count_wrong(rank, in_place, poisoned, inp) == out.numel(), "poison"
             assert problem.count_wrong(rank, in_place, out, inp) == 0, (problem, rank)
             out[-1] = 99
             assert problem.count_wrong(rank, in_place, out, inp) == 1, (problem, rank)
@@ -142,9 +140,9 @@ def test_sweep(world: World) -> None:
 @on_ranks(2)
 def test_sweep_finds_what_is_wrong(world: World, broken: str) -> None:
     """The first call writes nothing, or later ones, on one rank, one element that is not right."""
-    right, made = MpiCommunicator.all_gather, []
+    right, made = Communicator.all_gather, []
 
-    def wrong(comm: MpiCommunicator, out: torch.Tensor, inp: torch.Tensor, **how: object) -> Work:
+    def wrong(comm: Communicator, out: torch.Tensor, inp: torch.Tensor, **how: object) -> Work:
         made.append(inp)
         if broken == "first" and len(made) == 1:
             return comm.barrier(**how)  # type: ignore[arg-type]
@@ -154,7 +152,7 @@ def test_sweep_finds_what_is_wrong(world: World, broken: str) -> None:
         return work
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MpiCommunicator, "all_gather", wrong)
+        patch.setattr(Communicator, "all_gather", wrong)
         code, said, told = run_sweep(world, "-b", "80", "-e", "80", "-n", "2", "--collectives", "all_gather")
     assert code == 1
     counts = {"first": (2 * 20, 0), "later": (1, 1)}[broken]
@@ -215,7 +213,9 @@ def test_entry_point() -> None:
     name, target = config["options.entry_points"]["console_scripts"].split(" = ")
     module, function = target.split(":")
     assert name.strip() == "shardrt-stress"
-    assert callable(getattr(importlib.import_module(module), function))
+    code = f"import sys; from {module} import {function}; print('mpi4py.MPI' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=rank_environment(), capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"  # shardrt.init() must be what starts MPI
 
 
 # ---------------------------------------------------------------------- soaks
@@ -234,16 +234,16 @@ def test_soak_has_one_digest_for_one_seed(world: World) -> None:
 
 @on_ranks(2)
 def test_soak_finds_leaks(world: World) -> None:
-    right, leaked = MpiCommunicator.close, []
+    right, leaked = Communicator.close, []
     over = threading.Event()
 
-    def close(comm: MpiCommunicator) -> None:
+    def close(comm: Communicator) -> None:
         right(comm)
         leaked.append(os.open("/dev/null", os.O_RDONLY))
         threading.Thread(target=over.wait, name="leaked").start()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MpiCommunicator, "close", close)
+        patch.setattr(Communicator, "close", close)
         code, last = run_soak(world, "--steps", "20")
     over.set()
     for descriptor in leaked:
@@ -255,9 +255,9 @@ def test_soak_finds_leaks(world: World) -> None:
 @on_ranks(2)
 def test_soak_finds_what_is_wrong(world: World) -> None:
     """One rank's large all-gathers have their last block from itself."""
-    right = MpiCommunicator.all_gather
+    right = Communicator.all_gather
 
-    def wrong(comm: MpiCommunicator, out: torch.Tensor, inp: torch.Tensor, **how: object) -> Work:
+    def wrong(comm: Communicator, out: torch.Tensor, inp: torch.Tensor, **how: object) -> Work:
         work = right(comm, out, inp, **how)  # type: ignore[arg-type]
         if comm.rank == 0 and comm.size == 2:
             how["stream"].submit(lambda: out[inp.numel() :].copy_(inp))  # type: ignore[attr-defined]
@@ -265,7 +265,7 @@ def test_soak_finds_what_is_wrong(world: World) -> None:
         return work
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MpiCommunicator, "all_gather", wrong)
+        patch.setattr(Communicator, "all_gather", wrong)
         code, last = run_soak(world, "--soak", "1s")
     assert code == 1
     assert "#wrong: 0" not in last

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from mpi4py import MPI
 
 import shardrt
 from shardrt.comm import World
@@ -37,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say_header(world: World, options: Options, say: Callable[[str], None]) -> None:
+    from mpi4py import MPI  # Hazard: before shardrt.init() this would start MPI, and not as shardrt does
+
     where = f"{socket.gethostname()} pid {os.getpid()} {world.device}"
     if world.device.type == "cuda":
         where += f" {torch.cuda.get_device_name(world.device)}"

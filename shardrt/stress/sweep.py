@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean, geometric_mean, median
@@ -71,8 +71,11 @@ class Sweep:
         assert comm is not None, "every rank gave the same colour"
         self._comm, self._options, self._peer = comm, options, peer
         self._stream = new_stream(world.device, "stress", threaded=options.streams == "threaded")
-        empty = comm.empty if options.buffers == "window" else partial(_empty, world.device)
-        self._storages = [empty(max(options.sizes), torch.uint8) for _ in range(2)]
+        nbytes, in_window = max(options.sizes), options.buffers == "window"
+        self._storages = [
+            comm.empty(nbytes, torch.uint8) if in_window else torch.empty(nbytes, dtype=torch.uint8, device=world.device)
+            for _ in range(2)
+        ]
 
     def close(self) -> None:
         self._stream.close()
@@ -146,10 +149,6 @@ class Sweep:
         return [[max(moment) for moment in zip(*side, strict=True)] for side in zip(*ranks, strict=True)]
 
 
-def _empty(device: torch.device, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=dtype, device=device)
-
-
 def _submit(stream: Stream, fn: Callable[[], object]) -> Work:
     stream.submit(fn)
     return Work(stream.record())
@@ -186,7 +185,7 @@ def _result(problem: Problem, wrong: int, seconds: Sequence[float]) -> Result:
 
 def run(world: World, options: Options, say: Callable[[str], None]) -> int:
     """The whole sweep, told line by line; returns the exit code. Collective."""
-    from .peers import make_peer
+    from .peers import make_peer  # Hazard: before shardrt.init() this would start MPI, and not as shardrt does
 
     peer = None if options.peer is None else make_peer(options.peer, world)
     sweep, rows = Sweep(world, options, peer), []
@@ -196,26 +195,19 @@ def run(world: World, options: Options, say: Callable[[str], None]) -> int:
             rows.append(sweep.measure(problem))
             say(line(rows[-1]))
     sweep.close()
-    results = [result for row in rows for result in (row.out_of_place, row.in_place) if result is not None]
-    summary = {
-        "ranks": world.size,
-        "nodes": world.nodes,
-        "busbw": fmean(result.busbw for result in results) if results else 0.0,
-        "wrong": sum(result.wrong for result in results),
-        "peer": options.peer,
-        "ratio": geometric_mean(ratios) if (ratios := [row.ratio for row in rows if row.ratio]) else None,
-    }
+    ratios = [row.ratio for row in rows if row.ratio]
+    ratio = geometric_mean(ratios) if ratios else None
     if peer is not None:
         peer.close()
-        mean = f"{summary['ratio']:.3f}, the geometric mean" if ratios else "none"
+        mean = f"{ratio:.3f}, the geometric mean" if ratio else "none"
         say(f"# Ours / {options.peer}: {mean} of {len(ratios)} ratios of medians")
-    if world.rank == 0 and options.json is not None:
-        rest = {"version": shardrt.__version__, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(summary | rest, indent=1))
-    if world.rank == 0 and options.plot is not None:
-        _plot(rows, str(options.plot))
-    say(f"# Avg bus bandwidth: {summary['busbw']:.3f} GB/s   #wrong: {summary['wrong']}")
-    return 1 if summary["wrong"] else 0
+    results = [result for row in rows for result in (row.out_of_place, row.in_place) if result is not None]
+    busbw, wrong = fmean(result.busbw for result in results) if results else 0.0, sum(result.wrong for result in results)
+    if world.rank == 0:
+        told = {"ranks": world.size, "nodes": world.nodes, "peer": options.peer}
+        _write(options, told | {"busbw": busbw, "wrong": wrong, "ratio": ratio}, rows)
+    say(f"# Avg bus bandwidth: {busbw:.3f} GB/s   #wrong: {wrong}")
+    return 1 if wrong else 0
 
 
 def line(row: Row) -> str:
@@ -227,7 +219,12 @@ def line(row: Row) -> str:
     return "  ".join([*parts, *([f"{row.ratio:8.3f}"] if row.ratio else [])])
 
 
-def _plot(rows: Sequence[Row], path: str) -> None:
+def _write(options: Options, summary: Mapping[str, object], rows: Sequence[Row]) -> None:
+    if options.json is not None:
+        versions = {"version": shardrt.__version__, "torch": torch.__version__}
+        options.json.write_text(json.dumps({**versions, **summary, "rows": [asdict(row) for row in rows]}, indent=1))
+    if options.plot is None:
+        return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -240,4 +237,4 @@ def _plot(rows: Sequence[Row], path: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set(xlabel="size (bytes)", ylabel="bus bandwidth out of place (GB/s)")
     figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(path)
+    figure.savefig(options.plot)
