@@ -41,7 +41,7 @@ def reduce_rows(
         combine = _COMBINE[op]
     terms = rows if partial is None else [partial, *rows]
     rounds = wide(out.dtype) != out.dtype
-    total = terms[0].float() if rounds else terms[0]
+    total = terms[0] if wide(terms[0].dtype) == terms[0].dtype else terms[0].float()
     for term in terms[1:-1]:
         total = combine(total, term)
     if len(terms) > 1:
