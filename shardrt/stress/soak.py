@@ -132,9 +132,10 @@ class Soak:
         world, name = self._world, f"soak{self.made}"
         self.made += 1
         parent = random.choice([world.comm, *(lane.comm for lane in self._lanes)])
-        color = random.choices((0, 1, None), weights=(6, 3, 1), k=world.size)[world.rank]
-        key = random.choices(range(world.size), k=world.size)[world.rank]
-        comm = None if parent is None else parent.split(color, key, name)
+        # Half of the time all ranks, half of the time in their order: what goes node by node has that.
+        colors = random.choices((0, 1, None), weights=(6, 3, 1), k=world.size) if random.random() < 0.5 else [0] * world.size
+        keys = random.choices(range(world.size), k=world.size) if random.random() < 0.5 else [0] * world.size
+        comm = None if parent is None else parent.split(colors[world.rank], keys[world.rank], name)
         arena = None if comm is None else comm.empty(ARENA_NBYTES, torch.uint8)
         return Lane(comm, new_stream(world.device, name, threaded=self._options.streams != "inline"), arena)
 
