@@ -1,0 +1,1 @@
+"""Load, check and break the communication layer: the command line `shardrt-stress`."""

@@ -1,0 +1,52 @@
+"""shardrt-stress: a sweep or a soak on the ranks of this job, or a fault in a job of its own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+import shardrt
+from shardrt.comm import World
+
+from . import fault, soak, sweep
+from .options import Options, parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; the exit code, the same on every rank."""
+    options = parse(arguments)
+    if options.fault is not None and not options.inject:
+        return fault.run(options)
+    world = shardrt.init()
+    if options.inject:
+        return fault.inject(world, options)
+
+    def say(line: str) -> None:
+        if world.rank == 0:
+            print(line, flush=True)
+
+    _say_header(world, options, say)
+    run = sweep.run if options.soak is None and options.steps is None else soak.run
+    return run(world, options, say)
+
+
+def _say_header(world: World, options: Options, say: Callable[[str], None]) -> None:
+    from mpi4py import MPI  # Hazard: before shardrt.init() this would start MPI, and not as shardrt does
+
+    where = f"{socket.gethostname()} pid {os.getpid()} {world.device}"
+    if world.device.type == "cuda":
+        where += f" {torch.cuda.get_device_name(world.device)}"
+    library = " ".join(MPI.Get_library_version().split()[:3])
+    say(f"# shardrt {shardrt.__version__}, torch {torch.__version__}, Python {platform.python_version()}, {library}")
+    say(f"# {world.size} ranks on {world.nodes} nodes, {torch.get_num_threads()} threads each; {' '.join(sys.argv[1:])}")
+    for rank, line in enumerate(world.comm.exchange(where)):
+        say(f"#   rank {rank}: {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The same work by others, on the same buffers, out of place: MPI's own collectives, torch.distributed."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from mpi4py import MPI
+from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from shardrt.comm import ReduceOp, World
+from shardrt.comm.communicator import FLOATS, Op
+
+from .problem import Problem
+
+_MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T, torch.int32: MPI.INT32_T}
+_MPI_OPS: dict[Op | None, MPI.Op] = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.PRODUCT: MPI.PROD,
+}
+_TORCH_OPS: dict[Op | None, distributed.ReduceOp] = {op: getattr(distributed.ReduceOp, op.name) for op in ReduceOp}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another communication library: a call for each collective, and what it reduces."""
+
+    calls: dict[str, Callable[[Problem, torch.Tensor, torch.Tensor], object]]  # with out and inp
+    dtypes: Collection[torch.dtype]
+    ops: Collection[Op | None]
+    close: Callable[[], None]
+
+    def can(self, problem: Problem) -> bool:
+        return problem.op is None or (problem.dtype in self.dtypes and problem.op in self.ops)
+
+    def run(self, problem: Problem, out: torch.Tensor, inp: torch.Tensor) -> None:
+        """What is only moved is moved as bytes: not every library has every dtype."""
+        tensors = (out, inp) if problem.op is not None else (out.view(torch.uint8), inp.view(torch.uint8))
+        self.calls[problem.name](problem, *tensors)
+
+
+def make_peer(name: str, world: World) -> Peer:
+    """Collective. Raises ValueError for one that has no way to the world's device."""
+    if world.device.type != ("cuda" if name == "c10d-nccl" else "cpu"):
+        raise ValueError(f"--peer {name} has no way to tensors on {world.device}")
+    return _mpi(world) if name == "mpi4py" else _torch(world, name.removeprefix("c10d-"))
+
+
+def _mpi(world: World) -> Peer:
+    comm, rank = MPI.COMM_WORLD.Dup(), world.rank
+    after, before = (rank + 1) % world.size, (rank - 1) % world.size
+
+    def of(problem: Problem, tensor: torch.Tensor) -> list[object]:
+        memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        return [memory, MPI.BYTE if problem.op is None else _MPI_DTYPES[problem.dtype]]
+
+    def at_root(problem: Problem, tensor: torch.Tensor) -> list[object] | None:
+        return of(problem, tensor) if rank == problem.root else None
+
+    calls: dict[str, Callable[[Problem, torch.Tensor, torch.Tensor], object]] = {
+        "all_gather": lambda p, out, inp: comm.Allgather(of(p, inp), of(p, out)),
+        "all_reduce": lambda p, out, inp: comm.Allreduce(of(p, inp), of(p, out), _MPI_OPS[p.op]),
+        "reduce_scatter": lambda p, out, inp: comm.Reduce_scatter_block(of(p, inp), of(p, out), _MPI_OPS[p.op]),
+        "all_to_all": lambda p, out, inp: comm.Alltoall(of(p, inp), of(p, out)),
+        "broadcast": lambda p, out, inp: comm.Bcast(of(p, out.copy_(inp) if rank == p.root else out), p.root),
+        "reduce": lambda p, out, inp: comm.Reduce(of(p, inp), at_root(p, out), _MPI_OPS[p.op], p.root),
+        "gather": lambda p, out, inp: comm.Gather(of(p, inp), at_root(p, out), p.root),
+        "scatter": lambda p, out, inp: comm.Scatter(at_root(p, inp), of(p, out), p.root),
+        "sendrecv": lambda p, out, inp: comm.Sendrecv(of(p, inp), after, 0, of(p, out), before, 0),
+    }
+    return Peer(calls, _MPI_DTYPES, _MPI_OPS, comm.Free)
+
+
+def _torch(world: World, backend: str) -> Peer:
+    """On a process group of its own. It reduces in place only: an out-of-place all_reduce or reduce starts with a copy."""
+    rank = world.rank
+    after, before = (rank + 1) % world.size, (rank - 1) % world.size
+    host = "127.0.0.1" if world.nodes == 1 else socket.gethostname()
+    server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    host, port = world.comm.exchange((host, server.port if server else 0))[0]
+    store = server or TCPStore(host, port)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world.size)
+
+    def blocks(problem: Problem, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        return list(tensor.chunk(problem.size)) if rank == problem.root else None
+
+    def sendrecv(problem: Problem, out: torch.Tensor, inp: torch.Tensor) -> None:
+        there, back = distributed.P2POp(distributed.isend, inp, after), distributed.P2POp(distributed.irecv, out, before)
+        for work in distributed.batch_isend_irecv([there, back]):
+            work.wait()
+
+    calls: dict[str, Callable[[Problem, torch.Tensor, torch.Tensor], object]] = {
+        "all_gather": lambda p, out, inp: distributed.all_gather_single(out, inp),
+        "all_reduce": lambda p, out, inp: distributed.all_reduce(out.copy_(inp), _TORCH_OPS[p.op]),
+        "reduce_scatter": lambda p, out, inp: distributed.reduce_scatter_single(out, inp, _TORCH_OPS[p.op]),
+        "all_to_all": lambda p, out, inp: distributed.all_to_all_single(out, inp),
+        "broadcast": lambda p, out, inp: distributed.broadcast(out.copy_(inp) if rank == p.root else out, p.root),
+        # Hazard: gloo overwrites the tensor on every rank.
+        "reduce": lambda p, out, inp: distributed.reduce(
+            out.copy_(inp) if rank == p.root else inp.clone(), p.root, _TORCH_OPS[p.op]
+        ),
+        "gather": lambda p, out, inp: distributed.gather(inp, blocks(p, out), p.root),
+        "scatter": lambda p, out, inp: distributed.scatter(out, blocks(p, inp), p.root),
+        "sendrecv": sendrecv,
+    }
+    ops = [op for op in ReduceOp if backend == "nccl" or op is not ReduceOp.AVG]  # gloo has no average
+    return Peer(calls, FLOATS, ops, distributed.destroy_process_group)

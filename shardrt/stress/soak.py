@@ -1,0 +1,245 @@
+"""Random valid calls over random communicators, several under way at once, every result checked, leaks counted.
+
+All ranks draw the same calls from the seed, so they need not talk about them. Only where a tensor lies is each rank's own
+choice, and no result depends on it. After every few steps, an epoch, all communicators are closed, and what the process then
+holds must not grow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardrt.comm import Communicator, PreMulSum, ReduceOp, Stream, Work, World, new_stream
+from shardrt.comm.communicator import FLOATS, INTEGERS
+
+from .problem import COLLECTIVES, ROOTED, Problem, ops_for
+
+if TYPE_CHECKING:
+    from .options import Options
+
+EPOCH = 10  # steps
+MOST_ALIVE = 4  # communicators of one rank
+MOST_UNDER_WAY = 6  # calls and groups
+ARENA_NBYTES = 16 << 20  # Cost: none, until pages are touched
+TOLERATED_MIB = 48  # of growth: scraps between buffers of random sizes, some 20 in 1,000 steps, then no more
+OPS = (*ReduceOp, PreMulSum(2.0), PreMulSum(0.5))
+DTYPES = (*sorted(FLOATS | INTEGERS, key=str), torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(slots=True)
+class Lane:
+    """A communicator for each colour, on a stream of its own; none on a rank without a colour."""
+
+    comm: Communicator | None
+    stream: Stream
+    arena: torch.Tensor | None  # bytes, from comm.empty
+    used: int = 0
+
+    def close(self) -> None:
+        self.stream.close()
+        if self.comm is not None:
+            self.comm.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A call, and its tensors on this rank."""
+
+    comm: Communicator
+    problem: Problem
+    in_place: bool
+    out: torch.Tensor
+    inp: torch.Tensor
+
+
+class Soak:
+    """One run, this rank's part of it. Made, and stepped, on all ranks alike."""
+
+    def __init__(self, world: World, options: Options) -> None:
+        self._world, self._options = world, options
+        self._lanes: list[Lane] = []
+        m_arena_max = -8
+        ctypes.CDLL(None).mallopt(m_arena_max, 1)  # Cost: glibc's arenas of short-lived threads grow by 50 MiB, and hide a leak
+        self._start = time.monotonic()
+        self._digest = hashlib.sha256()
+        self.steps = self.wrong = self.made = 0
+        self.calls: Counter[str] = Counter()
+        self.held: list[dict[str, float]] = []  # at the end of each epoch
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def is_over(self) -> bool:
+        """After the steps asked for, or at the end of an epoch past the time; leaks show from the second on."""
+        if self._options.steps is not None:
+            return self.steps >= self._options.steps
+        assert self._options.soak is not None, "steps or a time"
+        return (
+            self.steps % EPOCH == 0 and len(self.held) > 1 and self._world.comm.exchange(self.seconds)[0] > self._options.soak
+        )
+
+    def step(self) -> None:
+        """Make or close a communicator; then some calls, all under way before the first is waited for."""
+        random = self._random("lanes")
+        if len(self._lanes) == MOST_ALIVE or (self._lanes and random.random() < 0.3):
+            self._lanes.pop().close()
+        if not self._lanes or random.random() < 0.5:
+            self._lanes.append(self._make_lane(random))
+        lanes = random.choices(self._lanes, k=random.randint(1, MOST_UNDER_WAY))
+        posted = [both for number, lane in enumerate(lanes) if lane.comm for both in self._post(lane, lane.comm, number)]
+        for work, piece in posted:
+            work.synchronize()
+            self._check(piece)
+        for lane in self._lanes:
+            lane.used = 0
+        self.steps += 1
+        if self.steps % EPOCH == 0:
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Close what is open, newest first, and count what is left."""
+        while self._lanes:
+            self._lanes.pop().close()
+        self.held.append(holdings())
+
+    def digest(self) -> str:
+        """Of all results of all ranks. Collective."""
+        return hashlib.sha256(b"".join(self._world.comm.exchange(self._digest.digest()))).hexdigest()[:32]
+
+    def growth(self) -> dict[str, float]:
+        """By how much any rank has come to hold more since a quarter of the epochs. Collective."""
+        first, last = self.held[len(self.held) // 4], self.held[-1]
+        grown = self._world.comm.exchange({name: last[name] - first[name] for name in first})
+        return {name: max(rank[name] for rank in grown) for name in first}
+
+    # ------------------------------------------------------------------ one step
+
+    def _random(self, *what: object) -> Random:
+        return Random(repr((self._options.seed, self.steps, *what)))
+
+    def _make_lane(self, random: Random) -> Lane:
+        world, name = self._world, f"soak{self.made}"
+        self.made += 1
+        parent = random.choice([world.comm, *(lane.comm for lane in self._lanes)])
+        # Half of the time all ranks, half of the time in their order: what goes node by node has that.
+        colors = random.choices((0, 1, None), weights=(6, 3, 1), k=world.size) if random.random() < 0.5 else [0] * world.size
+        keys = random.choices(range(world.size), k=world.size) if random.random() < 0.5 else [0] * world.size
+        comm = None if parent is None else parent.split(colors[world.rank], keys[world.rank], name)
+        arena = None if comm is None else comm.empty(ARENA_NBYTES, torch.uint8)
+        return Lane(comm, new_stream(world.device, name, threaded=self._options.streams != "inline"), arena)
+
+    def _post(self, lane: Lane, comm: Communicator, number: int) -> list[tuple[Work, Piece]]:
+        """Maybe a barrier; then a call, or a group of them."""
+        shared, own = self._random(number), self._random(number, self._world.rank)
+        if shared.random() < 0.1:
+            self.calls["barrier"] += 1
+            comm.barrier(stream=lane.stream)
+        pieces = [self._place(lane, comm, shared, own) for _ in range(shared.choice((1, 1, 1, 2, 4)))]
+        self.calls.update(piece.problem.name for piece in pieces)
+        lane.stream.wait(self._world.stream.record())  # on CUDA the tensors are filled on another stream
+        if len(pieces) == 1:
+            work = pieces[0].problem.launch(comm, pieces[0].out, pieces[0].inp, lane.stream)
+        else:
+            self.calls["group"] += 1
+            with comm.group() as work:
+                for piece in pieces:
+                    piece.problem.post(comm, piece.out, piece.inp, lane.stream)
+        return [(work, piece) for piece in pieces]
+
+    def _place(self, lane: Lane, comm: Communicator, shared: Random, own: Random) -> Piece:
+        problem = draw(shared, comm)
+        in_place = problem.can_be_in_place and shared.random() < 0.5
+
+        def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            """In the arena or not, aligned or not."""
+            shift = own.randrange(8) * dtype.itemsize
+            begin, nbytes = -(-lane.used // 64) * 64, shift + numel * dtype.itemsize
+            if lane.arena is None or own.random() < 0.5 or begin + nbytes > ARENA_NBYTES:
+                return torch.empty(nbytes, dtype=torch.uint8, device=comm.device)[shift:].view(dtype)
+            lane.used = begin + nbytes
+            return lane.arena[begin + shift : begin + nbytes].view(dtype)
+
+        return Piece(comm, problem, in_place, *problem.place(comm.rank, in_place, allocate))
+
+    def _check(self, piece: Piece) -> None:
+        wrong = piece.problem.count_wrong(piece.comm.rank, piece.in_place, piece.out, piece.inp)
+        if wrong:
+            how = f"{piece.problem}, {'in' if piece.in_place else 'out of'} place, on {piece.comm}"
+            os.write(1, f"[{self._world.rank}] step {self.steps}: {wrong} elements wrong: {how}\n".encode())
+        self.wrong += wrong
+        host = piece.out.cpu()
+        self._digest.update(ctypes.string_at(host.data_ptr(), host.nbytes))
+
+
+def draw(random: Random, comm: Communicator) -> Problem:
+    """A call that `comm` must be able to make, alike on all its ranks."""
+    size, name, on_host = comm.size, random.choice(COLLECTIVES), comm.device.type == "cpu"
+    # NCCL does not reduce int16.
+    dtypes = [dtype for dtype in DTYPES if ops_for(name, dtype, OPS) and (on_host or dtype is not torch.int16)]
+    dtype = random.choice(dtypes)
+    n = random.choice((0, 1, 3, random.randrange(1, 2000, 2), random.randrange(200_000)))
+    if random.random() < 0.02:
+        n = random.randrange(2_000_000 // size)  # a reduction then takes several blocks
+    uneven = name == "all_to_all" and random.random() < 0.5
+    return Problem(
+        name=name,
+        size=size,
+        n=n,
+        dtype=dtype,
+        op=random.choice(ops_for(name, dtype, OPS)),
+        root=random.randrange(size) if name in ROOTED else -1,
+        counts=tuple(tuple(random.choices((0, 1, n), k=size)) for _ in range(size)) if uneven else None,
+        seed=random.getrandbits(31),
+        rounding=on_host and dtype in FLOATS and random.random() < 0.5,
+    )
+
+
+def holdings() -> dict[str, float]:
+    """What this process holds that a leak would add to."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps for reuse is no leak
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "resident MiB": int(status["VmRSS"].split()[0]) / 1024,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": int(status["Threads"]),
+        "shared memory segments": len({line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line}),
+    }
+
+
+def run(world: World, options: Options, say: Callable[[str], None]) -> int:
+    """The whole soak; returns the exit code. Collective."""
+    soak, told = Soak(world, options), 0.0
+    while not soak.is_over():
+        soak.step()
+        if soak.seconds - told > 2.0:
+            told = soak.seconds
+            say(
+                f"# {told:6.0f} s  step {soak.steps}  {soak.calls.total()} calls  {soak.made} communicators  {soak.wrong} wrong"
+            )
+    if soak.steps % EPOCH:
+        soak.end_epoch()
+    growth, wrong, calls = soak.growth(), sum(world.comm.exchange(soak.wrong)), Counter[str]()
+    for others in world.comm.exchange(soak.calls):
+        calls += others
+    leaks = [name for name, by in growth.items() if by > (TOLERATED_MIB if name == "resident MiB" else 0)]
+    no_leak = "none" if len(soak.held) > 1 else f"not known before step {2 * EPOCH}"
+    say(f"# {soak.seconds:.1f} s, {soak.steps} steps, {soak.made} communicators, on {world.size} ranks, seed {options.seed}")
+    say("# Calls, over all ranks: " + ", ".join(f"{count} {name}" for name, count in calls.most_common()))
+    say(f"# Growth over {len(soak.held)} epochs: " + ", ".join(f"{by:.0f} {name}" for name, by in growth.items()))
+    say(f"# Digest: {soak.digest()}   #wrong: {wrong}   leaks: {', '.join(leaks) or no_leak}")
+    return 1 if wrong or leaks else 0

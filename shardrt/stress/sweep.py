@@ -1,0 +1,240 @@
+"""Time every collective over sizes, dtypes and ops, out of place and in place, and check every element that comes out.
+
+A row is what nccl-tests prints: its size counts all blocks, its count is that of one rank's call; algbw is the size by the
+time, and busbw makes that comparable across collectives and numbers of ranks. An iteration is as long as it was on its slowest
+rank; the time is the mean over the iterations, p50 and p99 are over them as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import fmean, geometric_mean, median
+from typing import TYPE_CHECKING
+
+import torch
+
+import shardrt
+from shardrt.comm import Stream, Work, World, current_stream, new_stream
+
+from .problem import BLOCKED, ROOTED, Problem, bus_factor, ops_for
+
+if TYPE_CHECKING:
+    from .options import Options
+    from .peers import Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A problem out of place, or in place."""
+
+    time_us: float
+    algbw: float  # GB/s, 10**9 bytes
+    busbw: float
+    wrong: int  # elements, over all ranks
+    p50_us: float
+    p99_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table."""
+
+    collective: str
+    size: int  # bytes
+    count: int  # elements
+    type: str
+    redop: str
+    root: int
+    out_of_place: Result
+    in_place: Result | None  # a sendrecv has none
+    peer_us: float | None  # the peer's median, out of place
+    ratio: float | None  # of medians: ours by the peer's
+
+
+_SIDE = f"{'time':>8} {'algbw':>7} {'busbw':>7} {'#wrong':>7}"
+HEADER = f"""\
+#{"out of place":>82}{"in place":>34}{"out of place":>19}{"in place":>18}
+#{"size":>11} {"count":>12} {"type":>13} {"redop":>7} {"root":>5}  {_SIDE}  {_SIDE}  {"p50":>8} {"p99":>8} {"p50":>8} {"p99":>8}
+#{"(B)":>11} {"(elements)":>12} {"(us)":>37} {"(GB/s)":>7} {"(GB/s)":>7}{"(us)":>18} {"(GB/s)":>7} {"(GB/s)":>7}{"(us)":>18}"""
+
+
+class Sweep:
+    """One run over everything that was asked for. Made, and called, on all ranks alike."""
+
+    def __init__(self, world: World, options: Options, peer: Peer | None) -> None:
+        comm = world.comm.split(0, world.rank, "stress")
+        assert comm is not None, "every rank gave the same colour"
+        self._comm, self._options, self._peer = comm, options, peer
+        self._stream = new_stream(world.device, "stress", threaded=options.streams == "threaded")
+        nbytes, in_window = max(options.sizes), options.buffers == "window"
+        self._storages = [
+            comm.empty(nbytes, torch.uint8) if in_window else torch.empty(nbytes, dtype=torch.uint8, device=world.device)
+            for _ in range(2)
+        ]
+
+    def close(self) -> None:
+        self._stream.close()
+        self._comm.close()
+
+    def problems(self, name: str) -> Iterator[Problem]:
+        size, root = self._comm.size, self._options.root if name in ROOTED else -1
+        for dtype in self._options.dtypes:
+            for op in ops_for(name, dtype, self._options.ops):
+                for nbytes in self._options.sizes:
+                    yield Problem(name, size, nbytes // dtype.itemsize // (size if name in BLOCKED else 1), dtype, op, root)
+
+    def measure(self, problem: Problem) -> Row:
+        """Both ways, and the peer's if it can."""
+        peer = self._peer if self._peer is not None and self._peer.can(problem) else None
+        out_of_place, peer_us = self._measure(problem, False, peer)
+        return Row(
+            collective=problem.name,
+            size=problem.nbytes,
+            count=problem.n,
+            type=str(problem.dtype).removeprefix("torch."),
+            redop="none" if problem.op is None else getattr(problem.op, "value", "mulsum"),
+            root=problem.root,
+            out_of_place=out_of_place,
+            in_place=self._measure(problem, True, None)[0] if problem.can_be_in_place else None,
+            peer_us=peer_us,
+            ratio=out_of_place.p50_us / peer_us if peer_us else None,
+        )
+
+    def _measure(self, problem: Problem, in_place: bool, peer: Peer | None) -> tuple[Result, float | None]:
+        rank, sides = self._comm.rank, []
+        if peer is not None:
+            out, inp = self._place(problem, in_place)
+            sides.append(partial(_submit, self._stream, partial(peer.run, problem, out, inp)))
+            sides[0]().synchronize()
+            if problem.count_wrong(rank, in_place, out, inp):
+                raise RuntimeError(f"wrong on rank {rank}: {self._options.peer}'s result of {problem}")
+        out, inp = self._place(problem, in_place)
+        sides.append(partial(problem.launch, self._comm, out, inp, self._stream))
+        given = None
+        if in_place:
+            given = torch.empty_like(inp)
+            self._stream.submit(partial(given.copy_, inp))
+        sides[-1]().synchronize()
+        wrong = problem.count_wrong(rank, in_place, out, inp)
+        seconds = self._time(sides, inp, given)  # what comes last, and leaves its result, is ours
+        wrong = sum(self._comm.exchange(max(wrong, problem.count_wrong(rank, in_place, out, inp))))
+        return _result(problem, wrong, seconds[-1]), median(seconds[0]) * 1e6 if peer else None
+
+    def _place(self, problem: Problem, in_place: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        storages = iter(self._storages)
+
+        def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return next(storages)[: numel * dtype.itemsize].view(dtype)
+
+        placed = problem.place(self._comm.rank, in_place, allocate)
+        self._stream.wait(current_stream(self._comm.device).record())
+        return placed
+
+    def _time(self, sides: Sequence[Callable[[], Work]], inp: torch.Tensor, given: torch.Tensor | None) -> list[list[float]]:
+        """Seconds by side and iteration, of the slowest rank, the sides in turns; `given` goes into `inp` before each."""
+        timings: list[list[Callable[[], float]]] = [[] for _ in sides]
+        for _ in range(self._options.warmup + self._options.number):
+            for side, timing in zip(sides, timings, strict=True):
+                if given is not None:
+                    self._stream.submit(partial(inp.copy_, given))
+                timing.append(_timed(self._stream, side))
+        self._stream.synchronize()
+        measured = [[seconds() for seconds in timing[self._options.warmup :]] for timing in timings]
+        ranks = self._comm.exchange(measured)
+        return [[max(moment) for moment in zip(*side, strict=True)] for side in zip(*ranks, strict=True)]
+
+
+def _submit(stream: Stream, fn: Callable[[], object]) -> Work:
+    stream.submit(fn)
+    return Work(stream.record())
+
+
+def _timed(stream: Stream, side: Callable[[], Work]) -> Callable[[], float]:
+    """Run it; how many seconds it took can be asked once the stream has been synchronized."""
+    if stream.device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream.submit(begin.record)
+        side()
+        stream.submit(end.record)
+        return lambda: begin.elapsed_time(end) / 1e3
+    start = time.perf_counter()
+    side().synchronize()
+    seconds = time.perf_counter() - start
+    return lambda: seconds
+
+
+def _result(problem: Problem, wrong: int, seconds: Sequence[float]) -> Result:
+    algbw, ordered = problem.nbytes / fmean(seconds) / 1e9, sorted(seconds)
+    return Result(
+        time_us=fmean(seconds) * 1e6,
+        algbw=algbw,
+        busbw=algbw * bus_factor(problem.name, problem.size),
+        wrong=wrong,
+        p50_us=median(seconds) * 1e6,
+        p99_us=ordered[math.ceil(0.99 * len(ordered)) - 1] * 1e6,
+    )
+
+
+# ---------------------------------------------------------------------- telling
+
+
+def run(world: World, options: Options, say: Callable[[str], None]) -> int:
+    """The whole sweep, told line by line; returns the exit code. Collective."""
+    from .peers import make_peer  # Hazard: before shardrt.init() this would start MPI, and not as shardrt does
+
+    peer = None if options.peer is None else make_peer(options.peer, world)
+    sweep, rows = Sweep(world, options, peer), []
+    for name in options.collectives:
+        say(f"#\n# {name}\n{HEADER}{f'  ours / {options.peer}' if peer else ''}")
+        for problem in sweep.problems(name):
+            rows.append(sweep.measure(problem))
+            say(line(rows[-1]))
+    sweep.close()
+    ratios = [row.ratio for row in rows if row.ratio]
+    ratio = geometric_mean(ratios) if ratios else None
+    if peer is not None:
+        peer.close()
+        mean = f"{ratio:.3f}, the geometric mean" if ratio else "none"
+        say(f"# Ours / {options.peer}: {mean} of {len(ratios)} ratios of medians")
+    results = [result for row in rows for result in (row.out_of_place, row.in_place) if result is not None]
+    busbw, wrong = fmean(result.busbw for result in results) if results else 0.0, sum(result.wrong for result in results)
+    if world.rank == 0:
+        told = {"ranks": world.size, "nodes": world.nodes, "peer": options.peer}
+        _write(options, told | {"busbw": busbw, "wrong": wrong, "ratio": ratio}, rows)
+    say(f"# Avg bus bandwidth: {busbw:.3f} GB/s   #wrong: {wrong}")
+    return 1 if wrong else 0
+
+
+def line(row: Row) -> str:
+    """A row under HEADER."""
+    sides = (row.out_of_place, row.in_place)
+    parts = [f"{row.size:12} {row.count:12} {row.type:>13} {row.redop:>7} {row.root:5}"]
+    parts += [f"{s.time_us:8.1f} {s.algbw:7.2f} {s.busbw:7.2f} {s.wrong:7}" if s else "N/A".rjust(32) for s in sides]
+    parts.append(" ".join(f"{s.p50_us:8.1f} {s.p99_us:8.1f}" if s else "N/A".rjust(17) for s in sides))
+    return "  ".join([*parts, *([f"{row.ratio:8.3f}"] if row.ratio else [])])
+
+
+def _write(options: Options, summary: Mapping[str, object], rows: Sequence[Row]) -> None:
+    if options.json is not None:
+        versions = {"version": shardrt.__version__, "torch": torch.__version__}
+        options.json.write_text(json.dumps({**versions, **summary, "rows": [asdict(row) for row in rows]}, indent=1))
+    if options.plot is None:
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    curves: dict[str, list[Row]] = {}
+    for row in rows:
+        curves.setdefault(f"{row.collective} {row.type} {row.redop}".removesuffix(" none"), []).append(row)
+    for label, points in curves.items():
+        axes.plot([row.size for row in points], [row.out_of_place.busbw for row in points], marker=".", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="size (bytes)", ylabel="bus bandwidth out of place (GB/s)")
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(options.plot)

@@ -1,0 +1,24 @@
+"""The host's reductions, where they stop half-way: on a node that passes its result on, unrounded."""
+
+import pytest
+import torch
+
+from shardrt.comm import PreMulSum, ReduceOp
+from shardrt.comm.arithmetic import reduce_rows
+from shardrt.comm.communicator import Op
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, PreMulSum(0.75)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_in_low_precision_are_added_in_float32_into_a_wide_result(dtype: torch.dtype, op: Op) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(1000, generator=generator).to(dtype) for _ in range(4)]
+    factor = op.factor if isinstance(op, PreMulSum) else 1.0
+    total = torch.zeros(1000)
+    for row in rows:
+        total = total + row.float() * factor
+    first, last = torch.empty(1000), torch.empty(1000, dtype=dtype)
+    reduce_rows(rows[:2], op, first)
+    assert torch.equal(first, rows[0].float() * factor + rows[1].float() * factor)
+    reduce_rows(rows[2:], op, last, first, divisor=4)
+    assert torch.equal(last, (total / 4 if op is ReduceOp.AVG else total).to(dtype))

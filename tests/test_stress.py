@@ -1,0 +1,314 @@
+"""The stress tester finds what is wrong, and finds nothing wrong with what is right."""
+
+import configparser
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ranks import on_ranks, rank_environment, run_script
+from shardrt.comm import Communicator, PreMulSum, ReduceOp, Work, World
+from shardrt.comm.communicator import Op
+from shardrt.stress import soak, sweep
+from shardrt.stress.fault import Ending, Fault, judge
+from shardrt.stress.options import parse
+from shardrt.stress.problem import COLLECTIVES, Problem, bus_factor
+
+ROOT = Path(__file__).resolve().parent.parent
+COUNTS = ((2, 0, 5), (1, 3, 0), (0, 0, 7))
+
+
+def run_sweep(world: World, *arguments: str) -> tuple[int, list[str], dict[str, Any]]:
+    """Exit code, lines, and what the JSON file has (on rank 0)."""
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sweep.json"
+        code = sweep.run(world, parse([*arguments, "--json", str(path)]), said.append)
+        return code, said, json.loads(path.read_text()) if world.rank == 0 else {}
+
+
+def run_soak(world: World, *arguments: str) -> tuple[int, str]:
+    """Exit code, and the last line."""
+    said: list[str] = []
+    return soak.run(world, parse(list(arguments)), said.append), said[-1]
+
+
+# ---------------------------------------------------------------------- problems
+
+
+def test_bus_factors_of_four_ranks() -> None:
+    by_hand = {"all_reduce": 1.5, "broadcast": 1.0, "reduce": 1.0, "sendrecv": 1.0}
+    for name in COLLECTIVES:
+        assert bus_factor(name, 4) == by_hand.get(name, 0.75)
+
+
+def results(problem: Problem, inps: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What each rank must get, the plain way."""
+    n, ranks, root = problem.n, range(problem.size), problem.root
+    combine: dict[Op | None, Callable[[torch.Tensor], torch.Tensor]] = {
+        ReduceOp.SUM: lambda rows: rows.sum(0),
+        ReduceOp.AVG: lambda rows: rows.mean(0),
+        ReduceOp.MIN: lambda rows: rows.amin(0),
+        ReduceOp.MAX: lambda rows: rows.amax(0),
+        ReduceOp.PRODUCT: lambda rows: rows.prod(0),
+        PreMulSum(2.0): lambda rows: 2 * rows.sum(0),
+    }
+    match problem.name:
+        case "all_gather":
+            return [torch.cat(inps)] * problem.size
+        case "gather":
+            return [torch.cat(inps) if rank == root else None for rank in ranks]
+        case "broadcast":
+            return [inps[root]] * problem.size
+        case "scatter":
+            return list(inps[root].chunk(problem.size))
+        case "sendrecv":
+            return [inps[rank - 1] for rank in ranks]
+        case "all_to_all":
+            counts = problem.counts or [[n] * problem.size] * problem.size
+            blocks = [inp.split(list(row)) for inp, row in zip(inps, counts, strict=True)]
+            return [torch.cat([blocks[peer][rank] for peer in ranks]) for rank in ranks]
+    reduced = combine[problem.op](torch.stack(inps).double()).to(problem.dtype)
+    if problem.name == "reduce_scatter":
+        return list(reduced.chunk(problem.size))
+    return [reduced if problem.name == "all_reduce" or rank == root else None for rank in ranks]
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["out_of_place", "in_place"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_result_made_the_plain_way_is_right_and_any_other_wrong(name: str, dtype: torch.dtype, in_place: bool) -> None:
+    ops: list[Op | None] = [None]
+    if "reduce" in name:
+        ops = [op for op in (*ReduceOp, PreMulSum(2.0)) if dtype.is_floating_point or op not in (ReduceOp.AVG, PreMulSum(2.0))]
+    problems = [Problem(name, 3, n, dtype, op, root=1) for op in ops for n in (1, 5000)]
+    if name == "all_to_all":
+        problems.append(Problem(name, 3, 0, dtype, counts=COUNTS))
+    for problem in problems:
+        if in_place and not problem.can_be_in_place:
+            continue
+        tensors = [problem.place(rank, in_place, lambda n, dtype: torch.empty(n, dtype=dtype)) for rank in range(3)]
+        wanted = results(problem, [inp.clone() for _, inp in tensors])
+        for rank, ((out, inp), result) in enumerate(zip(tensors, wanted, strict=True)):
+            if result is not None:
+                poisoned = out.clone()
+                out.copy_(result)
+                if not in_place:
+                    assert problem.count_wrong(rank, in_place, poisoned, inp) == out.numel(), "poison"
+            assert problem.count_wrong(rank, in_place, out, inp) == 0, (problem, rank)
+            out[-1] = 99
+            assert problem.count_wrong(rank, in_place, out, inp) == 1, (problem, rank)
+
+
+# ---------------------------------------------------------------------- sweeps
+
+
+@on_ranks(1, 2, 3)
+def test_sweep(world: World) -> None:
+    sizes = ["-b", "0", "-e", "80K", "-i", "40K", "-n", "3", "-w", "1"]
+    code, said, told = run_sweep(world, *sizes, "--dtypes", "float32,int8", "--ops", "sum,avg")
+    lines = [line.split() for line in said if not line.startswith("#")]
+    assert code == 0
+    assert [line.split()[1] for line in "\n".join(said).splitlines() if line[2:] in COLLECTIVES] == list(COLLECTIVES)
+    assert len(lines) == 3 * (3 * 3 + 6 * 2)  # sizes; float32 sum and avg, int8 sum; float32 and int8
+    if world.rank:
+        return
+    assert (told["wrong"], told["ranks"], len(told["rows"])) == (0, world.size, len(lines))
+    for row, line in zip(told["rows"], lines, strict=True):
+        assert line[:5] == [str(row[key]) for key in ("size", "count", "type", "redop", "root")]
+        blocks = 1 if row["collective"] in ("all_reduce", "reduce", "broadcast", "sendrecv") else world.size
+        assert row["size"] == row["count"] * {"float32": 4, "int8": 1}[row["type"]] * blocks
+        assert line[8] == str(row["out_of_place"]["wrong"]) == "0"
+        assert (row["in_place"] is None) == (row["collective"] == "sendrecv") == (line[9] == "N/A")
+        side = row["out_of_place"]
+        assert side["algbw"] == pytest.approx(row["size"] / side["time_us"] / 1e3)
+        assert side["busbw"] == pytest.approx(side["algbw"] * bus_factor(row["collective"], world.size))
+        assert 0 < side["p50_us"] <= side["p99_us"]
+    assert re.fullmatch(r"# Avg bus bandwidth: [\d.]+ GB/s   #wrong: 0", said[-1])
+
+
+@pytest.mark.parametrize("broken", ["first", "later"])
+@on_ranks(2)
+def test_sweep_finds_what_is_wrong(world: World, broken: str) -> None:
+    """The first call writes nothing, or later ones, on one rank, one element that is not right."""
+    right, made = Communicator.all_gather, []
+
+    def wrong(comm: Communicator, out: torch.Tensor, inp: torch.Tensor, **how: object) -> Work:
+        made.append(inp)
+        if broken == "first" and len(made) == 1:
+            return comm.barrier(**how)  # type: ignore[arg-type]
+        work = right(comm, out, inp, **how)  # type: ignore[arg-type]
+        if broken == "later" and len(made) > 1 and comm.rank == 1:
+            out[3] += 1
+        return work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "all_gather", wrong)
+        code, said, told = run_sweep(world, "-b", "80", "-e", "80", "-n", "2", "--collectives", "all_gather")
+    assert code == 1
+    counts = {"first": (2 * 20, 0), "later": (1, 1)}[broken]
+    if world.rank == 0:
+        (row,) = told["rows"]
+        assert (row["out_of_place"]["wrong"], row["in_place"]["wrong"]) == counts
+    assert said[-1].endswith(f"#wrong: {sum(counts)}")
+
+
+@pytest.mark.parametrize("buffers", ["window", "ordinary"])
+@pytest.mark.parametrize("peer", ["mpi4py", "gloo"])
+@on_ranks(2)
+def test_peers(world: World, peer: str, buffers: str) -> None:
+    sizes = ["-b", "4K", "-e", "4K", "-n", "3", "-w", "1", "--dtypes", "float32,int16", "--ops", "sum,avg"]
+    _, said, told = run_sweep(world, *sizes, "--peer", peer, "--buffers", buffers, "--streams", "threaded")
+    if world.rank:
+        return
+    compared = [row for row in told["rows"] if row["ratio"]]
+    assert {row["collective"] for row in compared} == set(COLLECTIVES)
+    assert {row["redop"] for row in compared} == {"sum", "none"}  # neither has an average
+    for row in compared:
+        assert row["ratio"] == pytest.approx(row["out_of_place"]["p50_us"] / row["peer_us"])
+    product = torch.tensor([row["ratio"] for row in compared], dtype=torch.float64).prod().item()
+    assert told["ratio"] == pytest.approx(product ** (1 / len(compared)))
+    assert f"ours / {peer}" in "\n".join(said)
+
+
+@on_ranks(2)
+def test_peer_without_the_op_has_no_ratio(world: World) -> None:
+    few = ["-b", "4K", "-e", "4K", "-n", "1", "--collectives", "all_reduce", "--ops", "avg", "--peer", "mpi4py"]
+    code, said, _ = run_sweep(world, *few)
+    assert (code, said[-2]) == (0, "# Ours / mpi4py: none of 0 ratios of medians")
+
+
+def test_command_line() -> None:
+    """As mpirun starts it: the header, a line per problem, a picture; bad arguments cost one line per rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        plot = f"{folder}/plot.png"
+        script = "import sys; from shardrt.stress.__main__ import main; sys.exit(main({}))"
+        few = ["-b", "1K", "-e", "2K", "-n", "1", "--collectives", "broadcast", "--root", "1", "--plot", plot]
+        done = run_script(script.format(few), 2)
+        assert done.returncode == 0, done.stderr
+        assert Path(plot).read_bytes().startswith(b"\x89PNG")
+    lines = done.stdout.splitlines()
+    assert re.match(r"# shardrt [\d.]+, torch .*, Python .*(MPICH|Open MPI)", lines[0])
+    assert [line for line in lines if "rank 1: " in line]
+    assert [line.split()[:5] for line in lines if not line.startswith("#")] == [
+        ["1024", "256", "float32", "none", "1"],
+        ["2048", "512", "float32", "none", "1"],
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        parse(["-b", "2K", "-e", "1K"])
+
+
+def test_entry_point() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    name, target = config["options.entry_points"]["console_scripts"].split(" = ")
+    module, function = target.split(":")
+    assert name.strip() == "shardrt-stress"
+    code = f"import sys; from {module} import {function}; print('mpi4py.MPI' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=rank_environment(), capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"  # shardrt.init() must be what starts MPI
+
+
+# ---------------------------------------------------------------------- soaks
+
+
+@on_ranks(1, 3)
+def test_soak_has_one_digest_for_one_seed(world: World) -> None:
+    digests = []
+    for arguments in (["--seed", "5"], ["--seed", "5", "--streams", "inline"], ["--seed", "6"]):
+        code, last = run_soak(world, "--steps", "20", *arguments)
+        assert code == 0
+        assert "#wrong: 0   leaks: none" in last or world.rank
+        digests.append(last.split()[2])
+    assert digests[0] == digests[1] != digests[2]
+
+
+@on_ranks(2)
+def test_soak_finds_leaks(world: World) -> None:
+    right, leaked = Communicator.close, []
+    over = threading.Event()
+
+    def close(comm: Communicator) -> None:
+        right(comm)
+        leaked.append(os.open("/dev/null", os.O_RDONLY))
+        threading.Thread(target=over.wait, name="leaked").start()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "close", close)
+        code, last = run_soak(world, "--steps", "20")
+    over.set()
+    for descriptor in leaked:
+        os.close(descriptor)
+    assert code == 1
+    assert last.endswith("leaks: descriptors, threads")
+
+
+@on_ranks(2)
+def test_soak_finds_what_is_wrong(world: World) -> None:
+    """One rank's large all-gathers have their last block from itself."""
+    right = Communicator.all_gather
+
+    def wrong(comm: Communicator, out: torch.Tensor, inp: torch.Tensor, **how: object) -> Work:
+        work = right(comm, out, inp, **how)  # type: ignore[arg-type]
+        if comm.rank == 0 and comm.size == 2:
+            how["stream"].submit(lambda: out[inp.numel() :].copy_(inp))  # type: ignore[attr-defined]
+            return Work(how["stream"].record())  # type: ignore[attr-defined]
+        return work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "all_gather", wrong)
+        code, last = run_soak(world, "--soak", "1s")
+    assert code == 1
+    assert "#wrong: 0" not in last
+
+
+# ---------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("fault", ["kill", "exception", "slow"])
+def test_fault(fault: str) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "stress.py"), "--fault", fault, "-n", "2", "--fault-after", "5"]
+    done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{fault} on rank 1 of 2: exit code ")
+    assert "FAILED" not in done.stdout
+
+
+WATCHED = "rank 1 pid 7\nrank 1 injects stop at 1.0\nall_reduce #50: rank 1 (pid 7, stopped) is missing\n"
+MISMATCHED = "rank 0 raised MismatchError\nrank 1 raised MismatchError\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        (Fault.KILL, 9, ""),
+        (Fault.STOP, 17, WATCHED),
+        (Fault.EXCEPTION, 1, "RuntimeError: injected on rank 1"),
+        (Fault.MISMATCH, 1, MISMATCHED),
+        (Fault.SKIP, 1, MISMATCHED),
+        (Fault.SKIP, 17, WATCHED),
+        (Fault.SLOW, 0, "call 50 took longest: 1.001 s, waiting for rank 1, which took 0.000 s itself"),
+    ],
+)
+def test_judgement(fault: Fault, code: int, said: str) -> None:
+    assert judge(fault, 1, 2, Ending(code, said, 2.0, [])) == []
+    bad = [
+        Ending(0 if code else 9, said, 2.0, []),  # another exit code
+        Ending(None, said, 2.0, []),  # no end
+        Ending(code, said, 60.0, []),  # late
+        Ending(code, said, None, []),  # no fault
+        Ending(code, said, 2.0, ["0"]),  # left a rank behind
+    ]
+    if said:
+        bad.append(Ending(code, said.replace("rank 1", "rank 0"), 2.0, []))  # not named
+    for ending in bad:
+        assert judge(fault, 1, 2, ending), ending
