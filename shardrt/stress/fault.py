@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -126,12 +125,9 @@ def run(options: Options) -> int:
     ranks, victim = options.number, options.number - 1 if options.fault_rank is None else options.fault_rank
     if not 0 <= victim < ranks:
         sys.exit(f"--fault-rank {victim} is none of {ranks} ranks")
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    if mpirun is None:
-        sys.exit(f"no mpirun beside {sys.executable} or on PATH: pip install 'shardrt[mpich]'")
     flags = ["--fault", options.fault.value, "--fault-rank", str(victim), "--fault-after", str(options.fault_after)]
-    ending = _run_job([mpirun, "-n", str(ranks), sys.executable, "-m", "shardrt.stress", "--inject", *flags])
+    launch = [sys.executable, "-m", "shardrt.launch", "--launcher", "mpirun", "-n", str(ranks)]
+    ending = _run_job([*launch, "-m", "shardrt.stress", "--inject", *flags])
     complaints = judge(options.fault, victim, ranks, ending)
     when = "" if ending.seconds is None else f", {ending.seconds:.1f} s after the fault"
     print(f"{options.fault.value} on rank {victim} of {ranks}: exit code {ending.code}{when}")
