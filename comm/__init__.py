@@ -1,6 +1,7 @@
 """Collectives on explicit streams: MPI for CPU tensors, NCCL through CuPy for CUDA tensors. Knows nothing of sharding."""
 
 from .bootstrap import World, finalize, init, world
+from .check import MismatchError
 from .communicator import Communicator, PreMulSum, ReduceOp, RemoteError, Work
 from .mesh import DeviceMesh
 from .streams import Event, Stream, current_stream, new_stream
@@ -9,6 +10,7 @@ __all__ = [
     "Communicator",
     "DeviceMesh",
     "Event",
+    "MismatchError",
     "PreMulSum",
     "ReduceOp",
     "RemoteError",

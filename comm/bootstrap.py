@@ -1,4 +1,4 @@
-"""Who am I: start MPI, find rank and device, make sure that a failure on one rank ends the job, and leave cleanly.
+"""Who am I: start MPI, find rank and device, set the guards against failures and hangs, and leave cleanly.
 
 MPI alone is asked for rank and size; the launcher's variables only cross-check it. A job whose launcher and MPI do not fit
 falls apart, silently, into N worlds of one rank each: that is refused.
@@ -11,12 +11,8 @@ import ctypes
 import os
 import socket
 import sys
-import threading
-import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +24,9 @@ from .streams import Stream, current_stream, new_stream
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from .guards import Guards
     from .mpi import MpiCommunicator
+    from .recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +41,7 @@ class World:
     device: torch.device
     comm: Communicator  # over all ranks, for tensors on `device`
     mesh: DeviceMesh  # 1-D, over all ranks
+    recorder: Recorder  # of this rank's last calls
 
     @property
     def stream(self) -> Stream:
@@ -59,6 +58,8 @@ class World:
         kind = os.environ.get("SHARDRT_HOST_STREAMS", default)
         if kind not in ("inline", "threaded"):
             raise ValueError(f"SHARDRT_HOST_STREAMS={kind!r} on rank {self.rank}: expected 'inline' or 'threaded'")
+        if kind == "threaded" and self.device.type == "cpu":
+            self._refuse_threads()
         if (role, kind) not in _streams:
             _streams[role, kind] = new_stream(self.device, role, threaded=kind == "threaded")
         return _streams[role, kind]
@@ -68,8 +69,19 @@ class World:
         stream = self.stream
         self.comm.barrier(stream=stream).synchronize()
 
+    def _refuse_threads(self) -> None:
+        from mpi4py import MPI
+
+        if (level := MPI.Query_thread()) < MPI.THREAD_MULTIPLE:
+            raise RuntimeError(
+                f"threaded streams on rank {self.rank} need MPI_THREAD_MULTIPLE; MPI was initialised with level {level}, "
+                f"not {MPI.THREAD_MULTIPLE}. Let shardrt.init() start MPI, or import mpi4py.MPI without another "
+                "mpi4py.rc.thread_level; or set SHARDRT_HOST_STREAMS=inline"
+            )
+
 
 _world: World | None = None
+_guards: Guards | None = None  # the world's; they stay when it has ended
 _streams: dict[tuple[str, str], Stream] = {}  # by role and kind; ended by finalize()
 
 
@@ -85,24 +97,29 @@ def init(device: str | torch.device | None = None) -> World:
 
     device: "cpu", "cuda" (this rank's GPU by local rank), or None for CUDA where torch has it, else the CPU.
     Works without a launcher, as a world of one rank.
-    Raises: RuntimeError when the launcher started N > 1 ranks and MPI sees one; ImportError without mpi4py.
+    Raises: RuntimeError when the launcher started N > 1 ranks and MPI sees one, after finalize(), and for another device than
+    the world's; ImportError without mpi4py.
     """
     global _world
     if _world is None:
         _world = _start(device)
+    asked = torch.device(_world.device if device is None else device)
+    if asked.type != _world.device.type or asked.index not in (None, _world.device.index):
+        raise RuntimeError(f"init(device={str(device)!r}): this world's device is {_world.device}, and a process has one world")
     return _world
 
 
 def finalize() -> None:
     """End the world's streams, close the communicators in a fixed order, and end MPI, if `init` started it.
 
-    Collective; runs by itself at exit.
+    Collective; runs by itself at exit. Does nothing in a forked child.
     """
     global _world
-    if _world is None:
+    if _world is None or _guards is None or _guards.is_forked():
         return
     while _streams:
         _streams.popitem()[1].close()
+    _guards.close(_world.comm)
     _world.mesh.close()
     _world.comm.close()
     _world = None
@@ -123,18 +140,21 @@ _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 
 def _start(device: str | torch.device | None) -> World:
+    global _guards
+    if _guards is not None:
+        raise RuntimeError("shardrt.init() after shardrt.finalize(): a process has one world, made once")
     comm = _start_mpi()
     _refuse_fallen_apart(comm.Get_size())
-    if comm.Get_size() > 1:
-        _install_excepthooks(comm)
     _keep_freed_memory()
+    from .guards import Guards
     from .mpi import MpiCommunicator
 
     node, local_rank = _place_in_node(comm)
-    host = MpiCommunicator(comm.Dup(), "world", node)
     bound = _bind_device(device, local_rank)
+    _guards = Guards(comm, node, bound)
+    host = MpiCommunicator(comm.Dup(), "world", node, _guards.hooks)
     data = _communicator_for(bound, host)
-    atexit.register(_finalize_at_exit, os.getpid())
+    atexit.register(finalize)
     return World(
         rank=data.rank,
         size=data.size,
@@ -144,6 +164,7 @@ def _start(device: str | torch.device | None) -> World:
         device=bound,
         comm=data,
         mesh=DeviceMesh(data),
+        recorder=_guards.recorder,
     )
 
 
@@ -248,7 +269,7 @@ def _communicator_for(device: torch.device, host: MpiCommunicator) -> Communicat
         return host
     from .nccl import NcclCommunicator
 
-    return NcclCommunicator(host, device, "world")
+    return NcclCommunicator(host, device, "world", host.hooks)
 
 
 def _keep_freed_memory() -> None:
@@ -262,34 +283,3 @@ def _keep_freed_memory() -> None:
     m_trim_threshold, m_mmap_threshold = -1, -3
     libc.mallopt(m_mmap_threshold, 1 << 30)
     libc.mallopt(m_trim_threshold, (1 << 31) - 1)
-
-
-# ---------------------------------------------------------------------- ending
-
-
-def _install_excepthooks(comm: MPI.Intracomm) -> None:
-    """An exception that nobody catches ends the whole job: MPI alone would leave the other ranks waiting for ever."""
-    rank = comm.Get_rank()
-
-    def abort(title: str, kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> None:
-        lines = [f"rank {rank}: {title}; ending the job"]
-        lines += "".join(traceback.format_exception(kind, value, trace)).splitlines()
-        # One write per report, so that the reports of several ranks do not tear.
-        os.write(2, "".join(f"[{rank}] {line}\n" for line in lines).encode())
-        sys.stdout.flush()
-        time.sleep(0.5)  # Hazard: on an abort mpirun drops what it has not passed on yet, the report above included
-        comm.Abort(1)
-
-    def on_thread_exception(args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is SystemExit:  # a thread may leave so, and says nothing by it
-            return
-        name = args.thread.name if args.thread else "?"
-        abort(f"uncaught exception in thread '{name}'", args.exc_type, args.exc_value, args.exc_traceback)
-
-    sys.excepthook = lambda kind, value, trace: abort("uncaught exception", kind, value, trace)
-    threading.excepthook = on_thread_exception
-
-
-def _finalize_at_exit(pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has no part in MPI
-        finalize()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -50,6 +50,9 @@ class PreMulSum:
 
 Op = ReduceOp | PreMulSum
 
+# What goes from caller to caller, beside the collectives' order.
+BLOCKING = frozenset({"exchange", "split", "empty", "agree"})
+
 
 class Counts(NamedTuple):
     """The elements of an all-to-all that come from, and go to, each rank."""
@@ -82,7 +85,7 @@ class Call:
     """One collective, as this rank makes it."""
 
     comm: Communicator
-    number: int  # of this communicator's calls, from 0
+    number: int  # of this communicator's collectives, from 0; a send or receive has that of the next one
     name: str
     launch: Callable[..., None]
     out: torch.Tensor | None
@@ -99,7 +102,8 @@ class Hook:
     """Watches the calls of communicators from outside; see `Communicator.hooks`. A group is one list of calls.
 
     `called` runs on the caller's thread; `before` and `after` in the stream's order, around the calls (on CUDA: around their
-    being enqueued; `work.event` tells when they have run). What `before` raises keeps the calls from running.
+    being enqueued; `work.event` tells when they have run). What `before` raises keeps the calls from running, and `after` from
+    being told. What blocks the caller (`BLOCKING`) has a `before` and an `after` only.
     """
 
     def called(self, calls: Sequence[Call], work: Work) -> None:
@@ -121,13 +125,20 @@ class Failure:
     trace: str
 
 
-class RemoteError(RuntimeError):
+class SharedError(RuntimeError):
+    """Every rank of `comm` raises it at once."""
+
+    def __init__(self, message: str, comm: Communicator) -> None:
+        super().__init__(message)
+        self.comm = comm
+
+
+class RemoteError(SharedError):
     """A rank raised in a block that all ranks agree on: see `Communicator.agree`. `failure` has its rank and traceback."""
 
     def __init__(self, failure: Failure, comm: Communicator) -> None:
-        super().__init__(
-            f"rank {failure.rank} raised {failure.error} (told rank {comm.rank} of '{comm.name}')\n{failure.trace}"
-        )
+        told = f"rank {failure.rank} raised {failure.error} (told rank {comm.rank} of '{comm.name}')\n{failure.trace}"
+        super().__init__(told, comm)
         self.failure = failure
 
 
@@ -136,6 +147,8 @@ class Communicator(ABC):
 
     `hooks` watch the calls of this communicator and of those split from it afterwards.
     """
+
+    ranks: tuple[int, ...]  # the members' ranks in the world
 
     def __init__(self, rank: int, size: int, device: torch.device, name: str, hooks: Sequence[Hook] = ()) -> None:
         self.rank = rank
@@ -329,18 +342,38 @@ class Communicator(ABC):
         """
         told, cause = None, None
         try:
-            yield
+            try:
+                yield
+            finally:
+                if self._newest is not None:
+                    self._newest[1].synchronize()
         except Exception as error:
+            shared = error.__cause__ if isinstance(error.__cause__, SharedError) else error
+            if isinstance(shared, SharedError) and shared.comm is self:  # every rank has been told
+                raise shared from None
             told, cause = Failure(self.rank, f"{type(error).__name__}: {error}", traceback.format_exc()), error
-        if self._newest is not None:
-            self._newest[1].synchronize()
-        for hook in self.hooks:
-            hook.before([Call(self, self._number, "agree", self._barrier, None, None, (told,), INLINE)])
-        answers = self.exchange((told, self._number))
-        self._number = max(number for _, number in answers)  # a rank that failed has made fewer calls
+        with self.watched("agree", told):
+            answers = self.exchange((told, self._number))
+        self.align(number for _, number in answers)
         for failure, _ in answers:
             if failure is not None:
                 raise RemoteError(failure, self) from cause
+
+    def align(self, numbers: Iterable[int]) -> None:
+        """Go on from the highest of the ranks' call numbers: one that failed has made fewer calls."""
+        self._number = max(numbers)
+
+    @contextmanager
+    def watched(self, name: str, *how: object) -> Iterator[None]:
+        """Let the hooks watch the `with` block, in which the caller waits for the other ranks: one of `BLOCKING`."""
+        calls = [Call(self, self._number, name, self._barrier, None, None, how, INLINE)]
+        for hook in self.hooks:
+            hook.before(calls)
+        try:
+            yield
+        finally:
+            for hook in self.hooks:
+                hook.after(calls)
 
     def close(self) -> None:
         """Give back what the communicator holds. Collective; idempotent; calls after it raise RuntimeError."""
@@ -368,7 +401,7 @@ class Communicator(ABC):
                 f"use new_stream(torch.device('{self.device}'), ...)"
             )
         call = Call(self, self._number, name, launch, out, inp, how, stream)
-        self._number += 1
+        self._number += name not in ("send", "recv")  # those are not made by all ranks alike
         if self._group is not None:
             return self._group.add(call)
         work = Work(PAST)

@@ -49,6 +49,7 @@ class MpiCommunicator(Communicator):
 
     def __init__(self, comm: MPI.Comm, name: str, node: int, hooks: Sequence[Hook] = ()) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), torch.device("cpu"), name, hooks)
+        self.ranks = tuple(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
         self._comm = comm
         self._control = comm.Dup()  # apart, so that the caller may use it while a stream's thread is in a collective
         self._node = node
@@ -68,7 +69,8 @@ class MpiCommunicator(Communicator):
 
     def exchange(self, value: T) -> list[T]:
         self._check_open("exchange")
-        return self._control.allgather(value)
+        with self.watched("exchange"):
+            return self._control.allgather(value)
 
     def exchange_bytes(self, row: bytes) -> list[bytes]:
         rows = bytearray(len(row) * self.size)
@@ -77,17 +79,19 @@ class MpiCommunicator(Communicator):
 
     def split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
         self._check_open("split")
-        comm = self._control.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if comm == MPI.COMM_NULL else MpiCommunicator(comm, name, self._node, self.hooks)
+        with self.watched("split"):
+            comm = self._control.Split(MPI.UNDEFINED if color is None else color, key)
+            return None if comm == MPI.COMM_NULL else MpiCommunicator(comm, name, self._node, self.hooks)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._check_open("empty")
         if self._newest is not None:
             self._newest[1].synchronize()
         nbytes = numel * dtype.itemsize
-        if self._windows is None or not min(self._control.allgather(self._windows.has_room(nbytes))):
-            return torch.empty(numel, dtype=dtype)
-        return self._windows.allocate(nbytes).view(dtype)
+        with self.watched("empty"):
+            if self._windows is None or not min(self._control.allgather(self._windows.has_room(nbytes))):
+                return torch.empty(numel, dtype=dtype)
+            return self._windows.allocate(nbytes).view(dtype)
 
     def _close(self) -> None:
         if self._windows is not None:

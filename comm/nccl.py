@@ -81,6 +81,7 @@ class NcclCommunicator(Communicator):
 
     def __init__(self, host: MpiCommunicator, device: torch.device, name: str, hooks: Sequence[Hook] = ()) -> None:
         super().__init__(host.rank, host.size, device, name, hooks)
+        self.ranks = host.ranks
         self._host = host
         self._ops = _OPS if host.size > 1 else _OPS_OF_ONE_RANK
         self._has_pre_mul_sum = _library.has_pre_mul_sum and host.size > 1

@@ -193,3 +193,32 @@ print(os.environ.get("MPIR_CVAR_CH4_CMA_ENABLE"))
 def test_bad_device() -> None:
     done = run_alone("import shardrt; shardrt.init('meta')")
     assert "expected 'cpu' or 'cuda'" in done.stderr
+
+
+def test_another_device_is_refused_later() -> None:
+    done = run_alone("import shardrt; shardrt.init('cpu'); shardrt.init(); shardrt.init('cuda')")
+    assert "init(device='cuda'): this world's device is cpu, and a process has one world" in done.stderr
+
+
+@pytest.mark.parametrize("level", ["multiple", "funneled"])
+def test_mpi_that_the_program_started(level: str) -> None:
+    """It stays the program's to end. Threads need MPI_THREAD_MULTIPLE."""
+    source = f"""
+import mpi4py
+mpi4py.rc.thread_level = {level!r}
+from mpi4py import MPI
+import shardrt
+world = shardrt.init("cpu")
+world.barrier()
+try:
+    world.comm.barrier(stream=world.stream_for("test")).synchronize()
+    print("went")
+except RuntimeError as error:
+    print(error)
+shardrt.finalize()
+assert not MPI.Is_finalized()
+"""
+    done = run_script(source, 2, SHARDRT_HOST_STREAMS="threaded")
+    assert done.returncode == 0, done.stderr
+    expected = "went" if level == "multiple" else "need MPI_THREAD_MULTIPLE; MPI was initialised with level 1"
+    assert done.stdout.count(expected) == 2

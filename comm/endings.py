@@ -1,0 +1,160 @@
+"""How a rank ends: exceptions, signals, a dead launcher; and what a forked child must leave alone.
+
+Without this, MPI leaves the other ranks waiting for ever. Every way out here ends the whole job, with a report: an exception
+that nobody catches with exit code 1, Ctrl-C with 130, SIGTERM with 143, os._exit with its own or 17. Handlers that the
+program has installed stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+_FLUSH_S = 0.5
+_ABORT_S = 5.0
+_HANDLED_S = 2.0  # for the main thread to come out of MPI and see a Ctrl-C
+_PR_SET_PDEATHSIG = 1
+_exit = os._exit
+EXIT_CODE = 17
+NOTHING = "no communication"
+
+
+def say(rank: int, *lines: str) -> None:
+    """Write lines to standard error, at once, so that those of several ranks do not tear."""
+    os.write(2, "".join(f"[{rank}] {line}\n" for line in (f"rank {rank}: {lines[0]}", *lines[1:])).encode())
+
+
+def end_job(code: int) -> NoReturn:
+    """End the job with this exit code."""
+
+    def abort() -> None:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        time.sleep(_FLUSH_S)  # Hazard: on an abort mpirun drops what it has not passed on yet, a report included
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(code)
+
+    # Hazard: what another thread holds, such as stdout or a lock of MPI's, may keep this from ever ending.
+    thread = threading.Thread(target=abort, name="shardrt-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_S)
+    _exit(code)
+
+
+class Endings:
+    """What this process does on exceptions and signals, until `close()`. Hooks and handlers are process-wide: make one only.
+
+    under_way: names this rank's operations.   dump: writes what is known of them, for the reason it is given.
+    """
+
+    def __init__(self, rank: int, under_way: Callable[[], str], dump: Callable[[str], object]) -> None:
+        self._rank = rank
+        self._under_way = under_way
+        self._dump = dump
+        self._ending = threading.Lock()
+        self._hooks = sys.excepthook, threading.excepthook
+        sys.excepthook = self._on_exception
+        threading.excepthook = self._on_thread_exception
+        # Hazard: MPICH's mpirun kills the other ranks at once, so that none can tell, and may return 0.
+        setattr(os, "_exit", self._on_exit)  # noqa: B010
+        self._interrupted = threading.Event()
+        self._ours = {signal.SIGINT: self._on_interrupt, signal.SIGTERM: self._on_terminate}
+        self._taken = {s: h for s in self._ours if (h := signal.getsignal(s)) in (signal.SIG_DFL, signal.default_int_handler)}
+        self._wakeups = socket.socketpair()
+        self._thread = threading.Thread(target=self._watch_signals, name="shardrt-signals", daemon=True)
+        self._thread.start()
+        self._take_signals()
+        # Open MPI's ranks outlive their launcher otherwise.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Put back what was there before."""
+        self.forget()
+        self._wakeups[0].send(b"\0")
+        self._thread.join()
+        for end in self._wakeups:
+            end.close()
+
+    def forget(self) -> None:
+        """Put back hooks and handlers. In a forked child, which must not end its parent's job, this is all there is to do."""
+        sys.excepthook, threading.excepthook = self._hooks
+        setattr(os, "_exit", _exit)  # noqa: B010
+        if self._taken:
+            signal.set_wakeup_fd(-1)
+        for number, handler in self._taken.items():
+            if signal.getsignal(number) == self._ours[number]:
+                signal.signal(number, handler)
+
+    # ------------------------------------------------------------------ exceptions
+
+    def _on_exception(self, kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> None:
+        code, title = (130, "interrupted (SIGINT)") if issubclass(kind, KeyboardInterrupt) else (1, "uncaught exception")
+        self._end(code, title, traceback.format_exception(kind, value, trace))
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is SystemExit:  # a thread may leave so, and says nothing by it
+            return
+        name = args.thread.name if args.thread else "?"
+        told = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        self._end(1, f"uncaught exception in thread '{name}'", told)
+
+    def _on_exit(self, code: int) -> NoReturn:
+        self._end(code or EXIT_CODE, f"os._exit({code}) before shardrt.finalize()", traceback.format_stack())
+
+    def _end(self, code: int, title: str, told: list[str]) -> NoReturn:
+        """Report, and end the job. The first thread that comes here does."""
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()
+        say(self._rank, f"{title}, {self._under_way()} under way; ending the job", *"".join(told).splitlines())
+        try:
+            self._dump(title)
+        finally:
+            end_job(code)
+
+    # ------------------------------------------------------------------ signals
+
+    def _take_signals(self) -> None:
+        """Handle the signals that the program does not.
+
+        Hazard: Python runs a handler when the main thread comes back from MPI, maybe never; a thread sees the signal at once.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            self._taken = {}
+        if not self._taken:
+            return
+        self._wakeups[0].setblocking(False)
+        before = signal.set_wakeup_fd(self._wakeups[0].fileno(), warn_on_full_buffer=False)
+        if before != -1:  # an event loop's, which handles signals itself
+            signal.set_wakeup_fd(before)
+            self._taken = {}
+        for number in self._taken:
+            signal.signal(number, self._ours[number])
+
+    def _watch_signals(self) -> None:
+        while (number := self._wakeups[1].recv(1)) != b"\0":
+            if number[0] not in self._taken or signal.getsignal(number[0]) != self._ours[signal.Signals(number[0])]:
+                continue
+            where = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
+            if number[0] == signal.SIGTERM:
+                self._end(143, "terminated (SIGTERM)", where)
+            elif not self._interrupted.wait(_HANDLED_S) and self._under_way() != NOTHING:
+                self._end(130, "interrupted (SIGINT)", where)
+            self._interrupted.clear()
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted.set()
+        raise KeyboardInterrupt
+
+    def _on_terminate(self, number: int, frame: FrameType | None) -> None:
+        self._end(143, "terminated (SIGTERM)", traceback.format_stack(frame))

@@ -1,0 +1,182 @@
+"""Flight recorder: the last calls of this rank, written as JSON when something goes wrong, and a tool that merges the ranks'.
+
+    python -m shardrt.comm.recorder merge FOLDER-OR-FILES...
+
+SHARDRT_RECORDER is how many calls are kept (2000; 0: none), SHARDRT_DUMP the folder of the dumps: by default
+shardrt-dumps-UID/TIME-PID in the system's folder for temporary files, on each node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from .check import describe, name_ranks, signature
+from .communicator import BLOCKING, Call, Hook, Work
+from .streams import PAST
+
+_FRAMES = 8
+_OWN_FRAMES = 4  # between the caller and `called`, at least
+_HERE = os.path.dirname(__file__)
+
+
+# Of an entry, in this order; a plain list costs a third of what a class does. Times are in seconds since the epoch, 0.0
+# until they have come; `what` is signatures, `stack` code and instruction of each frame: both are put into words for a dump.
+_FIELDS = ("comm", "ranks", "number", "what", "stream", "stack", "called", "started", "ended")
+_WHAT, _STACK, _STARTED, _ENDED = (_FIELDS.index(name) for name in ("what", "stack", "started", "ended"))
+Entry = list[Any]
+
+
+class Recorder(Hook):
+    """The ring of one rank. Cost: 3 us a call."""
+
+    def __init__(self, rank: int, size: int, folder: Path, capacity: int) -> None:
+        self.folder = folder
+        self._rank = rank
+        self._size = size
+        self._ring: deque[Entry] = deque(maxlen=capacity)
+        self._open: dict[int, Entry] = {}  # by id of the list of calls: a tensor must not be kept alive from here
+        self._running: deque[tuple[Work, Entry]] = deque(maxlen=capacity)  # on a CUDA device
+
+    def called(self, calls: Sequence[Call], work: Work) -> None:
+        entry = self._add(calls)
+        if calls[0].comm.device.type == "cuda":
+            self._running.append((work, entry))
+
+    def before(self, calls: Sequence[Call]) -> None:
+        entry = self._add(calls) if calls[0].name in BLOCKING else self._open[id(calls)]
+        entry[_STARTED] = time.time()
+
+    def after(self, calls: Sequence[Call]) -> None:
+        entry = self._open.pop(id(calls))
+        if calls[0].comm.device.type == "cpu":
+            entry[_ENDED] = time.time()
+
+    def _add(self, calls: Sequence[Call]) -> Entry:
+        call = calls[0]
+        stack: list[CodeType | int] = []
+        frame: FrameType | None = sys._getframe(_OWN_FRAMES)
+        while len(stack) < 2 * _FRAMES and frame is not None:  # Cost: 0.2 us a frame
+            stack += (frame.f_code, frame.f_lasti)
+            frame = frame.f_back
+        what = [signature(call) for call in calls]
+        entry = [call.comm.name, call.comm.ranks, call.number, what, call.stream, stack, time.time(), 0.0, 0.0]
+        self._open[id(calls)] = entry
+        self._ring.append(entry)
+        return entry
+
+    def poll(self) -> None:
+        """Note the ends of what a CUDA device has finished."""
+        while self._running and is_past(self._running[0][0]):
+            self._running.popleft()[1][_ENDED] = time.time()
+
+    def last_place(self) -> str:
+        """The newest call, and the line that made it."""
+        if not self._ring:
+            return "no call"
+        call = _in_words(self._ring[-1])
+        return f"#{call['number']} {call['what']} on '{call['comm']}', {(call['stack'] or ['?'])[0]}"
+
+    def dump(self, path: str | os.PathLike[str] | None = None, why: str = "asked for") -> Path:
+        """Write the ring, and where every thread is, as JSON; by default rank-R.json in `folder`. Returns where."""
+        path = Path(path) if path is not None else self.folder / f"rank-{self._rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report = {
+            "rank": self._rank,
+            "size": self._size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "why": why,
+            "calls": [_in_words(entry) for entry in list(self._ring)],
+            "threads": {ident: traceback.format_stack(frame) for ident, frame in sys._current_frames().items()},
+        }
+        path.write_text(json.dumps(report))
+        return path
+
+
+def is_past(work: Work) -> bool:
+    """True once a call on a CUDA stream is done: until it is enqueued, its event is the one that is past from the start."""
+    return work.event is not PAST and work.event.query()
+
+
+def _in_words(entry: Entry) -> dict[str, Any]:
+    """An entry as it is dumped: the stack as "FILE:LINE in FUNCTION", the caller's own first, less what is in this folder."""
+    call = dict(zip(_FIELDS, entry, strict=True))
+    frames = zip(entry[_STACK][::2], entry[_STACK][1::2], strict=True)
+    stack = [_line(*frame) for frame in frames if os.path.dirname(frame[0].co_filename) != _HERE]
+    stream = getattr(call["stream"], "name", type(call["stream"]).__name__)
+    return call | {"what": describe(entry[_WHAT]), "stack": stack, "stream": stream}
+
+
+def _line(code: CodeType, instruction: int) -> str:
+    line = next((at for start, end, at in code.co_lines() if start <= instruction < end), code.co_firstlineno)
+    return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+# ---------------------------------------------------------------------- merging
+
+
+def merge(dumps: Sequence[dict[str, Any]]) -> str:
+    """For each communicator, which rank is at which call: a line each, those whose ranks differ marked."""
+    places: dict[tuple[str, tuple[int, ...]], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for dump in sorted(dumps, key=lambda dump: dump["rank"]):
+        newest: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+        for call in dump["calls"]:
+            key = call["comm"], tuple(call["ranks"])
+            if key not in newest or _has_ended(newest[key]):
+                newest[key] = call
+        for key, call in newest.items():
+            places[key][f"#{call['number']} {call['what']}, {_phase(call)}"].append(dump["rank"])
+    missing = sorted(set(range(max(dump["size"] for dump in dumps))) - {dump["rank"] for dump in dumps})
+    lines = [f"no dump of {name_ranks(missing)}"] if missing else []
+    for (comm, ranks), at in places.items():
+        apart = len(at) > 1 or sum(map(len, at.values())) < len(ranks)
+        lines.append(f"{'! ' if apart else '  '}'{comm}' of {name_ranks(ranks)}: {_positions(at, len(ranks))}")
+    return "\n".join(lines)
+
+
+def _positions(at: dict[str, list[int]], size: int) -> str:
+    """The few first, the many as "all others"."""
+    told = sorted(at.items(), key=lambda item: len(item[1]))
+    parts = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at {what}" for what, ranks in told]
+    what, ranks = told[-1]
+    if len(told) == 1 and len(ranks) == size:
+        parts[-1] = f"all at {what}"
+    elif len(ranks) > 1 and sum(map(len, at.values())) == size:
+        parts[-1] = f"all others at {what}"
+    return "; ".join(parts)
+
+
+def _has_ended(call: dict[str, Any]) -> bool:
+    return call["ended"] > 0.0
+
+
+def _phase(call: dict[str, Any]) -> str:
+    return "done" if _has_ended(call) else "under way" if call["started"] else "called"
+
+
+def main(arguments: list[str]) -> int:
+    """The command line."""
+    if arguments[:1] != ["merge"] or len(arguments) < 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    paths = [p for name in arguments[1:] for p in (sorted(Path(name).glob("*.json")) if Path(name).is_dir() else [Path(name)])]
+    if not paths:
+        print(f"no dump (*.json) in {', '.join(arguments[1:])}", file=sys.stderr)
+        return 2
+    print(merge([json.loads(path.read_text()) for path in paths]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,301 @@
+"""Faults on one rank while others wait for it: the job ends in time, with the exit code and the words that name the fault."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ranks import run_script, start
+
+FAULT = """
+import ctypes, os, signal, sys, threading, time
+import torch
+import shardrt
+from shardrt.comm import ReduceOp
+
+world = shardrt.init("cpu")
+stream = world.stream_for("test")
+ones = torch.ones(4)
+
+def all_reduce():
+    world.comm.all_reduce(ones, ones, ReduceOp.MAX, stream=stream).synchronize()
+
+def fail():
+    {fault}
+
+all_reduce()
+if world.rank == 1:
+    fail()
+all_reduce()
+time.sleep(30)
+"""
+
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
+# A second lock of a mutex waits for ever; sleep() would end on a signal.
+HOLD_GIL = "mutex = ctypes.create_string_buffer(64); [ctypes.PyDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
+SLEEP = "time.sleep(30)"
+
+
+def reports(stderr: str, words: str) -> list[str]:
+    """The lines with these words."""
+    return [line for line in stderr.splitlines() if words in line]
+
+
+@pytest.mark.parametrize(
+    ("fault", "streams", "state", "stacks"),
+    [
+        (STOP, "inline", "stopped", "(none: the process does not answer)"),
+        (HOLD_GIL, "inline", "its watchdog has been silent", "in fail"),
+        (SLEEP, "threaded", "running", "in fail"),
+    ],
+    ids=["stopped", "holds the GIL", "sleeps"],
+)
+def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, streams: str, state: str, stacks: str) -> None:
+    begin = time.monotonic()
+    environment = {"SHARDRT_TIMEOUT": "4", "SHARDRT_DUMP": str(tmp_path), "SHARDRT_HOST_STREAMS": streams}
+    done = run_script(FAULT.format(fault=fault), 3, deadline_s=50.0, **environment)
+    assert done.returncode == 17, done.stderr
+    assert time.monotonic() - begin < 40
+    assert len(reports(done.stderr, "ending the job with exit code 17")) == 1, done.stderr
+    assert reports(done.stderr, "[0] rank 0: waited 4 s in #1 all_reduce float32 4 max on 'world'"), done.stderr
+    assert reports(done.stderr, "[0] there: ranks 0, 2; missing: rank 1"), done.stderr
+    (account,) = reports(done.stderr, "missing rank 1: host")
+    assert state in account
+    assert "last #0 all_reduce float32 4 max on 'world', begun" in account
+    of_rank_1 = done.stderr.split("stacks of rank 1:")[1].split("stacks of rank 0:")[0]
+    assert stacks in of_rank_1, done.stderr
+    assert "script.py" in done.stderr.split("stacks of rank 0:")[1]
+    assert reports(done.stderr, "[2] rank 2: waits in #1 all_reduce float32 4 max on 'world'; last call: #1"), done.stderr
+    merged = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "shardrt.comm.recorder", "merge", str(tmp_path)],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    assert "! 'world' of ranks 0, 1, 2: " in merged
+    assert "at #1 all_reduce float32 4 max, under way" in merged
+
+
+def test_a_rank_that_leaves_early() -> None:
+    done = run_script(FAULT.format(fault="sys.exit(3)"), 3, deadline_s=40.0)
+    assert done.returncode == 17, done.stderr
+    (account,) = reports(done.stderr, "missing rank 1: host")
+    assert "has left its program, after #0 all_reduce float32 4 max on 'world', " in account
+    assert "script.py:12 in all_reduce; in #1 exchange on 'world'" in account
+
+
+def test_a_rank_that_leaves_through_os_exit() -> None:
+    done = run_script(FAULT.format(fault="os._exit(0)"), 3, deadline_s=40.0)
+    assert done.returncode == 17
+    assert reports(done.stderr, "[1] rank 1: os._exit(0) before shardrt.finalize(), no communication under way")
+    assert reports(done.stderr, 'script.py", line 15, in fail'), done.stderr
+
+
+def test_a_rank_that_is_killed() -> None:
+    """The launcher may be the first to see it; either way the job ends soon."""
+    done = run_script(FAULT.format(fault="os.kill(os.getpid(), signal.SIGKILL)"), 3, deadline_s=40.0)
+    assert done.returncode != 0
+
+
+SIGNALS = """
+import os, signal, sys, threading, time
+import torch
+import shardrt
+
+world = shardrt.init("cpu")
+{prepare}
+world.barrier()
+os.write(1, f"rank {{world.rank}} pid {{os.getpid()}} ready\\n".encode())
+if world.rank == 0:
+    pids = world.comm.exchange(os.getpid())
+    time.sleep(1)
+    for pid in pids[{to}]:
+        os.kill(pid, signal.{signal})
+    {then}
+else:
+    world.comm.exchange(os.getpid())
+    world.barrier()
+time.sleep(30)
+"""
+
+
+ONE, ALL = ("1:2", "time.sleep(30)"), ("0:", "world.barrier()")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said", "to", "then"),
+    [
+        ("SIGINT", 130, "interrupted", *ONE),
+        ("SIGINT", 130, "interrupted", *ALL),
+        ("SIGTERM", 143, "terminated", *ONE),
+    ],
+    ids=["SIGINT one", "SIGINT all", "SIGTERM one"],
+)
+def test_a_signal_to_a_rank_that_waits(name: str, code: int, said: str, to: str, then: str) -> None:
+    begin = time.monotonic()
+    done = run_script(SIGNALS.format(signal=name, to=to, then=then, prepare=""), 3, deadline_s=40.0)
+    assert done.returncode == code, done.stderr
+    assert time.monotonic() - begin < 25
+    lines = reports(done.stderr, f": {said} ({name}), ")
+    assert lines, done.stderr
+    if to == "1:2":
+        assert lines == [f"[1] rank 1: {said} ({name}), #1 barrier on 'world' under way; ending the job"]
+        assert reports(done.stderr, 'script.py", line 18, in <module>'), done.stderr
+
+
+def test_a_handler_of_the_programs_stays() -> None:
+    prepare = "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'handled\\n'), os._exit(5)))"
+    done = run_script(SIGNALS.format(signal="SIGTERM", to=":1", then="world.barrier()", prepare=prepare), 2, deadline_s=40.0)
+    assert "handled" in done.stdout
+    assert done.returncode == 5
+
+
+def test_ranks_do_not_outlive_their_launcher() -> None:
+    source = SIGNALS.format(signal="SIGUSR1", to=":0", then="world.barrier()", prepare="")
+    with start(2, ["-c", source], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline().split()[3]) for _ in range(2)]
+        process.kill()
+    deadline = time.monotonic() + 15
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a rank is still there"
+        time.sleep(0.1)
+
+
+def test_nodes_hear_of_each_other() -> None:
+    """Two nodes of two ranks each; the one that stops is on the other node than the one that reports."""
+    source = FAULT.replace("world.rank == 1", "world.rank == 3")
+    done = run_script(source.format(fault=STOP), 4, deadline_s=60.0, SHARDRT_TIMEOUT="6", SHARDRT_RANKS_PER_NODE="2")
+    assert done.returncode == 17, done.stderr
+    assert len(reports(done.stderr, "ending the job with exit code 17")) == 1
+    (account,) = reports(done.stderr, "[0] missing rank 3: host")
+    assert ", stopped; last #0 all_reduce float32 4 max on 'world'" in account
+    assert reports(done.stderr, "stacks of rank 3:"), done.stderr
+
+
+def test_a_rank_of_another_node_that_leaves_early() -> None:
+    source = FAULT.replace("world.rank == 1", "world.rank == 3")
+    done = run_script(source.format(fault="sys.exit(3)"), 4, deadline_s=60.0, SHARDRT_RANKS_PER_NODE="2")
+    assert done.returncode == 17, done.stderr
+    (account,) = reports(done.stderr, "[0] missing rank 3: host")
+    assert "has left its program, after #0 all_reduce" in account
+
+
+def test_ranks_in_different_operations() -> None:
+    """Without the check of calls, they wait for each other."""
+    source = FAULT.format(fault="world.comm.barrier(stream=stream).synchronize(); world.comm.exchange(1)")
+    done = run_script(source, 3, deadline_s=40.0, SHARDRT_TIMEOUT="5", SHARDRT_CHECK="0")
+    assert done.returncode == 17, done.stderr
+    (account,) = reports(done.stderr, "missing rank 1: host")
+    assert "on 'world', begun" in account
+
+
+def test_a_forked_child_leaves_mpi_alone() -> None:
+    """It may leave in any way, be terminated, and work for a DataLoader; what it may not do is communicate."""
+    source = """
+import os, signal, sys, time
+import torch
+import shardrt
+
+world = shardrt.init("cpu")
+ones = torch.ones(2)
+
+def in_child(body):
+    if pid := os.fork():
+        return os.waitpid(pid, 0)[1]
+    body()
+
+def refused(call):
+    try:
+        call()
+    except RuntimeError as error:
+        assert "is a forked child of a rank" in str(error)
+        return
+    os._exit(1)
+
+def communicate():
+    refused(lambda: world.comm.all_gather(torch.ones(2 * world.size), ones, stream=world.stream))
+    refused(lambda: world.comm.exchange(1))
+    refused(world.barrier)
+    refused(lambda: world.mesh.communicator("new"))
+    shardrt.finalize()
+    sys.exit(5)
+
+assert os.waitstatus_to_exitcode(in_child(communicate)) == 5
+assert os.waitstatus_to_exitcode(in_child(lambda: 1 / 0)) == 1
+assert os.waitstatus_to_exitcode(in_child(lambda: os.kill(os.getpid(), signal.SIGTERM))) == -signal.SIGTERM
+assert os.waitstatus_to_exitcode(in_child(lambda: os._exit(3))) == 3
+loader = torch.utils.data.DataLoader(list(range(4)), num_workers=1, multiprocessing_context="fork")
+assert sum(int(batch) for batch in loader) == 6
+world.barrier()
+print("parent goes on")
+"""
+    done = run_script(source, 2, deadline_s=50.0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("parent goes on") == 2
+    assert done.stderr.count("ZeroDivisionError") == 2
+    assert not reports(done.stderr, "ending the job")
+
+
+def test_nothing_is_left_behind() -> None:
+    """Threads, handlers and descriptors as they were before init(), when a world has ended."""
+    source = """
+import os, signal, sys, threading
+from mpi4py import MPI
+import shardrt
+
+def here():
+    hooks = sys.excepthook, threading.excepthook, os._exit
+    return hooks, [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], [t.name for t in threading.enumerate()]
+
+before = here()
+world = shardrt.init("cpu")
+assert {"shardrt-watchdog", "shardrt-signals"} <= set(here()[2])
+assert not [name for name in os.listdir("/dev/shm") if "shardrt" in name]
+world.barrier()
+shardrt.finalize()
+assert here() == before, (here(), before)
+assert not [fd for fd in os.listdir("/proc/self/fd") if "shardrt" in os.path.realpath(f"/proc/self/fd/{fd}")]
+try:
+    shardrt.init("cpu")
+except RuntimeError as error:
+    print(error)
+"""
+    done = run_script(source, 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("shardrt.init() after shardrt.finalize(): a process has one world, made once") == 2
+
+
+def test_a_kernel_that_never_ends() -> None:
+    """On a CUDA device a call has been enqueued, and its event does not pass; here, an event that stands for one."""
+    source = """
+import time
+import torch
+import shardrt
+from shardrt.comm.communicator import Call, Work
+from shardrt.comm.streams import Event
+
+class Never(Event):
+    def query(self): return False
+    def synchronize(self): raise AssertionError
+
+world = shardrt.init("cpu")
+comm = world.comm.split(0, world.rank, "gpu")
+comm.device = torch.device("cuda")
+watchdog = next(hook for hook in comm.hooks if type(hook).__name__ == "Watchdog")
+ones = torch.ones(4)
+for number in (7, 8):
+    calls = [Call(comm, number, "all_gather", None, ones, ones, (), world.stream)]
+    watchdog.called(calls, Work(Never()))
+    watchdog.before(calls)
+    watchdog.after(calls)
+time.sleep(30)
+"""
+    done = run_script(source, 2, deadline_s=40.0, SHARDRT_TIMEOUT="3")
+    assert done.returncode == 17, done.stderr
+    assert reports(done.stderr, "[0] rank 0: waited 3 s in #7 all_gather float32 4 on 'gpu'"), done.stderr
+    assert reports(done.stderr, "[0] there: ranks 0, 1; missing: none")
