@@ -367,13 +367,11 @@ class Communicator(ABC):
     def watched(self, name: str, *how: object) -> Iterator[None]:
         """Let the hooks watch the `with` block, in which the caller waits for the other ranks: one of `BLOCKING`."""
         calls = [Call(self, self._number, name, self._barrier, None, None, how, INLINE)]
-        for hook in self.hooks:
-            hook.before(calls)
+        self._tell_before(calls)
         try:
             yield
         finally:
-            for hook in self.hooks:
-                hook.after(calls)
+            self._tell_after(calls)
 
     def close(self) -> None:
         """Give back what the communicator holds. Collective; idempotent; calls after it raise RuntimeError."""
@@ -414,13 +412,22 @@ class Communicator(ABC):
             stream.wait(self._newest[1])
         for hook in self.hooks:
             hook.called(calls, work)
-            stream.submit(partial(hook.before, calls))
+        if self.hooks:
+            stream.submit(partial(self._tell_before, calls))
         with torch.no_grad():
             self._enqueue(stream, calls)
-        for hook in self.hooks:
-            stream.submit(partial(hook.after, calls))
+        if self.hooks:
+            stream.submit(partial(self._tell_after, calls))
         work.event = stream.record()
         self._newest = stream, work.event
+
+    def _tell_before(self, calls: Sequence[Call]) -> None:
+        for hook in self.hooks:
+            hook.before(calls)
+
+    def _tell_after(self, calls: Sequence[Call]) -> None:
+        for hook in self.hooks:
+            hook.after(calls)
 
     # ------------------------------------------------------------------ checks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks import run_script, start
+from ranks import rank_environment, run_script, start
 
 FAULT = """
 import ctypes, os, signal, sys, threading, time

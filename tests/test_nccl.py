@@ -137,6 +137,7 @@ class Host:
 
     def __init__(self, rank: int, size: int, events: list[tuple[object, ...]]) -> None:
         self.rank, self.size, self.events = rank, size, events
+        self.ranks = tuple(range(size))
 
     def exchange(self, value: object) -> list[object]:
         self.events.append(("exchange", value))
