@@ -316,8 +316,8 @@ class Communicator(ABC):
         """Every rank's picklable `value`, in rank order, on every rank. Blocks the caller; for set-up, not for steps."""
 
     @abstractmethod
-    def exchange_bytes(self, row: bytes) -> list[bytes]:
-        """Every rank's `row`, all of one length, in rank order. Blocks; to be called in the order of the collectives."""
+    def exchange_bytes(self, row: bytes) -> bytes:
+        """Every rank's `row`, all of one length, one after the other. Blocks; to be called in the order of the collectives."""
 
     @abstractmethod
     def split(self, color: int | None, key: int, name: str) -> Communicator | None:
@@ -398,6 +398,9 @@ class Communicator(ABC):
                 f"{name} on {self}: expected a stream of {self.device}, found a {type(stream).__name__} on {stream.device}; "
                 f"use new_stream(torch.device('{self.device}'), ...)"
             )
+        # No gradient goes through a collective.
+        out = out.detach() if out is not None and out.requires_grad else out
+        inp = inp.detach() if inp is not None and inp.requires_grad else inp
         call = Call(self, self._number, name, launch, out, inp, how, stream)
         self._number += name not in ("send", "recv")  # those are not made by all ranks alike
         if self._group is not None:
@@ -414,8 +417,7 @@ class Communicator(ABC):
             hook.called(calls, work)
         if self.hooks:
             stream.submit(partial(self._tell_before, calls))
-        with torch.no_grad():
-            self._enqueue(stream, calls)
+        self._enqueue(stream, calls)
         if self.hooks:
             stream.submit(partial(self._tell_after, calls))
         work.event = stream.record()

@@ -102,7 +102,7 @@ class NcclCommunicator(Communicator):
         self._check_open("exchange")
         return self._host.exchange(value)
 
-    def exchange_bytes(self, row: bytes) -> list[bytes]:
+    def exchange_bytes(self, row: bytes) -> bytes:
         self._check_open("exchange_bytes")
         return self._host.exchange_bytes(row)
 
