@@ -16,11 +16,12 @@ import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from .check import describe, name_ranks, signature
+from .check import Signature, describe, name_ranks, signature
 from .communicator import BLOCKING, Call, Hook, Work
 from .streams import PAST
 
@@ -68,7 +69,7 @@ class Recorder(Hook):
         while len(stack) < 2 * _FRAMES and frame is not None:  # Cost: 0.2 us a frame
             stack += (frame.f_code, frame.f_lasti)
             frame = frame.f_back
-        what = [signature(call) for call in calls]
+        what = _kept(tuple(map(signature, calls)))
         entry = [call.comm.name, call.comm.ranks, call.number, what, call.stream, stack, time.time(), 0.0, 0.0]
         self._open[id(calls)] = entry
         self._ring.append(entry)
@@ -102,6 +103,12 @@ class Recorder(Hook):
         }
         path.write_text(json.dumps(report))
         return path
+
+
+@lru_cache(maxsize=256)
+def _kept(what: tuple[Signature, ...]) -> tuple[Signature, ...]:
+    """The same object for the same calls: a group may have hundreds, step after step."""
+    return what
 
 
 def is_past(work: Work) -> bool:

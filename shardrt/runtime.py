@@ -118,6 +118,8 @@ class Runtime:
 
     def gather_ahead(self, groups: list[ParamGroup]) -> None:
         """Start gathering what the prefetch queue names."""
+        if not groups:
+            return
         with _together(group.gather_comm for group in groups):
             for group in groups:
                 group.unshard()
