@@ -22,6 +22,10 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 }
 
 
+# Torch does not add these; sums and products have the bits of the signed ones.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that values of `dtype` are reduced in."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
@@ -34,6 +38,9 @@ def reduce_rows(
 
     partial: the result for the rows before these, in the wide dtype. divisor: what an AVG divides by, with the last rows.
     """
+    if out.dtype in _SIGNED:
+        _reduce_unsigned(rows, op, out, partial)
+        return
     if isinstance(op, PreMulSum):
         rows = [row.to(wide(row.dtype)) * op.factor for row in rows]
         combine = torch.add
@@ -50,3 +57,13 @@ def reduce_rows(
         total.div_(divisor)
     if total.data_ptr() != out.data_ptr():
         out.copy_(total)
+
+
+def _reduce_unsigned(rows: Sequence[torch.Tensor], op: Op, out: torch.Tensor, partial: torch.Tensor | None) -> None:
+    """As signed integers; for MIN and MAX with the highest bit flipped, which keeps their order."""
+    signed = _SIGNED[out.dtype]
+    flip = torch.iinfo(signed).min if op in (ReduceOp.MIN, ReduceOp.MAX) else 0
+    views = [row.view(signed) ^ flip for row in (rows if partial is None else [partial, *rows])]
+    result = out.view(signed)
+    reduce_rows(views, op, result)
+    result ^= flip

@@ -6,8 +6,8 @@ stay alive and untouched until it is done. Every rank of the communicator makes 
 several streams run one after the other, in the order they were made.
 
 Legend: N ranks, this one is r; sizes are in elements; out and in are contiguous, of one dtype, on the communicator's device.
-Any dtype can be moved, the fp8 types included; float64, float32, float16, bfloat16, the signed integers, uint8 and bool (SUM
-and MAX: "or"; PRODUCT and MIN: "and") can be reduced, on NCCL all but int16.
+Any dtype can be moved, the fp8 types included; float64, float32, float16, bfloat16, the integers and bool (SUM and MAX: "or";
+PRODUCT and MIN: "and") can be reduced, on NCCL all but the integers of 16 bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from .streams import INLINE, PAST, Event, Stream
 T = TypeVar("T")
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8})
+REDUCIBLE = FLOATS | INTEGERS | {torch.bool}
 
 
 class ReduceOp(Enum):
@@ -456,8 +457,8 @@ class Communicator(ABC):
         raise ValueError(f"{name} on {self}: out is {out.dtype}, inp is {inp.dtype}; expected one dtype")
 
     def _check_reducible(self, name: str, dtype: torch.dtype, op: Op) -> None:
-        if dtype not in FLOATS and dtype not in INTEGERS:
-            raise ValueError(f"{name} on {self}: {dtype} cannot be reduced; expected one of {_names(FLOATS | INTEGERS)}")
+        if dtype not in REDUCIBLE:
+            raise ValueError(f"{name} on {self}: {dtype} cannot be reduced; expected one of {_names(REDUCIBLE)}")
         if dtype not in FLOATS and (op is ReduceOp.AVG or isinstance(op, PreMulSum)):
             raise ValueError(f"{name} on {self}: {op} of {dtype} is not defined; use SUM, or one of {_names(FLOATS)}")
 

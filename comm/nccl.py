@@ -3,7 +3,8 @@
 A collective is one NCCL call, or one NCCL group, on the stream it was given; the host does not wait. Only these are copied on
 the way: a rank's own block in what is made of sends and receives (gather, scatter, all-to-all), the input of an all-to-all in
 place, and that of a pre-multiplied sum where NCCL has none. What only moves data goes as bytes, so every dtype can; what
-reduces needs a dtype that NCCL can add, which int16 is not. In place follows from the pointers, as the contract words it.
+reduces needs a dtype that NCCL can add, which the integers of 16 bits are not. In place follows from the pointers, as the
+contract words it.
 
 Precision: NCCL reduces in the tensors' own dtype, in an order of its own choice. AVG and PreMulSum multiply every rank's values
 by the factor, rounded to the dtype, before they are added: up to 0.2 % off in bfloat16 unless it is a power of two.
@@ -53,6 +54,8 @@ _DTYPES = {
     torch.int64: nccl.NCCL_INT64,
     torch.int32: nccl.NCCL_INT32,
     torch.int8: nccl.NCCL_INT8,
+    torch.uint64: nccl.NCCL_UINT64,
+    torch.uint32: nccl.NCCL_UINT32,
     torch.uint8: nccl.NCCL_UINT8,
     torch.bool: nccl.NCCL_UINT8,
 }

@@ -1,5 +1,7 @@
 """The host's reductions, where they stop half-way: on a node that passes its result on, unrounded."""
 
+import math
+
 import pytest
 import torch
 
@@ -22,3 +24,25 @@ def test_rows_in_low_precision_are_added_in_float32_into_a_wide_result(dtype: to
     assert torch.equal(first, rows[0].float() * factor + rows[1].float() * factor)
     reduce_rows(rows[2:], op, last, first, divisor=4)
     assert torch.equal(last, (total / 4 if op is ReduceOp.AVG else total).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_integers_against_pythons(dtype: torch.dtype) -> None:
+    """With the highest bit set and not, and sums that go round."""
+    most = 2 ** (8 * dtype.itemsize) - 1
+    values = [[0, 1, most, most, most // 2], [5, most, most, 3, most // 2 + 1], [7, 2, most - 1, 9, 1]]
+    expected = {
+        ReduceOp.SUM: [sum(column) & most for column in zip(*values, strict=True)],
+        ReduceOp.PRODUCT: [math.prod(column) & most for column in zip(*values, strict=True)],
+        ReduceOp.MIN: [min(column) for column in zip(*values, strict=True)],
+        ReduceOp.MAX: [max(column) for column in zip(*values, strict=True)],
+    }
+    rows = [torch.tensor(row, dtype=dtype) for row in values]
+    for op, wanted in expected.items():
+        out, partial = torch.zeros(5, dtype=dtype), torch.zeros(5, dtype=dtype)
+        reduce_rows(rows, op, out)
+        assert out.tolist() == wanted
+        reduce_rows(rows[:1], op, partial)
+        reduce_rows(rows[1:], op, out, partial)
+        assert out.tolist() == wanted
+    assert [row.tolist() for row in rows] == values

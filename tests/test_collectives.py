@@ -19,8 +19,8 @@ from shardrt.comm.mpi import MpiCommunicator
 
 pytestmark = pytest.mark.mpi
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8, torch.bool]
-MOVED = [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.complex64]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.uint32, torch.uint64, torch.bool]
+MOVED = [*DTYPES, torch.float64, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.complex64]
 SIZES = [0, 1, 3, 1009, 40_009]
 NODES: dict[str, Callable[[int], int]] = {
     "one-node": lambda rank: 0,
@@ -114,7 +114,8 @@ def test_all_gather(world: World, nodes: str, threaded: bool, window: bool) -> N
 def fold(rows: list[torch.Tensor], op: ReduceOp | PreMulSum) -> torch.Tensor:
     """The reduction by hand: from the first rank to the last, in float32 at least, rounded once."""
     dtype = rows[0].dtype
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32}.get(dtype, dtype)
+    wide = torch.int64 if dtype in (torch.uint32, torch.uint64) else wide  # torch adds none of these; the values are small
     terms = [row.to(wide) for row in rows]
     if isinstance(op, PreMulSum):
         terms, op = [term * op.factor for term in terms], ReduceOp.SUM

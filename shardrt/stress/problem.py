@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, Stream, Work
-from shardrt.comm.communicator import FLOATS, INTEGERS, Op
+from shardrt.comm.communicator import FLOATS, REDUCIBLE, Op
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -147,6 +147,8 @@ class Problem:
         """A left fold in rank order, in float32 for the halves, rounded once: what the MPI backend promises."""
         assert self.op is not None, "a reduction"
         wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
+        if self.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch adds none; the values are small
+            wide = torch.int64
         rows = [self._values(rank).to(wide) for rank in range(self.size)]
         if isinstance(self.op, PreMulSum):
             rows = [row * self.op.factor for row in rows]
@@ -201,4 +203,4 @@ def ops_for(name: str, dtype: torch.dtype, ops: Sequence[Op]) -> Sequence[Op | N
         return (None,)
     if dtype in FLOATS:
         return ops
-    return [op for op in ops if dtype in INTEGERS and op is not ReduceOp.AVG and not isinstance(op, PreMulSum)]
+    return [op for op in ops if dtype in REDUCIBLE and op is not ReduceOp.AVG and not isinstance(op, PreMulSum)]

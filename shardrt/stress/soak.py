@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, Stream, Work, World, new_stream
-from shardrt.comm.communicator import FLOATS, INTEGERS
+from shardrt.comm.communicator import FLOATS, REDUCIBLE
 
 from .problem import COLLECTIVES, ROOTED, Problem, ops_for
 
@@ -35,7 +35,7 @@ MOST_UNDER_WAY = 6  # calls and groups
 ARENA_NBYTES = 16 << 20  # Cost: none, until pages are touched
 TOLERATED_MIB = 48  # of growth: scraps between buffers of random sizes, some 20 in 1,000 steps, then no more
 OPS = (*ReduceOp, PreMulSum(2.0), PreMulSum(0.5))
-DTYPES = (*sorted(FLOATS | INTEGERS, key=str), torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (*sorted(REDUCIBLE, key=str), torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(slots=True)
@@ -188,7 +188,7 @@ def draw(random: Random, comm: Communicator) -> Problem:
     """A call that `comm` must be able to make, alike on all its ranks."""
     size, name, on_host = comm.size, random.choice(COLLECTIVES), comm.device.type == "cpu"
     # NCCL does not reduce int16.
-    dtypes = [dtype for dtype in DTYPES if ops_for(name, dtype, OPS) and (on_host or dtype is not torch.int16)]
+    dtypes = [dtype for dtype in DTYPES if ops_for(name, dtype, OPS) and (on_host or dtype not in (torch.int16, torch.uint16))]
     dtype = random.choice(dtypes)
     n = random.choice((0, 1, 3, random.randrange(1, 2000, 2), random.randrange(200_000)))
     if random.random() < 0.02:
