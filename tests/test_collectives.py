@@ -68,7 +68,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Buffers:
-    """Buffers of one communicator, of its own memory or torch's; a window is made once and reused."""
+    """Buffers of one communicator, of its own memory or torch's, none of them aligned; a window is made once and reused."""
 
     def __init__(self, comm: Communicator, window: bool) -> None:
         self._room = comm.empty(6 * 40_009 * 8, torch.uint8) if window else None
@@ -76,11 +76,11 @@ class Buffers:
 
     def holding(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._room is None:
-            return tensor.clone()
-        nbytes = tensor.numel() * tensor.element_size()
-        made = self._room[self._used : self._used + nbytes].view(tensor.dtype)
-        self._used += -(-nbytes // 8) * 8
-        return made.copy_(tensor)
+            return torch.cat([tensor.new_zeros(1), tensor])[1:]
+        begin = self._used + tensor.element_size()
+        end = begin + tensor.numel() * tensor.element_size()
+        self._used = -(-end // 16) * 16
+        return self._room[begin:end].view(tensor.dtype).copy_(tensor)
 
     def poisoned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.holding(torch.full((numel * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype))
