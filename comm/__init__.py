@@ -1,8 +1,9 @@
 """Collectives on explicit streams: MPI for CPU tensors, NCCL through CuPy for CUDA tensors. Knows nothing of sharding."""
 
 from .bootstrap import World, finalize, init, world
+from .calls import PreMulSum, ReduceOp, RemoteError, Work
 from .check import MismatchError
-from .communicator import Communicator, PreMulSum, ReduceOp, RemoteError, Work
+from .communicator import Communicator
 from .mesh import DeviceMesh
 from .streams import Event, Stream, current_stream, new_stream
 

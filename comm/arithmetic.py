@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .communicator import Op, PreMulSum, ReduceOp
+from .calls import Op, PreMulSum, ReduceOp
 
 _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,

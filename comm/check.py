@@ -14,7 +14,8 @@ from hashlib import blake2b
 
 import torch
 
-from .communicator import BLOCKING, Call, Communicator, Failure, Hook, PreMulSum, RemoteError, SharedError
+from .calls import BLOCKING, Call, Failure, Hook, PreMulSum, RemoteError, SharedError
+from .communicator import Communicator
 
 _LENGTH_NBYTES = 8
 
@@ -98,9 +99,10 @@ def describe(calls: Sequence[Signature]) -> str:
 
 def describe_shared(calls: Sequence[Call]) -> str:
     """What must be the same on every rank, in words: nothing of sends and receives, of an all-to-all name and dtype."""
-    if len(calls) == 1:
-        return _shared_words(*signature(calls[0]))
-    return " + ".join(words for call in calls if (words := _shared_words(*signature(call))))
+    first = calls[0]
+    if first.shared is None:  # several hooks ask, and a group may have hundreds of calls
+        first.shared = " + ".join(words for call in calls if (words := _shared_words(*signature(call))))
+    return first.shared
 
 
 @lru_cache(maxsize=4096)

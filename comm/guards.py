@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from .calls import Hook
 from .check import CallCheck
-from .communicator import Communicator, Hook
+from .communicator import Communicator
 from .endings import Endings
 from .recorder import Recorder
 from .watchdog import Watchdog

@@ -25,7 +25,8 @@ import torch
 from mpi4py import MPI
 
 from .arithmetic import reduce_rows, wide
-from .communicator import Call, Communicator, Counts, Hook, Op, ReduceOp
+from .calls import Call, Counts, Hook, Op, ReduceOp
+from .communicator import Communicator
 from .streams import INLINE, Stream
 from .window import NOWHERE, NodeWindows, Place
 
@@ -277,7 +278,7 @@ class MpiCommunicator(Communicator):
                 starts = [0] * self._per_node if self._across is None else bounds[first:]
                 self._copy_from_peers(on_node, places, starts)
         if places is not None:
-            self._meet()
+            self._local.Barrier()  # all ranks of the node have read what they wanted
 
     def _copy_from_peers(self, parts: Sequence[torch.Tensor], places: Sequence[Place], starts: Sequence[int]) -> None:
         """Part p comes from rank p of this node, from so many elements after its place."""
@@ -296,7 +297,7 @@ class MpiCommunicator(Communicator):
         else:
             self._reduce_along_nodes(self._across, blocks, outs, inp, op, places)
         if places is not None:
-            self._meet()
+            self._local.Barrier()  # all ranks of the node have read what they wanted
 
     def _reduce_along_nodes(
         self,
@@ -351,10 +352,6 @@ class MpiCommunicator(Communicator):
         self._windows.fence()
         places = [Place(*row) for row in _PLACE.iter_unpack(rows)]
         return None if NOWHERE in places else places
-
-    def _meet(self) -> None:
-        """All ranks of the node have read what they wanted."""
-        self._local.Barrier()
 
     def _start(self, call: Call) -> Iterator[MPI.Request]:
         peer = call.how[0]

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from .communicator import Call, Communicator, Counts, Hook, Op, ReduceOp
+from .calls import Call, Counts, Hook, Op, ReduceOp
+from .communicator import Communicator
 from .libnccl import Buffer, Library
 from .streams import Stream
 

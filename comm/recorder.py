@@ -21,8 +21,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from .calls import BLOCKING, Call, Hook, Work
 from .check import Signature, describe, name_ranks, signature
-from .communicator import BLOCKING, Call, Hook, Work
 from .streams import PAST
 
 _FRAMES = 8

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NoReturn
 
+from .calls import BLOCKING, Call, Hook, Work
 from .check import describe, describe_shared, name_ranks, signature
-from .communicator import BLOCKING, Call, Communicator, Hook, Work
+from .communicator import Communicator
 from .endings import EXIT_CODE, NOTHING, end_job, say
 from .recorder import Recorder, is_past
 from .sidechannel import SideChannel

@@ -7,7 +7,7 @@ import torch
 
 from shardrt.comm import PreMulSum, ReduceOp
 from shardrt.comm.arithmetic import reduce_rows
-from shardrt.comm.communicator import Op
+from shardrt.comm.calls import Op
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, PreMulSum(0.75)], ids=str)

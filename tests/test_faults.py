@@ -276,7 +276,7 @@ def test_a_kernel_that_never_ends() -> None:
 import time
 import torch
 import shardrt
-from shardrt.comm.communicator import Call, Work
+from shardrt.comm.calls import Call, Work
 from shardrt.comm.streams import Event
 
 class Never(Event):

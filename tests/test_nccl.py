@@ -29,7 +29,8 @@ import torch
 import shardrt.comm
 from ranks import rank_environment
 from shardrt.comm import libnccl
-from shardrt.comm.communicator import Communicator, Hook, PreMulSum, ReduceOp, Work
+from shardrt.comm.calls import Hook, PreMulSum, ReduceOp, Work
+from shardrt.comm.communicator import Communicator
 from shardrt.comm.streams import CudaStream, InlineStream, Stream, current_stream, new_stream
 
 DEVICE = torch.device("cuda", 1)

@@ -17,7 +17,7 @@ import torch
 
 from ranks import on_ranks, rank_environment, run_script
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, Work, World
-from shardrt.comm.communicator import Op
+from shardrt.comm.calls import Op
 from shardrt.stress import soak, sweep
 from shardrt.stress.fault import Ending, Fault, judge
 from shardrt.stress.options import parse

@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from shardrt.comm import PreMulSum, ReduceOp
-from shardrt.comm.communicator import Op
+from shardrt.comm.calls import Op
 
 from .fault import Fault
 from .problem import COLLECTIVES

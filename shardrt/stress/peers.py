@@ -12,7 +12,7 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shardrt.comm import ReduceOp, World
-from shardrt.comm.communicator import FLOATS, Op
+from shardrt.comm.calls import FLOATS, Op
 
 from .problem import Problem
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, Stream, Work, World, new_stream
-from shardrt.comm.communicator import FLOATS, REDUCIBLE
+from shardrt.comm.calls import FLOATS, REDUCIBLE
 
 from .problem import COLLECTIVES, ROOTED, Problem, ops_for
 
