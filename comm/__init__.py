@@ -1,7 +1,7 @@
 """Collectives on explicit streams: MPI for CPU tensors, NCCL through CuPy for CUDA tensors. Knows nothing of sharding."""
 
 from .bootstrap import World, finalize, init, world
-from .calls import PreMulSum, ReduceOp, RemoteError, Work
+from .calls import Op, PreMulSum, ReduceOp, RemoteError, Work
 from .check import MismatchError
 from .communicator import Communicator
 from .mesh import DeviceMesh
@@ -12,6 +12,7 @@ __all__ = [
     "DeviceMesh",
     "Event",
     "MismatchError",
+    "Op",
     "PreMulSum",
     "ReduceOp",
     "RemoteError",

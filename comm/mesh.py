@@ -72,6 +72,14 @@ class DeviceMesh:
         ranks = [rank for place, rank in enumerate(self.ranks) if self._shares(self._coordinates_of(place), others)]
         return self._related(tuple(self.shape[axis] for axis in kept), names, ranks)
 
+    def unflatten(self, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> DeviceMesh:
+        """The same ranks, row by row, as a mesh of other axes. Always the same object. Raises ValueError if they do not fit."""
+        if math.prod(shape) != self.size or len(set(axis_names)) != len(shape):
+            raise ValueError(
+                f"{self} as a mesh of shape {shape} with axes {axis_names}: expected {self.size} ranks, a name each"
+            )
+        return self._related(tuple(shape), tuple(axis_names), self.ranks)
+
     def flatten(self, name: str | None = None) -> DeviceMesh:
         """The same ranks along one axis, named `name`, or after all axes ("dp_tp"). Always the same object."""
         return self._related((self.size,), (name or "_".join(self.axis_names),), self.ranks)

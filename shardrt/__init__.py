@@ -11,26 +11,42 @@ if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py")
     __path__.append(str(_here.parent))
 
 from .comm import DeviceMesh, World, finalize, init, world
-from .fully_shard import FSDPModule, fully_shard
+from .fully_shard import fully_shard, replicate
+from .module import (
+    FSDPModule,
+    UnshardHandle,
+    disable_fsdp_module_new_init,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from .optim import clip_grad_norm_
 from .placement import FlatShard, RaggedShard, Shard
-from .policy import MixedPrecisionPolicy
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, ShardPlacementResult
 from .tensor import DTensor
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CPUOffloadPolicy",
     "DTensor",
     "DeviceMesh",
     "FSDPModule",
     "FlatShard",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "PrefetchPolicy",
     "RaggedShard",
     "Shard",
+    "ShardPlacementResult",
+    "UnshardHandle",
     "World",
     "clip_grad_norm_",
+    "disable_fsdp_module_new_init",
     "finalize",
     "fully_shard",
     "init",
+    "register_fsdp_forward_method",
+    "replicate",
+    "share_comm_ctx",
     "world",
 ]

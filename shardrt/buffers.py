@@ -67,6 +67,11 @@ class FlatBuffer:
         """True for a tensor that lies in this storage."""
         return tensor.untyped_storage()._cdata == self._storage._cdata
 
+    @property
+    def available(self) -> bool:
+        """It may be allocated."""
+        return not self._in_use
+
     def seal(self) -> None:
         """All views are made: give the memory back until the first allocate()."""
         self._storage.resize_(0)
@@ -112,6 +117,11 @@ class SlotBuffer(FlatBuffer):
     def __init__(self, nbytes: int, slot: Slot, account: Account) -> None:
         self._set_up(nbytes, slot.storage, account)
         self._slot = slot
+
+    @property
+    def available(self) -> bool:
+        """Nobody has the slot."""
+        return not self._slot.taken
 
     def seal(self) -> None:
         """The slot's memory stays."""

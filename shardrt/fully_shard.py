@@ -1,113 +1,57 @@
-"""The public API: `fully_shard` and what it makes of a module."""
+"""`fully_shard`: what it takes, what it refuses, and what the ranks agree on before anything is sent."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import comm, hooks
+from . import comm
 from .comm import DeviceMesh
 from .group import ParamGroup
-from .layout import ParamSpec, plan
-from .param import ShardedParam
+from .module import FSDPModule, adopt
+from .param import ShardedParam, registry
 from .placement import Shard
-from .policy import MixedPrecisionPolicy
+from .policy import MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
 
 # Which group has a parameter, by the original and by the sharded one: finds those that a module outside still holds.
 _taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-
-class FSDPModule:
-    """What `fully_shard` adds to a module's class. The module's parameters are `DTensor`s outside its forward and backward."""
-
-    param_group: ParamGroup
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Around, not among, the module's own hooks: all of them see full parameters.
-        args, kwargs = hooks.pre_forward(self.param_group, args, kwargs)
-        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return hooks.post_forward(self.param_group, output)
-
-    def unshard(self) -> None:
-        """Gather this module's own parameters now and let it see them. Collective."""
-        group = self.param_group
-        runtime = group.runtime or hooks.start(group.root)
-        runtime.streams.begin()
-        group.unshard()
-        group.wait_unsharded()
-        group.keep()
-
-    def reshard(self) -> None:
-        """Free this module's gathered parameters; no-op while sharded."""
-        self.param_group.reshard()
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Without sync, backwards accumulate unsharded gradients, in the reduce dtype; the next one with sync reduces all.
-
-        Cost: the gradients of every group stay unsharded in between. recurse: also for sharded modules inside.
-        """
-        for group in self._groups(recurse):
-            group.sync_gradients = requires_gradient_sync
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
-        """Keep parameters gathered between forward and backward (False), or free and gather them again (True)."""
-        for group in self._groups(recurse):
-            group.reshard_after_forward = reshard_after_forward
-
-    def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: drop that iteration and its gradients. On the root; on every rank."""
-        group = self.param_group
-        if group.parent is not None:
-            raise RuntimeError(f"reset_iter_state on '{group.name}': call it on the root, '{group.root.name}'")
-        if group.runtime is not None:
-            group.runtime.reset()
-
-    def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
-        if not recurse:
-            yield self.param_group
-            return
-        for module in cast(nn.Module, self).modules():
-            if isinstance(module, FSDPModule):
-                yield module.param_group
-
-    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> NoReturn:
-        raise RuntimeError(
-            f"to(), half(), cuda() and the like on the sharded module '{self.param_group.name}': move and cast the module "
-            "before fully_shard, or compute in another dtype with a MixedPrecisionPolicy"
-        )
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise RuntimeError(
-            f"deepcopy of the sharded module '{self.param_group.name}': its parameters are parts, tied to buffers and "
-            "communicators; copy the module before fully_shard, or build another and load this one's state_dict()"
-        )
+Sharded = TypeVar("Sharded", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
-    module: nn.Module,
+    module: Sharded,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-) -> nn.Module:
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
+) -> Sharded:
     """Shard the parameters of `module` that no earlier `fully_shard` inside it has taken, as one group. In place.
 
     Call it bottom-up: on the blocks, then on the whole. Every rank keeps its segment of the planned layout; the rest is
     gathered for the module's forward and backward and freed after. Gradients are averaged over the mesh.
 
-    mesh: over which ranks (default: all of them).
-    reshard_after_forward: free the gathered parameters after forward and gather them again for backward; None: True, but
-        for the root, whose backward comes at once.
-    shard_placement_fn: names the dim along which a parameter is cut, between rows only, whatever that pads. None, and the
-        default: along dim 0, between elements where rows would pad too much.
+    module: several modules make one group, gathered when the first of them runs and freed when all have run.
+    mesh: over which ranks (default: all of them). With two axes, parameters are cut along the last one, and every rank of
+        the first has the same part (hybrid sharding); with a last axis of one rank nothing is cut (data parallel).
+    reshard_after_forward: free the gathered parameters after forward and gather them again for backward. A number: keep as
+        much that so many neighbouring ranks can gather them from each other. None: True, but for the root, whose backward
+        comes at once, and for what the backward is known to begin with.
+    shard_placement_fn: names the dim along which a parameter is cut, between rows only, whatever that pads; a
+        `ShardPlacementResult` names a mesh as well, such as that of the experts. None, and the default: along dim 0, between
+        elements where rows would pad too much.
     mp_policy: dtypes of compute, reduction and outputs.
+    offload_policy: a `CPUOffloadPolicy` keeps shards and gradients on the host.
+    ignored_params: parameters that stay as they are: whole, where they are, their gradients not reduced.
     Returns: the module, its class now `FSDP<class>`, an `FSDPModule`.
     Raises, on every rank alike: TypeError or ValueError for a module that cannot be sharded, or that is not the same on
     all ranks; both name the ranks that see it.
@@ -115,43 +59,63 @@ def fully_shard(
     mesh = comm.world().mesh if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard(mesh={mesh!r}): expected a DeviceMesh, such as shardrt.world().mesh")
-    if len(mesh.shape) != 1:
-        raise ValueError(f"fully_shard(mesh={mesh}): expected one axis; name it, as in mesh['{mesh.axis_names[-1]}']")
-    owners: _Owners = {}
-    buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
-    asked: dict[nn.Parameter, Shard | None] = {}
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    policy, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
+    found: _Found = _Found({}, [])
+    asked: dict[nn.Parameter, ShardPlacementResult] = {}
     error: Exception | None = None
-    policy = mp_policy or MixedPrecisionPolicy()
     try:
-        owners, buffers = _collect(module, mesh)
-        asked = {param: _asked(owned[0][2], param, shard_placement_fn) for param, owned in owners.items()}
+        _check_mesh(mesh, reshard_after_forward)
+        found = _collect(modules, mesh, set(ignored_params))
+        asked = {param: _asked(owned[0][2], param, shard_placement_fn, mesh) for param, owned in found.owners.items()}
     except Exception as caught:  # the user's function may raise anything, on one rank alone
-        owners, error = {}, caught
-    _agree(mesh, type(module).__name__, [repr(policy), *_describe(owners, asked)], error)
-    params = [
-        ShardedParam(owned[0][2], param, [(holder, attribute) for holder, attribute, _ in owned], _dim(asked[param], param))
-        for param, owned in owners.items()
-    ]
-    specs = [
-        ParamSpec(p.name, tuple(p.shape), policy.compute_dtype(p.dtype).itemsize, p.dim, rows_only=placement is not None)
-        for p, placement in zip(params, asked.values(), strict=True)
-    ]
-    layout = plan(specs, mesh.size)
-    group = ParamGroup(module, params, layout, mesh, policy, reshard_after_forward)
-    for taken in (*owners, *(param.sharded for param in params)):
+        found, error = _Found({}, []), caught
+    _agree(mesh, _kinds(modules), [repr((policy, offload, reshard_after_forward)), *_describe(found.owners, asked)], error)
+    groups = []
+    for group_mesh in dict.fromkeys(wanted.mesh for wanted in asked.values()) or [mesh]:
+        params = [param for param, wanted in asked.items() if wanted.mesh is group_mesh]
+        groups.append(_make_group(modules, params, found, asked, group_mesh, policy, offload, reshard_after_forward))
+    for holder, attribute, buffer in found.buffers:
+        if not buffer.is_meta:
+            holder._buffers[attribute] = buffer.to(mesh.device)
+    adopt(modules, groups)
+    return module
+
+
+def _make_group(
+    modules: tuple[nn.Module, ...],
+    originals: list[nn.Parameter],
+    found: _Found,
+    asked: dict[nn.Parameter, ShardPlacementResult],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard_after_forward: bool | int | None,
+) -> ParamGroup:
+    params = []
+    for original in originals:
+        owned, wanted = found.owners[original], asked[original].placement
+        owners = [(registry(holder), attribute) for holder, attribute, _ in owned]
+        params.append(ShardedParam(owned[0][2], original, owners, _dim(wanted, original), rows_only=wanted is not None))
+    group = ParamGroup(modules, params, mesh, policy, offload, reshard_after_forward)
+    for taken in (*originals, *(param.sharded for param in params)):
         _taken[taken] = group.name
-    for holder, attribute, buffer in buffers:
-        holder._buffers[attribute] = buffer.to(mesh.device)
-    for child in module.modules():
-        if isinstance(child, FSDPModule) and child.param_group.parent is None:
-            child.param_group.parent = group
-            group.children.append(child.param_group)
-    module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
-    cast(FSDPModule, module).param_group = group
-    for holder in {holder for owned in owners.values() for holder, *_ in owned}:
+    for holder in {holder for original in originals for holder, *_ in found.owners[original]}:
         holder.register_state_dict_pre_hook(lambda *_: group.reshard())
         holder.register_load_state_dict_pre_hook(partial(_before_load, group))
-    return module
+    return group
+
+
+def replicate(module: Sharded, *, mesh: DeviceMesh | None = None, **options: Any) -> Sharded:
+    """Data parallel without sharding: every rank of the 1-D `mesh` has all of the parameters. Options as `fully_shard`.
+
+    Raises ValueError for a mesh of several axes.
+    """
+    mesh = comm.world().mesh if mesh is None else mesh
+    if len(mesh.shape) != 1:
+        raise ValueError(f"replicate(mesh={mesh}): expected one axis; name it, as in mesh['{mesh.axis_names[-1]}']")
+    name = mesh.axis_names[0]
+    return fully_shard(module, mesh=mesh.unflatten((mesh.size, 1), (name, f"{name}_shard")), **options)
 
 
 def _before_load(
@@ -167,31 +131,72 @@ def _before_load(
 _Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]  # holder, attribute, full name; several if tied
 
 
-def _collect(module: nn.Module, mesh: DeviceMesh) -> tuple[_Owners, list[tuple[nn.Module, str, torch.Tensor]]]:
-    """The parameters and buffers that this call takes: those of `module` outside of sharded modules in it."""
+class _Found(NamedTuple):
+    """The parameters and buffers that a call takes."""
+
+    owners: _Owners
+    buffers: list[tuple[nn.Module, str, torch.Tensor]]
+
+
+def _check_mesh(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> None:
+    if len(mesh.shape) > 2:
+        raise ValueError(
+            f"fully_shard(mesh={mesh}): expected one axis to shard over, or two, of which the first replicates; name them, as "
+            f"in mesh['{mesh.axis_names[-1]}']"
+        )
+    ranks, kept = mesh.shape[-1], reshard_after_forward
+    if isinstance(kept, int) and not isinstance(kept, bool) and (kept < 1 or ranks % kept):
+        raise ValueError(f"fully_shard(reshard_after_forward={kept}): expected a divisor of the {ranks} ranks sharded over")
+
+
+def _collect(modules: tuple[nn.Module, ...], mesh: DeviceMesh, ignored: set[nn.Parameter]) -> _Found:
+    """The parameters and buffers that this call takes: those of the modules outside of sharded modules in them."""
+    found = _Found({}, [])
+    kinds = _kinds(modules)
+    if not modules:
+        raise ValueError("fully_shard: expected a module, found an empty list")
+    for module in modules:
+        _check_module(module)
+    _check_apart(modules)
+    if next((param for module in modules for param in module.parameters()), None) is None:
+        raise ValueError(f"'{kinds}' has no parameters to shard")
+    for place, module in enumerate(modules):
+        for name, holder in _outside_sharded(module, str(place) if len(modules) > 1 else ""):
+            for attribute, param in holder._parameters.items():
+                if param is not None and param not in ignored:
+                    full_name = f"{name}.{attribute}" if name else attribute
+                    _check_param(full_name, param, mesh)
+                    found.owners.setdefault(param, []).append((holder, attribute, full_name))
+            found.buffers.extend((holder, key, buffer) for key, buffer in holder._buffers.items() if buffer is not None)
+    devices = {param.device.type: owned[0][2] for param, owned in found.owners.items()}
+    if len(devices) > 1:
+        places = ", ".join(f"'{name}' on {device}" for device, name in sorted(devices.items()))
+        raise ValueError(f"'{kinds}' has parameters on several devices ({places}); move the module to one of them")
+    return found
+
+
+def _kinds(modules: tuple[nn.Module, ...]) -> str:
+    return ", ".join(type(module).__name__ for module in modules)
+
+
+def _check_module(module: nn.Module) -> None:
     kind = type(module).__name__
     if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard takes one nn.Module, found {kind}")
+        raise TypeError(f"fully_shard takes an nn.Module or several, found {kind}")
     if isinstance(module, FSDPModule):
         raise ValueError(f"'{kind}' is sharded already: call fully_shard once for each module")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ValueError(f"'{kind}' has no forward to gather parameters for: call fully_shard on the modules in it")
-    if next(module.parameters(), None) is None:
-        raise ValueError(f"'{kind}' has no parameters to shard")
-    owners: _Owners = {}
-    buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
-    for name, holder in _outside_sharded(module, ""):
-        for attribute, param in holder._parameters.items():
-            if param is not None:
-                full_name = f"{name}.{attribute}" if name else attribute
-                _check_param(full_name, param, mesh)
-                owners.setdefault(param, []).append((holder, attribute, full_name))
-        buffers += [(holder, key, buffer) for key, buffer in holder._buffers.items() if buffer is not None]
-    devices = {param.device.type: owned[0][2] for param, owned in owners.items()}
-    if len(devices) > 1:
-        found = ", ".join(f"'{name}' on {device}" for device, name in sorted(devices.items()))
-        raise ValueError(f"'{kind}' has parameters on several devices ({found}); move the module to one of them")
-    return owners, buffers
+
+
+def _check_apart(modules: tuple[nn.Module, ...]) -> None:
+    for place, module in enumerate(modules):
+        kind = type(module).__name__
+        if any(other is module for other in modules[:place]):
+            raise ValueError(f"'{kind}' is in the list twice: leave one out")
+        for outer in modules:
+            if outer is not module and any(inner is module for inner in outer.modules()):
+                raise ValueError(f"'{kind}' is inside '{type(outer).__name__}', which is in the same list: leave it out")
 
 
 def _outside_sharded(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -208,31 +213,36 @@ def _check_param(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
             f"parameter '{name}' is shared with '{_taken[param]}', which is sharded already: tied parameters belong in one "
             "group; shard neither module on its own, so that the module around both takes the parameter"
         )
-    if param.device.type == "meta":
-        raise ValueError(f"parameter '{name}' is on the meta device and has no values: call to_empty() and initialise it")
-    if param.device not in (torch.device("cpu"), mesh.device):
+    if not param.is_meta and param.device not in (torch.device("cpu"), mesh.device):
         raise ValueError(f"parameter '{name}' is on {param.device}; expected the CPU or the mesh's device, {mesh.device}")
 
 
-def _asked(name: str, param: nn.Parameter, placement_fn: Callable[[nn.Parameter], Shard | None] | None) -> Shard | None:
-    placement = placement_fn(param) if placement_fn is not None else None
-    if placement is None:
-        return None
-    if not isinstance(placement, Shard):
-        raise TypeError(f"shard_placement_fn of '{name}': expected a Shard or None, found {placement!r}")
-    if not -max(1, param.dim()) <= placement.dim < max(1, param.dim()):
-        raise ValueError(f"shard_placement_fn of '{name}': {placement} of a parameter of shape {tuple(param.shape)}")
-    return placement
+def _asked(
+    name: str,
+    param: nn.Parameter,
+    placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None,
+    mesh: DeviceMesh,
+) -> ShardPlacementResult:
+    wanted = placement_fn(param) if placement_fn is not None else None
+    if not isinstance(wanted, ShardPlacementResult):
+        wanted = ShardPlacementResult(wanted, mesh)
+    if not isinstance(wanted.placement, Shard | None) or not isinstance(wanted.mesh, DeviceMesh):
+        raise TypeError(f"shard_placement_fn of '{name}': expected a Shard, a ShardPlacementResult or None, found {wanted!r}")
+    if wanted.placement is not None and not -max(1, param.dim()) <= wanted.placement.dim < max(1, param.dim()):
+        raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a parameter of shape {tuple(param.shape)}")
+    _check_mesh(wanted.mesh, None)
+    return wanted
 
 
 def _dim(asked: Shard | None, param: nn.Parameter) -> int:
     return 0 if asked is None else asked.dim % max(1, param.dim())
 
 
-def _describe(owners: _Owners, asked: dict[nn.Parameter, Shard | None]) -> list[str]:
+def _describe(owners: _Owners, asked: dict[nn.Parameter, ShardPlacementResult]) -> list[str]:
     """What must be the same on every rank, a line for each parameter."""
     return [
-        f"{', '.join(name for *_, name in owned)}: {tuple(param.shape)} {param.dtype}, {asked[param]}, "
+        f"{', '.join(name for *_, name in owned)}: {tuple(param.shape)} {param.dtype}, {asked[param].placement} over "
+        f"{dict(zip(asked[param].mesh.axis_names, asked[param].mesh.shape, strict=True))}, "
         f"requires_grad {param.requires_grad}"
         for param, owned in owners.items()
     ]

@@ -5,9 +5,11 @@
 | unshard        | gather          | shard (S,) -> full (N * S,)                | 1 all-gather, (N - 1) * S bytes         |
 | wait_unsharded | compute         | the module sees full parameters            | 1 event wait                            |
 | reshard        | gather          | the module sees shards; full is freed      | no communication                        |
+| keep_part      | gather          | the same, but 1 / k of full stays          | that part copied; k ranks gather again  |
 | pack_grads     | compute         | gradients -> packed                        | gradients read and written once         |
 | reduce_grads   | reduce          | packed -> this rank's segment              | 1 reduce-scatter                        |
-| publish_grads  | reduce          | segment -> sharded gradients               | nothing, or the segment read once       |
+| reduce_over_replicas | finish    | the segment, if there are replicas         | 1 all-reduce                            |
+| publish_grads  | finish          | segment -> sharded gradients               | nothing, or the segment read once       |
 
 Legend: N ranks; S bytes in a segment of the layout. The unsharded parameters are views of `full`: nothing is copied out.
 Invariant: full storage is allocated and released on the gather stream only; it is there exactly while `ready` is.
@@ -24,12 +26,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .buffers import FlatBuffer
+from .buffers import Account, FlatBuffer, Slot, SlotBuffer
 from .comm import DeviceMesh, Work
 from .kernels import pack_into
-from .layout import Layout
+from .layout import ParamSpec, plan
 from .param import ShardedParam, local_geometry, placement_of
-from .policy import MixedPrecisionPolicy
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
 from .reduction import GradientReduction, reduce_layout
 
 if TYPE_CHECKING:
@@ -64,41 +66,76 @@ class Call:
         self.inputs_left = 0
 
 
+class Part:
+    """A k-th of a gathered buffer that a rank keeps, such that k neighbouring ranks have all of it."""
+
+    def __init__(self, ranks: int, mesh: DeviceMesh, full_bytes: torch.Tensor, account: Account) -> None:
+        axes = mesh.unflatten((mesh.size // ranks, ranks), ("across", "within"))
+        self.comm = axes["within"].communicator("gather")
+        nbytes, place = full_bytes.numel() // ranks, mesh.rank % ranks
+        self.buffer = FlatBuffer(nbytes, mesh.device, account)
+        self.bytes = self.buffer.view(torch.uint8, 0, (nbytes,))
+        self.buffer.seal()
+        self._source = full_bytes[place * nbytes : (place + 1) * nbytes]
+
+    def fill(self) -> None:
+        """Copy the part out of the gathered buffer."""
+        self.buffer.allocate()
+        self.bytes.copy_(self._source)
+
+
 class ParamGroup:
-    """The parameters of one `fully_shard` call. `name` is its module's full name, once the root is known."""
+    """The parameters of one `fully_shard` call on one mesh. `name` is its first module's full name, once the root is known.
+
+    mesh: 1-D, the ranks that the parameters are cut over; given one of two axes, those of the last.
+    replicas: the ranks that hold the same part, those of the first axis, if there are two.
+    """
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         params: Sequence[ShardedParam],
-        layout: Layout,
         mesh: DeviceMesh,
         mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        offload_policy: OffloadPolicy,
+        reshard_after_forward: bool | int | None,
     ) -> None:
-        self.module = module
-        self.name = type(module).__name__
-        self.params = params
-        self.layout = layout
-        self.nbytes = layout.nbytes
-        self.mesh = mesh
+        self.modules = modules
+        self.name = type(modules[0]).__name__
+        self.mesh = mesh if len(mesh.shape) == 1 else mesh[mesh.axis_names[1]]
+        self.replicas = None if len(mesh.shape) == 1 else mesh[mesh.axis_names[0]]
         self.mp_policy = mp_policy
-        self.reshard_after_forward = reshard_after_forward
+        self.offload_policy = offload_policy
+        self.offloads = isinstance(offload_policy, CPUOffloadPolicy) and mesh.device.type != "cpu"
+        self.settings = Settings(reshard_after_forward)
         self.parent: ParamGroup | None = None
         self.children: list[ParamGroup] = []
         self.runtime: Runtime | None = None
         self.phase = Phase.RESTING
         self.ready: Work | None = None  # done when `full` is gathered; None while sharded
-        self.installed = False  # the module sees the unsharded parameters
-        self.sync_gradients = True
+        self.installed = False  # the modules see the unsharded parameters
         self.open_calls: set[Call] = set()  # whose backward is under way
         self.call = Call()  # the one whose forward is running
+        self._not_run = set(modules)  # since all had run
         self.trainable: list[ShardedParam] = []
         self.reduction: GradientReduction | None = None
+        self._parts: dict[int, Part] = {}  # by the number of ranks that share
+        self._part: Part | None = None  # the one that a forward has left
         self._watches: list[RemovableHandle] = []  # on the gradients of the trainable parameters, if they are watched
         self._kept_versions: list[int] = []  # of the shards when a pass left them gathered
-        self._gather_dtypes = [mp_policy.compute_dtype(param.dtype) for param in params]
+        self._take(params)
+
+    def _take(self, params: Sequence[ShardedParam]) -> None:
+        """Plan the layout of these parameters and keep this rank's part of them."""
+        self.params = params
+        self._gather_dtypes = [self.mp_policy.compute_dtype(param.dtype) for param in params]
         self._casts = any(p.dtype != dtype for p, dtype in zip(params, self._gather_dtypes, strict=True))
+        specs = [
+            ParamSpec(param.name, tuple(param.shape), dtype.itemsize, param.dim, rows_only=param.rows_only)
+            for param, dtype in zip(params, self._gather_dtypes, strict=True)
+        ]
+        self.layout = plan(specs, self.mesh.size)
+        self.nbytes = self.layout.nbytes
         self._shard_params()
         self._owners = [(*owner, param) for param in params for owner in param.owners]
 
@@ -113,34 +150,81 @@ class ParamGroup:
             run = self.layout.run(index, rank)
             offsets.append(offset if self._casts else run.offset)
             offset += -(-(run.stop - run.start) * param.dtype.itemsize // 16) * 16
-        nbytes = offset if self._casts else self.layout.segment_nbytes
-        self._shard = torch.zeros(nbytes, dtype=torch.uint8, device=self.mesh.device)
+        self._shard = self._shard_memory(offset if self._casts else self.layout.segment_nbytes)
         storage = self._shard.untyped_storage()
         self._locals: list[torch.Tensor] = []
         for index, param in enumerate(self.params):
             shape, stride = local_geometry(param.shape, placement_of(index, self.layout), rank)
-            local = torch.empty(0, dtype=param.dtype, device=self.mesh.device)
+            local = torch.empty(0, dtype=param.dtype, device=self._shard.device)
             local.set_(storage, offsets[index] // param.dtype.itemsize, shape, stride)
             param.shard(index, self.layout, self.mesh, local)
             self._locals.append(local)
+
+    def _shard_memory(self, nbytes: int) -> torch.Tensor:
+        if any(param.original.is_meta for param in self.params):  # then all of them are: on one device, it was checked
+            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        if not self.offloads:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.mesh.device)
+        assert isinstance(self.offload_policy, CPUOffloadPolicy)
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.offload_policy.pin_memory)
 
     def attach(self, runtime: Runtime, name: str) -> None:
         """Join the runtime of a root: communicators, streams, buffers; everything a step only replays."""
         self.runtime = runtime
         self.name = name or self.name
+        if self._shard.is_meta:
+            raise RuntimeError(
+                f"'{self.name}' runs while its parameters are on the meta device (rank {self.mesh.rank}): call to_empty() and "
+                "initialise them, or load a state dict"
+            )
         self._streams = runtime.streams
         self.gather_comm = self.mesh.communicator("gather")
         self.reduce_comm = self.mesh.communicator("reduce")
-        self.full = FlatBuffer(self.layout.nbytes, self.mesh.device, runtime.account)
-        self._full_bytes = self.full.view(torch.uint8, 0, (self.layout.nbytes,))
-        first = self.mesh.rank * self.layout.segment_nbytes
-        self._own_bytes = self.full.view(torch.uint8, first, (self.layout.segment_nbytes,)) if self._casts else self._shard
+        self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
+        self._finish = self._streams.reduce if self.replicas is None else self._streams.all_reduce
+        nbytes, custom = self.layout.nbytes, self.settings.all_gather
+        self.full = FlatBuffer(nbytes, self.mesh.device, runtime.account)
+        if custom is not None:
+            self.full = SlotBuffer(nbytes, Slot(custom.allocate(nbytes, self.mesh.device)), runtime.account)
+        self._full_bytes = self.full.view(torch.uint8, 0, (nbytes,))
+        first, size = self.mesh.rank * self.layout.segment_nbytes, self.layout.segment_nbytes
+        self._own_bytes = self._shard if self._sends_shard else self.full.view(torch.uint8, first, (size,))
         self._own_views = []
         for index, (param, dtype) in enumerate(zip(self.params, self._gather_dtypes, strict=True)):
             run, local = self.layout.run(index, self.mesh.rank), self._locals[index]
             self._own_views.append(self.full.view(dtype, first + run.offset, local.shape, local.stride()))
             param.make_unsharded(self.full, self.layout.slots[index].offset, dtype)
         self.full.seal()
+
+    @property
+    def _sends_shard(self) -> bool:
+        return not self._casts and not self.offloads
+
+    def detach(self) -> None:
+        """Leave the runtime, and have all groups under its root leave it: the next forward makes another.
+
+        Raises RuntimeError in the middle of an iteration, or while there are gradients.
+        """
+        for group in self.root.with_descendants():
+            pending = group.reduction is not None and group.reduction.pending
+            if group.phase is not Phase.RESTING or pending or any(p.sharded.grad is not None for p in group.params):
+                raise RuntimeError(
+                    f"'{group.name}' has gradients or is running (rank {self.mesh.rank}): to(), half(), to_empty() and the "
+                    "like come between iterations, after zero_grad()"
+                )
+            group._leave()
+
+    def _leave(self) -> None:
+        self._drop_part()
+        self.reshard()
+        self.runtime, self.reduction, self.trainable = None, None, []
+        self._parts.clear()
+        while self._watches:
+            self._watches.pop().remove()
+
+    def take_applied(self) -> None:
+        """Take the parameters again after `to()` and the like have replaced the sharded ones by others."""
+        self._take([param.again() for param in self.params])
 
     @property
     def root(self) -> ParamGroup:
@@ -154,11 +238,11 @@ class ParamGroup:
             yield from child.with_descendants()
 
     @property
-    def reshards_after_forward(self) -> bool:
-        """By default all but the root do: its parameters are needed again at once, if there is a backward."""
-        if self.reshard_after_forward is None:
+    def lends(self) -> bool:
+        """Its modules have full parameters for their forward only, so must not return any."""
+        if self.settings.reshard_after_forward is None:
             return self.parent is not None or not torch.is_grad_enabled()
-        return self.reshard_after_forward
+        return self.settings.reshard_after_forward is not False
 
     def refresh_trainable(self) -> None:
         """Follow the sharded parameters' `requires_grad`, which the user may change between iterations."""
@@ -198,8 +282,9 @@ class ParamGroup:
 
     def _make_reduction(self) -> GradientReduction:
         assert self.runtime is not None, "attach() comes first"
-        dtype, account = self._reduce_dtype(self.trainable), self.runtime.account
-        return GradientReduction(self.params, self.layout, self.reduce_comm, dtype, account, self.runtime.slot_for(self))
+        dtype, account, slot = self._reduce_dtype(self.trainable), self.runtime.account, self.runtime.slot_for(self)
+        comms = (self.reduce_comm, self.all_reduce_comm)
+        return GradientReduction(self.params, self.layout, *comms, self.settings, dtype, account, slot)
 
     # ------------------------------------------------------------------ a step, in order
 
@@ -213,17 +298,27 @@ class ParamGroup:
         self.phase = phase
 
     def unshard(self) -> None:
-        """Gather the shards into `full`. No-op if that is done or under way (prefetch)."""
+        """Gather the shards, or the parts that were kept, into `full`. No-op if that is done or under way (prefetch)."""
         if self.ready is not None or not self.params:
             return
         gather = self._streams.gather
         gather.submit(self.full.allocate)
-        if self._casts:
-            gather.submit(self._cast_own)
-        self.ready = self.gather_comm.all_gather(self._full_bytes, self._own_bytes, stream=gather)
+        if self._part is not None:
+            self.ready = self._part.comm.all_gather(self._full_bytes, self._part.bytes, stream=gather)
+            self._drop_part()
+            return
+        if not self._sends_shard:
+            gather.submit(self._fill_own)
+        if self.settings.all_gather is None:
+            self.ready = self.gather_comm.all_gather(self._full_bytes, self._own_bytes, stream=gather)
+        else:
+            self.ready = self.settings.all_gather(self._full_bytes, self._own_bytes, self.gather_comm, gather)
 
-    def _cast_own(self) -> None:
-        pack_into(self._own_views, self._locals)
+    def _fill_own(self) -> None:
+        if self._casts:
+            pack_into(self._own_views, self._locals)
+        else:
+            self._own_bytes.copy_(self._shard, non_blocking=True)
 
     def wait_unsharded(self) -> None:
         """Let compute wait for the gather and the module see full parameters. No-op if it does."""
@@ -247,12 +342,47 @@ class ParamGroup:
         self._streams.gather.submit(self.full.release)
         self.ready = None
 
+    def all_have_run(self, module: nn.Module) -> bool:
+        """`module` has run; had the group's other modules before it?"""
+        self._not_run.discard(module)
+        if self._not_run:
+            return False
+        self._not_run.update(self.modules)
+        return True
+
+    def reshard_after_forward(self) -> None:
+        """Reshard, as far as the settings want it."""
+        after = self.settings.reshard_after_forward
+        if not self.lends:
+            return
+        if isinstance(after, bool) or after is None or not torch.is_grad_enabled():
+            self.reshard()
+        else:
+            self.keep_part(after)
+
+    def keep_part(self, ranks: int) -> None:
+        """Reshard, but keep as much that this rank and its neighbours, `ranks` in all, can gather the parameters again."""
+        if self.ready is None:
+            return
+        assert self.runtime is not None, "gathered, so attached"
+        if ranks not in self._parts:
+            self._parts[ranks] = Part(ranks, self.mesh, self._full_bytes, self.runtime.account)
+        self._part = self._parts[ranks]
+        self._streams.gather.submit(self._part.fill)
+        self.reshard()
+
+    def _drop_part(self) -> None:
+        if self._part is not None:
+            self._streams.gather.submit(self._part.buffer.release)
+            self._part = None
+
     def keep(self) -> None:
         """A pass ends and leaves the parameters gathered: remember of which shards they were."""
         self._kept_versions = [param.sharded._version for param in self.params]
 
     def drop_stale(self) -> None:
-        """Reshard what an earlier pass left gathered if the shards have changed since, by an optimizer say."""
+        """Free what an earlier pass left, all or part of it, if the shards may have changed since, by an optimizer say."""
+        self._drop_part()
         if self.ready is not None and self._kept_versions != [param.sharded._version for param in self.params]:
             self.reshard()
 
@@ -264,41 +394,59 @@ class ParamGroup:
         """Some trainable parameter has a gradient that is not packed yet."""
         return any(param.unsharded.grad is not None for param in self.trainable)
 
+    def owes_reduction(self, reduced: bool) -> bool:
+        """Even without new gradients a reduction is due: of what earlier backwards packed, or of zeros if so asked.
+
+        reduced: this backward has done one already.
+        """
+        if not self.settings.sync_gradients or self.reduction is None:
+            return False
+        return self.reduction.pending or (self.settings.reduce_unused and not reduced)
+
     def pack_grads(self) -> None:
         """Move the gradients there are from the unsharded parameters to the packed buffer."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        grads = [param.unsharded.grad for param in self.trainable]
-        self.reduction.pack(grads, self._streams.compute, reduced_next=self.sync_gradients)
+        self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
         for param in self.trainable:
             param.unsharded.grad = None
 
-    def owes_reduction(self) -> bool:
-        """Gradients that earlier backwards packed are to be reduced now."""
-        return self.sync_gradients and self.reduction is not None and self.reduction.pending
-
-    def reduce_grads(self) -> FlatBuffer:
-        """Reduce what is packed. Returns the packed buffer, which the reduction reads."""
+    def reduce_grads(self) -> list[FlatBuffer]:
+        """Reduce what is packed. Returns the buffers in use, to be released on the compute stream."""
         assert self.reduction is not None, "only trainable parameters get gradients"
         return self.reduction.launch(self._streams.reduce)
+
+    def reduce_over_replicas(self) -> None:
+        """Reduce what was reduced over the replicas as well, if there are any."""
+        assert self.reduction is not None, "only trainable parameters get gradients"
+        self.reduction.launch_over_replicas(self._finish)
 
     def publish_grads(self) -> None:
         """Make what was reduced the sharded gradients."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.publish(self._streams.reduce)
+        self.reduction.publish(self._finish)
 
     def end_backward(self) -> None:
         """No call's backward is under way any more."""
         self.open_calls.clear()
         if self.phase is Phase.BACKWARD:
             self.move(Phase.RESTING)
-        self.reshard()
+        self.rest()
+
+    def rest(self) -> None:
+        """Used for the last time in a backward: reshard, unless told not to."""
+        if self.settings.reshard_after_backward:
+            self.reshard()
+        else:
+            self.keep()
 
     def reset(self) -> None:
         """Back to rest and sharded; the gradients of the failed iteration are dropped."""
         self.phase = Phase.RESTING
         self.open_calls.clear()
+        self._not_run = set(self.modules)
         for param in self.trainable:
             param.unsharded.grad = None
         if self.reduction is not None:
             self.reduction.discard()
+        self._drop_part()
         self.reshard()

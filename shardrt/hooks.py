@@ -57,7 +57,7 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
     return args, kwargs
 
 
-def post_forward(group: ParamGroup, output: Any) -> Any:
+def post_forward(group: ParamGroup, module: torch.nn.Module, output: Any) -> Any:
     """The module has run; returns its output, ready for backward."""
     runtime = group.runtime
     assert runtime is not None, "pre_forward comes first"
@@ -72,10 +72,11 @@ def post_forward(group: ParamGroup, output: Any) -> Any:
                 boundary.enter.append(enter)
     if not _in_backward():
         group.move(Phase.RESTING)
-        runtime.prefetch.forward_ends(group)
-        if group.reshards_after_forward:
+        used_next = runtime.prefetch.forward_ends(group)
+        if group.lends:
             _refuse_parameters(group, output)
-            group.reshard()
+        if group.all_have_run(module) and not used_next:
+            group.reshard_after_forward()
         if group is runtime.root:
             runtime.end_forward()
     return output
@@ -96,6 +97,11 @@ def start(group: ParamGroup) -> Runtime:
 
     Raises RuntimeError if `group` is not that root: its first forward must come through the root.
     """
+    if len(group.modules) > 1 and group.parent is None:
+        raise RuntimeError(
+            f"forward of '{group.name}' (rank {group.mesh.rank}): it was sharded in a list with other modules, and no sharded "
+            "module around them says when an iteration begins; call fully_shard on the module that calls them"
+        )
     if group.parent is not None:
         raise RuntimeError(
             f"forward of '{group.name}' before that of its root (rank {group.mesh.rank}): it is part of "
@@ -117,15 +123,16 @@ def _pre_backward(group: ParamGroup, call: Call) -> None:
     group.open_calls.add(call)
     call.inputs_left = call.inputs
     group.move(Phase.BACKWARD)
-    group.unshard()
-    group.wait_unsharded()
+    if group.settings.unshard_in_backward:
+        group.unshard()
+        group.wait_unsharded()
     runtime.gather_ahead(runtime.prefetch.backward_starts(group))
 
 
 def on_gradient(group: ParamGroup, unsharded: torch.Tensor) -> None:
     """A parameter's gradient is ready; with the last one the group reduces."""
-    if not group.has_all_gradients():
-        return
+    if group.settings.reduce_unused or not group.has_all_gradients():
+        return  # with unused parameters, ranks may differ in when they have all: only the end of the module is the same
     assert group.runtime is not None, "a forward comes first"
     group.runtime.begin_backward()
     # Hazard: resharding here would be too early. A node that saved a frozen or detached parameter may still have to run.
@@ -134,16 +141,19 @@ def on_gradient(group: ParamGroup, unsharded: torch.Tensor) -> None:
 
 def _post_backward(group: ParamGroup, call: Call) -> None:
     call.inputs_left -= 1
-    if call.inputs_left and not group.has_all_gradients():
+    if call.inputs_left and (group.settings.reduce_unused or not group.has_all_gradients()):
         return
-    assert group.runtime is not None, "a forward comes first"
-    group.runtime.reduce(group)
+    runtime = group.runtime
+    assert runtime is not None, "a forward comes first"
+    repeats = runtime.prefetch.backward_repeats(group)
+    if not repeats:
+        runtime.reduce(group)
     if call.inputs_left:
         return
     group.open_calls.discard(call)
-    if not group.open_calls and group.phase is Phase.BACKWARD:
+    if not group.open_calls and not repeats and group.phase is Phase.BACKWARD:
         group.move(Phase.RESTING)
-        group.reshard()
+        group.rest()
 
 
 def _watch_input(group: ParamGroup, call: Call, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -19,38 +21,69 @@ class ShardedParam:
     full buffer, valid only while that is gathered.
     """
 
-    def __init__(self, name: str, param: nn.Parameter, owners: list[tuple[nn.Module, str]], dim: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        original: nn.Parameter,
+        owners: Sequence[tuple[dict[str, nn.Parameter | None] | Attributes, str]],
+        dim: int,
+        *,
+        rows_only: bool,
+    ) -> None:
         self.name = name
-        self.shape = param.shape
-        self.dtype = param.dtype
+        self.shape = original.shape
+        self.dtype = original.dtype
         self.dim = dim
-        self.original = param  # until shard(); then this rank's part is all that is left of it
+        self.rows_only = rows_only  # never cut between elements
+        self.original = original  # until shard(); then this rank's part is all that is left of it
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
-        self.owners = [(_registry(module), attribute) for module, attribute in owners]
+        self.owners = owners  # where it is registered; several if tied
 
     def shard(self, index: int, layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> None:
-        """Keep this rank's part of the original in `local` and register the sharded parameter."""
+        """Keep this rank's part of the original in `local` and register the sharded parameter.
+
+        Collective if the original is a sharded one that lies in another way.
+        """
         spec = Spec(mesh, placement_of(index, layout), self.shape)
-        with torch.no_grad():
-            local.copy_(spec.local_part(self.original))
+        if not self.original.is_meta:
+            with torch.no_grad():
+                local.copy_(_part(self.original, spec))
         self.sharded = nn.Parameter(DTensor(local, spec), requires_grad=self.original.requires_grad)
         del self.original
         for registry, attribute in self.owners:
             registry[attribute] = self.sharded
+
+    def again(self) -> ShardedParam:
+        """The same parameter before shard(), the original being what is registered now."""
+        registry, attribute = self.owners[0]
+        applied = registry[attribute]
+        assert applied is not None, "only parameters are sharded"
+        return ShardedParam(self.name, applied, self.owners, self.dim, rows_only=self.rows_only)
 
     def make_unsharded(self, full: FlatBuffer, offset: int, dtype: torch.dtype) -> None:
         """Make the view of the full buffer that the module will compute with."""
         view = full.view(dtype, offset, self.shape, outermost_stride(self.shape, self.dim))
         self.unsharded = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
 
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part."""
+        return self.sharded.to_local()  # type: ignore[attr-defined]
+
     def sharded_like(self, local: torch.Tensor) -> DTensor:
         """`local` as a sharded tensor that lies as the parameter does; for its gradient."""
         return DTensor(local, self.sharded.spec)  # type: ignore[attr-defined]
 
 
-class _Attributes:
-    """A module's attributes as a mapping to write to."""
+def _part(original: torch.Tensor, spec: Spec) -> torch.Tensor:
+    if not isinstance(original, DTensor):
+        return spec.local_part(original)
+    return original.to_local() if original.spec == spec else spec.local_part(original.full_tensor())
+
+
+class Attributes:
+    """A module's parameters as a mapping."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -58,13 +91,17 @@ class _Attributes:
     def __setitem__(self, attribute: str, param: nn.Parameter) -> None:
         setattr(self._module, attribute, param)
 
+    def __getitem__(self, attribute: str) -> nn.Parameter | None:
+        return self._module._parameters[attribute]
 
-def _registry(module: nn.Module) -> dict[str, nn.Parameter | None] | _Attributes:
+
+def registry(module: nn.Module) -> dict[str, nn.Parameter | None] | Attributes:
+    """Where to register a parameter of `module`."""
     # Cost: setattr on a module is 2 us of checks, and a step registers every parameter four times. Modules that watch
     # their attributes (recurrent layers keep a list of their weights) are told all the same.
     if type(module).__setattr__ is nn.Module.__setattr__:
         return module._parameters
-    return _Attributes(module)
+    return Attributes(module)
 
 
 def placement_of(index: int, layout: Layout) -> Placement:

@@ -1,10 +1,18 @@
-"""Strategy as frozen data, validated when it is made."""
+"""Strategy as data: what is given once is frozen and validated when it is made; what may change lies in `Settings`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from .comm import Communicator, DeviceMesh, Event, Op, Stream, Work
+from .placement import Shard
+
+if TYPE_CHECKING:
+    from .group import ParamGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +40,94 @@ class MixedPrecisionPolicy:
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"MixedPrecisionPolicy({name}={dtype}): expected a floating-point dtype or None")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchPolicy:
+    """How far to gather ahead of use. Small groups that are gathered in one go count as one.
+
+    max_groups: gathered and not yet used at a time (default: two in forward, one in backward).
+    max_bytes: of gathered and not yet used parameters at a time (default: no limit).
+    Raises ValueError for a negative number.
+    """
+
+    max_bytes: int | None = None
+    max_groups: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_groups"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"PrefetchPolicy({name}={value}): expected a number >= 0 or None")
+
+    def groups(self, default: int) -> int:
+        """`max_groups`, or the default of a pass."""
+        return default if self.max_groups is None else self.max_groups
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """Nothing is offloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, their gradients, and so the optimizer's state lie on the host; gathered parameters on the mesh's device.
+
+    Cost: every gather copies this rank's segment to the device, every reduction copies it back, beside compute; the end of
+    a backward blocks the caller until the gradients are there. On a CPU mesh all of it is on the host anyway: a no-op.
+    pin_memory: page-locked host memory, which copies need to run beside compute.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlacementResult:
+    """What a `shard_placement_fn` may return: a dim to cut along (None: as without the function), and over which mesh."""
+
+    placement: Shard | None
+    mesh: DeviceMesh
+
+
+class CustomAllGather(Protocol):
+    """What `set_custom_all_gather` takes."""
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for the gathered parameters of a group, a (nbytes,) uint8 tensor; asked for once, never freed."""
+
+    def __call__(self, out: torch.Tensor, inp: torch.Tensor, comm: Communicator, stream: Stream) -> Work:
+        """Gather bytes as `comm.all_gather(out, inp, stream=stream)` does."""
+
+
+class CustomReduceScatter(Protocol):
+    """What `set_custom_reduce_scatter` takes."""
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for the packed gradients of a group, a (nbytes,) uint8 tensor; asked for once, never freed."""
+
+    def __call__(self, out: torch.Tensor, inp: torch.Tensor, op: Op, comm: Communicator, stream: Stream) -> Work:
+        """Reduce as `comm.reduce_scatter(out, inp, op, stream=stream)` does."""
+
+
+@dataclass(slots=True)
+class Settings:
+    """What the setters of `FSDPModule` change, one each; read at the next use. The last four are the root's."""
+
+    reshard_after_forward: bool | int | None
+    sync_gradients: bool = True
+    all_reduce: bool = True  # over the replicas, after the reduce-scatter
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    forward_prefetch: list[ParamGroup] | None = None  # None: what the recorded order says
+    backward_prefetch: list[ParamGroup] | None = None
+    divide_factor: float | None = None  # None: the number of ranks that are reduced over
+    force_sum: bool = False
+    reduce_unused: bool = False
+    reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_gather: CustomAllGather | None = None
+    reduce_scatter: CustomReduceScatter | None = None
+    prefetch: PrefetchPolicy = PrefetchPolicy()
+    reductions_in_flight: int = 1
+    is_last_backward: bool = True
+    post_optim_event: Event | None = None

@@ -7,13 +7,21 @@ order that is being recorded predicts the next iteration.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
+
+import torch
+
+from .policy import PrefetchPolicy
 
 if TYPE_CHECKING:
     from .group import ParamGroup
 
+_log = logging.getLogger("shardrt")
 
-# Groups up to this size together are gathered, and reduced, in one go.
+# Groups up to this size together, neighbours in the order of use, are gathered, and reduced, in one go.
 # Cost: as many bytes of buffers at most. What a small collective costs is the ranks' wait for each other, and Python code
 # that other code has pushed out of the caches: side by side, a hundred small ones cost little more than ten.
 LOT_NBYTES = 1 << 20
@@ -24,46 +32,133 @@ def is_large(group: ParamGroup) -> bool:
     return group.nbytes > LOT_NBYTES
 
 
+FORWARD_GROUPS, BACKWARD_GROUPS = 2, 1  # ahead, unless the policy says otherwise
+
+
+class Order:
+    """An order of use, cut into lots, and how far along it groups have been named to be gathered."""
+
+    def __init__(self, groups: Sequence[ParamGroup], ahead: int, max_bytes: int | None) -> None:
+        self.groups = groups
+        self._ahead = ahead
+        self._max_bytes = max_bytes
+        self._lot_of: list[int] = []  # by position
+        self._ends: list[int] = []  # by lot: the position after its last group
+        self._before = [0, *accumulate(group.nbytes for group in groups)]  # bytes, by position
+        self._named = 0  # positions before this one
+        first = 0
+        for position in range(len(groups)):
+            nbytes = self._before[position + 1] - self._before[first]
+            if not self._ends or nbytes > min(LOT_NBYTES, LOT_NBYTES if max_bytes is None else max_bytes):
+                first = position
+                self._ends.append(position)
+            self._ends[-1] = position + 1
+            self._lot_of.append(len(self._ends) - 1)
+
+    def again(self) -> Order:
+        """The same order, nothing named yet."""
+        self._named = 0
+        return self
+
+    def reach(self, position: int) -> int:
+        """The position before which groups may be gathered while the one at `position` is in use; 0 without any."""
+        if not self.groups:
+            return 0
+        end = position + 1
+        for lot_end in self._ends[self._lot_of[position] : self._lot_of[position] + 1 + self._ahead]:
+            if self._max_bytes is not None and self._before[lot_end] - self._before[position + 1] > self._max_bytes:
+                break
+            end = lot_end
+        return end
+
+    def next_is(self, position: int, group: ParamGroup) -> bool:
+        """The group at `position` is `group`."""
+        return position < len(self.groups) and self.groups[position] is group
+
+    def after(self, position: int) -> list[ParamGroup]:
+        """What to gather behind the group at `position`, which is used now: whole lots, each named once."""
+        first, self._named = max(self._named, position + 1), max(self._named, self.reach(position))
+        return [group for group in self.groups[first : self._named] if group.ready is None]
+
+
 class PrefetchQueue:
-    """Records the order of use and names the groups to gather next: one, or a lot of small ones."""
+    """Records the order of use and names the groups to gather next."""
 
     def __init__(self) -> None:
-        self._predicted: list[ParamGroup] = []
+        self._policy = PrefetchPolicy()
         self._started: list[ParamGroup] = []  # this iteration's forwards, in the order in which they began
         self._finished: list[ParamGroup] = []  # and ended: a parent after its children, so backward is this, reversed
+        self._forward = Order((), 0, None)
+        self._backward: Order | None = None  # once this iteration's backward has begun
+        self._backward_position = 0
+        self._predicted_finish: list[ParamGroup] = []
+        self._keep_from = 0  # in that list
+        self._reported = False
+        self._orders: dict[tuple[int, int, PrefetchPolicy], Order] = {}  # the newest of each pass
 
-    def begin(self) -> None:
-        """A forward of the root starts: the order recorded last predicts it."""
-        self._predicted, self._started, self._finished = self._started, [], []
+    def begin(self, policy: PrefetchPolicy) -> None:
+        """A forward of the root starts: the order recorded last predicts it, and what its backward will begin with."""
+        self._policy = policy
+        self._forward = self._order(self._started, FORWARD_GROUPS)
+        self._predicted_finish = self._finished
+        self._keep_from = len(self._finished) - self._order(self._finished[::-1], BACKWARD_GROUPS).reach(0)
+        self._started, self._finished, self._backward = [], [], None
+
+    def _order(self, groups: list[ParamGroup], ahead: int) -> Order:
+        """Cost: some microseconds per group, so one that repeats is taken up again."""
+        key = (ahead, LOT_NBYTES, self._policy)
+        if key not in self._orders or self._orders[key].groups != groups:
+            self._orders[key] = Order(groups, self._policy.groups(ahead), self._policy.max_bytes)
+        return self._orders[key].again()
 
     def forward_starts(self, group: ParamGroup) -> list[ParamGroup]:
         """`group` is used in forward now; which to gather behind it."""
-        position = len(self._started)
+        position, predicted = len(self._started), self._forward.groups
         self._started.append(group)
-        if position >= len(self._predicted) or self._predicted[position] is not group:
-            self._predicted = []
-        return self._lot(self._predicted, range(position + 1, len(self._predicted)))
+        if not self._forward.next_is(position, group):
+            self._report(predicted[position : position + 1], group)
+            self._forward, self._predicted_finish = Order((), 0, None), []
+            return group.settings.forward_prefetch or []
+        ahead = self._forward.after(position)
+        return ahead if group.settings.forward_prefetch is None else group.settings.forward_prefetch
 
-    def forward_ends(self, group: ParamGroup) -> None:
-        """`group`'s forward is over."""
+    def _report(self, expected: Sequence[ParamGroup], found: ParamGroup) -> None:
+        if expected and not self._reported and found.mesh.rank == 0:
+            self._reported = True
+            _log.warning(
+                f"the order of use changed: expected '{expected[0].name}', found '{found.name}'; groups are gathered when "
+                "they are used until the order repeats (said once)"
+            )
+
+    def forward_ends(self, group: ParamGroup) -> bool:
+        """`group`'s forward is over. True if it is expected to be used next, so that freeing it would free nothing.
+
+        Next is a further call of its module, or the backward, if that begins with it.
+        """
+        position, started = len(self._finished), len(self._started)
         self._finished.append(group)
+        if self._forward.next_is(started, group):
+            return True
+        if group.settings.reshard_after_forward is not None or not torch.is_grad_enabled():
+            return False
+        return position >= self._keep_from and self._predicted_finish[position : position + 1] == [group]
 
     def backward_starts(self, group: ParamGroup) -> list[ParamGroup]:
         """`group` is used in backward now; which to gather behind it."""
-        if group not in self._finished:  # its node is also that of a child, which came first
+        if self._backward is None:
+            self._backward = self._order(self._finished[::-1], BACKWARD_GROUPS)
+            self._backward_position = 0
+        order = self._backward.groups
+        try:
+            position = order.index(group, self._backward_position)
+        except ValueError:  # its node is also that of a child, which came first
             return []
-        while self._finished.pop() is not group:
-            continue
-        return self._lot(self._finished, range(len(self._finished) - 1, -1, -1))
+        self._backward_position = position + 1
+        ahead = self._backward.after(position)
+        if group.settings.backward_prefetch is not None:
+            ahead = group.settings.backward_prefetch
+        return [group for group in ahead if group.settings.unshard_in_backward]
 
-    def _lot(self, order: list[ParamGroup], positions: range) -> list[ParamGroup]:
-        """The groups at these positions, from the first on, that are gathered in one go. None if the first is gathered."""
-        lot: list[ParamGroup] = []
-        nbytes = 0
-        for position in positions:
-            group = order[position]
-            nbytes += group.nbytes
-            if group.ready is not None or (lot and nbytes > LOT_NBYTES):
-                break
-            lot.append(group)
-        return lot
+    def backward_repeats(self, group: ParamGroup) -> bool:
+        """`group`'s next use in this backward is expected at once: its module was called several times in a row."""
+        return self._backward is not None and self._backward.next_is(self._backward_position, group)

@@ -1,12 +1,14 @@
 """A group's gradients: packed into one flat buffer, reduced over the ranks, and left as sharded `.grad`s.
 
-| step   | stream  | before -> after                                        | cost                                          |
-|--------|---------|--------------------------------------------------------|-----------------------------------------------|
-| pack   | compute | unsharded grads -> packed (N * s,), cast or added      | gradients read once, packed written once      |
-| launch | reduce  | packed (N * s,) -> this rank's segment (s,)            | 1 reduce-scatter                              |
-| publish| reduce  | segment -> `.grad`s, cast or added only if it has to   | nothing, or the segment read once             |
+| step     | stream  | before -> after                                        | cost                                        |
+|----------|---------|--------------------------------------------------------|---------------------------------------------|
+| pack     | compute | unsharded grads -> packed (N * s,), cast or added      | gradients read once, packed written once    |
+| launch   | reduce  | packed (N * s,) -> this rank's segment (s,)            | 1 reduce-scatter                            |
+| launch_over_replicas | finish | the segment, averaged over the replicas if there are any | 1 all-reduce                 |
+| publish  | finish  | segment -> `.grad`s, cast or added only if it has to   | nothing, or the segment read once           |
 
-Legend: N ranks; s elements in a segment. Without casts and without gradients from before, the segment *is* the `.grad`s.
+Legend: N ranks; s elements in a segment; `finish` is the reduce stream, or with replicas a stream of its own, so that
+the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
 The sharded gradients are views of one buffer that lives as long as the group, as DDP's `gradient_as_bucket_view`:
 a gradient kept beyond `zero_grad()` is overwritten by the next backward; clone it to keep it.
 """
@@ -16,15 +18,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from .buffers import Account, FlatBuffer, Slot, SlotBuffer
-from .comm import Communicator, Event, ReduceOp, Stream
+from .comm import Communicator, Event, Op, PreMulSum, ReduceOp, Stream
 from .kernels import add_into, pack_into
 from .layout import Layout
 from .param import ShardedParam, local_geometry, outermost_stride, placement_of
 from .placement import Placement
+from .policy import Settings
 
 _ALIGN = 4  # elements between gradients of a repacked segment: 16 bytes in float32
 
@@ -83,15 +87,16 @@ def _repacked(layout: Layout, trainable: Sequence[int], rank: int) -> ReduceLayo
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """Packed buffers that reductions still read: released on the stream that allocated them, once `ready` has passed."""
+    """Buffers that reductions still use: released on the stream that allocated them, once `ready` has passed."""
 
     buffers: Sequence[FlatBuffer]
-    ready: Event
+    ready: Sequence[Event]
     release_stream: Stream
 
     def release(self) -> None:
         """Let the release stream wait, then free the buffers on it."""
-        self.release_stream.wait(self.ready)
+        for event in self.ready:
+            self.release_stream.wait(event)
         for buffer in self.buffers:
             self.release_stream.submit(buffer.release)
 
@@ -105,6 +110,31 @@ class Packed:
     pieces: list[torch.Tensor]
 
 
+class Scaling(NamedTuple):
+    """How a sum of gradients becomes an average, as FSDP2 does it."""
+
+    before: float  # gradients are multiplied by it when they are packed
+    op: Op  # of the reduce-scatter
+    all_reduce_op: Op
+    after: float  # what was reduced is multiplied by it
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, ranks: int, shard_ranks: int, settings: Settings) -> Scaling:
+        """float16 is divided by about sqrt(ranks) before and after, which keeps it in range; others by the collective."""
+        factor = float(ranks) if settings.divide_factor is None else settings.divide_factor
+        if dtype is torch.float16:
+            before = 1.0
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+            return cls(1 / before, ReduceOp.SUM, ReduceOp.SUM, before / factor)
+        if settings.force_sum:
+            return cls(1.0, ReduceOp.SUM, ReduceOp.SUM, 1 / factor)
+        if settings.divide_factor is None:
+            return cls(1.0, ReduceOp.AVG, ReduceOp.AVG, 1.0)
+        average = factor == shard_ranks
+        return cls(1.0, ReduceOp.AVG if average else PreMulSum(1 / factor), ReduceOp.SUM, 1.0)
+
+
 class GradientReduction:
     """Packs, reduces and publishes the gradients of one group's trainable parameters.
 
@@ -116,6 +146,8 @@ class GradientReduction:
         params: Sequence[ShardedParam],
         layout: Layout,
         comm: Communicator,
+        replicas: Communicator | None,
+        settings: Settings,
         dtype: torch.dtype,
         account: Account,
         slot: Slot | None,
@@ -124,67 +156,93 @@ class GradientReduction:
         self.params = [params[index] for index in trainable]
         self._sharded = [param.sharded for param in self.params]
         self._comm = comm
+        self._replicas = replicas
+        self._settings = settings
+        self._dtype = dtype
         self._layout = reduce_layout(layout, trainable, comm.rank)
+        self._scaling = self._make_scaling()
         self._everything = frozenset(range(len(trainable)))
         self._packed_with: frozenset[int] = frozenset()  # positions with a gradient in `packed`; none: nothing is packed
-        self._fresh: list[int] = []  # of those launched, the ones without a gradient from before
-        self._direct = False  # the newest launch leaves its result where the gradients lie
+        self._partial_with: frozenset[int] = frozenset()  # and in `partial`: reduced, but not over the replicas
         nbytes = comm.size * self._layout.segment_numel * dtype.itemsize
-        self._ordinary = self._packed = self._lay_out(FlatBuffer(nbytes, comm.device, account), dtype)
-        self._slot = slot if slot is not None and nbytes <= slot.nbytes else None
-        self._slotted = None if self._slot is None else self._lay_out(SlotBuffer(nbytes, self._slot, account), dtype)
+        ordinary = FlatBuffer(nbytes, comm.device, account)
+        if settings.reduce_scatter is not None:
+            slot, ordinary = None, SlotBuffer(nbytes, Slot(settings.reduce_scatter.allocate(nbytes, comm.device)), account)
+        self._ordinary = self._packed = self._lay_out(ordinary)
+        fits = slot is not None and nbytes <= slot.nbytes
+        self._slotted = self._lay_out(SlotBuffer(nbytes, slot, account)) if slot is not None and fits else None
         # Then the pieces are the gradients, one by one: a step has nothing to match.
         self._whole = [piece.position for piece in self._layout.pieces] == list(range(len(trainable)))
-        self._make_outputs([placement_of(index, layout) for index in trainable], dtype, account)
+        self._make_outputs([placement_of(index, layout) for index in trainable], account)
 
-    def _lay_out(self, buffer: FlatBuffer, dtype: torch.dtype) -> Packed:
-        flat = buffer.view(dtype, 0, (buffer.nbytes // dtype.itemsize,))
-        packed = Packed(buffer, flat, [self._piece_view(buffer, piece, dtype) for piece in self._layout.pieces])
+    def _lay_out(self, buffer: FlatBuffer) -> Packed:
+        flat = buffer.view(self._dtype, 0, (buffer.nbytes // self._dtype.itemsize,))
+        packed = Packed(buffer, flat, [self._piece_view(buffer, piece) for piece in self._layout.pieces])
         buffer.seal()
         return packed
 
-    def _make_outputs(self, placements: Sequence[Placement], dtype: torch.dtype, account: Account) -> None:
+    def _make_outputs(self, placements: Sequence[Placement], account: Account) -> None:
+        """Scratch for what has to be cast, moved or added once it is reduced; else the segment is the gradients' own."""
         numel, device, rank = self._layout.segment_numel, self._comm.device, self._comm.rank
-        self._scratch = FlatBuffer(numel * dtype.itemsize, device, account)
-        self._scratch_flat = self._scratch.view(dtype, 0, (numel,))
-        self._casts = any(param.dtype != dtype for param in self.params)
-        self._segment = torch.empty(0 if self._casts else numel, dtype=dtype, device=device)
+        self._scratch = FlatBuffer(numel * self._dtype.itemsize, device, account)
+        self._scratch_flat = self._scratch.view(self._dtype, 0, (numel,))
+        self._partial = FlatBuffer(numel * self._dtype.itemsize, device, account)
+        self._partial_flat = self._partial.view(self._dtype, 0, (numel,))
+        self._converts = any((p.dtype, p.local.device) != (self._dtype, device) for p in self.params)
+        self._segment = torch.empty(0 if self._converts else numel, dtype=self._dtype, device=device)
+        self._out = self._segment
         self._scratch_views: list[torch.Tensor] = []
         self._grads = []
         for piece, param, placement in zip(self._layout.own, self.params, placements, strict=True):
             shape, stride = local_geometry(param.shape, placement, rank)
-            self._scratch_views.append(self._scratch.view(dtype, piece.offset * dtype.itemsize, shape, stride))
-            if self._casts:
-                local = torch.empty_strided(shape, stride, dtype=param.dtype, device=device)
-            else:
-                local = self._segment.as_strided(shape, stride, piece.offset)
+            self._scratch_views.append(self._scratch.view(self._dtype, piece.offset * self._dtype.itemsize, shape, stride))
+            local = torch.empty_like(param.local) if self._converts else self._segment.as_strided(shape, stride, piece.offset)
             self._grads.append(param.sharded_like(local))
         self._scratch.seal()
+        self._partial.seal()
 
-    def _piece_view(self, buffer: FlatBuffer, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+    def _piece_view(self, buffer: FlatBuffer, piece: Piece) -> torch.Tensor:
         param, numel = self.params[piece.position], piece.stop - piece.start
         shape, stride = torch.Size((numel,)), None
         if numel == param.shape.numel():
             shape, stride = param.shape, outermost_stride(param.shape, param.dim)
-        return buffer.view(dtype, piece.offset * dtype.itemsize, shape, stride)
+        return buffer.view(self._dtype, piece.offset * self._dtype.itemsize, shape, stride)
 
-    def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream, *, reduced_next: bool) -> None:
+    def _make_scaling(self) -> Scaling:
+        shard_ranks = self._comm.size
+        ranks = shard_ranks * (1 if self._replicas is None else self._replicas.size)
+        return Scaling.of(self._dtype, ranks, shard_ranks, self._settings)
+
+    def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream) -> None:
         """Copy the gradients into the packed buffer, or add them if some are there already. None: that one has none."""
         first = not self._packed_with
         if first:
-            self._packed = self._choose() if reduced_next else self._ordinary
+            self._packed = self._choose() if self._settings.sync_gradients else self._ordinary
             compute.submit(self._packed.buffer.allocate)
-        sources = [grad for grad in grads if grad is not None]
-        if self._whole and len(sources) == len(grads):
-            compute.submit(partial(pack_into if first else add_into, self._packed.pieces, sources))
-            self._packed_with = self._everything
+        self._scaling = self._make_scaling()
+        given, sources = self._everything, [grad for grad in grads if grad is not None]
+        if len(sources) < len(grads):
+            given = frozenset(position for position, grad in enumerate(grads) if grad is not None)
+        if self._whole and given is self._everything:
+            compute.submit(partial(pack_into if first else add_into, self._packed.pieces, sources, self._scaling.before))
         else:
             compute.submit(partial(self._pack_pieces, grads, first))
-            self._packed_with |= {position for position, grad in enumerate(grads) if grad is not None}
+        self._packed_with |= self._everything if self._settings.reduce_unused else given
+        if self._settings.sync_gradients:
+            self._choose_output(compute)
 
     def _choose(self) -> Packed:
-        free = self._slot is not None and not self._slot.taken
-        return self._slotted if free and self._slotted is not None else self._ordinary
+        return self._slotted if self._slotted is not None and self._slotted.buffer.available else self._ordinary
+
+    def _choose_output(self, compute: Stream) -> None:
+        positions = self._packed_with | self._partial_with
+        self._fresh = [position for position in positions if self._sharded[position].grad is None]
+        direct = not self._converts and len(self._fresh) == len(self.params) and self._publishes
+        self._out = self._segment if direct else self._scratch_flat
+        if not direct:
+            compute.submit(self._scratch.allocate)
+        if not self._publishes:
+            compute.submit(self._partial.allocate)
 
     def _pack_pieces(self, grads: Sequence[torch.Tensor | None], first: bool) -> None:
         """The same, piece by piece; what has no gradient contributes zeros."""
@@ -196,41 +254,66 @@ class GradientReduction:
                 sources.append(_elements(grad, piece, self.params[piece.position].dim))
             elif first:
                 view.zero_()
-        (pack_into if first else add_into)(views, sources)
+        (pack_into if first else add_into)(views, sources, self._scaling.before)
 
     @property
     def pending(self) -> bool:
-        """Gradients are packed and not yet reduced."""
-        return bool(self._packed_with)
+        """Gradients are packed, or reduced in part, and not published yet."""
+        return bool(self._packed_with or self._partial_with)
 
-    def launch(self, stream: Stream) -> FlatBuffer:
-        """Average what is packed over the ranks. Returns the packed buffer, still read."""
-        self._fresh = [position for position in self._packed_with if self._sharded[position].grad is None]
-        self._direct = not self._casts and len(self._fresh) == len(self.params)
-        if not self._direct:
-            stream.submit(self._scratch.allocate)
-        out = self._segment if self._direct else self._scratch_flat
-        self._comm.reduce_scatter(out, self._packed.flat, ReduceOp.AVG, stream=stream)
-        return self._packed.buffer
+    @property
+    def _publishes(self) -> bool:
+        return self._replicas is None or self._settings.all_reduce
+
+    def launch(self, stream: Stream) -> list[FlatBuffer]:
+        """Average what is packed over the ranks. Returns the buffers in use, to be released on the compute stream."""
+        op, custom = self._scaling.op, self._settings.reduce_scatter
+        if custom is None:
+            self._comm.reduce_scatter(self._out, self._packed.flat, op, stream=stream)
+        else:
+            custom(self._out, self._packed.flat, op, self._comm, stream)
+        return [self._packed.buffer, self._scratch, *([self._partial] if self._publishes else [])]
+
+    def launch_over_replicas(self, stream: Stream) -> None:
+        """Average what was launched over the replicas, with what earlier backwards left, or leave it for a later one."""
+        if self._replicas is None:
+            return
+        if not self._publishes:
+            stream.submit(partial(self._partial_flat.add_ if self._partial_with else self._partial_flat.copy_, self._out))
+            return
+        if self._partial_with:
+            stream.submit(partial(self._out.add_, self._partial_flat))
+        self._replicas.all_reduce(self._out, self._out, self._scaling.all_reduce_op, stream=stream)
 
     def publish(self, stream: Stream) -> None:
-        """Make what was launched last the sharded gradients, or add it to those there are."""
-        positions, self._packed_with = self._packed_with, frozenset()
-        if not self._direct:
+        """Make what was launched last the sharded gradients, or add it to those there are; nothing if it is partial."""
+        positions, self._packed_with = self._packed_with | self._partial_with, frozenset()
+        self._partial_with = frozenset() if self._publishes else positions
+        if not self._publishes:
+            return
+        if self._scaling.after != 1.0:
+            stream.submit(partial(self._out.mul_, self._scaling.after))
+        if self._settings.reduce_hook is not None:
+            stream.submit(partial(self._settings.reduce_hook, self._out))
+        if self._out is not self._segment:
             older = {p: self._sharded[p].grad.to_local() for p in positions if p not in self._fresh}  # type: ignore[union-attr]
             stream.submit(partial(self._fold, self._fresh, older))
         for position in self._fresh:
             self._sharded[position].grad = self._grads[position]
+        for position in positions:
+            for hook in tuple((self._sharded[position]._post_accumulate_grad_hooks or {}).values()):
+                stream.submit(partial(hook, self._sharded[position]))
 
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""
-        self._packed_with = frozenset()
-        self._packed.buffer.release()
+        self._packed_with = self._partial_with = frozenset()
+        for buffer in (self._packed.buffer, self._scratch, self._partial):
+            buffer.release()
 
     def _fold(self, fresh: Sequence[int], older: dict[int, torch.Tensor]) -> None:
         pack_into([self._grads[p].to_local() for p in fresh], [self._scratch_views[p] for p in fresh])
-        add_into(list(older.values()), [self._scratch_views[p] for p in older])
-        self._scratch.release()
+        # Cost: gradients on the host are added there, once they have arrived.
+        add_into(list(older.values()), [self._scratch_views[p].to(local.device) for p, local in older.items()])
 
 
 def _elements(grad: torch.Tensor, piece: Piece, dim: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import cast
@@ -23,11 +24,25 @@ class Streams:
         self.compute = comm.current_stream(device)
         self.gather = comm.world().stream_for("gather")
         self.reduce = comm.world().stream_for("reduce")
+        self.all_reduce = comm.world().stream_for("all_reduce")
 
-    def begin(self) -> None:
-        """An iteration starts on the caller's current stream; the shards are gathered as they were last written there."""
+    def begin(self, optimizer_done: comm.Event | None = None) -> None:
+        """An iteration starts on the caller's current stream; the shards are gathered as they were last written there.
+
+        optimizer_done: since when they are written, if the caller knows better.
+        """
         self.compute = comm.current_stream(self.device)
-        self.gather.wait(self.compute.record())
+        self.gather.wait(self.compute.record() if optimizer_done is None else optimizer_done)
+
+    def join(self) -> None:
+        """What compute does next sees every reduction."""
+        self.compute.wait(self.reduce.record())
+        self.compute.wait(self.all_reduce.record())
+
+    def synchronize(self) -> None:
+        """Block until everything beside compute has run."""
+        for stream in (self.gather, self.reduce, self.all_reduce):
+            stream.synchronize()
 
 
 class Boundary:
@@ -69,7 +84,7 @@ class Runtime:
 
     def __init__(self, root: ParamGroup) -> None:
         self.root = root
-        names = {module: name for name, module in root.module.named_modules()}
+        names = {module: name for name, module in root.modules[0].named_modules()}
         self.groups = list(root.with_descendants())
         self.account = Account()
         self.streams = Streams(root.mesh.device)
@@ -77,15 +92,17 @@ class Runtime:
         self.newest_output: Boundary | None = None  # of the module that ran last
         self._to_reduce: list[ParamGroup] = []  # whose gradients are ready; small ones wait for more
         self._to_reduce_nbytes = 0
-        self._in_flight: Handoff | None = None  # packed buffers that the newest reductions read
+        self._in_flight: deque[Handoff] = deque()  # buffers that the newest reductions use
+        self._reduced: set[ParamGroup] = set()  # in this backward
         self._end_queued = False
         for group in self.groups:
+            name = ", ".join(names[module] for module in group.modules)
             if group.runtime is not None:
                 raise RuntimeError(
-                    f"'{names[group.module]}' ran as a root of its own before '{root.name}' around it was sharded (rank "
+                    f"'{name}' ran as a root of its own before '{root.name}' around it was sharded (rank "
                     f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
                 )
-            group.attach(self, names[group.module])
+            group.attach(self, name)
         nbytes = max((group.packed_nbytes() for group in self.groups if prefetch.is_large(group)), default=0)
         self._slot = Slot.of(root.mesh.communicator("reduce"), nbytes) if nbytes else None
         for group in self.groups:
@@ -102,16 +119,18 @@ class Runtime:
                 f"the last backward through '{self.root.name}' did not end (rank {self.root.mesh.rank}): an exception "
                 "cut it short; call reset_iter_state() on the root to drop its gradients and go on"
             )
-        self.streams.begin()
+        settings = self.root.settings
+        done, settings.post_optim_event = settings.post_optim_event, None
+        self.streams.begin(done)
         for group in self.groups:
             group.refresh_trainable()
             group.drop_stale()
-        self.prefetch.begin()
+        self.prefetch.begin(settings.prefetch)
 
     def end_forward(self) -> None:
         """The root's forward is over: what was gathered ahead and not used is not needed."""
         for group in self.groups:
-            if group.installed:
+            if group.installed and (torch.is_grad_enabled() or not group.lends):
                 group.keep()
             else:
                 group.reshard()
@@ -132,7 +151,7 @@ class Runtime:
 
     def reduce(self, group: ParamGroup) -> None:
         """Gradients of `group` are ready: pack and reduce them, small groups several at a time. No-op if there are none."""
-        if group.has_gradients():
+        if group.has_gradients() or group.settings.reduce_unused:
             self._enqueue(group)
 
     def _enqueue(self, group: ParamGroup) -> None:
@@ -143,48 +162,57 @@ class Runtime:
             self._reduce_waiting()
 
     def _reduce_waiting(self) -> None:
-        """Reduce what waits. One lot at a time is in flight, so that packed gradients take a bounded amount of memory."""
-        self._retire()
+        """Reduce what waits. Few lots at a time are in flight, so that packed gradients take a bounded amount of memory."""
+        self._retire(self.root.settings.reductions_in_flight - 1)
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
             for group in self._to_reduce:
                 group.pack_grads()
             self.streams.reduce.wait(self.streams.compute.record())
-            syncing = [group for group in self._to_reduce if group.sync_gradients]
+            syncing = [group for group in self._to_reduce if group.settings.sync_gradients]
             with _together(group.reduce_comm for group in syncing):
-                sent = [group.reduce_grads() for group in syncing]
+                used = [buffer for group in syncing for buffer in group.reduce_grads()]
+            self.streams.all_reduce.wait(self.streams.reduce.record())
+            with _together(group.all_reduce_comm for group in syncing if group.all_reduce_comm is not None):
+                for group in syncing:
+                    group.reduce_over_replicas()
             for group in syncing:
                 group.publish_grads()
-        self._in_flight = Handoff(sent, self.streams.reduce.record(), self.streams.compute)
+        ready = [self.streams.reduce.record(), self.streams.all_reduce.record()]
+        self._in_flight.append(Handoff(used, ready, self.streams.compute))
+        self._reduced.update(syncing)
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
 
-    def _retire(self) -> None:
-        """Give back the packed buffers of the newest reductions once those have run."""
-        if self._in_flight is not None:
-            self._in_flight.release()
-            self._in_flight = None
+    def _retire(self, but: int) -> None:
+        """Give back the buffers of all but the newest `but` lots of reductions, once those have run."""
+        while len(self._in_flight) > but:
+            self._in_flight.popleft().release()
 
     def _end_backward(self) -> None:
         """Reduce what is left (parameters without a gradient kept their groups waiting), and let compute see it all."""
         self._end_queued = False
         for group in self.groups:
-            if group.has_gradients() or group.owes_reduction():
+            if group.has_gradients() or group.owes_reduction(group in self._reduced):
                 self._enqueue(group)
         if self._to_reduce:
             self._reduce_waiting()
-        self._retire()
+        self._reduced.clear()
         for group in self.groups:
             group.end_backward()
-        self.streams.compute.wait(self.streams.reduce.record())
+        if self.root.settings.is_last_backward:
+            self._retire(0)
+            self.streams.join()
+            if any(group.offloads for group in self.groups):
+                self.streams.synchronize()  # the optimizer reads the gradients on the host, whatever the streams do
 
     def reset(self) -> None:
         """Forget a failed iteration: everything under way is waited for, everything is sharded again."""
         self._end_queued = False
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
-        self._retire()
-        self.streams.gather.synchronize()
-        self.streams.reduce.synchronize()
+        self._reduced.clear()
+        self._retire(0)
+        self.streams.synchronize()
         for group in self.groups:
             group.reset()
 

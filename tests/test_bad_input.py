@@ -21,13 +21,18 @@ def refused(match: str, call: Callable[[], object], kind: type[Exception] = Valu
 
 @on_ranks(1, 2, 3)
 def test_modules_that_cannot_be_sharded(world: World) -> None:
-    refused("fully_shard takes one nn.Module, found list", lambda: shardrt.fully_shard([nn.Linear(2, 2)]), TypeError)
+    several: list[nn.Module] = [nn.Linear(2, 2), 3]  # type: ignore[list-item]
+    refused("fully_shard takes an nn.Module or several, found int", lambda: shardrt.fully_shard(several), TypeError)
+    inner = nn.Linear(2, 2)
+    refused("'Linear' is inside 'Sequential', which is in the same", lambda: shardrt.fully_shard([nn.Sequential(inner), inner]))
+    refused("'Linear' is in the list twice", lambda: shardrt.fully_shard([inner, inner]))
+    refused("expected a module, found an empty list", lambda: shardrt.fully_shard([]))
     refused("'ReLU' has no parameters to shard", lambda: shardrt.fully_shard(nn.ReLU()))
     refused("'ModuleList' has no forward", lambda: shardrt.fully_shard(nn.ModuleList([nn.Linear(2, 2)])))
     once = shardrt.fully_shard(nn.Linear(2, 2))
     refused("'FSDPLinear' is sharded already", lambda: shardrt.fully_shard(once))
     on_meta = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    refused("parameter '1.weight' is on the meta device", lambda: shardrt.fully_shard(on_meta))
+    refused("several devices .*'0.bias' on cpu, '1.bias' on meta", lambda: shardrt.fully_shard(on_meta))
     wrong_dim = lambda param: shardrt.Shard(1)  # noqa: E731
     refused(
         "'bias': Shard.dim=1. of a parameter of shape",
@@ -103,8 +108,12 @@ def test_ranks_with_different_models(world: World) -> None:
 @on_ranks(1, 2, 3)
 def test_meshes_that_do_not_match(world: World) -> None:
     refused("has 5 ranks and does not match", lambda: shardrt.DeviceMesh(world.comm, (5,)))
-    plane = shardrt.DeviceMesh(world.comm, (world.size, 1), ("dp", "tp"))
-    refused("expected one axis; name it, as in mesh.'tp'.", lambda: shardrt.fully_shard(nn.Linear(2, 2), mesh=plane))
+    cube = shardrt.DeviceMesh(world.comm, (world.size, 1, 1), ("pp", "dp", "tp"))
+    refused("expected one axis to shard over, or two.*mesh.'tp'.", lambda: shardrt.fully_shard(nn.Linear(2, 2), mesh=cube))
+    refused("expected one axis; name it, as in mesh.'tp'.", lambda: shardrt.replicate(nn.Linear(2, 2), mesh=cube))
+    too_many = world.size + 1
+    refused("=0.: expected a divisor", lambda: shardrt.fully_shard(nn.Linear(2, 2), reshard_after_forward=0))
+    refused("expected a divisor of the", lambda: shardrt.fully_shard(nn.Linear(2, 2), reshard_after_forward=too_many))
     refused("expected a DeviceMesh", lambda: shardrt.fully_shard(nn.Linear(2, 2), mesh=4), TypeError)
 
 
@@ -204,7 +213,8 @@ def test_a_parameter_must_not_leave_its_module(world: World) -> None:
 @on_ranks(1, 2)
 def test_what_would_tear_shards_from_their_buffer(world: World) -> None:
     model = shard_blocks(OddMLP())
-    refused("on the sharded module 'OddMLP'.*before fully_shard", model.double, RuntimeError)
+    model(batch(0).float()).sum().backward()
+    refused("'OddMLP' has gradients or is running.*after zero_grad", model.double, RuntimeError)
     whole = OddMLP().state_dict()
     refused("assign=True. on the sharded module", lambda: model.load_state_dict(whole, assign=True), RuntimeError)
 

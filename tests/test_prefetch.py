@@ -1,6 +1,9 @@
 """What is gathered when: the recorded order, gathered ahead both ways, and what a changed order does."""
 
-from collections.abc import Callable
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.group import ParamGroup
-from toys import Branching, OddMLP, Skipping, batch, lots_of, shard_blocks
+from toys import Branching, OddMLP, Skipping, batch, compare, lots_of, shard_blocks, tokens
 
 
 def gathers_of(model: nn.Module) -> list[str]:
@@ -32,6 +35,18 @@ def gathers_of(model: nn.Module) -> list[str]:
     return events
 
 
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """What the package logs meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("shardrt")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
 @on_ranks(1, 2)
 @lots_of(0)
 def test_both_ways(world: World) -> None:
@@ -43,22 +58,88 @@ def test_both_ways(world: World) -> None:
     assert events == f"{on_demand} {backward}".split()
     events.clear()
     model(batch(0).float()).sum().backward()
-    ahead = "OddMLP blocks.0 blocks.1 -blocks.0 blocks.2 -blocks.1 -blocks.2"
+    # Two ahead; and the last block is not freed, since the backward begins with it.
+    ahead = "OddMLP blocks.0 blocks.1 blocks.2 -blocks.0 -blocks.1"
+    backward = "blocks.1 -blocks.2 blocks.0 -blocks.1 -blocks.0 -OddMLP"
     assert events == f"{ahead} {backward}".split()
 
 
 @on_ranks(1, 2)
 def test_small_groups_in_lots(world: World) -> None:
-    """The next lot is gathered when the last of a lot is used; a block in use counts for nothing."""
-    model = shard_blocks(OddMLP(layers=5))
+    """The root and block 0 are a lot, then pairs. Two lots ahead in forward, one in backward, which finds two lots kept."""
+    model = shard_blocks(OddMLP(layers=8))
     events = gathers_of(model)
     with lots_of(2 * model.blocks[0].param_group.layout.nbytes):
         for _ in range(2):
             events.clear()
             model(batch(0).float()).sum().backward()
-    forward = "OddMLP blocks.0 blocks.1 -blocks.0 blocks.2 blocks.3 -blocks.1 -blocks.2 blocks.4 -blocks.3 -blocks.4"
-    backward = "blocks.4 blocks.3 -blocks.4 blocks.2 blocks.1 -blocks.3 -blocks.2 blocks.0 -blocks.1 -blocks.0 -OddMLP"
-    assert events == f"{forward} {backward}".split()
+    forward = "OddMLP 0 1 2 3 4 -0 5 6 -1 -2 7 -3 -4"
+    backward = "-7 4 3 -6 -5 2 1 -4 -3 0 -2 -1 -0 -OddMLP"
+    assert " ".join(events).replace("blocks.", "") == f"{forward} {backward}"
+
+
+@on_ranks(1, 2)
+def test_a_prefetch_policy(world: World) -> None:
+    """At most so many groups and bytes ahead, which may be none, both ways."""
+    block = "blocks.0"
+    for policy, forward, backward in (
+        (shardrt.PrefetchPolicy(max_groups=0), "OddMLP 0 -0 1 -1 2 -2 3 -3", "3 -3 2 -2 1 -1 0 -0 -OddMLP"),
+        (shardrt.PrefetchPolicy(max_groups=3), "OddMLP 0 1 2 3 -0", "0 -3 -2 -1 -0 -OddMLP"),
+        (shardrt.PrefetchPolicy(max_bytes=1), "OddMLP 0 1 -0 2 -1 3 -2", "2 -3 1 -2 0 -1 -0 -OddMLP"),
+    ):
+        model = shard_blocks(OddMLP(layers=4))
+        if policy.max_bytes is not None:  # one block, and not two
+            nbytes = model.get_submodule(block).param_group.layout.nbytes
+            policy = shardrt.PrefetchPolicy(max_bytes=2 * nbytes - 1)
+        model.set_prefetch_policy(policy)
+        events = gathers_of(model)
+        with lots_of(0):
+            for _ in range(2):
+                events.clear()
+                model(batch(0).float()).sum().backward()
+        assert " ".join(events).replace("blocks.", "") == f"{forward} {backward}", policy
+
+
+@on_ranks(1, 2)
+@lots_of(0)
+def test_named_modules_are_gathered_ahead(world: World) -> None:
+    model = shard_blocks(OddMLP(layers=4), reshard_after_forward=True)
+    blocks = list(model.blocks)
+    model.set_modules_to_forward_prefetch([blocks[2]])
+    blocks[0].set_modules_to_forward_prefetch([])
+    blocks[3].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
+    blocks[2].set_modules_to_backward_prefetch([])
+    events = gathers_of(model)
+    for _ in range(2):
+        events.clear()
+        with torch.no_grad():
+            model(batch(0).float())
+    assert " ".join(events).replace("blocks.", "") == "OddMLP 2 0 -0 1 3 -1 -2 -3 -OddMLP"
+    events.clear()
+    model(batch(0).float()).sum().backward()
+    backward = "OddMLP 3 1 0 -3 2 -2 -1 -0 -OddMLP"
+    assert " ".join(events).replace("blocks.", "").endswith(backward)
+
+
+@on_ranks(1, 2)
+@lots_of(0)
+def test_a_module_whose_backward_reads_no_parameters(world: World) -> None:
+    """An embedding is not gathered for its backward, and still gets its gradient."""
+    model = nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 3)).double()
+    whole = copy.deepcopy(model)
+    for module in model:
+        shardrt.fully_shard(module)
+    shardrt.fully_shard(model, reshard_after_forward=True)
+    model[0].set_unshard_in_backward(False)
+    events = gathers_of(model)
+    x = tokens(0)
+    for _ in range(2):
+        events.clear()
+        for module in (model, whole):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        compare(whole, model, 1e-12, "")
+    assert events.count("0") == 1  # in forward
 
 
 @on_ranks(1, 2)
@@ -70,14 +151,20 @@ def test_a_changed_order_is_served_on_demand_and_recorded(world: World) -> None:
         model(batch(0).float()).sum().backward()
     model.skip = True
     events.clear()
-    model(batch(0).float()).sum().backward()
+    with said() as lines:
+        model(batch(0).float()).sum().backward()
     # blocks.1 was gathered ahead for nothing; it is freed when the forward ends, and is not gathered in backward.
-    forward = "Skipping blocks.0 blocks.1 -blocks.0 blocks.2 -blocks.2 -blocks.1"
+    forward = "Skipping blocks.0 blocks.1 blocks.2 -blocks.0 -blocks.2 -blocks.1"
     assert events == f"{forward} blocks.2 blocks.0 -blocks.2 -blocks.0 -Skipping".split()
     events.clear()
-    model(batch(0).float()).sum().backward()
-    forward = "Skipping blocks.0 blocks.2 -blocks.0 -blocks.2"
-    assert events == f"{forward} blocks.2 blocks.0 -blocks.2 -blocks.0 -Skipping".split()
+    with said() as more:
+        model(batch(0).float()).sum().backward()
+        assert events == ["Skipping", "blocks.0", "blocks.2", "-blocks.0", "blocks.0", "-blocks.2", "-blocks.0", "-Skipping"]
+        model.skip = False
+        model(batch(0).float()).sum().backward()
+    expected = "the order of use changed: expected 'blocks.1', found 'blocks.2'"
+    assert [line.startswith(expected) for line in lines] == [True] * (world.rank == 0)
+    assert more == []  # once is enough
 
 
 @on_ranks(2)

@@ -1,0 +1,288 @@
+"""`FSDPModule`: what `fully_shard` makes of a module, and the verbs and settings that it has from then on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from . import hooks
+from .comm import Event
+from .group import ParamGroup
+from .policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, Settings
+
+_new_inits = True  # written by disable_fsdp_module_new_init alone
+
+
+class UnshardHandle:
+    """A gather under way: what `unshard(async_op=True)` returns."""
+
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self._groups = groups
+
+    def wait(self) -> None:
+        """Let compute wait for the gather, and the module see its full parameters. Once is enough."""
+        for group in self._groups:
+            group.wait_unsharded()
+            group.keep()
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module's class. The module's parameters are `DTensor`s outside its forward and backward.
+
+    Setters take effect at the next use, and say the same on every rank. recurse: for sharded modules inside as well.
+    """
+
+    param_groups: tuple[ParamGroup, ...]  # one for each mesh that its parameters are cut over
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Of a sharded module's class only plain modules are made, as a container's slice is."""
+        original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        made = original.__new__(original)  # type: ignore[call-overload]
+        if _new_inits:
+            made.__init__(*args, **kwargs)
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Around, not among, the module's own hooks: all of them see full parameters.
+        return _run_forward(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
+
+    @property
+    def param_group(self) -> ParamGroup:
+        """The first of `param_groups`: that on the mesh `fully_shard` was given, if it has any parameters."""
+        return self.param_groups[0]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters and let it see them. Collective.
+
+        async_op: return at once; the handle's `wait()`, or the module's next forward, does the rest.
+        """
+        runtime = self.param_group.runtime or hooks.start(self.param_group.root)
+        runtime.streams.begin()
+        for group in self.param_groups:
+            group.unshard()
+        handle = UnshardHandle(self.param_groups)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's gathered parameters; no-op while sharded."""
+        for group in self.param_groups:
+            group.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Without sync, backwards accumulate unsharded gradients, in the reduce dtype; the next one with sync reduces all.
+
+        Cost: the gradients of every group stay unsharded in between.
+        """
+        for settings in self._settings(recurse):
+            settings.sync_gradients = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Hybrid sharding: without, backwards reduce within a replica only and keep the sum; the next one with reduces all."""
+        for settings in self._settings(recurse):
+            settings.all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """On the root. When more backwards follow (False), the end of one does not wait for its reductions."""
+        self._root_settings("set_is_last_backward").is_last_backward = is_last_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+        """Keep parameters gathered between forward and backward (False), or free and gather them again (True)."""
+        for settings in self._settings(recurse):
+            settings.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Leave parameters gathered after a backward (False), for the next microbatch; an optimizer step frees them."""
+        for settings in self._settings(recurse):
+            settings.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False for a module whose backward reads none of its parameters, such as an embedding."""
+        for settings in self._settings(recurse=False):
+            settings.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """When this module's forward starts, gather these ahead, instead of what the recorded order says."""
+        self.param_group.settings.forward_prefetch = _groups_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """When this module's backward starts, gather these ahead, instead of what the recorded order says."""
+        self.param_group.settings.backward_prefetch = _groups_of(modules)
+
+    def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
+        """On the root. How far to gather ahead where no modules are named."""
+        self._root_settings("set_prefetch_policy").prefetch = policy
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the ranks' gradients by `factor`, not by the number of ranks. ValueError if it is not positive."""
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor({factor}) on '{self.param_group.name}': expected a positive number")
+        for settings in self._settings(recurse=False):
+            settings.divide_factor = factor
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let collectives sum only, and divide after: for networks that sum in hardware, such as NVLink SHARP."""
+        for settings in self._settings(recurse=False):
+            settings.force_sum = enable
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Reduce zeros for parameters without a gradient, since other ranks may have one. All ranks run the same modules.
+
+        Cost: a module without inputs that want gradients is reduced when the backward ends.
+        """
+        for settings in self._settings(recurse):
+            settings.reduce_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int) -> None:
+        """On the root. How many lots of packed gradients may be in flight. TypeError, ValueError unless an int >= 1.
+
+        Cost: as many buffers. More than 1 helps when a reduce-scatter takes longer than the backward beside it.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): expected an int")
+        if max_input_buffers < 1:
+            raise ValueError(f"set_reduce_scatter_max_input_buffers({max_input_buffers}): expected at least 1")
+        self._root_settings("set_reduce_scatter_max_input_buffers").reductions_in_flight = max_input_buffers
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call `hook(reduced)` on this rank's reduced flat gradient segment, on the stream that reduced it, before it is used.
+
+        reduced: 1-D, in the reduce dtype, padding included; averaged over the replicas if there are any. May be changed.
+        """
+        self._only_group("set_all_reduce_hook").settings.reduce_hook = hook
+
+    def set_custom_all_gather(self, all_gather: CustomAllGather) -> None:
+        """Gather with this, into memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
+        self._only_group("set_custom_all_gather", before_forward=True).settings.all_gather = all_gather
+
+    def set_custom_reduce_scatter(self, reduce_scatter: CustomReduceScatter) -> None:
+        """Reduce with this, from memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
+        self._only_group("set_custom_reduce_scatter", before_forward=True).settings.reduce_scatter = reduce_scatter
+
+    def set_post_optim_event(self, event: Event) -> None:
+        """On the root. The next forward's gathers wait for `event`, not for all that the current stream has. Holds once."""
+        self._root_settings("set_post_optim_event").post_optim_event = event
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: drop that iteration and its gradients. On the root; on every rank."""
+        self._root_settings("reset_iter_state")
+        if self.param_group.runtime is not None:
+            self.param_group.runtime.reset()
+
+    def _settings(self, recurse: bool) -> Iterator[Settings]:
+        for module in cast(nn.Module, self).modules() if recurse else (self,):
+            if isinstance(module, FSDPModule):
+                yield from (group.settings for group in module.param_groups)
+
+    def _root_settings(self, verb: str) -> Settings:
+        group = self.param_group
+        if group.parent is not None:
+            raise RuntimeError(f"{verb} on '{group.name}': call it on the root, '{group.root.name}'")
+        return group.settings
+
+    def _only_group(self, verb: str, *, before_forward: bool = False) -> ParamGroup:
+        group = self.param_group
+        if len(self.param_groups) > 1:
+            raise ValueError(f"{verb} on '{group.name}': its parameters are cut over several meshes, each on its own")
+        if before_forward and group.runtime is not None:
+            raise RuntimeError(f"{verb} on '{group.name}': call it before the first forward")
+        return group
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
+        """`to()`, `to_empty()`, `half()` and the like. Collective if the dtype of gathered parameters changes."""
+        for group in self.param_groups:
+            group.detach()
+        before = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(before)
+        for group in self.param_groups:
+            group.take_applied()
+        return self
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise RuntimeError(
+            f"deepcopy of the sharded module '{self.param_group.name}': its parameters are parts, tied to buffers and "
+            "communicators; copy the module before fully_shard, or build another and load this one's state_dict()"
+        )
+
+
+def adopt(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
+    """Make `FSDPModule`s of the modules; the first group is the parent of the others, and of those of modules inside."""
+    first, *others = groups
+    inside = [
+        group
+        for module in modules
+        for child in module.modules()
+        if isinstance(child, FSDPModule)
+        for group in child.param_groups
+        if group.parent is None
+    ]
+    for group in dict.fromkeys((*others, *inside)):
+        group.parent = first
+        first.children.append(group)
+    for module in modules:
+        module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
+        cast(FSDPModule, module).param_groups = tuple(groups)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let `module.<method_name>` see full parameters as its forward does. No-op unless `module` is sharded.
+
+    Raises ValueError if there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"register_fsdp_forward_method: '{type(module).__name__}' has no method '{method_name}'")
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _run_forward(module, method, args, kwargs)
+
+    setattr(module, method_name, run)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """For several roots, such as the stages of a pipeline, to share streams and communicators: here they always do.
+
+    Raises ValueError for a module that is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"share_comm_ctx: '{type(module).__name__}' is not sharded")
+
+
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Inside, modules made of a sharded module's class are not initialised, only made: for those who call `__init__`."""
+    global _new_inits
+    before, _new_inits = _new_inits, False
+    try:
+        yield
+    finally:
+        _new_inits = before
+
+
+def _run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    groups = cast(FSDPModule, module).param_groups
+    for group in groups:
+        args, kwargs = hooks.pre_forward(group, args, kwargs)
+    output = forward(*args, **kwargs)
+    for group in reversed(groups):
+        output = hooks.post_forward(group, module, output)
+    return output
+
+
+def _groups_of(modules: Sequence[FSDPModule]) -> list[ParamGroup]:
+    return [group for module in modules for group in module.param_groups]
