@@ -12,6 +12,7 @@ if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py")
 
 from .comm import DeviceMesh, World, finalize, init, world
 from .fully_shard import fully_shard, replicate
+from .memory import memory_summary
 from .module import (
     FSDPModule,
     UnshardHandle,
@@ -45,6 +46,7 @@ __all__ = [
     "finalize",
     "fully_shard",
     "init",
+    "memory_summary",
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +18,9 @@ from .group import ParamGroup
 from .module import FSDPModule, adopt
 from .param import ShardedParam, registry
 from .placement import Shard
-from .policy import MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
+
+_log = logging.getLogger("shardrt")
 
 # Which group has a parameter, by the original and by the sharded one: finds those that a module outside still holds.
 _taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -79,7 +82,14 @@ def fully_shard(
         if not buffer.is_meta:
             holder._buffers[attribute] = buffer.to(mesh.device)
     adopt(modules, groups)
+    if isinstance(offload, CPUOffloadPolicy) and mesh.device.type == "cpu" and mesh.rank == 0:
+        _say_nothing_to_offload()
     return module
+
+
+@functools.cache
+def _say_nothing_to_offload() -> None:
+    _log.warning("CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (said once)")
 
 
 def _make_group(
@@ -102,7 +112,7 @@ def _make_group(
         _taken[taken] = group.name
     for holder in {holder for original in originals for holder, *_ in found.owners[original]}:
         holder.register_state_dict_pre_hook(lambda *_: group.reshard())
-        holder.register_load_state_dict_pre_hook(partial(_before_load, group))
+        holder.register_load_state_dict_pre_hook(functools.partial(_before_load, group))
     return group
 
 

@@ -197,6 +197,11 @@ class ParamGroup:
         self.full.seal()
 
     @property
+    def shard_nbytes(self) -> int:
+        """Bytes of this rank's part of the parameters, padding included."""
+        return self._shard.numel()
+
+    @property
     def _sends_shard(self) -> bool:
         return not self._casts and not self.offloads
 
@@ -271,7 +276,9 @@ class ParamGroup:
             self._watches = [param.unsharded.register_post_accumulate_grad_hook(watch) for param in self.trainable]
 
     def _reduce_dtype(self, params: Sequence[ShardedParam]) -> torch.dtype:
-        return self.mp_policy.reduce_dtype or reduce(torch.promote_types, [param.unsharded.dtype for param in params])
+        return self.mp_policy.reduce_dtype or reduce(
+            torch.promote_types, [self.mp_policy.compute_dtype(param.dtype) for param in params]
+        )
 
     def packed_nbytes(self) -> int:
         """Bytes of the packed gradients when every parameter is trainable."""
@@ -333,14 +340,17 @@ class ParamGroup:
         """Let the module see the shards and free the full buffer. No-op while sharded."""
         if self.ready is None:
             return
-        if self.installed:
-            for registry, attribute, param in self._owners:
-                registry[attribute] = param.sharded
-            self.installed = False
+        self._show_shards()
         # Hazard: compute may still read `full`; its storage must outlive those reads.
         self._streams.gather.wait(self._streams.compute.record())
         self._streams.gather.submit(self.full.release)
         self.ready = None
+
+    def _show_shards(self) -> None:
+        if self.installed:
+            for registry, attribute, param in self._owners:
+                registry[attribute] = param.sharded
+            self.installed = False
 
     def all_have_run(self, module: nn.Module) -> bool:
         """`module` has run; had the group's other modules before it?"""
@@ -433,10 +443,11 @@ class ParamGroup:
         self.rest()
 
     def rest(self) -> None:
-        """Used for the last time in a backward: reshard, unless told not to."""
+        """Used for the last time in a backward: reshard, or if told not to keep the full parameters out of sight."""
         if self.settings.reshard_after_backward:
             self.reshard()
         else:
+            self._show_shards()
             self.keep()
 
     def reset(self) -> None:

@@ -21,7 +21,7 @@ def refused(match: str, call: Callable[[], object], kind: type[Exception] = Valu
 
 @on_ranks(1, 2, 3)
 def test_modules_that_cannot_be_sharded(world: World) -> None:
-    several: list[nn.Module] = [nn.Linear(2, 2), 3]  # type: ignore[list-item]
+    several: list[nn.Module] = [nn.Linear(2, 2), 3]
     refused("fully_shard takes an nn.Module or several, found int", lambda: shardrt.fully_shard(several), TypeError)
     inner = nn.Linear(2, 2)
     refused("'Linear' is inside 'Sequential', which is in the same", lambda: shardrt.fully_shard([nn.Sequential(inner), inner]))

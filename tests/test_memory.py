@@ -99,3 +99,23 @@ def test_modifying_a_gathered_parameter_between_forward_and_backward_is_noticed(
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     model.reset_iter_state()
+
+
+@on_ranks(2)
+@lots_of(0)
+def test_summary(world: World) -> None:
+    """Figures by hand: block bytes are those of its layout; the root holds inp and out, 5 * 13 + 13 + 13 * 3 + 3 elements."""
+    model = shard_blocks(OddMLP(layers=1).double())
+    with pytest.raises(ValueError, match="'Linear' is not sharded"):
+        shardrt.memory_summary(torch.nn.Linear(2, 2))
+    assert shardrt.memory_summary(model).endswith("gradients: none yet")
+    train(model, world, steps=1)
+    head, root, block, total, buffers = shardrt.memory_summary(model).splitlines()
+    assert head.split() == ["group", "ranks", "parameters", "shard", "gathered", "gradients", "padding", "now"]
+    assert root.split()[:4] == ["OddMLP", "2", "120", f"{model.param_group.layout.segment_nbytes}"]
+    assert block.split()[:3] == ["blocks.0", "2", "1,121"]  # norm 2 * 13, up 14 * 40, down 41 * 13, gate and scale 1 each
+    assert block.split()[-1] == "sharded"
+    assert total.split()[:2] == ["all", "1,241"]
+    block_nbytes = model.blocks[0].param_group.nbytes
+    peak = (model.param_group.nbytes + 2 * block_nbytes) / 1024  # the root, the block, the block's packed gradients
+    assert buffers == f"buffers for gathered parameters and gradients: 0 B in use, {peak:.2f} KiB at most so far"

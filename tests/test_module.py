@@ -1,0 +1,433 @@
+"""What `FSDPModule` adds: verbs, settings, lists of modules, forward methods, and what users build on them."""
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardrt
+from ranks import on_ranks
+from shardrt.comm import Communicator, Stream, Work, World
+from test_prefetch import gathers_of
+from toys import OddMLP, UsedTwice, batch, compare, loss_of, lots_of, shard_blocks, train_side_by_side
+
+
+@on_ranks(1, 2)
+def test_slices_of_a_sharded_container_are_plain(world: World) -> None:
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+    shardrt.fully_shard(model)
+    assert type(model[1:3]) is nn.Sequential
+    assert model[1:3][0] is model[1]
+    assert type(type(model)(nn.ReLU())) is nn.Sequential
+    with shardrt.disable_fsdp_module_new_init():
+        bare = type(model)(nn.ReLU())
+    assert type(bare) is nn.Sequential
+    assert not hasattr(bare, "_modules")
+
+
+class Chunked(nn.Module):
+    """The loss is worked out in chunks, by a head that shares a group with the norm before it."""
+
+    chunks = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = OddMLP()
+        self.norm = nn.LayerNorm(3)
+        self.head = nn.Linear(3, 7)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.body(x))
+        return torch.stack([self.head(part).square().sum() for part in hidden.chunk(self.chunks)]).sum() / x.shape[0]
+
+
+def shard_chunked(model: nn.Module) -> None:
+    shard_blocks(model.body)
+    shardrt.fully_shard([model.norm, model.head, model.unused])
+    shardrt.fully_shard(model)
+
+
+@pytest.mark.parametrize("reshard", [None, True])
+@on_ranks(1, 2, 3)
+@lots_of(0)
+def test_a_list_of_modules_is_one_group(world: World, reshard: bool | None) -> None:
+    """Gathered once for a forward and once for a backward, whatever runs how often, or not at all."""
+    whole = Chunked().double()
+    model = copy.deepcopy(whole)
+    shard_chunked(model)
+    if reshard is not None:
+        model.head.set_reshard_after_forward(reshard)
+    assert model.norm.param_group is model.head.param_group is model.unused.param_group
+    events = gathers_of(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (whole, model)]
+    for step in range(3):
+        events.clear()
+        whole(batch(step)).backward()
+        model(batch(step).chunk(world.size)[world.rank]).backward()
+        assert events.count("norm, head, unused") == 1
+        compare(whole, model, 1e-12, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.body.param_group.root is model.param_group
+    with torch.no_grad():
+        model(batch(0))
+    assert model.param_group.runtime.account.in_use == 0
+
+
+@on_ranks(2)
+def test_a_list_needs_a_root_around_it(world: World) -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    shardrt.fully_shard([first, second])
+    with pytest.raises(RuntimeError, match=r"'Linear'.*sharded in a list.*the module that calls them"):
+        first(torch.zeros(2, 3))
+
+
+@on_ranks(1, 3)
+def test_unshard_ahead(world: World) -> None:
+    model = shard_blocks(OddMLP().double())
+    expected = model.blocks[1].up.weight.full_tensor()
+    handle = model.blocks[1].unshard(async_op=True)
+    assert isinstance(model.blocks[1].up.weight, shardrt.DTensor)
+    handle.wait()
+    handle.wait()
+    assert torch.equal(model.blocks[1].up.weight, expected)
+    assert model.blocks[0].unshard() is None
+    for block in model.blocks:
+        block.reshard()
+    assert model.param_group.runtime.account.in_use == 0
+
+
+class Generator(OddMLP):
+    def generate(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            x = torch.cat([x[:, 1:], self(x)[:, :1]], dim=1)
+        return x
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inp(x)
+
+
+@on_ranks(1, 2)
+def test_other_methods_as_forwards(world: World) -> None:
+    whole = Generator().double()
+    model = copy.deepcopy(whole)
+    shard_blocks(model)
+    shardrt.register_fsdp_forward_method(model, "embed")
+    shardrt.register_fsdp_forward_method(whole, "embed")  # not sharded: nothing to do
+    with pytest.raises(ValueError, match="'FSDPGenerator' has no method 'imagine'"):
+        shardrt.register_fsdp_forward_method(model, "imagine")
+    for step in range(2):
+        whole.embed(batch(step)).square().mean().backward()
+        model.embed(batch(step).chunk(world.size)[world.rank]).square().mean().backward()
+    compare(whole, model, 1e-12, "embed")
+    with torch.inference_mode():
+        assert torch.equal(model.generate(batch(5), 4), whole.generate(batch(5), 4))
+    assert model.param_group.runtime.account.in_use == 0
+
+
+@on_ranks(2, 3)
+def test_ignored_parameters_stay_whole(world: World) -> None:
+    model = OddMLP().double()
+    ignored = {model.inp.weight, model.blocks[0].gate}
+    whole = copy.deepcopy(model)
+    for block in model.blocks:
+        shardrt.fully_shard(block, ignored_params=ignored)
+    shardrt.fully_shard(model, ignored_params=ignored)
+    assert {param for param in model.parameters() if not isinstance(param, shardrt.DTensor)} == ignored
+    loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
+    loss_of(whole, batch(0)).backward()
+    for (name, param), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if param not in ignored:
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12, msg=name)
+        else:
+            assert not torch.equal(param.grad, expected.grad)  # of this rank's rows only
+
+
+class Choosy(OddMLP):
+    """Rank by rank, other parameters of its blocks are used."""
+
+    rank = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for index, block in enumerate(self.blocks):
+            block.plain = index % 2 == self.rank % 2
+            x = block(x)
+        return self.out(x)
+
+
+class Optional(nn.Module):
+    plain = False
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.always = nn.Linear(width, width)
+        self.sometimes = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.always(x))
+        return x if self.plain else x + self.sometimes(x)
+
+
+@pytest.mark.parametrize("lot", [0, 1 << 20])
+@on_ranks(2, 3)
+def test_parameters_unused_on_some_ranks(world: World, lot: int) -> None:
+    """They get the gradient of the ranks that use them, on every rank, and zeros count for the others."""
+    whole = Choosy().double()
+    whole.blocks = nn.ModuleList(Optional(13).double() for _ in range(3))
+    model = copy.deepcopy(whole)
+    shard_blocks(model)
+    model.rank = world.rank
+    model.set_reduce_scatter_unused_params(True)
+    with lots_of(lot):
+        for step in range(3):
+            loss_of(model, batch(step).chunk(world.size)[world.rank]).backward()
+            for rank in range(world.size):
+                whole.rank = rank
+                (loss_of(whole, batch(step).chunk(world.size)[rank]) / world.size).backward()
+            compare(whole, model, 1e-12, f"step {step}")
+            if step == 1:
+                for m in (whole, model):
+                    m.zero_grad()
+    assert model.param_group.runtime.account.in_use == 0
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 5])
+@on_ranks(2)
+@lots_of(0)
+def test_reductions_in_flight(world: World, in_flight: int) -> None:
+    """So many packed buffers are there at most: the peak of a model that stays gathered says it."""
+    model = OddMLP(layers=4).double()
+    shard_blocks(model, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    model.set_reduce_scatter_max_input_buffers(in_flight)
+    whole = copy.deepcopy(OddMLP(layers=4).double())
+    whole.load_state_dict({name: param.full_tensor() for name, param in model.named_parameters()})
+    loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
+    loss_of(whole, batch(0)).backward()
+    compare(whole, model, 1e-12, "")
+    groups = list(model.param_group.with_descendants())
+    block = model.blocks[0].param_group
+    packed = min(in_flight, 4) * block.nbytes + (model.param_group.nbytes if in_flight > 4 else 0)
+    assert model.param_group.runtime.account.peak == sum(group.nbytes for group in groups) + packed
+    for wrong, kind in ((0, ValueError), (True, TypeError)):
+        with pytest.raises(kind, match="set_reduce_scatter_max_input_buffers"):
+            model.set_reduce_scatter_max_input_buffers(wrong)
+    with pytest.raises(RuntimeError, match=r"on 'blocks.0': call it on the root, 'OddMLP'"):
+        model.blocks[0].set_reduce_scatter_max_input_buffers(2)
+
+
+@on_ranks(1, 2)
+def test_parameters_stay_gathered_between_microbatches(world: World) -> None:
+    whole = OddMLP().double()
+    model = shard_blocks(copy.deepcopy(whole), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    events = gathers_of(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (whole, model)]
+    for step in range(2):
+        events.clear()
+        for micro in range(3):
+            x = batch(3 * step + micro)
+            model.set_is_last_backward(micro == 2)
+            loss_of(whole, x).backward()
+            loss_of(model, x.chunk(world.size)[world.rank]).backward()
+        gathered = [event for event in events if not event.startswith("-")]
+        assert sorted(gathered) == ["OddMLP", "blocks.0", "blocks.1", "blocks.2"]
+        compare(whole, model, 1e-12, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@on_ranks(1, 2, 3)
+def test_optimizer_in_backward(world: World, reduce_dtype: torch.dtype | None) -> None:
+    """A hook per sharded parameter steps and forgets the gradient as soon as it is reduced."""
+    whole = OddMLP().double()
+    model = shard_blocks(copy.deepcopy(whole), mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    owners = {param: torch.optim.AdamW([param], lr=1e-2, eps=1e-3) for param in model.parameters()}
+    expected = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-3)
+
+    def step(param: torch.Tensor) -> None:
+        owners[param].step()
+        param.grad = None
+
+    for param in owners:
+        param.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        loss_of(whole, batch(number)).backward()
+        loss_of(model, batch(number).chunk(world.size)[world.rank]).backward()
+        expected.step()
+        expected.zero_grad()
+        compare(whole, model, 1e-12 if reduce_dtype is None else 1e-6, f"step {number}")
+
+
+class Counting:
+    """A custom collective that does what the default does, in memory of its own, and counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.memory: list[torch.Tensor] = []
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        self.memory.append(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        return self.memory[-1]
+
+    def __call__(self, out: torch.Tensor, inp: torch.Tensor, *how: object) -> Work:
+        self.calls += 1
+        assert any(memory.untyped_storage().data_ptr() in self.storages(out, inp) for memory in self.memory)
+        if len(how) == 2:
+            comm, stream = how
+            assert isinstance(comm, Communicator)
+            assert isinstance(stream, Stream)
+            return comm.all_gather(out, inp, stream=stream)
+        op, comm, stream = how
+        return comm.reduce_scatter(out, inp, op, stream=stream)
+
+    @staticmethod
+    def storages(*tensors: torch.Tensor) -> list[int]:
+        return [tensor.untyped_storage().data_ptr() for tensor in tensors]
+
+
+@on_ranks(1, 2)
+def test_custom_collectives(world: World) -> None:
+    gather, reduce = Counting(), Counting()
+
+    def shard(model: nn.Module) -> None:
+        shard_blocks(model)
+        model.blocks[0].set_custom_all_gather(gather)
+        model.blocks[1].set_custom_reduce_scatter(reduce)
+
+    model = train_side_by_side(world, OddMLP().double(), map(batch, range(3)), shard=shard, microbatches=2)
+    assert (len(gather.memory), len(reduce.memory)) == (1, 1)
+    assert gather.calls >= 3
+    assert reduce.calls == 3
+    with pytest.raises(RuntimeError, match=r"'blocks.0': call it before the first forward"):
+        model.blocks[0].set_custom_all_gather(gather)
+
+
+@on_ranks(1, 2)
+def test_two_roots_take_turns(world: World) -> None:
+    """Two stages of a pipeline, two microbatches under way at once: forward, forward, backward, backward."""
+    whole = [OddMLP().double(), OddMLP().double()]
+    stages = [shard_blocks(copy.deepcopy(stage)) for stage in whole]
+    shardrt.share_comm_ctx(stages)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (*whole, *stages)]
+
+    def microbatches(models: list[nn.Module], xs: list[torch.Tensor]) -> None:
+        ends = []
+        for x in xs:
+            middle = models[0](x)
+            inner = middle.detach().requires_grad_()
+            ends.append((middle, inner, models[1](torch.cat([inner, inner[:, :2]], dim=1)).square().mean()))
+        for middle, inner, loss in ends:
+            loss.backward()
+            middle.backward(inner.grad)
+
+    for step in range(3):
+        xs = [batch(2 * step), batch(2 * step + 1)]
+        microbatches(whole, xs)
+        microbatches(stages, [x.chunk(world.size)[world.rank] for x in xs])
+        for expected, stage in zip(whole, stages, strict=True):
+            for param in expected.parameters():  # the mean over a stage's rows of what the ranks' means gave
+                assert param.grad is not None
+            compare(expected, stage, 1e-12, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(stage.param_group.runtime.account.in_use == 0 for stage in stages)
+    with pytest.raises(ValueError, match="'Linear' is not sharded"):
+        shardrt.share_comm_ctx([nn.Linear(2, 2)])
+
+
+class Recomputed(UsedTwice):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(1, 2)
+def test_a_module_called_twice_and_recomputed(world: World, reentrant: bool) -> None:
+    model = Recomputed().double()
+    model.reentrant = reentrant
+    train_side_by_side(world, model, map(batch, range(4)), microbatches=2)
+
+
+@on_ranks(1, 2, 3)
+def test_moved_and_cast_after_sharding(world: World) -> None:
+    """To double and on, with layouts that differ; the tie stays a tie; parameters are new objects."""
+    whole = OddMLP()
+    model = shard_blocks(copy.deepcopy(whole))
+    loss_of(model, batch(0).float()).backward()
+    model.zero_grad()
+    first = model.inp.weight
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 0.1)):
+        whole.to(dtype)
+        model.to(dtype)
+        compare(whole, model, 0.0, "cast")
+        assert {param.dtype for param in model.parameters()} == {dtype}
+        for m in (whole, model):
+            x = batch(1).to(dtype)
+            loss_of(m, x if m is whole else x.chunk(world.size)[world.rank]).backward()
+        compare(whole, model, tolerance, "trained")
+        whole.zero_grad()
+        model.zero_grad()
+    assert model.inp.weight is not first
+    assert model.to("cpu") is model
+
+
+@on_ranks(2)
+def test_offload_is_free_on_the_cpu(world: World) -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("shardrt").addHandler(handler)
+    shard: Callable[[nn.Module], object] = lambda m: shard_blocks(m, offload_policy=shardrt.CPUOffloadPolicy())  # noqa: E731
+    train_side_by_side(world, OddMLP().double(), map(batch, range(2)), shard=shard)
+    logging.getLogger("shardrt").removeHandler(handler)
+    assert [line for line in lines if "CPUOffloadPolicy" in line] == [
+        "CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (said once)"
+    ] * (world.rank == 0)
+
+
+@on_ranks(1, 2)
+def test_gathers_wait_for_a_given_event(world: World) -> None:
+    model = shard_blocks(OddMLP().double())
+    for _ in range(2):
+        model.set_post_optim_event(world.stream.record())
+        loss_of(model, batch(0)).backward()
+        assert model.param_group.settings.post_optim_event is None
+
+
+@on_ranks(2, 3)
+def test_parameters_that_are_not_contiguous(world: World) -> None:
+    def strided(model: OddMLP) -> OddMLP:
+        model.inp.weight = nn.Parameter(model.inp.weight.detach().t().contiguous().t())
+        model.out.weight = nn.Parameter(model.out.weight.detach().repeat(1, 2)[:, ::2].clone().as_strided((3, 13), (1, 3)))
+        return model
+
+    model = strided(OddMLP().double())
+    assert not model.inp.weight.is_contiguous()
+    train_side_by_side(world, model, map(batch, range(3)))
+
+
+@on_ranks(1, 2)
+def test_several_backwards_through_one_forward(world: World) -> None:
+    whole = OddMLP().double()
+    model = shard_blocks(copy.deepcopy(whole))
+    for m, x in ((whole, batch(0)), (model, batch(0).chunk(world.size)[world.rank])):
+        out = m(x)
+        out.square().mean().backward(retain_graph=True)
+        out.abs().mean().backward()
+    compare(whole, model, 1e-12, "both")
