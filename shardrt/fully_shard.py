@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import comm
 from .comm import DeviceMesh
+from .extension import AllGatherExtension, ExtensionGroup
 from .group import ParamGroup
 from .module import FSDPModule, adopt
 from .param import ShardedParam, registry
@@ -75,9 +76,13 @@ def fully_shard(
         found, error = _Found({}, []), caught
     _agree(mesh, _kinds(modules), [repr((policy, offload, reshard_after_forward)), *_describe(found.owners, asked)], error)
     groups = []
-    for group_mesh in dict.fromkeys(wanted.mesh for wanted in asked.values()) or [mesh]:
-        params = [param for param, wanted in asked.items() if wanted.mesh is group_mesh]
-        groups.append(_make_group(modules, params, found, asked, group_mesh, policy, offload, reshard_after_forward))
+    for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in asked.values())]):
+        here = [param for param, wanted in asked.items() if wanted.mesh is group_mesh]
+        flat = [param for param in here if not isinstance(param, AllGatherExtension)]
+        options = (found, asked, group_mesh, policy, offload, reshard_after_forward)
+        if flat or group_mesh is mesh:
+            groups.append(_make_group(ParamGroup, modules, flat, *options))
+        groups += [_make_group(ExtensionGroup, modules, [param], *options) for param in here if param not in set(flat)]
     for holder, attribute, buffer in found.buffers:
         if not buffer.is_meta:
             holder._buffers[attribute] = buffer.to(mesh.device)
@@ -93,6 +98,7 @@ def _say_nothing_to_offload() -> None:
 
 
 def _make_group(
+    kind: type[ParamGroup],
     modules: tuple[nn.Module, ...],
     originals: list[nn.Parameter],
     found: _Found,
@@ -107,7 +113,7 @@ def _make_group(
         owned, wanted = found.owners[original], asked[original].placement
         owners = [(registry(holder), attribute) for holder, attribute, _ in owned]
         params.append(ShardedParam(owned[0][2], original, owners, _dim(wanted, original), rows_only=wanted is not None))
-    group = ParamGroup(modules, params, mesh, policy, offload, reshard_after_forward)
+    group = kind(modules, params, mesh, policy, offload, reshard_after_forward)
     for taken in (*originals, *(param.sharded for param in params)):
         _taken[taken] = group.name
     for holder in {holder for original in originals for holder, *_ in found.owners[original]}:
@@ -240,6 +246,8 @@ def _asked(
         raise TypeError(f"shard_placement_fn of '{name}': expected a Shard, a ShardPlacementResult or None, found {wanted!r}")
     if wanted.placement is not None and not -max(1, param.dim()) <= wanted.placement.dim < max(1, param.dim()):
         raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a parameter of shape {tuple(param.shape)}")
+    if isinstance(param, AllGatherExtension) and wanted.placement not in (None, Shard(0)):
+        raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a {type(param).__name__}; expected Shard(0)")
     _check_mesh(wanted.mesh, None)
     return wanted
 

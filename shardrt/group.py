@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from .buffers import Account, FlatBuffer, Slot, SlotBuffer
 from .comm import DeviceMesh, Work
 from .kernels import pack_into
-from .layout import ParamSpec, plan
+from .layout import Layout, ParamSpec, plan
 from .param import ShardedParam, local_geometry, placement_of
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
 from .reduction import GradientReduction, reduce_layout
@@ -134,10 +134,13 @@ class ParamGroup:
             ParamSpec(param.name, tuple(param.shape), dtype.itemsize, param.dim, rows_only=param.rows_only)
             for param, dtype in zip(params, self._gather_dtypes, strict=True)
         ]
-        self.layout = plan(specs, self.mesh.size)
+        self.layout = self._plan(specs)
         self.nbytes = self.layout.nbytes
         self._shard_params()
         self._owners = [(*owner, param) for param in params for owner in param.owners]
+
+    def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
+        return plan(specs, self.mesh.size)
 
     def _shard_params(self) -> None:
         """Keep this rank's part of every parameter, in one flat storage.
@@ -157,7 +160,7 @@ class ParamGroup:
             shape, stride = local_geometry(param.shape, placement_of(index, self.layout), rank)
             local = torch.empty(0, dtype=param.dtype, device=self._shard.device)
             local.set_(storage, offsets[index] // param.dtype.itemsize, shape, stride)
-            param.shard(index, self.layout, self.mesh, local)
+            param.shard(param.spec(index, self.layout, self.mesh), local)
             self._locals.append(local)
 
     def _shard_memory(self, nbytes: int) -> torch.Tensor:
@@ -172,7 +175,7 @@ class ParamGroup:
         """Join the runtime of a root: communicators, streams, buffers; everything a step only replays."""
         self.runtime = runtime
         self.name = name or self.name
-        if self._shard.is_meta:
+        if self._on_meta:
             raise RuntimeError(
                 f"'{self.name}' runs while its parameters are on the meta device (rank {self.mesh.rank}): call to_empty() and "
                 "initialise them, or load a state dict"
@@ -182,19 +185,30 @@ class ParamGroup:
         self.reduce_comm = self.mesh.communicator("reduce")
         self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
         self._finish = self._streams.reduce if self.replicas is None else self._streams.all_reduce
+        self._make_full(runtime)
+
+    def _make_full(self, runtime: Runtime) -> None:
         nbytes, custom = self.layout.nbytes, self.settings.all_gather
         self.full = FlatBuffer(nbytes, self.mesh.device, runtime.account)
         if custom is not None:
             self.full = SlotBuffer(nbytes, Slot(custom.allocate(nbytes, self.mesh.device)), runtime.account)
         self._full_bytes = self.full.view(torch.uint8, 0, (nbytes,))
         first, size = self.mesh.rank * self.layout.segment_nbytes, self.layout.segment_nbytes
-        self._own_bytes = self._shard if self._sends_shard else self.full.view(torch.uint8, first, (size,))
-        self._own_views = []
+        own_bytes = self._shard if self._sends_shard else self.full.view(torch.uint8, first, (size,))
+        self._gathers = [(self._full_bytes, own_bytes)]
+        self._own_views = [own_bytes]
         for index, (param, dtype) in enumerate(zip(self.params, self._gather_dtypes, strict=True)):
-            run, local = self.layout.run(index, self.mesh.rank), self._locals[index]
-            self._own_views.append(self.full.view(dtype, first + run.offset, local.shape, local.stride()))
             param.make_unsharded(self.full, self.layout.slots[index].offset, dtype)
+        if self._casts:
+            self._own_views = [
+                self.full.view(dtype, first + self.layout.run(index, self.mesh.rank).offset, local.shape, local.stride())
+                for index, (local, dtype) in enumerate(zip(self._locals, self._gather_dtypes, strict=True))
+            ]
         self.full.seal()
+
+    @property
+    def _on_meta(self) -> bool:
+        return self._shard.is_meta
 
     @property
     def shard_nbytes(self) -> int:
@@ -316,16 +330,14 @@ class ParamGroup:
             return
         if not self._sends_shard:
             gather.submit(self._fill_own)
-        if self.settings.all_gather is None:
-            self.ready = self.gather_comm.all_gather(self._full_bytes, self._own_bytes, stream=gather)
-        else:
-            self.ready = self.settings.all_gather(self._full_bytes, self._own_bytes, self.gather_comm, gather)
+        for full_bytes, own_bytes in self._gathers:
+            if self.settings.all_gather is None:
+                self.ready = self.gather_comm.all_gather(full_bytes, own_bytes, stream=gather)
+            else:
+                self.ready = self.settings.all_gather(full_bytes, own_bytes, self.gather_comm, gather)
 
     def _fill_own(self) -> None:
-        if self._casts:
-            pack_into(self._own_views, self._locals)
-        else:
-            self._own_bytes.copy_(self._shard, non_blocking=True)
+        pack_into(self._own_views, self._locals if self._casts else [self._shard])
 
     def wait_unsharded(self) -> None:
         """Let compute wait for the gather and the module see full parameters. No-op if it does."""

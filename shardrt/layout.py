@@ -38,7 +38,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from math import lcm, prod
+from math import gcd, lcm, prod
 
 ALIGNMENT = 16  # bytes, one vector load. Invariant: a multiple of every item size
 ITEM_SIZES = (1, 2, 4, 8, 16)
@@ -166,6 +166,13 @@ def plan(specs: Sequence[ParamSpec], world_size: int) -> Layout:
     best = _fit(items, world_size, smallest, limit // world_size)
     slots = (Slot(spec, best.offsets[index], index in best.flat) for index, spec in enumerate(specs))
     return Layout(world_size, best.segment, tuple(slots))
+
+
+def equal_runs(spec: ParamSpec, world_size: int) -> Layout:
+    """One parameter in equal runs of rows, the last ones shorter or empty, as many rows that segments stay aligned."""
+    step = ALIGNMENT // gcd(ALIGNMENT, spec.row_nbytes)
+    rows = max(1, _ceil(-(-spec.rows // world_size), step))
+    return Layout(world_size, max(rows * spec.row_nbytes, ALIGNMENT), (Slot(spec, 0, flat=False),))
 
 
 def fsdp2_padding(specs: Sequence[ParamSpec], world_size: int) -> int:

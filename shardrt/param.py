@@ -40,16 +40,23 @@ class ShardedParam:
         self.unsharded: nn.Parameter
         self.owners = owners  # where it is registered; several if tied
 
-    def shard(self, index: int, layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> None:
+    def spec(self, index: int, layout: Layout, mesh: DeviceMesh) -> Spec:
+        """How the layout, in which it is number `index`, cuts it."""
+        return Spec(mesh, placement_of(index, layout), self.shape)
+
+    def shard(self, spec: Spec, local: torch.Tensor) -> None:
         """Keep this rank's part of the original in `local` and register the sharded parameter.
 
         Collective if the original is a sharded one that lies in another way.
         """
-        spec = Spec(mesh, placement_of(index, layout), self.shape)
         if not self.original.is_meta:
             with torch.no_grad():
-                local.copy_(_part(self.original, spec))
-        self.sharded = nn.Parameter(DTensor(local, spec), requires_grad=self.original.requires_grad)
+                local.copy_(part_of(self.original, spec))
+        self.register(DTensor(local, spec))
+
+    def register(self, sharded: DTensor) -> None:
+        """This is the sharded parameter from now on."""
+        self.sharded = nn.Parameter(sharded, requires_grad=self.original.requires_grad)
         del self.original
         for registry, attribute in self.owners:
             registry[attribute] = self.sharded
@@ -76,7 +83,8 @@ class ShardedParam:
         return DTensor(local, self.sharded.spec)  # type: ignore[attr-defined]
 
 
-def _part(original: torch.Tensor, spec: Spec) -> torch.Tensor:
+def part_of(original: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's part of a parameter, whole or sharded. Collective if it is sharded in another way."""
     if not isinstance(original, DTensor):
         return spec.local_part(original)
     return original.to_local() if original.spec == spec else spec.local_part(original.full_tensor())

@@ -431,3 +431,67 @@ def test_several_backwards_through_one_forward(world: World) -> None:
         out.square().mean().backward(retain_graph=True)
         out.abs().mean().backward()
     compare(whole, model, 1e-12, "both")
+
+
+class Narrow(torch.Tensor):
+    """A float64 weight of which float32 values and a scale for each row are gathered."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> "Narrow":
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype, device=data.device)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data64 = data
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        args, kwargs = torch.utils._pytree.tree_map_only(Narrow, lambda x: x.data64, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default or isinstance(out, float):
+            return out
+        return torch.utils._pytree.tree_map_only(torch.Tensor, Narrow, out)
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):  # type: ignore[no-untyped-def]
+        scale = self.data64.abs().amax(1).clamp(min=1e-12) if self.data64.numel() else self.data64.new_empty(0)
+        return ((self.data64 / scale[:, None]).float(), scale), outer_size
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):  # type: ignore[no-untyped-def]
+        values, scales = outputs
+        assert values.shape == metadata
+        full = values.to(param_dtype) * scales[:, None]
+        if out is None:
+            return full, (full,)
+        with torch.no_grad():
+            torch._C._autograd._unsafe_set_version_counter((out,), (out._version,))
+            out.data.copy_(full)
+        return None
+
+
+@pytest.mark.parametrize("reshard", [True, False, 1])
+@on_ranks(1, 2, 3)
+def test_a_parameter_that_says_what_is_gathered(world: World, reshard: bool | int) -> None:
+    """Its gradient, optimizer step and gather are those of a plain one, rounded to float32 on the way; odd sizes."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    model = copy.deepcopy(whole)
+    model[0].weight = nn.Parameter(Narrow(model[0].weight.detach().clone()))
+    shardrt.fully_shard(model[0], reshard_after_forward=reshard)
+    shardrt.fully_shard(model)
+    assert len(model[0].param_groups) == 2
+    assert type(model[0].weight.to_local()) is Narrow
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, model)]
+    for step in range(3):
+        (whole(batch(step)) - 1).square().mean().backward()
+        (model(batch(step).chunk(world.size)[world.rank]) - 1).square().mean().backward()
+        for (name, expected), param in zip(whole.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-6, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.param_group.runtime.account.in_use == 0
+    other = nn.Sequential(nn.Linear(5, 7))
+    other[0].weight = nn.Parameter(Narrow(other[0].weight.detach().clone()))
+    with pytest.raises(ValueError, match=r"'0.weight': Shard.dim=1. of a Narrow; expected Shard"):
+        shardrt.fully_shard(other, shard_placement_fn=lambda param: shardrt.Shard(param.dim() - 1))
