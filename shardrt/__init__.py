@@ -13,9 +13,9 @@ if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py")
 from .comm import DeviceMesh, World, finalize, init, world
 from .fully_shard import FSDPModule, fully_shard
 from .optim import clip_grad_norm_
-from .placement import FlatShard, RaggedShard, Shard
+from .placement import FlatShard, Partial, RaggedShard, Replicate, Shard
 from .policy import MixedPrecisionPolicy
-from .tensor import DTensor
+from .tensor import DTensor, distribute_tensor
 
 __version__ = "0.1.0"
 
@@ -25,10 +25,13 @@ __all__ = [
     "FSDPModule",
     "FlatShard",
     "MixedPrecisionPolicy",
+    "Partial",
     "RaggedShard",
+    "Replicate",
     "Shard",
     "World",
     "clip_grad_norm_",
+    "distribute_tensor",
     "finalize",
     "fully_shard",
     "init",

@@ -8,8 +8,8 @@ from torch import nn
 from .buffers import FlatBuffer
 from .comm import DeviceMesh
 from .layout import Layout
-from .placement import FlatShard, Placement, RaggedShard
-from .tensor import DTensor, Spec
+from .placement import Cut, FlatShard, RaggedShard, Spec
+from .tensor import DTensor
 
 
 class ShardedParam:
@@ -31,7 +31,7 @@ class ShardedParam:
 
     def shard(self, index: int, layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> None:
         """Keep this rank's part of the original in `local` and register the sharded parameter."""
-        spec = Spec(mesh, placement_of(index, layout), self.shape)
+        spec = Spec(mesh, (placement_of(index, layout),), self.shape)
         with torch.no_grad():
             local.copy_(spec.local_part(self.original))
         self.sharded = nn.Parameter(DTensor(local, spec), requires_grad=self.original.requires_grad)
@@ -67,7 +67,7 @@ def _registry(module: nn.Module) -> dict[str, nn.Parameter | None] | _Attributes
     return _Attributes(module)
 
 
-def placement_of(index: int, layout: Layout) -> Placement:
+def placement_of(index: int, layout: Layout) -> Cut:
     """The placement that the layout gives its parameter `index`."""
     slot, numels = layout.slots[index], layout.numels(index)
     spec = slot.spec
@@ -78,7 +78,7 @@ def placement_of(index: int, layout: Layout) -> Placement:
     return RaggedShard(spec.dim, tuple(numel // spec.row_numel for numel in numels))
 
 
-def local_geometry(shape: torch.Size, placement: Placement, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
+def local_geometry(shape: torch.Size, placement: Cut, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
     """Shape and strides of a rank's part, as it lies in its segment; a scalar's is 1-D."""
     if isinstance(placement, FlatShard):
         return torch.Size((placement.numels[rank],)), (1,)

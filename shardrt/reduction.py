@@ -24,7 +24,7 @@ from .comm import Communicator, Event, ReduceOp, Stream
 from .kernels import add_into, pack_into
 from .layout import Layout
 from .param import ShardedParam, local_geometry, outermost_stride, placement_of
-from .placement import Placement
+from .placement import Cut
 
 _ALIGN = 4  # elements between gradients of a repacked segment: 16 bytes in float32
 
@@ -143,7 +143,7 @@ class GradientReduction:
         buffer.seal()
         return packed
 
-    def _make_outputs(self, placements: Sequence[Placement], dtype: torch.dtype, account: Account) -> None:
+    def _make_outputs(self, placements: Sequence[Cut], dtype: torch.dtype, account: Account) -> None:
         numel, device, rank = self._layout.segment_numel, self._comm.device, self._comm.rank
         self._scratch = FlatBuffer(numel * dtype.itemsize, device, account)
         self._scratch_flat = self._scratch.view(dtype, 0, (numel,))
