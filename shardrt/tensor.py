@@ -6,6 +6,7 @@ It has the shape of the whole tensor and holds this rank's part. What an operati
 |----------------------------------------------------|--------------------------------------------------|
 | elementwise (torch's `pointwise` tag), `*_like`, copies, `_foreach_*`, `_fused_*` | on the local parts, no communication |
 | sum, mean, norm, max, min, any, all of everything  | on the local parts, then one all-reduce of a scalar |
+| `normal_`, `uniform_` and the like                 | the same whole tensor on any number of ranks (`rng.py`) |
 | the few others that torch's optimizers use (`mm`, reductions along a dim, `view`, ...) | on the whole tensors, gathered |
 | anything else                                      | refused, by name                                 |
 
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_map
 from .comm import DeviceMesh, ReduceOp, current_stream
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
 from .redistribute import redistribute
+from .rng import agree_on_seed, fill
 
 aten = torch.ops.aten
 
@@ -302,6 +304,18 @@ _TO_SCALAR = {
     aten.all.default: ReduceOp.MIN,
     aten.equal.default: ReduceOp.MIN,
 }
+_RANDOM = {
+    aten.bernoulli_.float,
+    aten.cauchy_.default,
+    aten.exponential_.default,
+    aten.geometric_.default,
+    aten.log_normal_.default,
+    aten.normal_.default,
+    aten.random_.default,
+    aten.random_.to,
+    aten.random_.__getattr__("from"),
+    aten.uniform_.default,
+}
 # What may be done to each part of what a reduction will make one tensor of.
 _PARTIAL_COPIES = {
     aten.clone.default,
@@ -325,6 +339,8 @@ def _find_rule(func: Any) -> Rule:
         return _foreach_norm
     if func in _GATHERED:
         return _gathered
+    if func in _RANDOM:
+        return _random
     if func is aten.index_put_.default:
         return _masked_put
     if torch.Tag.pointwise in func.tags or func in _COPIES:
@@ -446,6 +462,18 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on the whole tensors, on every rank alike. Cost: an all-gather of every sharded argument."""
     full_args, full_kwargs = tree_map(_whole, (args, kwargs))
     return func(*full_args, **full_kwargs)
+
+
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, given = args[0], kwargs.get("generator")
+    if tensor.spec.partial or tensor.device.type == "meta":
+        raise NotImplementedError(
+            f"{func} on a tensor of {tensor.spec} on {tensor.device}: it has no values of its own to draw"
+        )
+    func(tensor._local_tensor.new_empty(0), *args[1:], generator=given)  # bad arguments raise here, on every rank alike
+    seed = agree_on_seed(tensor.spec.mesh, given)
+    fill(tensor._local_tensor, tensor.spec, seed, lambda block, generator: func(block, *args[1:], generator=generator))
+    return tensor
 
 
 def _to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
