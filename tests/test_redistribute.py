@@ -12,6 +12,7 @@ from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, 
 from shardrt.comm import DeviceMesh, ReduceOp, Work, World
 from shardrt.comm.calls import Call, Hook
 from shardrt.placement import Placement, Spec, local_shape
+from shardrt.redistribute import _plan
 
 REDUCED = {
     ReduceOp.SUM: lambda stacked: stacked.sum(0),
@@ -138,6 +139,20 @@ class Log(Hook):
         for call in calls:
             assert call.inp is not None
             self.calls.append((call.comm.name.split(".")[-2], call.name, call.inp.numel()))
+
+
+def test_order_of_the_axes() -> None:
+    """Inner axes that cut what an outer one changes are undone first, from the innermost; others stay."""
+    flat = FlatShard(0, (4, 4))
+    for source, target, expected in [
+        ((S0, S0, S0), (R, S0, S0), [(2, R), (1, R), (0, R), (1, S0), (2, S0)]),
+        ((S0, S1, S0), (R, S1, S0), [(2, R), (0, R), (2, S0)]),
+        ((S0, S1, S0), (S1, S1, P), [(2, R), (1, R), (0, S1), (1, S1), (2, P)]),
+        ((P, S1, flat), (R, S1, flat), [(0, R)]),
+        ((S0, P, flat), (R, P, R), [(2, R), (0, R), (2, R)]),
+        ((R, S0, S1), (S1, S0, S1), [(2, R), (0, S1), (2, S1)]),
+    ]:
+        assert _plan(source, target) == expected, f"{source} to {target}"
 
 
 @on_ranks(4)
