@@ -21,9 +21,9 @@ from .module import (
     share_comm_ctx,
 )
 from .optim import clip_grad_norm_
-from .placement import FlatShard, RaggedShard, Shard
+from .placement import FlatShard, Partial, RaggedShard, Replicate, Shard
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, ShardPlacementResult
-from .tensor import DTensor
+from .tensor import DTensor, distribute_tensor
 
 __version__ = "0.1.0"
 
@@ -35,14 +35,17 @@ __all__ = [
     "FlatShard",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Partial",
     "PrefetchPolicy",
     "RaggedShard",
+    "Replicate",
     "Shard",
     "ShardPlacementResult",
     "UnshardHandle",
     "World",
     "clip_grad_norm_",
     "disable_fsdp_module_new_init",
+    "distribute_tensor",
     "finalize",
     "fully_shard",
     "init",

@@ -54,7 +54,7 @@ class ExtensionGroup(ParamGroup):
 
     def _shard_params(self) -> None:
         (param,) = self.params
-        spec = param.spec(0, self.layout, self.mesh)
+        spec = param.spec(0, self.layout, self.device_mesh)
         with torch.no_grad():
             inner = part_of(param.original, spec).clone()
         if not isinstance(inner, AllGatherExtension):

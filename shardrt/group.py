@@ -87,8 +87,8 @@ class Part:
 class ParamGroup:
     """The parameters of one `fully_shard` call on one mesh. `name` is its first module's full name, once the root is known.
 
-    mesh: 1-D, the ranks that the parameters are cut over; given one of two axes, those of the last.
-    replicas: the ranks that hold the same part, those of the first axis, if there are two.
+    device_mesh: as given, of one axis or two.   mesh: its last axis, the ranks that the parameters are cut over.
+    replicas: its first of two axes, the ranks that hold the same part.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class ParamGroup:
         reshard_after_forward: bool | int | None,
     ) -> None:
         self.modules = modules
+        self.device_mesh = mesh
         self.name = type(modules[0]).__name__
         self.mesh = mesh if len(mesh.shape) == 1 else mesh[mesh.axis_names[1]]
         self.replicas = None if len(mesh.shape) == 1 else mesh[mesh.axis_names[0]]
@@ -160,7 +161,7 @@ class ParamGroup:
             shape, stride = local_geometry(param.shape, placement_of(index, self.layout), rank)
             local = torch.empty(0, dtype=param.dtype, device=self._shard.device)
             local.set_(storage, offsets[index] // param.dtype.itemsize, shape, stride)
-            param.shard(param.spec(index, self.layout, self.mesh), local)
+            param.shard(param.spec(index, self.layout, self.device_mesh), local)
             self._locals.append(local)
 
     def _shard_memory(self, nbytes: int) -> torch.Tensor:

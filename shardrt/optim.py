@@ -14,24 +14,26 @@ from .tensor import DTensor, combine
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale the gradients of `parameters` in place so that their common norm is at most `max_norm`, as torch's own does.
 
-    parameters: sharded and plain ones; a plain one is taken to be the same on every rank and counts once.
+    parameters: sharded and plain ones; a plain or replicated one is taken to be the same on every rank and counts once.
     norm_type: p of the p-norm; `inf` for the largest magnitude.
     Returns: the norm before clipping, a float32 scalar (float64 if a gradient is), the same on all ranks, on the mesh's device.
     Collective. Cost: one all-reduce of one float64 for each mesh, and one pass to scale.
-    Raises ValueError for a norm_type <= 0.
+    Raises ValueError for a norm_type <= 0, and for a `Partial` gradient.
     """
     if norm_type <= 0:
         raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): expected a positive number or inf")
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [param.grad for param in listed if param.grad is not None]
     # A rank without gradients takes part all the same.
-    meshes: dict[DeviceMesh, list[torch.Tensor]] = {p.spec.mesh: [] for p in listed if isinstance(p, DTensor)}
+    meshes: dict[DeviceMesh, list[torch.Tensor]] = {p.spec.parts: [] for p in listed if isinstance(p, DTensor) and p.spec.parts}
     plain: list[torch.Tensor] = []
     for grad in grads:
-        if isinstance(grad, DTensor):
-            meshes[grad.spec.mesh].append(grad.to_local())
+        if isinstance(grad, DTensor) and grad.spec.partial:
+            raise ValueError(f"clip_grad_norm_: a gradient lies as {grad.spec}, not reduced yet; redistribute() it first")
+        if isinstance(grad, DTensor) and grad.spec.parts:
+            meshes[grad.spec.parts].append(grad.to_local())
         else:
-            plain.append(grad)
+            plain.append(grad.to_local() if isinstance(grad, DTensor) else grad)
     norms = [_mesh_norm(mesh, local, norm_type) for mesh, local in meshes.items()]
     if plain or not norms:
         norms.append(total_norm(plain, norm_type, plain[0].device if plain else torch.device("cpu")))

@@ -10,8 +10,8 @@ from torch import nn
 from .buffers import FlatBuffer
 from .comm import DeviceMesh
 from .layout import Layout
-from .placement import FlatShard, Placement, RaggedShard
-from .tensor import DTensor, Spec
+from .placement import Cut, FlatShard, RaggedShard, Replicate, Spec
+from .tensor import DTensor
 
 
 class ShardedParam:
@@ -41,8 +41,9 @@ class ShardedParam:
         self.owners = owners  # where it is registered; several if tied
 
     def spec(self, index: int, layout: Layout, mesh: DeviceMesh) -> Spec:
-        """How the layout, in which it is number `index`, cuts it."""
-        return Spec(mesh, placement_of(index, layout), self.shape)
+        """How the layout, in which it is number `index`, cuts it along the last axis of the mesh, the same along others."""
+        others = [Replicate()] * (len(mesh.shape) - 1)
+        return Spec(mesh, (*others, placement_of(index, layout)), self.shape)
 
     def shard(self, spec: Spec, local: torch.Tensor) -> None:
         """Keep this rank's part of the original in `local` and register the sharded parameter.
@@ -112,7 +113,7 @@ def registry(module: nn.Module) -> dict[str, nn.Parameter | None] | Attributes:
     return Attributes(module)
 
 
-def placement_of(index: int, layout: Layout) -> Placement:
+def placement_of(index: int, layout: Layout) -> Cut:
     """The placement that the layout gives its parameter `index`."""
     slot, numels = layout.slots[index], layout.numels(index)
     spec = slot.spec
@@ -123,7 +124,7 @@ def placement_of(index: int, layout: Layout) -> Placement:
     return RaggedShard(spec.dim, tuple(numel // spec.row_numel for numel in numels))
 
 
-def local_geometry(shape: torch.Size, placement: Placement, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
+def local_geometry(shape: torch.Size, placement: Cut, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
     """Shape and strides of a rank's part, as it lies in its segment; a scalar's is 1-D."""
     if isinstance(placement, FlatShard):
         return torch.Size((placement.numels[rank],)), (1,)

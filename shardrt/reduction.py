@@ -27,7 +27,7 @@ from .comm import Communicator, Event, Op, PreMulSum, ReduceOp, Stream
 from .kernels import add_into, pack_into
 from .layout import Layout
 from .param import ShardedParam, local_geometry, outermost_stride, placement_of
-from .placement import Placement
+from .placement import Cut
 from .policy import Settings
 
 _ALIGN = 4  # elements between gradients of a repacked segment: 16 bytes in float32
@@ -181,7 +181,7 @@ class GradientReduction:
         buffer.seal()
         return packed
 
-    def _make_outputs(self, placements: Sequence[Placement], account: Account) -> None:
+    def _make_outputs(self, placements: Sequence[Cut], account: Account) -> None:
         """Scratch for what has to be cast, moved or added once it is reduced; else the segment is the gradients' own."""
         numel, device, rank = self._layout.segment_numel, self._comm.device, self._comm.rank
         self._scratch = FlatBuffer(numel * self._dtype.itemsize, device, account)

@@ -1,4 +1,4 @@
-"""`DTensor`: a sharded tensor that optimizers can step on.
+"""`DTensor`: a tensor spread over a mesh, that optimizers can step on.
 
 It has the shape of the whole tensor and holds this rank's part. What an operation does with it is one table:
 
@@ -6,17 +6,19 @@ It has the shape of the whole tensor and holds this rank's part. What an operati
 |----------------------------------------------------|--------------------------------------------------|
 | elementwise (torch's `pointwise` tag), `*_like`, copies, `_foreach_*`, `_fused_*` | on the local parts, no communication |
 | sum, mean, norm, max, min, any, all of everything  | on the local parts, then one all-reduce of a scalar |
+| `normal_`, `uniform_` and the like                 | the same whole tensor on any number of ranks (`rng.py`) |
 | the few others that torch's optimizers use (`mm`, reductions along a dim, `view`, ...) | on the whole tensors, gathered |
 | anything else                                      | refused, by name                                 |
 
+All of it counts replicas once. With a `Partial` placement only copies, and of sums and averages what is linear, are done on
+the local parts; the gathered operations reduce first, and everything else is refused.
 Plain tensors may take part: 0-dim ones as they are, ones of the global shape by this rank's part of them.
 Results of reductions and gathered operations are plain tensors, the same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,57 +26,19 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
 from .comm import DeviceMesh, ReduceOp, current_stream
-from .placement import FlatShard, Placement, RaggedShard
+from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
+from .redistribute import redistribute
+from .rng import agree_on_seed, fill
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Where the parts of a tensor are."""
-
-    mesh: DeviceMesh
-    placement: Placement
-    shape: torch.Size  # of the whole tensor
-
-    def local_part(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor of the whole shape: a view, or for a `FlatShard` of a strided one a copy."""
-        rank, placement = self.mesh.rank, self.placement
-        if isinstance(placement, RaggedShard):
-            if not self.shape:
-                full = full.reshape(1)  # a scalar's part is 1-D: one element, or none
-            return full.narrow(placement.dim, placement.start(rank), placement.rows[rank])
-        bounds = placement.bounds()
-        outermost = full.movedim(placement.dim, 0) if full.dim() else full
-        return outermost.reshape(-1)[bounds[rank] : bounds[rank + 1]]
-
-    def assemble(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole tensor from every rank's part. Collective. Cost: one all-gather, parts padded to the largest."""
-        placement, mesh = self.placement, self.mesh
-        numels = self._numels()
-        widest = max(numels)
-        padded = local.new_empty(widest)
-        flat = local.movedim(placement.dim, 0) if local.dim() > 1 else local
-        padded[: local.numel()].copy_(flat.reshape(-1))
-        rows = local.new_empty((mesh.size, widest))
-        stream = current_stream(mesh.device)
-        mesh.communicator("tensor").all_gather(rows, padded, stream=stream).wait(stream)
-        elements = torch.cat([rows[rank, :numel] for rank, numel in enumerate(numels)])
-        if not self.shape:
-            return elements.view(())
-        outermost = list(self.shape)
-        outermost.insert(0, outermost.pop(placement.dim))
-        return elements.view(outermost).movedim(0, placement.dim).contiguous()
-
-    def _numels(self) -> tuple[int, ...]:
-        if isinstance(self.placement, FlatShard):
-            return self.placement.numels
-        row_numel = self.shape.numel() // max(1, self.shape[self.placement.dim]) if self.shape else 1
-        return tuple(rows * row_numel for rows in self.placement.rows)
-
-
 class DTensor(torch.Tensor):
-    """A tensor of which every rank of `spec.mesh` holds a part. `to_local()` is the part, `full_tensor()` the whole."""
+    """A tensor of which every rank of a mesh holds a part. `to_local()` is the part, `full_tensor()` the whole.
+
+    Autograd goes through `from_local`, `to_local`, `redistribute` and `full_tensor`; gradients lie as the tensors do, but
+    replicated where those are `Partial`.
+    """
 
     _local_tensor: torch.Tensor
     spec: Spec
@@ -101,27 +65,164 @@ class DTensor(torch.Tensor):
             rule = _RULES[func] = _find_rule(func)
         return rule(func, args, kwargs or {})
 
-    def to_local(self) -> torch.Tensor:
-        """This rank's part, sharing memory: (rows, ...) of a `RaggedShard`, 1-D of a `FlatShard`. Not differentiable."""
-        return self._local_tensor
+    @staticmethod
+    def from_local(
+        local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
+    ) -> DTensor:
+        """The tensor of which this rank's part is `local`, sharing its memory. No communication.
 
-    def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, on every rank. Collective over the mesh. Not differentiable."""
-        with torch.no_grad():
-            return self.spec.assemble(self._local_tensor)
+        placements: one for each mesh axis.   shape: of the whole; None: every rank's part has the shape of this one.
+        Replicas must hold the same values; nobody checks. The gradient of `local` is its part of the whole gradient; through
+        a `Partial` it is the whole one, divided by N of an average; through other reductions there is none.
+        Raises ValueError for placements that do not fit the mesh or the shape, and for a part of another shape or device.
+        """
+        whole = _shape_of_equal_parts(local.shape, mesh, placements) if shape is None else shape
+        spec = Spec.of(mesh, placements, whole)
+        expected = local_shape(mesh, spec.placements, spec.shape)
+        if local.shape != expected or local.device != mesh.device:
+            raise ValueError(
+                f"from_local on rank {mesh.rank}: expected a part of shape {tuple(expected)} on {mesh.device}, by {spec}; "
+                f"found {tuple(local.shape)} on {local.device}; give the shape of the whole if the parts differ"
+            )
+        return _FromLocal.apply(local, spec)
+
+    def to_local(self, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part, sharing memory: rows of a `RaggedShard` or `Shard`, 1-D of a `FlatShard`, what is to be reduced
+        of a `Partial`.
+
+        grad_placements: how the gradients of the ranks' parts make up the whole gradient; None: as the tensor lies.
+        """
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return self._local_tensor
+        spec = _grad_spec(self.spec) if grad_placements is None else Spec.of(self.spec.mesh, grad_placements, self.shape)
+        return _ToLocal.apply(self, spec)
+
+    def redistribute(self, placements: Sequence[Placement]) -> DTensor:
+        """The same tensor, lying otherwise on the same mesh; itself if it lies so already. Collective.
+
+        Cost: of the axes that change, as in the table of `redistribute.py`; an outer change of a dim that inner axes cut too
+        gathers along those first.   Raises ValueError for placements that do not fit the mesh or the shape.
+        """
+        spec = Spec.of(self.spec.mesh, placements, self.shape)
+        return self if spec == self.spec else _Redistribute.apply(self, spec)
+
+    def full_tensor(self, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank; shares memory if it lies so already. Collective.
+
+        grad_placements: how the gradients of the ranks' results make up the whole gradient; None: each rank has all of it.
+        Cost: an all-gather for each sharded axis, an all-reduce for each partial one.
+        """
+        return self.redistribute(_replicated(self.spec)).to_local(grad_placements)
 
     @property
-    def placement(self) -> Placement:
-        """How the tensor lies along the mesh axis."""
-        return self.spec.placement
+    def placements(self) -> tuple[Placement, ...]:
+        """How the tensor lies along each mesh axis."""
+        return self.spec.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that it is spread over."""
+        return self.spec.mesh
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DTensor(shape={tuple(self.shape)}, {self.spec.placement}, local={self._local_tensor})"
+        return f"DTensor(shape={tuple(self.shape)}, {self.spec.placements}, local={self._local_tensor})"
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise RuntimeError(
-            "a DTensor holds one rank's part and cannot be pickled: save full_tensor(), or to_local() of every rank"
+            f"a DTensor holds one rank's part, here of {self.spec}, and cannot be pickled: save full_tensor(), or to_local() "
+            "of every rank"
         )
+
+
+def distribute_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A new leaf tensor on `mesh` with the values of `tensor`, which every rank passes whole. No communication.
+
+    Of a `Partial` each rank holds what `Partial.part_of` gives it. Cost: a copy of the part, moved to the mesh's device.
+    Raises ValueError for placements that do not fit the mesh or the shape. Not differentiable.
+    """
+    spec = Spec.of(mesh, placements, tensor.shape)
+    part = spec.local_part(tensor.detach())
+    made = DTensor(part.to(mesh.device, copy=True, memory_format=torch.contiguous_format), spec)
+    made.requires_grad = tensor.requires_grad
+    return made
+
+
+def _shape_of_equal_parts(local: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
+    shape = list(local)
+    for placement, size in zip(placements, mesh.shape, strict=False):
+        if isinstance(placement, Shard) and -len(shape) <= placement.dim < len(shape):
+            shape[placement.dim] *= size
+        elif isinstance(placement, Sharded):
+            raise ValueError(f"from_local with {placement} of a part of shape {tuple(local)}: give the shape of the whole")
+    return shape
+
+
+def _replicated(spec: Spec) -> list[Placement]:
+    return [Replicate() for _ in spec.placements]
+
+
+def _whole(value: Any) -> Any:
+    """A tensor's whole, detached; anything else as it is. Collective."""
+    return redistribute(value._local_tensor, value.spec, _replicated(value.spec)) if isinstance(value, DTensor) else value
+
+
+# ---------------------------------------------------------------------- autograd: the gradient is of the whole tensor
+
+
+def _grad_spec(spec: Spec) -> Spec:
+    """How a gradient lies: as its tensor, replicated where that is partial."""
+    if not spec.partial:
+        return spec
+    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+    return Spec(spec.mesh, placements, spec.shape)
+
+
+def _lying_as(grad: torch.Tensor, spec: Spec) -> DTensor:
+    """A gradient as `spec` has it; a plain one is the whole, the same on every rank."""
+    if not isinstance(grad, DTensor):
+        return DTensor(spec.local_part(grad).contiguous(), spec)
+    return grad if grad.spec == spec else _Redistribute.apply(grad, spec)
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
+        ctx.spec = spec
+        return DTensor(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ranks = 1
+        for placement, size in zip(ctx.spec.placements, ctx.spec.mesh.shape, strict=True):
+            if isinstance(placement, Partial):
+                if not placement.linear:
+                    raise NotImplementedError(f"the gradient of from_local with {placement}: expected a sum or an average")
+                ranks *= size if placement.reduce_op is ReduceOp.AVG else 1
+        local = _lying_as(grad, _grad_spec(ctx.spec)).to_local()
+        return local if ranks == 1 else local / ranks, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grad_spec: Spec) -> torch.Tensor:
+        ctx.grad_spec = grad_spec
+        return tensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
+        # Hazard: the gradient of a sum is one element, seen as many; an optimizer writes to it.
+        return _FromLocal.apply(grad.contiguous(), ctx.grad_spec), None
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, spec: Spec) -> DTensor:
+        ctx.source = tensor.spec
+        return DTensor(redistribute(tensor._local_tensor, tensor.spec, spec.placements), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
+        return _lying_as(grad, _grad_spec(ctx.source)), None
 
 
 # ---------------------------------------------------------------------- methods that skip the dispatcher
@@ -145,7 +246,7 @@ def _directly(name: str) -> Callable[..., torch.Tensor]:
                 return method(self, *args, **kwargs)
             else:
                 local_args.append(arg)
-        if torch.is_grad_enabled():  # autograd records the operation on the whole tensor
+        if torch.is_grad_enabled() or self.spec.partial:  # autograd records the operation on the whole tensor
             return method(self, *args, **kwargs)
         out = method(self._local_tensor, *local_args, **kwargs)
         if not in_place:
@@ -203,6 +304,29 @@ _TO_SCALAR = {
     aten.all.default: ReduceOp.MIN,
     aten.equal.default: ReduceOp.MIN,
 }
+_RANDOM = {
+    aten.bernoulli_.float,
+    aten.cauchy_.default,
+    aten.exponential_.default,
+    aten.geometric_.default,
+    aten.log_normal_.default,
+    aten.normal_.default,
+    aten.random_.default,
+    aten.random_.to,
+    aten.random_.__getattr__("from"),
+    aten.uniform_.default,
+}
+# What may be done to each part of what a reduction will make one tensor of.
+_PARTIAL_COPIES = {
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.copy_.default,
+    aten.empty_like.default,
+    aten.zero_.default,
+    aten.zeros_like.default,
+}
+_PARTIAL_SUMS = {aten.add.Tensor, aten.add_.Tensor, aten.neg.default, aten.neg_.default, aten.sub.Tensor, aten.sub_.Tensor}
 
 
 def _find_rule(func: Any) -> Rule:
@@ -215,6 +339,8 @@ def _find_rule(func: Any) -> Rule:
         return _foreach_norm
     if func in _GATHERED:
         return _gathered
+    if func in _RANDOM:
+        return _random
     if func is aten.index_put_.default:
         return _masked_put
     if torch.Tag.pointwise in func.tags or func in _COPIES:
@@ -246,7 +372,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return _local(func, args, kwargs)
         else:
             local_args.append(arg)
-    if spec is None or type(args[0]) is not DTensor or "out" in kwargs:
+    if spec is None or spec.partial or type(args[0]) is not DTensor or "out" in kwargs:
         return _local(func, args, kwargs)
     out = func(*local_args, **kwargs)
     if not isinstance(out, torch.Tensor):
@@ -260,6 +386,8 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable and not isinstance(_first_of(destination), DTensor):
         return _gathered(func, args, kwargs)  # a plain tensor is written: it needs all of the values
     specs = _specs(args)
+    if any(spec.partial for spec in specs):
+        _check_partial(func, args, kwargs)
     local_args = [_unwrap(arg, specs, func) for arg in args]
     local_kwargs = {key: _unwrap(value, specs, func) for key, value in kwargs.items()}
     out = func(*local_args, **local_kwargs)
@@ -269,6 +397,15 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(out, (list, tuple)):
         return [DTensor(part, spec) for part, spec in zip(out, specs, strict=True)]
     return out
+
+
+def _check_partial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what does not commute with the reductions that are still to be made."""
+    if func in _PARTIAL_COPIES:
+        return
+    summed = func in _PARTIAL_SUMS and all(isinstance(arg, DTensor) for arg in args)
+    if not summed or not all(p.linear for arg in args for p in arg.placements if isinstance(p, Partial)):
+        _refuse(func, args, kwargs)
 
 
 def _first_of(value: Any) -> Any:
@@ -298,7 +435,10 @@ def _unwrap(value: Any, specs: list[Spec], func: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _local_of(value, specs[0], func)
     if isinstance(_first_of(value), torch.Tensor):
-        return [_local_of(part, spec, func) for part, spec in zip(value, specs, strict=True)]
+        return [
+            part._local_tensor if type(part) is DTensor and part.spec is spec else _local_of(part, spec, func)
+            for part, spec in zip(value, specs, strict=True)
+        ]
     return value
 
 
@@ -306,7 +446,8 @@ def _local_of(value: torch.Tensor, spec: Spec, func: Any) -> torch.Tensor:
     if isinstance(value, DTensor):
         if value.spec is spec or value.spec == spec:
             return value._local_tensor
-        raise ValueError(f"{func} on tensors that lie differently: {value.spec} against {spec}; use full_tensor()")
+        how = "that lie differently" if value.spec.mesh is spec.mesh else "of different meshes"
+        raise ValueError(f"{func} on tensors {how}: {value.spec} against {spec}; use redistribute() or full_tensor()")
     if value.dim() == 0:
         return value
     if value.shape == spec.shape:
@@ -319,25 +460,35 @@ def _local_of(value: torch.Tensor, spec: Spec, func: Any) -> torch.Tensor:
 
 def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on the whole tensors, on every rank alike. Cost: an all-gather of every sharded argument."""
-
-    def whole(value: Any) -> Any:
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
-    full_args, full_kwargs = tree_map(whole, (args, kwargs))
+    full_args, full_kwargs = tree_map(_whole, (args, kwargs))
     return func(*full_args, **full_kwargs)
 
 
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, given = args[0], kwargs.get("generator")
+    if tensor.spec.partial or tensor.device.type == "meta":
+        raise NotImplementedError(
+            f"{func} on a tensor of {tensor.spec} on {tensor.device}: it has no values of its own to draw"
+        )
+    func(tensor._local_tensor.new_empty(0), *args[1:], generator=given)  # bad arguments raise here, on every rank alike
+    seed = agree_on_seed(tensor.spec.mesh, given)
+    fill(tensor._local_tensor, tensor.spec, seed, lambda block, generator: func(block, *args[1:], generator=generator))
+    return tensor
+
+
 def _to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    spec, op = _specs(args)[0], _TO_SCALAR[func]
+    if spec.partial:
+        _refuse(func, args, kwargs)
+    locals_ = [_unwrap(arg, [spec], func) for arg in args]
+    local = locals_[0]
     if func is aten.equal.default:
-        specs = _specs(args)
-        same = func(*[_unwrap(arg, specs, func) for arg in args])
-        return bool(combine(torch.tensor(same, device=specs[0].mesh.device), ReduceOp.MIN, specs[0].mesh))
-    whole, local, mesh, op = args[0], args[0]._local_tensor, args[0].spec.mesh, _TO_SCALAR[func]
+        return bool(combine(torch.tensor(func(*locals_), device=spec.mesh.device), op, spec.parts))
     if func is aten.mean.default:
-        return combine(local.sum(**kwargs), op, mesh) / whole.numel()
-    if local.numel() == 0 and op is not ReduceOp.SUM:
-        return combine(_neutral(func, op, local), op, mesh)
-    return combine(func(local, **kwargs), op, mesh)
+        return combine(local.sum(**kwargs), op, spec.parts) / spec.shape.numel()
+    if local.numel() == 0 and op is not ReduceOp.SUM and spec.shape.numel():
+        return combine(_neutral(func, op, local), op, spec.parts)
+    return combine(func(local, **kwargs), op, spec.parts)
 
 
 def _neutral(func: Any, op: ReduceOp, local: torch.Tensor) -> torch.Tensor:
@@ -355,29 +506,39 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     if dim is not None and len(dim) != args[0].dim():
         return _gathered(func, args, kwargs)
-    return _norms([args[0]], order)[0]
+    return _norms(func, [args[0]], order)[0]
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _norms(args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    return _norms(func, args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2))
 
 
-def _norms(tensors: list[DTensor], order: float) -> list[torch.Tensor]:
-    """The norm of each whole tensor, combined in float64. Cost: one all-reduce for all; they must lie on one mesh."""
+def _norms(func: Any, tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of each whole tensor, combined in float64. Cost: one all-reduce for all that are spread over the same ranks."""
     if order <= 0:
         raise NotImplementedError(f"the {order}-norm of sharded tensors is not defined here: use full_tensor()")
-    parts = [t._local_tensor for t in tensors]
+    spread: dict[DeviceMesh | None, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor) and tensor.spec.partial:
+            _refuse(func, (tensor,), {})
+        spread.setdefault(tensor.spec.parts if isinstance(tensor, DTensor) else None, []).append(index)
+    parts = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     norms = [torch.linalg.vector_norm(part.double(), order) if part.numel() else part.new_zeros(()).double() for part in parts]
-    local, mesh = torch.stack(norms), tensors[0].spec.mesh
-    if order == float("inf"):
-        whole = combine(local, ReduceOp.MAX, mesh)
-    else:
-        whole = combine(local**order, ReduceOp.SUM, mesh) ** (1.0 / order)
-    return [norm.to(t.dtype) for norm, t in zip(whole, tensors, strict=True)]
+    for mesh, indices in spread.items():
+        local = torch.stack([norms[index] for index in indices])
+        if order == float("inf"):
+            whole = combine(local, ReduceOp.MAX, mesh)
+        else:
+            whole = combine(local**order, ReduceOp.SUM, mesh) ** (1.0 / order)
+        for index, norm in zip(indices, whole, strict=True):
+            norms[index] = norm.to(tensors[index].dtype)
+    return norms
 
 
-def combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh) -> torch.Tensor:
-    """All-reduce a small local result over the mesh."""
+def combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh | None) -> torch.Tensor:
+    """All-reduce a small local result over the mesh; as it is without one."""
+    if mesh is None:
+        return value
     sent = value.to(torch.uint8) if value.dtype == torch.bool else value.contiguous()
     out = torch.empty_like(sent)
     stream = current_stream(mesh.device)

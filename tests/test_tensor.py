@@ -9,8 +9,8 @@ from torch import nn
 
 import shardrt
 from ranks import on_ranks
-from shardrt.comm import World
-from shardrt.placement import FlatShard, RaggedShard
+from shardrt.comm import DeviceMesh, World
+from shardrt.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard
 from toys import OddMLP, batch, compare, loss_of, shard_blocks, without_scalars
 
 OPTIMIZERS = {
@@ -140,11 +140,11 @@ def test_placements(world: World) -> None:
     """Rows where rows go together, elements where they do not; either way every rank's part is where it says."""
     if world.size != 3:
         flat = shardrt.fully_shard(nn.Linear(64, 64)).weight  # rows would pad more than 1 %
-        assert isinstance(flat.placement, FlatShard)
-        assert sum(flat.placement.numels) == 64 * 64
-        assert flat.to_local().shape == (flat.placement.numels[world.rank],)
+        assert isinstance(flat.placements[0], FlatShard)
+        assert sum(flat.placements[0].numels) == 64 * 64
+        assert flat.to_local().shape == (flat.placements[0].numels[world.rank],)
     rows = shardrt.fully_shard(nn.Linear(4, 50 * world.size, bias=False)).weight
-    assert rows.placement == RaggedShard(0, (50,) * world.size)
+    assert rows.placements == (RaggedShard(0, (50,) * world.size),)
     assert rows.to_local().shape == (50, 4)
 
 
@@ -189,3 +189,108 @@ def test_clip_grad_norm(world: World, norm_type: float) -> None:
         compare(whole, sharded, 1e-12, "clipped")
     with pytest.raises(ValueError, match="norm_type=0"):
         shardrt.clip_grad_norm_(sharded.parameters(), 1.0, 0)
+
+
+# ---------------------------------------------------------------------- several axes, replicas, partial values
+
+
+def grid(world: World) -> DeviceMesh:
+    return DeviceMesh(world.comm, (2, 2), ("replicate", "shard"))
+
+
+def lying(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
+    """How a (5, 6) tensor may lie on two axes, replicas and empty parts included."""
+    return [
+        (Replicate(), RaggedShard(0, (2, 3))),
+        (Replicate(), FlatShard(0, (30, 0))),
+        (Replicate(), Replicate()),
+        (Shard(0), Shard(1)),
+        (Shard(0), Shard(0)),
+        (FlatShard(0, (11, 19)), Replicate()),
+    ]
+
+
+@on_ranks(4)
+def test_reductions_count_replicas_once(world: World) -> None:
+    mesh = grid(world)
+    whole = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).double()
+    tensors = [shardrt.distribute_tensor(whole, mesh, placements) for placements in lying(mesh)]
+    for tensor in tensors:
+        for order in (1, 2, float("inf")):
+            torch.testing.assert_close(torch.linalg.vector_norm(tensor, order), torch.linalg.vector_norm(whole, order))
+        for name in ("sum", "mean", "max", "min"):
+            torch.testing.assert_close(getattr(tensor, name)(), getattr(whole, name)(), msg=f"{name} of {tensor.spec}")
+        assert (tensor > 2).any().item() == (whole > 2).any().item()
+        assert torch.equal(tensor, whole)
+        assert not torch.equal(tensor, whole + 1)
+        param = nn.Parameter(tensor.clone())
+        param.grad = tensor.clone()
+        torch.testing.assert_close(shardrt.clip_grad_norm_([param], 1.0), whole.norm())
+        torch.testing.assert_close(param.grad.full_tensor(), whole / (whole.norm() + 1e-6))
+    for norm in torch._foreach_norm([*tensors, *(t.to_local() for t in tensors[2:3])], 2):
+        torch.testing.assert_close(norm, whole.norm())
+    mesh.close()
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@on_ranks(4)
+def test_optimizers_on_two_axes(world: World, options: dict[str, bool]) -> None:
+    mesh = grid(world)
+    draw = torch.Generator().manual_seed(2)
+    whole = nn.Parameter(torch.randn(5, 6, generator=draw))
+    params = [nn.Parameter(shardrt.distribute_tensor(whole.detach(), mesh, placements)) for placements in lying(mesh)]
+    for name in sorted(FUSED):
+        optimizers = [OPTIMIZERS[name](tensors, **options) for tensors in ([whole], params)]
+        for _ in range(2):
+            whole.grad = torch.randn(5, 6, generator=draw)
+            for param in params:
+                param.grad = shardrt.distribute_tensor(whole.grad, mesh, param.placements)
+            for optimizer in optimizers:
+                optimizer.step()
+        for param in params:
+            torch.testing.assert_close(param.full_tensor(), whole, msg=f"{name} {param.spec}")
+    mesh.close()
+
+
+@on_ranks(2)
+def test_partial_values(world: World) -> None:
+    """Copies and sums stay partial, whole matrices are reduced first, everything else is refused by name."""
+    value = torch.arange(6.0).view(2, 3) + world.rank
+    whole = 2 * torch.arange(6.0).view(2, 3) + 1
+    partial = shardrt.DTensor.from_local(value, world.mesh, [Partial()])
+    total = (partial + partial.clone()).sub_(-partial)
+    assert total.placements == (Partial(),)
+    assert torch.equal(total.full_tensor(), 3 * whole)
+    assert torch.equal(partial.mm(torch.eye(3)), whole)
+    for refused in (
+        lambda: partial * 2, lambda: partial.sqrt(), lambda: partial + 1, lambda: partial.sum(), lambda: partial.norm(),
+        lambda: torch.ones_like(partial), lambda: partial.fill_(1), lambda: torch._foreach_add([partial], 1.0),
+        lambda: partial > 0, lambda: torch._foreach_norm([partial]), lambda: partial.add_(torch.tensor(1.0)),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="is not defined on"):
+            refused()
+    highest = shardrt.DTensor.from_local(value, world.mesh, [Partial("max")])
+    with pytest.raises(NotImplementedError, match="is not defined on"):
+        highest + highest
+    param = nn.Parameter(torch.zeros(2, 3))
+    param.grad = partial.clone()
+    with pytest.raises(ValueError, match=r"a gradient lies as .*Partial.*not reduced yet"):
+        shardrt.clip_grad_norm_([param], 1.0)
+
+
+@on_ranks(2)
+def test_different_meshes_and_placements_do_not_mix(world: World) -> None:
+    other = DeviceMesh(world.comm, axis_names=("other",))
+    whole = torch.ones(4, 2)
+    here, there = (shardrt.distribute_tensor(whole, mesh, [Shard(0)]) for mesh in (world.mesh, other))
+    across = shardrt.distribute_tensor(whole, world.mesh, [Shard(1)])
+    for mix in (lambda a, b: a + b, torch.equal, lambda a, b: torch._foreach_add([a], [b]), lambda a, b: a.copy_(b)):
+        with pytest.raises(ValueError, match=r"of different meshes: .*other=2.*dp=2"):
+            mix(here, there)
+        with pytest.raises(ValueError, match=r"that lie differently: .*Shard\(dim=1\).*against.*Shard\(dim=0\)"):
+            mix(here, across)
+    for norm in torch._foreach_norm([here, there, across]):  # each of its own mesh
+        assert norm == whole.norm()
+    with pytest.raises(RuntimeError, match=r"here of Spec\(mesh=DeviceMesh\(other=2.*cannot be pickled"):
+        pickle.dumps(there)
+    other.close()
