@@ -85,7 +85,7 @@ class ExtensionGroup(ParamGroup):
         inputs = self._inputs()
         ranks, rows = self.mesh.size, param.shape[0]
         most = max(self.layout.numels(0)) * rows // max(1, param.shape.numel())
-        sizes = [most * tensor[:1].nbytes for tensor in inputs]
+        sizes = [most * tensor.shape[1:].numel() * tensor.itemsize for tensor in inputs]
         areas = [-(-size // 16) * 16 * ranks for size in sizes]
         self.full = FlatBuffer(sum(areas), self.mesh.device, runtime.account)
         self._full_bytes = self.full.view(torch.uint8, 0, (self.full.nbytes,))

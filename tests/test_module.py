@@ -422,17 +422,6 @@ def test_parameters_that_are_not_contiguous(world: World) -> None:
     train_side_by_side(world, model, map(batch, range(3)))
 
 
-@on_ranks(1, 2)
-def test_several_backwards_through_one_forward(world: World) -> None:
-    whole = OddMLP().double()
-    model = shard_blocks(copy.deepcopy(whole))
-    for m, x in ((whole, batch(0)), (model, batch(0).chunk(world.size)[world.rank])):
-        out = m(x)
-        out.square().mean().backward(retain_graph=True)
-        out.abs().mean().backward()
-    compare(whole, model, 1e-12, "both")
-
-
 class Narrow(torch.Tensor):
     """A float64 weight of which float32 values and a scale for each row are gathered."""
 

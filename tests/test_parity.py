@@ -141,6 +141,19 @@ def test_many_dims(world: World, dim: int) -> None:
     train_side_by_side(world, Conv().double(), map(batch, range(5)), shard=shard)
 
 
+@on_ranks(2, 3, 4)
+def test_all_dims_in_one_group(world: World) -> None:
+    """Three parameters cut along dims 0, 1 and 2, uneven, of fewer rows than ranks, one of them frozen."""
+
+    def shard(model: Conv) -> None:
+        dims = {model.blocks[0].weight: 0, model.blocks[1].weight: 1, model.strided: 2}
+        shardrt.fully_shard(model, shard_placement_fn=lambda param: shardrt.Shard(dims.get(param, 0)))
+
+    model = Conv().double()
+    model.blocks[0].bias.requires_grad_(False)
+    train_side_by_side(world, model, map(batch, range(4)), shard=shard)
+
+
 class Checkpointed(OddMLP):
     """Recomputes its blocks, each as a whole."""
 

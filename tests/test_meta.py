@@ -1,0 +1,96 @@
+"""Models built on the meta device: sharded without values, materialised shard by shard, initialised alike on any world."""
+
+import copy
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+import shardrt
+from ranks import on_ranks
+from shardrt.comm import World
+from toys import OddBlock, OddMLP, TiedGPT, batch, compare, loss_of, shard_blocks, tokens
+
+GIB = 1 << 30
+
+
+def on_meta(kind: type[nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return kind()
+
+
+@on_ranks(1, 2, 3)
+def test_from_a_state_dict(world: World) -> None:
+    """Sharded on meta, then filled from another model's shards; a tie stays a tie, and training goes on as from values."""
+    for kind, x in ((OddMLP, batch(0).float()), (TiedGPT, tokens(0))):
+        whole = kind()
+        source, model = shard_blocks(copy.deepcopy(whole)), shard_blocks(on_meta(kind))
+        assert all(param.is_meta and isinstance(param, shardrt.DTensor) for param in model.parameters())
+        with pytest.raises(RuntimeError, match="'OddMLP'.*on the meta device.*call to_empty" if kind is OddMLP else "meta"):
+            model(x)
+        model.to_empty(device=world.device)
+        model.load_state_dict(source.state_dict())
+        compare(whole, model, 0.0, "loaded")
+        loss_of(whole, x).backward()
+        loss_of(model, x.chunk(world.size)[world.rank]).backward()
+        compare(whole, model, 1e-5, "trained")
+    assert model.head.weight is model.tokens.weight
+
+
+class Initialised(OddMLP):
+    def reset(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.LayerNorm):
+                module.reset_parameters()
+            if isinstance(module, OddBlock):
+                nn.init.trunc_normal_(module.gate)
+                nn.init.constant_(module.scale, 0.5)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_initialised_alike_on_any_world(world: World) -> None:
+    """What a rank makes on all ranks together it makes on a mesh of itself alone, too: the same whole tensors."""
+    alone = world.comm.split(world.rank, 0, "alone")
+    made = []
+    for mesh in (world.mesh, shardrt.DeviceMesh(alone)):
+        torch.manual_seed(7)
+        model = shard_blocks(on_meta(Initialised), mesh=mesh)
+        model.to_empty(device=world.device)
+        model.reset()
+        made.append(model)
+    for one, other in zip(made[0].parameters(), made[1].parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+    assert made[0].blocks[0].up.weight.full_tensor().std() > 0.1
+    assert not torch.equal(made[0].blocks[0].up.weight.full_tensor(), made[0].blocks[1].up.weight.full_tensor())
+    assert loss_of(made[0], batch(0).float()).isfinite()
+    made[1].param_group.device_mesh.close()
+    alone.close()
+
+
+class Wide(nn.Module):
+    """2 billion parameters in 16 blocks, never whole anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(11180, 11180) for _ in range(16))
+
+
+@on_ranks(4, deadline_s=240)
+def test_two_billion_parameters(world: World) -> None:
+    """bfloat16 shards of a quarter: 1 GB per rank, and at most a block's shard beside them while they are made."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    with torch.device("meta"):
+        model = Wide().bfloat16()
+    numel = sum(param.numel() for param in model.parameters())
+    assert numel > 2e9
+    shard_blocks(model)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 < before + GIB // 16
+    model.to_empty(device=world.device)
+    for block in model.blocks:
+        nn.init.normal_(block.weight, std=0.02)
+        nn.init.zeros_(block.bias)
+    taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
+    mine = numel * 2 // 4
+    assert taken < mine + mine // 4
+    assert abs(model.blocks[3].weight.to_local().float().std() - 0.02) < 1e-3
