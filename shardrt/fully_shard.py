@@ -87,7 +87,7 @@ def fully_shard(
         if not buffer.is_meta:
             holder._buffers[attribute] = buffer.to(mesh.device)
     adopt(modules, groups)
-    if isinstance(offload, CPUOffloadPolicy) and mesh.device.type == "cpu" and mesh.rank == 0:
+    if isinstance(offload, CPUOffloadPolicy) and not offload.applies_to(mesh.device) and mesh.rank == 0:
         _say_nothing_to_offload()
     return module
 

@@ -107,7 +107,7 @@ class ParamGroup:
         self.replicas = None if len(mesh.shape) == 1 else mesh[mesh.axis_names[0]]
         self.mp_policy = mp_policy
         self.offload_policy = offload_policy
-        self.offloads = isinstance(offload_policy, CPUOffloadPolicy) and mesh.device.type != "cpu"
+        self.offloads = offload_policy.applies_to(mesh.device)
         self.settings = Settings(reshard_after_forward)
         self.parent: ParamGroup | None = None
         self.children: list[ParamGroup] = []

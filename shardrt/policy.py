@@ -69,6 +69,10 @@ class PrefetchPolicy:
 class OffloadPolicy:
     """Nothing is offloaded."""
 
+    def applies_to(self, device: torch.device) -> bool:
+        """Shards of a mesh on this device lie elsewhere."""
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
@@ -80,6 +84,9 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+    def applies_to(self, device: torch.device) -> bool:
+        return device.type != "cpu"
 
 
 @dataclass(frozen=True, slots=True)

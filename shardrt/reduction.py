@@ -196,7 +196,10 @@ class GradientReduction:
         for piece, param, placement in zip(self._layout.own, self.params, placements, strict=True):
             shape, stride = local_geometry(param.shape, placement, rank)
             self._scratch_views.append(self._scratch.view(self._dtype, piece.offset * self._dtype.itemsize, shape, stride))
-            local = torch.empty_like(param.local) if self._converts else self._segment.as_strided(shape, stride, piece.offset)
+            if self._converts:
+                local = torch.empty_like(param.local, pin_memory=param.local.is_pinned())
+            else:
+                local = self._segment.as_strided(shape, stride, piece.offset)
             self._grads.append(param.sharded_like(local))
         self._scratch.seal()
         self._partial.seal()

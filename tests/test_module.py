@@ -401,6 +401,31 @@ def test_offload_is_free_on_the_cpu(world: World) -> None:
     ] * (world.rank == 0)
 
 
+class Elsewhere(shardrt.CPUOffloadPolicy):
+    """Keeps shards apart from what is gathered on the CPU, too, as if the mesh were on another device."""
+
+    def applies_to(self, device: torch.device) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@on_ranks(1, 2, 3)
+def test_the_copies_of_an_offload(world: World, dtype: torch.dtype | None) -> None:
+    """What a GPU would do, on the CPU: shards are copied into the buffer, with a cast or without, and then gathered."""
+    mp_policy = shardrt.MixedPrecisionPolicy(dtype, dtype)
+    shard: Callable[[nn.Module], object] = lambda m: shard_blocks(  # noqa: E731
+        m, offload_policy=Elsewhere(pin_memory=False), mp_policy=mp_policy
+    )
+    model = OddMLP().double()
+    if dtype is None:
+        model = train_side_by_side(world, model, map(batch, range(3)), shard=shard, microbatches=2)
+    else:
+        shard(model)
+        loss_of(model, batch(0)).backward()
+    assert all(group.offloads for group in model.param_group.with_descendants())
+    assert model.param_group.runtime.account.in_use == 0
+
+
 @on_ranks(1, 2)
 def test_gathers_wait_for_a_given_event(world: World) -> None:
     model = shard_blocks(OddMLP().double())

@@ -1,0 +1,103 @@
+"""The feature table: what PyTorch's FSDP2 does, what shardrt does, and the test that shows it.
+
+    python scripts/parity.py            prints it; exits with 1 if a test that it names is not there
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+
+
+class Row(NamedTuple):
+    """One feature. `test` is FILE::NAME in tests/, less "test_" and ".py"."""
+
+    key: str
+    what: str
+    fsdp2: str
+    ours: str
+    test: str
+
+
+ROWS = [
+    Row("A1", "one group per call, bottom-up; FSDP<class>; slices of containers are plain", "yes", "yes", "module::slices_of_a_sharded_container_are_plain"),
+    Row("A2", "a list of modules is one group; only part of it runs, several times", "yes", "yes, gathered once", "module::a_list_of_modules_is_one_group"),
+    Row("A3", "reshard_after_forward: True, False, None", "yes", "yes", "parity::reshard_after_forward"),
+    Row("A3", "reshard_after_forward: a smaller world", "yes", "yes", "meshes::a_part_is_kept_after_forward"),
+    Row("A4", "hybrid sharding over two mesh axes", "yes", "yes", "meshes::hybrid_sharding"),
+    Row("A4", "replication only (data parallel)", "yes", "yes", "meshes::replicas_only"),
+    Row("A4", "experts on a mesh of their own", "yes", "yes", "meshes::experts_on_a_mesh_of_their_own"),
+    Row("A5", "any shard dim, even or uneven", "even, but for dim 0", "yes, no extra copy", "parity::all_dims_in_one_group"),
+    Row("A5", "scalars", "no", "yes", "parity::odd_sizes"),
+    Row("A5", "non-contiguous parameters", "no", "yes", "module::parameters_that_are_not_contiguous"),
+    Row("A6", "mixed precision: param, reduce and output dtype, inputs cast", "yes", "yes", "parity::bf16_parameters_with_float32_reduction"),
+    Row("A7", "several dtypes, frozen and trainable, in one group", "one reduce dtype", "yes", "parity::mixed_original_dtypes"),
+    Row("A8", "tied parameters stored and reduced once", "yes", "yes", "parity::gpt_with_tied_embeddings"),
+    Row("A8", "tied across groups", "silently untied", "refused by name", "bad_input::parameter_shared_across_groups"),
+    Row("A9", "CPU offload", "yes", "yes", "module::the_copies_of_an_offload"),
+    Row("A10", "meta device, to_empty, initialise", "yes", "yes", "meta::two_billion_parameters"),
+    Row("A10", "initialised alike on any number of ranks", "no", "yes", "meta::initialised_alike_on_any_world"),
+    Row("A10", "straight from a state dict", "yes", "yes", "meta::from_a_state_dict"),
+    Row("A11", "ignored parameters", "yes", "yes", "module::ignored_parameters_stay_whole"),
+    Row("A11", "a module called several times", "yes", "yes", "parity::module_used_twice"),
+    Row("A11", "modules that do not run", "yes", "yes", "parity::module_skipped_in_one_step"),
+    Row("A12", "parameters unused on some ranks", "yes", "yes", "module::parameters_unused_on_some_ranks"),
+    Row("A13", "all-gather extensions of tensor subclasses", "yes", "yes", "module::a_parameter_that_says_what_is_gathered"),
+    Row("B1", "unshard(async_op), reshard", "yes", "yes", "module::unshard_ahead"),
+    Row("B2", "gradient sync off: accumulation in the reduce dtype", "yes", "yes", "parity::accumulation_over_three_microbatches"),
+    Row("B2", "all-reduce off: hybrid accumulation by reduce-scatter only", "yes", "yes", "meshes::hybrid_sharding_accumulates_by_reduce_scatter_only"),
+    Row("B2", "reshard_after_backward, is_last_backward", "yes", "yes", "module::parameters_stay_gathered_between_microbatches"),
+    Row("B2", "unshard_in_backward", "yes", "yes", "prefetch::a_module_whose_backward_reads_no_parameters"),
+    Row("B3", "named modules gathered ahead", "yes", "yes", "prefetch::named_modules_are_gathered_ahead"),
+    Row("B3", "automatic prefetch both ways, within a budget", "backward only", "yes", "prefetch::a_prefetch_policy"),
+    Row("B4", "divide factor, force-sum, float16 divided in two steps", "yes", "yes", "meshes::divide_factors"),
+    Row("B4", "all-reduce hook", "yes", "yes", "meshes::a_hook_on_what_was_reduced"),
+    Row("B5", "custom all-gather and reduce-scatter", "yes", "yes", "module::custom_collectives"),
+    Row("B5", "post-optimizer event", "yes", "yes", "module::gathers_wait_for_a_given_event"),
+    Row("B6", "several reductions in flight", "yes", "yes", "module::reductions_in_flight"),
+    Row("B6", "reduce-scatter on a communicator of its own", "on request", "always", "parity::threaded_streams_give_the_same_bits"),
+    Row("B7", "reset_iter_state after an exception", "yes", "yes, bit for bit", "bad_input::exception_in_forward_and_in_backward"),
+    Row("B8", "to(), float(), to_empty() on a sharded module", "yes", "yes", "module::moved_and_cast_after_sharding"),
+    Row("B8", "register_fsdp_forward_method", "yes", "yes", "module::other_methods_as_forwards"),
+    Row("B8", "share_comm_ctx; several roots", "yes", "always shared", "module::two_roots_take_turns"),
+    Row("B8", "deepcopy refused with a reason", "yes", "yes", "bad_input::deepcopy"),
+    Row("B9", "activation checkpointing, both modes", "yes", "yes", "parity::activation_checkpointing"),
+    Row("B9", "the same, a module called twice", "yes", "yes", "module::a_module_called_twice_and_recomputed"),
+    Row("B9", "torch.compile of blocks", "yes", "yes", "compile::"),
+    Row("B9", "inference mode first, then training", "yes", "yes", "parity::a_first_forward_in_inference_mode"),
+    Row("B9", "several backwards through one forward", "yes", "yes", "parity::two_backwards_through_one_forward"),
+    Row("B9", "optimizer in backward", "yes", "yes", "module::optimizer_in_backward"),
+    Row("C1", "n-D mesh: slices, flattening, coordinates", "yes", "yes", "mesh::communicators_join_the_ranks_of_a_part"),
+    Row("C2", "redistribute between every pair of placements", "no ragged ones", "yes", "redistribute::every_pair_on_two_axes"),
+    Row("C3", "every torch optimizer: for-loop, foreach, fused", "yes", "yes", "tensor::optimizers"),
+    Row("C3", "random numbers independent of ranks and cuts", "CUDA only", "yes", "rng::the_same_on_any_number_of_ranks"),
+]  # fmt: skip
+
+
+def main() -> None:
+    """Print the table and say which tests are missing."""
+    missing = [row.test for row in ROWS if not _exists(row.test)]
+    head = Row("row", "feature", "FSDP2", "shardrt", "test")
+    widths = [max(len(row[column]) for row in (head, *ROWS)) for column in range(4)]
+    for row in (head, *ROWS):
+        cells = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)]
+        print("  ".join([*cells, row.test]))
+    if missing:
+        sys.exit(f"no such test: {', '.join(missing)}")
+
+
+def _exists(test: str) -> bool:
+    file, name = test.split("::")
+    path = TESTS / f"test_{file}.py"
+    if not path.is_file():
+        return False
+    names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return f"test_{name}" in names
+
+
+if __name__ == "__main__":
+    main()
