@@ -20,7 +20,7 @@ from .module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from .optim import clip_grad_norm_
+from .optim import clip_grad_norm_, offload_state_to_disk
 from .placement import FlatShard, Partial, RaggedShard, Replicate, Shard
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, ShardPlacementResult
 from .tensor import DTensor, distribute_tensor
@@ -50,6 +50,7 @@ __all__ = [
     "fully_shard",
     "init",
     "memory_summary",
+    "offload_state_to_disk",
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",

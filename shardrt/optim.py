@@ -1,10 +1,13 @@
-"""What optimizers need beyond the shards: clipping by the norm of the whole model's gradient."""
+"""What optimizers need beyond the shards: clipping by the norm of the whole model's gradient, and state on disk."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterable
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .comm import DeviceMesh, ReduceOp
 from .kernels import total_norm
@@ -52,3 +55,33 @@ def _mesh_norm(mesh: DeviceMesh, local: list[torch.Tensor], norm_type: float) ->
     if norm_type == float("inf"):
         return combine(mine, ReduceOp.MAX, mesh)
     return combine(mine**norm_type, ReduceOp.SUM, mesh) ** (1.0 / norm_type)
+
+
+def offload_state_to_disk(optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> RemovableHandle:
+    """Keep the optimizer's state on the host in memory-mapped files of `folder`, so that the kernel may write it out.
+
+    State moves there after the step that makes it. The files have no names: they take room in the file system until the
+    state is dropped, and nothing is left when the process ends, however it does.
+    Cost: nothing while memory suffices; then every step reads and writes the state from and to disk.
+    Returns a handle whose `remove()` leaves state that is still to be made in memory. Raises OSError when the disk is full.
+    """
+
+    def move(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, DTensor):
+                    value._local_tensor = _mapped(value._local_tensor, folder)
+                elif isinstance(value, torch.Tensor):
+                    state[key] = _mapped(value, folder)
+
+    return optimizer.register_step_post_hook(move)
+
+
+def _mapped(tensor: torch.Tensor, folder: str | os.PathLike[str]) -> torch.Tensor:
+    """The same values in a file, unless they are in one, on a device, or not worth a page."""
+    if tensor.device.type != "cpu" or tensor.untyped_storage().filename is not None or tensor.nbytes < 4096:
+        return tensor
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # Hazard: a page that the disk has no room for kills the process
+        flat = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return flat.as_strided(tensor.size(), tensor.stride()).copy_(tensor)

@@ -1,5 +1,8 @@
 """Buffer memory: the most ever in use is what arithmetic says, and nothing is left over."""
 
+import os
+import tempfile
+
 import pytest
 import torch
 
@@ -119,3 +122,31 @@ def test_summary(world: World) -> None:
     block_nbytes = model.blocks[0].param_group.nbytes
     peak = (model.param_group.nbytes + 2 * block_nbytes) / 1024  # the root, the block, the block's packed gradients
     assert buffers == f"buffers for gathered parameters and gradients: 0 B in use, {peak:.2f} KiB at most so far"
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+@on_ranks(1, 3)
+def test_optimizer_state_on_disk(world: World, options: dict[str, bool]) -> None:
+    """The same bits as in memory; the state is in files without names, and only what is worth a page."""
+    with tempfile.TemporaryDirectory() as folder:
+        models, optimizers = [], []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(
+                shard_blocks(OddMLP(width=41), shard_placement_fn=lambda p: shardrt.Shard(p.dim() - 1) if p.dim() else None)
+            )
+            optimizers.append(torch.optim.AdamW(models[-1].parameters(), **options))
+        handle = shardrt.offload_state_to_disk(optimizers[1], folder)
+        for step in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                loss_of(model, batch(step).float().chunk(world.size)[world.rank]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        handle.remove()
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(one.to_local(), other.to_local())
+        state = [x for of in optimizers[1].state.values() for x in of.values() if isinstance(x, shardrt.DTensor)]
+        on_disk = [x for x in state if x.to_local().untyped_storage().filename is not None]
+        assert {id(x) for x in on_disk} == {id(x) for x in state if x.to_local().nbytes >= 4096}
+        assert on_disk
+        assert os.listdir(folder) == []
