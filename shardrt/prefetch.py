@@ -123,7 +123,7 @@ class PrefetchQueue:
         return ahead if group.settings.forward_prefetch is None else group.settings.forward_prefetch
 
     def _report(self, expected: Sequence[ParamGroup], found: ParamGroup) -> None:
-        if expected and not self._reported and found.mesh.rank == 0:
+        if expected and not self._reported and found.device_mesh.rank == 0:
             self._reported = True
             _log.warning(
                 f"the order of use changed: expected '{expected[0].name}', found '{found.name}'; groups are gathered when "

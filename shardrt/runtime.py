@@ -92,7 +92,7 @@ class Runtime:
         self.newest_output: Boundary | None = None  # of the module that ran last
         self._to_reduce: list[ParamGroup] = []  # whose gradients are ready; small ones wait for more
         self._to_reduce_nbytes = 0
-        self._in_flight: deque[Handoff] = deque()  # buffers that the newest reductions use
+        self._in_flight: deque[tuple[list[ParamGroup], Handoff]] = deque()  # the newest reductions, and what they use
         self._reduced: set[ParamGroup] = set()  # in this backward
         self._end_queued = False
         for group in self.groups:
@@ -163,7 +163,8 @@ class Runtime:
 
     def _reduce_waiting(self) -> None:
         """Reduce what waits. Few lots at a time are in flight, so that packed gradients take a bounded amount of memory."""
-        self._retire(self.root.settings.reductions_in_flight - 1)
+        again = any(group in groups for groups, _ in self._in_flight for group in self._to_reduce)  # with the same buffers
+        self._retire(0 if again else self.root.settings.reductions_in_flight - 1)
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
             for group in self._to_reduce:
                 group.pack_grads()
@@ -178,7 +179,7 @@ class Runtime:
             for group in syncing:
                 group.publish_grads()
         ready = [self.streams.reduce.record(), self.streams.all_reduce.record()]
-        self._in_flight.append(Handoff(used, ready, self.streams.compute))
+        self._in_flight.append((syncing, Handoff(used, ready, self.streams.compute)))
         self._reduced.update(syncing)
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
@@ -186,7 +187,7 @@ class Runtime:
     def _retire(self, but: int) -> None:
         """Give back the buffers of all but the newest `but` lots of reductions, once those have run."""
         while len(self._in_flight) > but:
-            self._in_flight.popleft().release()
+            self._in_flight.popleft()[1].release()
 
     def _end_backward(self) -> None:
         """Reduce what is left (parameters without a gradient kept their groups waiting), and let compute see it all."""
