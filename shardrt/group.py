@@ -185,7 +185,6 @@ class ParamGroup:
         self.gather_comm = self.mesh.communicator("gather")
         self.reduce_comm = self.mesh.communicator("reduce")
         self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
-        self._finish = self._streams.reduce if self.replicas is None else self._streams.all_reduce
         self._make_full(runtime)
 
     def _make_full(self, runtime: Runtime) -> None:
@@ -441,12 +440,12 @@ class ParamGroup:
     def reduce_over_replicas(self) -> None:
         """Reduce what was reduced over the replicas as well, if there are any."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.launch_over_replicas(self._finish)
+        self.reduction.launch_over_replicas(self._streams.finish)
 
     def publish_grads(self) -> None:
         """Make what was reduced the sharded gradients."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.publish(self._finish)
+        self.reduction.publish(self._streams.finish)
 
     def end_backward(self) -> None:
         """No call's backward is under way any more."""

@@ -90,13 +90,12 @@ class Handoff:
     """Buffers that reductions still use: released on the stream that allocated them, once `ready` has passed."""
 
     buffers: Sequence[FlatBuffer]
-    ready: Sequence[Event]
+    ready: Event
     release_stream: Stream
 
     def release(self) -> None:
         """Let the release stream wait, then free the buffers on it."""
-        for event in self.ready:
-            self.release_stream.wait(event)
+        self.release_stream.wait(self.ready)
         for buffer in self.buffers:
             self.release_stream.submit(buffer.release)
 

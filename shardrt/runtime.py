@@ -17,14 +17,17 @@ from .reduction import Handoff
 
 
 class Streams:
-    """The streams of a root: gather and reduce run beside compute."""
+    """The streams of a root: gather and reduce run beside compute. What was reduced is finished on `finish`.
 
-    def __init__(self, device: torch.device) -> None:
+    That is the reduce stream itself, unless there are replicas to reduce over as well.
+    """
+
+    def __init__(self, device: torch.device, *, replicas: bool) -> None:
         self.device = device
         self.compute = comm.current_stream(device)
         self.gather = comm.world().stream_for("gather")
         self.reduce = comm.world().stream_for("reduce")
-        self.all_reduce = comm.world().stream_for("all_reduce")
+        self.finish = comm.world().stream_for("all_reduce") if replicas else self.reduce
 
     def begin(self, optimizer_done: comm.Event | None = None) -> None:
         """An iteration starts on the caller's current stream; the shards are gathered as they were last written there.
@@ -34,14 +37,9 @@ class Streams:
         self.compute = comm.current_stream(self.device)
         self.gather.wait(self.compute.record() if optimizer_done is None else optimizer_done)
 
-    def join(self) -> None:
-        """What compute does next sees every reduction."""
-        self.compute.wait(self.reduce.record())
-        self.compute.wait(self.all_reduce.record())
-
     def synchronize(self) -> None:
         """Block until everything beside compute has run."""
-        for stream in (self.gather, self.reduce, self.all_reduce):
+        for stream in (self.gather, self.reduce, self.finish):
             stream.synchronize()
 
 
@@ -87,7 +85,7 @@ class Runtime:
         names = {module: name for name, module in root.modules[0].named_modules()}
         self.groups = list(root.with_descendants())
         self.account = Account()
-        self.streams = Streams(root.mesh.device)
+        self.streams = Streams(root.mesh.device, replicas=any(group.replicas is not None for group in self.groups))
         self.prefetch = prefetch.PrefetchQueue()
         self.newest_output: Boundary | None = None  # of the module that ran last
         self._to_reduce: list[ParamGroup] = []  # whose gradients are ready; small ones wait for more
@@ -172,14 +170,14 @@ class Runtime:
             syncing = [group for group in self._to_reduce if group.settings.sync_gradients]
             with _together(group.reduce_comm for group in syncing):
                 used = [buffer for group in syncing for buffer in group.reduce_grads()]
-            self.streams.all_reduce.wait(self.streams.reduce.record())
+            if self.streams.finish is not self.streams.reduce:
+                self.streams.finish.wait(self.streams.reduce.record())
             with _together(group.all_reduce_comm for group in syncing if group.all_reduce_comm is not None):
                 for group in syncing:
                     group.reduce_over_replicas()
             for group in syncing:
                 group.publish_grads()
-        ready = [self.streams.reduce.record(), self.streams.all_reduce.record()]
-        self._in_flight.append((syncing, Handoff(used, ready, self.streams.compute)))
+        self._in_flight.append((syncing, Handoff(used, self.streams.finish.record(), self.streams.compute)))
         self._reduced.update(syncing)
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
@@ -202,7 +200,7 @@ class Runtime:
             group.end_backward()
         if self.root.settings.is_last_backward:
             self._retire(0)
-            self.streams.join()
+            self.streams.compute.wait(self.streams.finish.record())
             if any(group.offloads for group in self.groups):
                 self.streams.synchronize()  # the optimizer reads the gradients on the host, whatever the streams do
 
