@@ -124,14 +124,10 @@ def placement_of(index: int, layout: Layout) -> Cut:
     return RaggedShard(spec.dim, tuple(numel // spec.row_numel for numel in numels))
 
 
-def local_geometry(shape: torch.Size, placement: Cut, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
+def local_geometry(shape: torch.Size, cut: Cut, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
     """Shape and strides of a rank's part, as it lies in its segment; a scalar's is 1-D."""
-    if isinstance(placement, FlatShard):
-        return torch.Size((placement.numels[rank],)), (1,)
-    if not shape:
-        return torch.Size((placement.rows[rank],)), (1,)
-    part = torch.Size((*shape[: placement.dim], placement.rows[rank], *shape[placement.dim + 1 :]))
-    return part, outermost_stride(part, placement.dim)
+    part = cut.part_shape(shape, rank)
+    return part, outermost_stride(part, cut.dim)
 
 
 def outermost_stride(shape: torch.Size, dim: int) -> tuple[int, ...]:

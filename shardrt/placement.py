@@ -13,28 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from itertools import islice
-from typing import ClassVar
 
 import torch
 
 from .comm import DeviceMesh, ReduceOp
 
 
-class Kind(Enum):
-    """What changes of placement depend on."""
-
-    REPLICATED = auto()
-    SHARDED = auto()
-    PARTIAL = auto()
-
-
 class Placement:
     """How a tensor lies along one mesh axis."""
 
     __slots__ = ()
-    kind: ClassVar[Kind]
 
     def on(self, shape: torch.Size, size: int) -> Placement:
         """What this means for a tensor of `shape` over `size` ranks. Raises ValueError if it does not fit them."""
@@ -53,8 +42,6 @@ class Placement:
 class Replicate(Placement):
     """Every rank holds all of it, the same values."""
 
-    kind = Kind.REPLICATED
-
 
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
@@ -63,7 +50,6 @@ class Partial(Placement):
     A whole tensor becomes a sum or product by rank 0 keeping it and the others holding zeros or ones: exact in every dtype.
     """
 
-    kind = Kind.PARTIAL
     reduce_op: ReduceOp = ReduceOp.SUM
 
     def __post_init__(self) -> None:
@@ -84,7 +70,6 @@ class Partial(Placement):
 class Sharded(Placement):
     """Cut along `dim`: ranks in order, nothing twice, nothing left out."""
 
-    kind = Kind.SHARDED
     dim: int
 
     def on(self, shape: torch.Size, size: int) -> Cut:
@@ -167,10 +152,10 @@ class Spec:
     parts: DeviceMesh | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        mesh, kinds = self.mesh, [placement.kind for placement in self.placements]
-        names = tuple(name for name, kind in zip(mesh.axis_names, kinds, strict=True) if kind is Kind.SHARDED)
-        parts = mesh if len(names) == len(kinds) else mesh[names] if names else None
-        object.__setattr__(self, "partial", Kind.PARTIAL in kinds)
+        mesh, axes = self.mesh, zip(self.mesh.axis_names, self.placements, strict=True)
+        names = tuple(name for name, placement in axes if isinstance(placement, Sharded))
+        parts = mesh if len(names) == len(self.placements) else mesh[names] if names else None
+        object.__setattr__(self, "partial", any(isinstance(placement, Partial) for placement in self.placements))
         object.__setattr__(self, "parts", parts)
 
     @classmethod

@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from .comm import Communicator, current_stream
-from .placement import Cut, FlatShard, Kind, Partial, Placement, Replicate, Sharded, Spec, flattened, local_shape, unflattened
+from .placement import Cut, FlatShard, Partial, Placement, Replicate, Sharded, Spec, flattened, local_shape, unflattened
 
 REPLICATE = Replicate()
 
@@ -63,7 +63,7 @@ def _overlap(a: Placement, b: Placement) -> bool:
 
 
 def _change(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Placement, new: Placement) -> torch.Tensor:
-    change = _CHANGES.get((old.kind, new.kind))
+    change = next((change for a, b, change in _CHANGES if isinstance(old, a) and isinstance(new, b)), None)
     if isinstance(old, Sharded) and isinstance(new, Sharded) and old.dim != new.dim and _overlap(old, new):
         change = None  # elements of a flat part lie scattered over another dim
     if change is None:
@@ -128,11 +128,11 @@ def _keep(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Repli
     return new.on(shape, comm.size).part_of(local, comm.rank).clone(memory_format=torch.contiguous_format)
 
 
-_CHANGES: dict[tuple[Kind, Kind], Callable[..., torch.Tensor]] = {
-    (Kind.SHARDED, Kind.REPLICATED): _gather,
-    (Kind.SHARDED, Kind.SHARDED): _exchange,
-    (Kind.PARTIAL, Kind.REPLICATED): _all_reduce,
-    (Kind.PARTIAL, Kind.SHARDED): _reduce_scatter,
-    (Kind.REPLICATED, Kind.SHARDED): _keep,
-    (Kind.REPLICATED, Kind.PARTIAL): _keep,
-}
+_CHANGES: list[tuple[type[Placement], type[Placement], Callable[..., torch.Tensor]]] = [
+    (Sharded, Replicate, _gather),
+    (Sharded, Sharded, _exchange),
+    (Partial, Replicate, _all_reduce),
+    (Partial, Sharded, _reduce_scatter),
+    (Replicate, Sharded, _keep),
+    (Replicate, Partial, _keep),
+]

@@ -267,8 +267,9 @@ def test_partial_values(world: World) -> None:
         lambda: torch.ones_like(partial), lambda: partial.fill_(1), lambda: torch._foreach_add([partial], 1.0),
         lambda: partial > 0, lambda: torch._foreach_norm([partial]), lambda: partial.add_(torch.tensor(1.0)),
     ):  # fmt: skip
-        with pytest.raises(NotImplementedError, match="is not defined on"):
-            refused()
+        for recording in (False, True):
+            with torch.set_grad_enabled(recording), pytest.raises(NotImplementedError, match="is not defined on"):
+                refused()
     highest = shardrt.DTensor.from_local(value, world.mesh, [Partial("max")])
     with pytest.raises(NotImplementedError, match="is not defined on"):
         highest + highest
