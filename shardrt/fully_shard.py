@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -146,12 +146,32 @@ def fully_shard(
         if isinstance(child, FSDPModule) and child.param_group.parent is None:
             child.param_group.parent = group
             group.children.append(child.param_group)
-    module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
+    module.__class__ = _sharded_class(cast(type, type(module)))
     cast(FSDPModule, module).param_group = group
     for holder in {holder for owned in owners.values() for holder, *_ in owned}:
         holder.register_state_dict_pre_hook(lambda *_: group.reshard())
         holder.register_load_state_dict_pre_hook(partial(_before_load, group))
     return module
+
+
+@cache
+def _sharded_class(kind: type) -> type:
+    """One for all modules of a class: torch.compile makes its code anew for each class, and eight times at most."""
+    _hide_from_compiler()
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+
+
+@cache
+def _hide_from_compiler() -> None:
+    """Have torch.compile look into none of our files: a graph ends before a sharded module, and another begins in it.
+
+    Cost: seconds and 70 MB of importing the compiler, once; torch's optimizers import it as well. The public way,
+    `torch.compiler.disable`, costs some microseconds per hook and does without the hooks in a backward.
+    """
+    from torch._dynamo import trace_rules
+
+    for package in ("shardrt", "shardrt.comm", "shardrt.kernels"):
+        trace_rules.add(package)
 
 
 def _before_load(
