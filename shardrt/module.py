@@ -231,8 +231,28 @@ def adopt(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
         group.parent = first
         first.children.append(group)
     for module in modules:
-        module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
+        module.__class__ = _sharded_class(cast(type, type(module)))
         cast(FSDPModule, module).param_groups = tuple(groups)
+
+
+@functools.cache
+def _sharded_class(kind: type) -> type:
+    """One for all modules of a class: torch.compile makes its code anew for each class, and eight times at most."""
+    _hide_from_compiler()
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+
+
+@functools.cache
+def _hide_from_compiler() -> None:
+    """Have torch.compile look into none of our files: a graph ends before a sharded module, and another begins in it.
+
+    Cost: seconds and 70 MB of importing the compiler, once; torch's optimizers import it as well. The public way,
+    `torch.compiler.disable`, costs some microseconds per hook and does without the hooks in a backward.
+    """
+    from torch._dynamo import trace_rules
+
+    for package in ("shardrt", "shardrt.comm", "shardrt.kernels"):
+        trace_rules.add(package)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

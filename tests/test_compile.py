@@ -1,0 +1,326 @@
+"""torch.compile on, around and inside of sharded modules: the same numbers, few graphs, and none of them made twice.
+
+`aot_eager` traces, plans backwards and guards as inductor does, but writes no C++: it is what most tests take.
+"""
+
+import copy
+import functools
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ranks
+import shardrt
+from shardrt.comm import World
+from test_prefetch import gathers_of
+from toys import OddBlock, OddMLP, Sharder, batch, loss_of, lots_of, shard_blocks, train_side_by_side
+
+STEPS = 4
+DEADLINE_S = 240.0  # the first test of a job imports the compiler: a minute per rank on a machine that is busy
+TOLERANCE = 2e-6  # float32: the sum over all rows, and that over the ranks' sums, round differently
+
+
+on_ranks = functools.partial(ranks.on_ranks, deadline_s=DEADLINE_S)
+
+
+class Counts:
+    """What the compiler did."""
+
+    @property
+    def graphs(self) -> int:
+        """That went to the backend."""
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    @property
+    def breaks(self) -> int:
+        """Where a graph had to end early, each counted once for every time that it was traced."""
+        return torch._dynamo.utils.counters["graph_break"].total()
+
+
+@contextmanager
+def compiler() -> Iterator[Counts]:
+    """The compiler, knowing nothing yet; afterwards it has forgotten everything and may compile again."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        yield Counts()
+    finally:
+        torch.compiler.set_stance("default")
+        torch._dynamo.reset()
+
+
+def refuse_recompiling(step: int, model: nn.Module) -> None:
+    """From the third step on, whatever would have to be compiled is an error."""
+    if step == 2:
+        torch.compiler.set_stance("fail_on_recompile")
+
+
+def train(world: World, model: nn.Module, shard: Sharder) -> None:
+    batches = (batch(step).float() for step in range(STEPS))
+    train_side_by_side(world, model, batches, shard=shard, before_step=refuse_recompiling, tolerance=TOLERANCE)
+
+
+def blocks_first(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    shard_blocks(model)
+
+
+def blocks_last(model: nn.Module) -> None:
+    shard_blocks(model)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+
+
+@on_ranks(1, 2, 3)
+def test_compiled_blocks_share_one_graph(world: World) -> None:
+    """Ten blocks: the compiler gives up on a function at its ninth variant, such as one per class of `self`."""
+    with compiler() as counts:
+        train(world, OddMLP(layers=10), blocks_last)
+        assert (counts.graphs, counts.breaks) == (1, 0)
+
+
+@on_ranks(2)
+def test_blocks_can_be_compiled_before_they_are_sharded(world: World) -> None:
+    with compiler() as counts:
+        train(world, OddMLP(), blocks_first)
+        assert (counts.graphs, counts.breaks) == (1, 0)
+
+
+class Wrapped(OddMLP):
+    """Runs what `torch.compile` makes of its blocks, which is beside the module tree and so renames no parameter."""
+
+    wrapped: tuple[nn.Module, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.wrapped or self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def wrap_blocks(model: nn.Module) -> None:
+    shard_blocks(model)
+    model.wrapped = tuple(torch.compile(block, backend="aot_eager") for block in model.blocks)
+
+
+@on_ranks(2)
+def test_sharded_blocks_in_optimized_modules(world: World) -> None:
+    with compiler() as counts:
+        train(world, Wrapped(), wrap_blocks)
+        assert counts.graphs == 1
+        assert counts.breaks <= 1
+
+
+@on_ranks(2)
+def test_an_optimized_module_can_be_sharded(world: World) -> None:
+    whole = OddMLP()
+    model = copy.deepcopy(whole)
+    with compiler() as counts:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend="aot_eager")
+        shard_blocks(model)
+        loss_of(model, batch(0).float().chunk(world.size)[world.rank]).backward()
+        loss_of(whole, batch(0).float()).backward()
+        assert (counts.graphs, counts.breaks) == (1, 0)
+    for sharded, param in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), param.grad, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def model_first(model: nn.Module) -> None:
+    model.compile(backend="aot_eager")
+    shard_blocks(model)
+
+
+def model_last(model: nn.Module) -> None:
+    shard_blocks(model)
+    model.compile(backend="aot_eager")
+
+
+class Unrolled(OddMLP):
+    """Calls its blocks one by one; the compiler leaves functions alone in which a graph would end in a loop."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.inp(x))
+        x = self.blocks[1](torch.sin(x))
+        x = self.blocks[2](torch.sin(x))
+        return self.out(x)
+
+
+@pytest.mark.parametrize("shard", [model_first, model_last])
+@pytest.mark.parametrize("model", [OddMLP, Unrolled])
+@on_ranks(2)
+def test_a_compiled_model(world: World, model: type[nn.Module], shard: Sharder) -> None:
+    """A graph ends before each sharded block: the model falls into the blocks and what is between them."""
+    with compiler() as counts:
+        train(world, model(), shard)
+        assert counts.breaks <= 3
+        # One serves all blocks. Before the first, between two and two, after the last: three of their own, or a loop.
+        assert counts.graphs == (1 if model is OddMLP else 5)
+
+
+@on_ranks(2)
+def test_a_compiled_training_step(world: World) -> None:
+    """Backward's hooks run under the compiler's eyes; it leaves them alone as well."""
+    whole, model = Unrolled(), Unrolled()
+    model.load_state_dict(whole.state_dict())
+    shard_blocks(model)
+
+    def step(x: torch.Tensor) -> None:
+        loss_of(model, x).backward()
+
+    with compiler() as counts:
+        torch.compile(step, backend="aot_eager")(batch(0).float().chunk(world.size)[world.rank])
+        assert counts.breaks <= 2 * 5  # at each module and at backward(), as seen from this function and from the model's
+    loss_of(whole, batch(0).float()).backward()
+    for sharded, param in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), param.grad, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class Inner(nn.Module):
+    """A block of which a part is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = OddBlock(13)
+        self.scale = nn.Parameter(torch.ones(13))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x) * self.scale
+
+
+class OfInner(OddMLP):
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        self.blocks.extend([Inner(), Inner()])
+
+
+def parts(model: nn.Module) -> None:
+    shard_blocks(model)
+    for block in model.blocks:
+        block.part.compile(backend="aot_eager", fullgraph=True)
+
+
+@on_ranks(2)
+def test_a_compiled_part_of_a_block(world: World) -> None:
+    with compiler() as counts:
+        train(world, OfInner(), parts)
+        assert (counts.graphs, counts.breaks) == (1, 0)
+
+
+class Checkpointed(OddMLP):
+    use_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@on_ranks(2)
+def test_checkpoints_around_compiled_blocks(world: World, use_reentrant: bool) -> None:
+    model = Checkpointed()
+    model.use_reentrant = use_reentrant
+    with compiler() as counts:
+        train(world, model, blocks_last)
+        # A reentrant checkpoint runs the forward without gradients first: another graph.
+        assert (counts.graphs, counts.breaks) == (2 if use_reentrant else 1, 0)
+
+
+class Normed(nn.Module):
+    """Changes buffers in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(13)
+        self.linear = nn.Linear(13, 13)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(self.norm(x)))
+
+
+class OfNormed(OddMLP):
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        self.blocks.extend([Normed(), Normed()])
+
+
+@on_ranks(2)
+def test_the_same_bits_buffers_and_schedule_as_without(world: World) -> None:
+    """Gathers and frees come in the same order: the compiled backward asks for no parameter earlier or later."""
+    eager = OfNormed()
+    compiled = copy.deepcopy(eager)
+    shard_blocks(eager)
+    blocks_last(compiled)
+    events = [gathers_of(model) for model in (eager, compiled)]
+    with compiler() as counts, lots_of(0):
+        for step in range(3):
+            for model in (eager, compiled):
+                loss_of(model, batch(step).float().chunk(world.size)[world.rank]).backward()
+        assert counts.graphs == 1
+    assert events[0] == events[1]
+    assert eager.param_group.runtime.account.peak == compiled.param_group.runtime.account.peak
+    for (name, param), other in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
+    for (name, buffer), other in zip(eager.named_buffers(), compiled.buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+
+
+@on_ranks(2)
+def test_eval_and_inference_between_steps(world: World) -> None:
+    """Each mode has a graph of its own; coming back to one that ran already compiles nothing."""
+    whole, model = OddMLP(), OddMLP()
+    model.load_state_dict(whole.state_dict())
+    blocks_last(model)
+    x = batch(0).float()
+    with compiler() as counts:
+        for round_ in range(2):
+            if round_ == 1:
+                torch.compiler.set_stance("fail_on_recompile")
+            with torch.inference_mode():
+                torch.testing.assert_close(model(x), whole(x), rtol=TOLERANCE, atol=TOLERANCE)
+            loss_of(model, x).backward()
+            model.eval()
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), whole(x), rtol=TOLERANCE, atol=TOLERANCE)
+            model.train()
+        assert counts.graphs == 3
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+@on_ranks(2)
+def test_inductor(world: World, tmp_path: Path) -> None:
+    """Its kernels read the parameters where they are at the time. The bits are those of the same blocks, not sharded.
+
+    Every rank has the same rows, so that the mean over two ranks is exact.
+    """
+    from torch._inductor import config
+
+    plain, model = OddMLP(), OddMLP()
+    model.load_state_dict(plain.state_dict())
+    shard_blocks(model)
+    with pytest.MonkeyPatch.context() as patch, config.patch(compile_threads=1), compiler() as counts:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # shared: one rank compiles, the others wait for its locks
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (plain, model)]
+        for block in (*plain.blocks, *model.blocks):
+            block.compile(fullgraph=True)
+        for step in range(STEPS):
+            refuse_recompiling(step, model)
+            losses = [loss_of(m, batch(step).float()) for m in (plain, model)]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.equal(*losses)
+        assert counts.graphs <= 2  # the classes are two
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(param, shardrt.DTensor)
+        assert torch.equal(param.full_tensor(), expected), name
