@@ -106,9 +106,9 @@ class NcclCommunicator(Communicator):
         self._check_open("exchange")
         return self._host.exchange(value)
 
-    def exchange_bytes(self, row: bytes) -> bytes:
-        self._check_open("exchange_bytes")
-        return self._host.exchange_bytes(row)
+    def compare(self, mark: int, tell: Callable[[], T]) -> list[T] | None:
+        self._check_open("compare")
+        return self._host.compare(mark, tell)
 
     def split(self, color: int | None, key: int, name: str) -> NcclCommunicator | None:
         self._check_open("split")
