@@ -89,10 +89,6 @@ class Call:
     entry: list[Any] | None = None
     slot: Slot | None = None
 
-    def enqueue(self, stream: Stream) -> None:
-        """Hand the call to its backend."""
-        self.launch(stream, self.out, self.inp, *self.how)
-
 
 class Hook:
     """Watches the calls of communicators from outside; see `Communicator.hooks`. A group is one list of calls.

@@ -400,10 +400,9 @@ class Communicator(ABC):
     # Each runs in the order of `stream`, which NCCL is to be given; the arguments have been checked. Tensors that a rank has no
     # use for are None.
 
+    @abstractmethod
     def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:
-        """One call, or those of a group."""
-        for call in calls:
-            call.enqueue(stream)
+        """Launch one call, or those of a group."""
 
     @abstractmethod
     def _all_gather(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor) -> None: ...

@@ -122,7 +122,7 @@ class MpiCommunicator(Communicator):
         requests = [r for call in calls if call.name in ("send", "recv") for r in self._start(call)]
         for call in calls:
             if call.name not in ("send", "recv"):
-                call.enqueue(stream)
+                call.launch(stream, call.out, call.inp, *call.how)
         MPI.Request.Waitall(requests)
 
     def _all_gather(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor) -> None:

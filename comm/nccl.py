@@ -144,7 +144,7 @@ class NcclCommunicator(Communicator):
             self._temporaries.clear()
 
     def _enqueue_call(self, stream: Stream, call: Call) -> None:
-        self._attempt(call.name, call.enqueue, stream, call=call)
+        self._attempt(call.name, call.launch, stream, call.out, call.inp, *call.how, call=call)
 
     def _enqueue_group(self, stream: Stream, calls: Sequence[Call]) -> None:
         with _grouped():
