@@ -22,13 +22,14 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 }
 
 
+_NARROW = frozenset({torch.bfloat16, torch.float16})
 # Torch does not add these; sums and products have the bits of the signed ones.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that values of `dtype` are reduced in."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float32 if dtype in _NARROW else dtype
 
 
 def reduce_rows(
@@ -47,15 +48,14 @@ def reduce_rows(
     else:
         combine = _COMBINE[op]
     terms = rows if partial is None else [partial, *rows]
-    rounds = wide(out.dtype) != out.dtype
-    total = terms[0] if wide(terms[0].dtype) == terms[0].dtype else terms[0].float()
+    total = terms[0].float() if terms[0].dtype in _NARROW else terms[0]
     for term in terms[1:-1]:
         total = combine(total, term)
     if len(terms) > 1:
-        total = combine(total, terms[-1], out=None if rounds else out)
+        total = combine(total, terms[-1], out=None if out.dtype in _NARROW else out)
     if op is ReduceOp.AVG and divisor > 1:
         total.div_(divisor)
-    if total.data_ptr() != out.data_ptr():
+    if total is not out and total.data_ptr() != out.data_ptr():
         out.copy_(total)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .streams import Event, Stream
 
 if TYPE_CHECKING:
+    from .check import Description
     from .communicator import Communicator
+    from .table import Slot
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8})
@@ -21,6 +23,8 @@ REDUCIBLE = FLOATS | INTEGERS | {torch.bool}
 
 class ReduceOp(Enum):
     """How the ranks' values become one. Float16 and bfloat16 are reduced in float32 on the MPI backend."""
+
+    __hash__ = object.__hash__  # Cost: an Enum's own is written in Python, and every call is looked up by its operation
 
     SUM = "sum"
     AVG = "avg"
@@ -80,11 +84,10 @@ class Call:
     inp: torch.Tensor | None
     how: tuple[object, ...]  # op, root, peer or counts
     stream: Stream
-    shared: str | None = None  # of the first call of a list: `comm.check.describe_shared`, once it has been worked out
-
-    def enqueue(self, stream: Stream) -> None:
-        """Hand the call to its backend."""
-        self.launch(stream, self.out, self.inp, *self.how)
+    # Of the first call of a list, for hooks: its words, once they have been worked out; where recorder and watchdog keep it.
+    description: Description | None = None
+    entry: list[Any] | None = None
+    slot: Slot | None = None
 
 
 class Hook:

@@ -6,18 +6,17 @@ or 1 says otherwise.
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from .calls import BLOCKING, Call, Failure, Hook, PreMulSum, RemoteError, SharedError
-from .communicator import Communicator
 
-_LENGTH_NBYTES = 8
+Told = tuple[int, str, Failure | None]
 
 
 class MismatchError(SharedError):
@@ -35,24 +34,25 @@ class CallCheck(Hook):
         comm = calls[0].comm
         if comm.size == 1 or (calls[0].name in BLOCKING and calls[0].name != "agree"):
             return
-        text = describe_shared(calls)
-        if not text:
-            return
-        mine = _fingerprint(text)
-        if comm.exchange_bytes(mine) != mine * comm.size:
+        made = calls[0].description or describe(calls)
+        if made.shared and (rows := comm.compare(made.mark, lambda: _told(calls[0], made.shared))) is not None:
             for hook in comm.hooks:
                 hook.after(calls)
-            _refuse(calls[0], text)
+            _refuse(calls[0], rows)
 
 
-def _refuse(call: Call, text: str) -> None:
-    """Tell every rank what every rank has called, and raise."""
+def _told(call: Call, made: str) -> Told:
+    """The number of the next call, the one made, and what went wrong before."""
     failure = call.how[0] if call.name == "agree" else None
-    rows = _exchange(call.comm, pickle.dumps((call.number + (call.name != "agree"), text, failure)))
+    return call.number + (call.name != "agree"), made, failure if isinstance(failure, Failure) else None
+
+
+def _refuse(call: Call, rows: Sequence[Told]) -> NoReturn:
+    """Tell what every rank has called."""
     call.comm.align(number for number, _, _ in rows)
-    for _, _, told in rows:
-        if isinstance(told, Failure):
-            raise RemoteError(told, call.comm)
+    for _, _, failure in rows:
+        if failure is not None:
+            raise RemoteError(failure, call.comm)
     ranks = defaultdict(list)
     for rank, (_, made, _) in enumerate(rows):
         ranks[made].append(rank)
@@ -65,54 +65,54 @@ def _refuse(call: Call, text: str) -> None:
     )
 
 
-def _exchange(comm: Communicator, row: bytes) -> list[tuple[int, str, Failure | None]]:
-    """Every rank's pickled row, though they differ in length."""
-    lengths = _cut(comm.exchange_bytes(len(row).to_bytes(_LENGTH_NBYTES)), comm.size)
-    longest = max(int.from_bytes(length) for length in lengths)
-    return [pickle.loads(padded) for padded in _cut(comm.exchange_bytes(row.ljust(longest)), comm.size)]
-
-
-def _cut(rows: bytes, size: int) -> list[bytes]:
-    width = len(rows) // size
-    return [rows[rank * width : (rank + 1) * width] for rank in range(size)]
-
-
 # ---------------------------------------------------------------------- in words
 
 
-# Name, dtype, elements, and how: what is to be known of a call when its tensors are gone.
-Signature = tuple[str, torch.dtype | None, int, tuple[object, ...]]
+class Description(NamedTuple):
+    """Calls in words, kept for calls that repeat."""
+
+    words: str  # such as "all_reduce float32 4096 sum"
+    shared: str  # what must be the same on every rank: nothing of sends and receives, of an all-to-all name and dtype
+    mark: int  # a hash of that
 
 
-def signature(call: Call) -> Signature:
-    """What describes the call."""
+def describe(calls: Sequence[Call]) -> Description:
+    """The calls in words. Several hooks ask, and a group may have hundreds of calls."""
+    first = calls[0]
+    if first.description is None:
+        if len(calls) == 1:
+            first.description = _describe_one(first)
+        else:
+            first.description = _join(tuple(map(_describe_one, calls)))
+    return first.description
+
+
+def _describe_one(call: Call) -> Description:
     tensor = call.out if call.inp is None or call.name == "scatter" else call.inp
     if tensor is None or call.name in BLOCKING:
-        return call.name, None, 0, ()
-    return call.name, tensor.dtype, tensor.numel(), call.how
-
-
-def describe(calls: Sequence[Signature]) -> str:
-    """The calls in words, such as "all_reduce float32 4096 sum"."""
-    return _words(*calls[0]) if len(calls) == 1 else " + ".join(_words(*call) for call in calls)
-
-
-def describe_shared(calls: Sequence[Call]) -> str:
-    """What must be the same on every rank, in words: nothing of sends and receives, of an all-to-all name and dtype."""
-    first = calls[0]
-    if first.shared is None:  # several hooks ask, and a group may have hundreds of calls
-        first.shared = " + ".join(words for call in calls if (words := _shared_words(*signature(call))))
-    return first.shared
+        return _kept(call.name, None, 0, ())
+    return _kept(call.name, tensor.dtype, tensor.numel(), call.how)
 
 
 @lru_cache(maxsize=4096)
-def _shared_words(name: str, dtype: torch.dtype | None, numel: int, how: tuple[object, ...]) -> str:
+def _kept(name: str, dtype: torch.dtype | None, numel: int, how: tuple[object, ...]) -> Description:
+    words = _words(name, dtype, numel, how)
     if name in ("send", "recv"):
-        return ""
-    return _words(name, dtype, numel, how) if name != "all_to_all" else f"{name} {_short(dtype)}"
+        return Description(words, "", 0)
+    shared = words if name != "all_to_all" else f"{name} {_short(dtype)}"
+    return Description(words, shared, _mark(shared))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
+def _join(parts: tuple[Description, ...]) -> Description:
+    shared = " + ".join(part.shared for part in parts if part.shared)
+    return Description(" + ".join(part.words for part in parts), shared, _mark(shared))
+
+
+def _mark(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
 def _words(name: str, dtype: torch.dtype | None, numel: int, how: tuple[object, ...]) -> str:
     if dtype is None:
         return name
@@ -125,11 +125,6 @@ def _words(name: str, dtype: torch.dtype | None, numel: int, how: tuple[object, 
         else:  # an operation, or an all-to-all's counts
             words.append(str(getattr(part, "value", part)))
     return " ".join(words)
-
-
-@lru_cache(maxsize=4096)
-def _fingerprint(text: str) -> bytes:
-    return blake2b(text.encode(), digest_size=16).digest()
 
 
 def _short(dtype: torch.dtype | None) -> str:

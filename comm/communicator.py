@@ -52,8 +52,12 @@ class Communicator(ABC):
         self.rank = rank
         self.size = size
         self.device = device
+        self.is_async = device.type == "cuda"  # whether a call that has been enqueued may be under way yet
         self.name = name
-        self.hooks = list(hooks)
+        self.hooks = tuple(hooks)
+        self._called = [hook.called for hook in hooks if type(hook).called is not Hook.called]
+        self._before = [hook.before for hook in hooks if type(hook).before is not Hook.before]
+        self._after = [hook.after for hook in hooks if type(hook).after is not Hook.after]
         self._closed = False
         self._number = 0
         self._newest: tuple[Stream, Event] | None = None  # call
@@ -214,8 +218,11 @@ class Communicator(ABC):
         """Every rank's picklable `value`, in rank order, on every rank. Blocks the caller; for set-up, not for steps."""
 
     @abstractmethod
-    def exchange_bytes(self, row: bytes) -> bytes:
-        """Every rank's `row`, all of one length, one after the other. Blocks; to be called in the order of the collectives."""
+    def compare(self, mark: int, tell: Callable[[], T]) -> list[T] | None:
+        """None if `mark`, of 63 bits, is the same on every rank; else what each has to `tell` (picklable), in rank order.
+
+        Blocks until every rank has come; to be called in the order of the collectives.
+        """
 
     @abstractmethod
     def split(self, color: int | None, key: int, name: str) -> Communicator | None:
@@ -265,11 +272,13 @@ class Communicator(ABC):
     def watched(self, name: str, *how: object) -> Iterator[None]:
         """Let the hooks watch the `with` block, in which the caller waits for the other ranks: one of `BLOCKING`."""
         calls = [Call(self, self._number, name, self._barrier, None, None, how, INLINE)]
-        self._tell_before(calls)
+        for tell in self._before:
+            tell(calls)
         try:
             yield
         finally:
-            self._tell_after(calls)
+            for tell in self._after:
+                tell(calls)
 
     def close(self) -> None:
         """Give back what the communicator holds. Collective; idempotent; calls after it raise RuntimeError."""
@@ -311,23 +320,21 @@ class Communicator(ABC):
         stream = calls[0].stream
         if self._newest is not None and self._newest[0] != stream:
             stream.wait(self._newest[1])
-        for hook in self.hooks:
-            hook.called(calls, work)
-        if self.hooks:
-            stream.submit(partial(self._tell_before, calls))
-        self._enqueue(stream, calls)
-        if self.hooks:
-            stream.submit(partial(self._tell_after, calls))
+        for tell in self._called:
+            tell(calls, work)
+        if self.is_async:
+            self._perform(calls)  # the backend's calls take the stream
+        else:
+            stream.submit(partial(self._perform, calls))
         work.event = stream.record()
         self._newest = stream, work.event
 
-    def _tell_before(self, calls: Sequence[Call]) -> None:
-        for hook in self.hooks:
-            hook.before(calls)
-
-    def _tell_after(self, calls: Sequence[Call]) -> None:
-        for hook in self.hooks:
-            hook.after(calls)
+    def _perform(self, calls: Sequence[Call]) -> None:
+        for tell in self._before:
+            tell(calls)
+        self._enqueue(calls[0].stream, calls)
+        for tell in self._after:
+            tell(calls)
 
     # ------------------------------------------------------------------ checks
 
@@ -390,12 +397,12 @@ class Communicator(ABC):
         return tuple(counts)
 
     # ------------------------------------------------------------------ what a backend provides
-    # Each enqueues its call on `stream`; the arguments have been checked. Tensors that a rank has no use for are None.
+    # Each runs in the order of `stream`, which NCCL is to be given; the arguments have been checked. Tensors that a rank has no
+    # use for are None.
 
+    @abstractmethod
     def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:
-        """One call, or those of a group."""
-        for call in calls:
-            call.enqueue(stream)
+        """Launch one call, or those of a group."""
 
     @abstractmethod
     def _all_gather(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor) -> None: ...

@@ -57,9 +57,8 @@ class Guards:
         """MPI knows nothing of a forked child, and its threads are not there: it may do all but communicate."""
         if self._endings is not None:
             self._endings.forget()
-        for hook in self.hooks:
-            for name in ("called", "before"):
-                setattr(hook, name, _refuse)
+        for name in ("_run", "watched"):
+            setattr(Communicator, name, _refuse)
 
 
 def _refuse(*_: object) -> NoReturn:

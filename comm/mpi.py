@@ -15,6 +15,7 @@ with consecutive numbers; any other job is treated as one node without shared me
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
@@ -25,10 +26,10 @@ import torch
 from mpi4py import MPI
 
 from .arithmetic import reduce_rows, wide
-from .calls import Call, Counts, Hook, Op, ReduceOp
+from .calls import Call, Counts, Hook, Op
 from .communicator import Communicator
-from .streams import INLINE, Stream
-from .window import NOWHERE, NodeWindows, Place
+from .streams import Stream
+from .window import NOWHERE, Mailboxes, NodeWindows, Place
 
 T = TypeVar("T")
 Spans = Sequence[tuple[int, int]]  # begin and end of a part of each rank's range
@@ -43,8 +44,6 @@ _SMALL_NBYTES = 1 << 15
 _MESSAGE_NBYTES = 1 << 30
 
 _PLACE = Struct("qq")
-
-_MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T, torch.int32: MPI.INT32_T}
 
 
 class MpiCommunicator(Communicator):
@@ -66,6 +65,7 @@ class MpiCommunicator(Communicator):
         self._per_node = self._local.Get_size()
         self._place = self._local.Get_rank()
         self._windows = NodeWindows(self._local) if one_node or regular else None
+        self._mail = Mailboxes.create(comm, _SMALL_NBYTES) if one_node and self.size > 1 else None
         # Whom to send to and whom to receive from within the node, until every rank has met every other.
         shifts = range(1, self._per_node)
         self._partners = [((self._place + s) % self._per_node, (self._place - s) % self._per_node) for s in shifts]
@@ -75,10 +75,14 @@ class MpiCommunicator(Communicator):
         with self.watched("exchange"):
             return self._control.allgather(value)
 
-    def exchange_bytes(self, row: bytes) -> bytes:
-        rows = bytearray(len(row) * self.size)
-        self._comm.Allgather((row, MPI.BYTE), (rows, MPI.BYTE))
-        return bytes(rows)
+    def compare(self, mark: int, tell: Callable[[], T]) -> list[T] | None:
+        if self._mail is not None:
+            same = self._mail.meet(mark)
+        else:
+            marks = array("q", bytes(8 * self.size))
+            self._comm.Allgather((array("q", [mark]), MPI.INT64_T), (marks, MPI.INT64_T))
+            same = marks.count(mark) == self.size
+        return None if same else self._comm.allgather(tell())
 
     def split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
         self._check_open("split")
@@ -97,6 +101,8 @@ class MpiCommunicator(Communicator):
             return self._windows.allocate(nbytes).view(dtype)
 
     def _close(self) -> None:
+        if self._mail is not None:
+            self._mail.close()
         if self._windows is not None:
             self._windows.close()
         if self._across is not None:
@@ -108,121 +114,100 @@ class MpiCommunicator(Communicator):
     # ------------------------------------------------------------------ collectives
 
     def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:
+        """Of a group, sends and receives are under way while the collectives run."""
         if len(calls) == 1:
-            calls[0].enqueue(stream)
-        else:
-            stream.submit(partial(self._run_group, calls))
-
-    def _run_group(self, calls: Sequence[Call]) -> None:
-        """Sends and receives are under way while the collectives run."""
+            call = calls[0]
+            call.launch(stream, call.out, call.inp, *call.how)
+            return
         requests = [r for call in calls if call.name in ("send", "recv") for r in self._start(call)]
         for call in calls:
             if call.name not in ("send", "recv"):
-                call.enqueue(INLINE)
+                call.launch(stream, call.out, call.inp, *call.how)
         MPI.Request.Waitall(requests)
 
     def _all_gather(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor) -> None:
-        stream.submit(partial(self._all_gather_small if _is_small(inp) else self._all_gather_large, out, inp))
+        if not _is_small(inp):
+            self._all_gather_large(out, inp)
+        elif self._mail is not None:
+            self._mail.gather(_memory(out), _memory(inp))
+        else:
+            in_place = inp.data_ptr() == out.data_ptr() + self.rank * inp.numel() * inp.element_size()
+            self._comm.Allgather(MPI.IN_PLACE if in_place else _message(inp), _message(out))
 
     def _reduce_scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
-        reduce = self._reduce_scatter_small if _is_small(inp) else self._reduce_scatter_large
-        stream.submit(partial(reduce, _flat(out), _flat(inp), op))
+        if not _is_small(inp):
+            self._reduce_scatter_large(_flat(out), _flat(inp), op)
+            return
+        if self._mail is not None:
+            rows = self._mail.rows(_memory(inp), inp.dtype, self.rank * out.numel(), out.numel())
+        else:
+            received = inp.new_empty((self.size, out.numel()))
+            self._comm.Alltoall(_message(inp), _message(received))
+            rows = received.unbind()
+        reduce_rows(rows, op, _flat(out), divisor=self.size)
 
     def _all_reduce(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
-        reduce = self._all_reduce_small if _is_small(inp) else self._all_reduce_large
-        stream.submit(partial(reduce, _flat(out), _flat(inp), op))
+        if _is_small(inp):
+            reduce_rows(self._everyones(inp), op, _flat(out), divisor=self.size)
+        else:
+            self._all_reduce_large(_flat(out), _flat(inp), op)
 
     def _reduce(self, stream: Stream, out: torch.Tensor | None, inp: torch.Tensor, op: Op, root: int) -> None:
-        reduce = self._reduce_small if _is_small(inp) else self._reduce_large
-        stream.submit(partial(reduce, None if out is None else _flat(out), _flat(inp), op, root))
+        if not _is_small(inp):
+            self._reduce_large(None if out is None else _flat(out), _flat(inp), op, root)
+        else:
+            rows = self._everyones(inp)
+            if out is not None:
+                reduce_rows(rows, op, _flat(out), divisor=self.size)
+
+    def _everyones(self, inp: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Every rank's small `inp`, in rank order."""
+        if self._mail is not None:
+            return self._mail.rows(_memory(inp), inp.dtype, 0, inp.numel())
+        rows = inp.new_empty((self.size, inp.numel()))
+        self._comm.Allgather(_message(inp), _message(rows))
+        return rows.unbind()
 
     def _broadcast(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, root: int) -> None:
-        def broadcast() -> None:
-            if self.rank == root and out.data_ptr() != inp.data_ptr():
-                out.copy_(inp.view_as(out))
-            for message in _messages(out):
-                self._comm.Bcast(message, root)
-
-        stream.submit(broadcast)
+        if self.rank == root and out.data_ptr() != inp.data_ptr():
+            out.copy_(inp.view_as(out))
+        for message in _messages(out):
+            self._comm.Bcast(message, root)
 
     def _gather(self, stream: Stream, out: torch.Tensor | None, inp: torch.Tensor, root: int) -> None:
         bounds = [inp.numel() * rank for rank in range(self.size + 1)]
-        stream.submit(partial(self._collect_ranges, None if out is None else _flat(out), _flat(inp), bounds, root))
+        self._collect_ranges(None if out is None else _flat(out), _flat(inp), bounds, root)
 
     def _scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor | None, root: int) -> None:
-        def scatter() -> None:
-            if inp is None:
-                MPI.Request.Waitall(list(self._start_receiving(out, root)))
-                return
-            blocks = inp.view(self.size, -1).unbind()
-            requests = [r for to, block in enumerate(blocks) if to != root for r in self._start_sending(block, to)]
-            _copy(_flat(out), blocks[root])
-            MPI.Request.Waitall(requests)
-
-        stream.submit(scatter)
+        if inp is None:
+            MPI.Request.Waitall(list(self._start_receiving(out, root)))
+            return
+        blocks = inp.view(self.size, -1).unbind()
+        requests = [r for to, block in enumerate(blocks) if to != root for r in self._start_sending(block, to)]
+        _copy(_flat(out), blocks[root])
+        MPI.Request.Waitall(requests)
 
     def _all_to_all(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, counts: Counts | None) -> None:
-        def all_to_all() -> None:
-            source = inp.clone() if inp.data_ptr() == out.data_ptr() else inp
-            coming = _flat(out).split(counts.out) if counts else _flat(out).tensor_split(self.size)
-            going = _flat(source).split(counts.inp) if counts else _flat(source).tensor_split(self.size)
-            others = [peer for peer in range(self.size) if peer != self.rank]
-            requests = [r for peer in others for r in self._start_receiving(coming[peer], peer)]
-            requests += [r for peer in others for r in self._start_sending(going[peer], peer)]
-            _copy(coming[self.rank], going[self.rank])
-            MPI.Request.Waitall(requests)
-
-        stream.submit(all_to_all)
+        source = inp.clone() if inp.data_ptr() == out.data_ptr() else inp
+        coming = _flat(out).split(counts.out) if counts else _flat(out).tensor_split(self.size)
+        going = _flat(source).split(counts.inp) if counts else _flat(source).tensor_split(self.size)
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        requests = [r for peer in others for r in self._start_receiving(coming[peer], peer)]
+        requests += [r for peer in others for r in self._start_sending(going[peer], peer)]
+        _copy(coming[self.rank], going[self.rank])
+        MPI.Request.Waitall(requests)
 
     def _send(self, stream: Stream, out: None, inp: torch.Tensor, to: int) -> None:
-        stream.submit(lambda: MPI.Request.Waitall(list(self._start_sending(inp, to))))
+        MPI.Request.Waitall(list(self._start_sending(inp, to)))
 
     def _recv(self, stream: Stream, out: torch.Tensor, inp: None, source: int) -> None:
-        stream.submit(lambda: MPI.Request.Waitall(list(self._start_receiving(out, source))))
+        MPI.Request.Waitall(list(self._start_receiving(out, source)))
 
     def _barrier(self, stream: Stream, out: None, inp: None) -> None:
-        stream.submit(self._comm.Barrier)
-
-    # ------------------------------------------------------------------ small
-
-    def _all_gather_small(self, out: torch.Tensor, inp: torch.Tensor) -> None:
-        in_place = inp.data_ptr() == out.data_ptr() + self.rank * inp.numel() * inp.element_size()
-        self._comm.Allgather(MPI.IN_PLACE if in_place else _message(inp), _message(out))
-
-    def _reduce_scatter_small(self, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
-        if self._mpi_adds(op, inp.dtype):
-            in_place = out.data_ptr() == inp.data_ptr() + self.rank * out.numel() * out.element_size()
-            received = torch.empty_like(out) if in_place else out
-            self._add_by_mpi(self._comm.Reduce_scatter_block, received, _message(inp, _MPI_DTYPES[inp.dtype]), op)
-            _copy(out, received)
-            return
-        rows = inp.new_empty((self.size, out.numel()))
-        self._comm.Alltoall(_message(inp), _message(rows))
-        reduce_rows(rows.unbind(), op, out, divisor=self.size)
-
-    def _all_reduce_small(self, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
-        if self._mpi_adds(op, inp.dtype):
-            in_place = out.data_ptr() == inp.data_ptr()
-            self._add_by_mpi(self._comm.Allreduce, out, MPI.IN_PLACE if in_place else _message(inp, _MPI_DTYPES[inp.dtype]), op)
-            return
-        rows = inp.new_empty((self.size, inp.numel()))
-        self._comm.Allgather(_message(inp), _message(rows))
-        reduce_rows(rows.unbind(), op, out, divisor=self.size)
-
-    def _mpi_adds(self, op: Op, dtype: torch.dtype) -> bool:
-        """Of two ranks there is one order, and MPI's own sum has its bits; it saves three calls of torch."""
-        return self.size == 2 and (op is ReduceOp.SUM or op is ReduceOp.AVG) and dtype in _MPI_DTYPES
-
-    def _add_by_mpi(self, reduce: Callable[..., object], out: torch.Tensor, sent: object, op: Op) -> None:
-        reduce(sent, _message(out, _MPI_DTYPES[out.dtype]), MPI.SUM)
-        if op is ReduceOp.AVG:
-            out.div_(self.size)
-
-    def _reduce_small(self, out: torch.Tensor | None, inp: torch.Tensor, op: Op, root: int) -> None:
-        rows = None if out is None else inp.new_empty((self.size, inp.numel()))
-        self._comm.Gather(_message(inp), None if rows is None else _message(rows), root)
-        if out is not None and rows is not None:
-            reduce_rows(rows.unbind(), op, out, divisor=self.size)
+        if self._mail is not None:
+            self._mail.meet()
+        else:
+            self._comm.Barrier()
 
     # ------------------------------------------------------------------ large
 
@@ -382,7 +367,7 @@ def _blocks(bounds: Sequence[int], step: int) -> Iterator[Spans]:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() <= _SMALL_NBYTES
+    return tensor.nbytes <= _SMALL_NBYTES
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -404,9 +389,14 @@ def _swap(comm: MPI.Comm, sends: Sequence[torch.Tensor], receives: Sequence[torc
     MPI.Request.Waitall(requests)
 
 
-def _message(tensor: torch.Tensor, dtype: MPI.Datatype = MPI.BYTE) -> tuple[object, MPI.Datatype]:
-    """A contiguous tensor as an MPI message, of bytes where nothing is reduced."""
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size()), dtype
+def _memory(tensor: torch.Tensor) -> MPI.buffer:
+    """The bytes of a contiguous tensor."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def _message(tensor: torch.Tensor) -> tuple[MPI.buffer, MPI.Datatype]:
+    """The same as an MPI message."""
+    return _memory(tensor), MPI.BYTE
 
 
 def _messages(tensor: torch.Tensor) -> Iterator[tuple[object, MPI.Datatype]]:

@@ -106,9 +106,9 @@ class NcclCommunicator(Communicator):
         self._check_open("exchange")
         return self._host.exchange(value)
 
-    def exchange_bytes(self, row: bytes) -> bytes:
-        self._check_open("exchange_bytes")
-        return self._host.exchange_bytes(row)
+    def compare(self, mark: int, tell: Callable[[], T]) -> list[T] | None:
+        self._check_open("compare")
+        return self._host.compare(mark, tell)
 
     def split(self, color: int | None, key: int, name: str) -> NcclCommunicator | None:
         self._check_open("split")
@@ -144,7 +144,7 @@ class NcclCommunicator(Communicator):
             self._temporaries.clear()
 
     def _enqueue_call(self, stream: Stream, call: Call) -> None:
-        self._attempt(call.name, call.enqueue, stream, call=call)
+        self._attempt(call.name, call.launch, stream, call.out, call.inp, *call.how, call=call)
 
     def _enqueue_group(self, stream: Stream, calls: Sequence[Call]) -> None:
         with _grouped():

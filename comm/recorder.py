@@ -12,17 +12,16 @@ import json
 import os
 import socket
 import sys
-import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
+from time import time
 from types import CodeType, FrameType
 from typing import Any
 
-from .calls import BLOCKING, Call, Hook, Work
-from .check import Signature, describe, name_ranks, signature
+from .calls import Call, Hook, Work
+from .check import describe, name_ranks
 from .streams import PAST
 
 _FRAMES = 8
@@ -31,9 +30,9 @@ _HERE = os.path.dirname(__file__)
 
 
 # Of an entry, in this order; a plain list costs a third of what a class does. Times are in seconds since the epoch, 0.0
-# until they have come; `what` is signatures, `stack` code and instruction of each frame: both are put into words for a dump.
-_FIELDS = ("comm", "ranks", "number", "what", "stream", "stack", "called", "started", "ended")
-_WHAT, _STACK, _STARTED, _ENDED = (_FIELDS.index(name) for name in ("what", "stack", "started", "ended"))
+# until they have come. Code and instruction of each frame of the stack follow, put into words for a dump.
+_FIELDS = ("comm", "ranks", "number", "what", "stream", "called", "started", "ended")
+_STARTED, _ENDED = (_FIELDS.index(name) for name in ("started", "ended"))
 Entry = list[Any]
 
 
@@ -45,40 +44,41 @@ class Recorder(Hook):
         self._rank = rank
         self._size = size
         self._ring: deque[Entry] = deque(maxlen=capacity)
-        self._open: dict[int, Entry] = {}  # by id of the list of calls: a tensor must not be kept alive from here
         self._running: deque[tuple[Work, Entry]] = deque(maxlen=capacity)  # on a CUDA device
 
     def called(self, calls: Sequence[Call], work: Work) -> None:
         entry = self._add(calls)
-        if calls[0].comm.device.type == "cuda":
+        if calls[0].comm.is_async:
             self._running.append((work, entry))
 
     def before(self, calls: Sequence[Call]) -> None:
-        entry = self._add(calls) if calls[0].name in BLOCKING else self._open[id(calls)]
-        entry[_STARTED] = time.time()
+        entry = calls[0].entry or self._add(calls)
+        entry[_STARTED] = time()
 
     def after(self, calls: Sequence[Call]) -> None:
-        entry = self._open.pop(id(calls))
-        if calls[0].comm.device.type == "cpu":
-            entry[_ENDED] = time.time()
+        call = calls[0]
+        if call.entry is not None and not call.comm.is_async:
+            call.entry[_ENDED] = time()
 
     def _add(self, calls: Sequence[Call]) -> Entry:
         call = calls[0]
-        stack: list[CodeType | int] = []
+        comm = call.comm
+        # Hazard: what is kept here must not keep a tensor alive, as a frame or the call would.
+        entry = [comm.name, comm.ranks, call.number, describe(calls).words, call.stream, time(), 0.0, 0.0]
         frame: FrameType | None = sys._getframe(_OWN_FRAMES)
-        while len(stack) < 2 * _FRAMES and frame is not None:  # Cost: 0.2 us a frame
-            stack += (frame.f_code, frame.f_lasti)
+        for _ in range(_FRAMES):  # Cost: 0.2 us a frame
+            if frame is None:
+                break
+            entry += frame.f_code, frame.f_lasti
             frame = frame.f_back
-        what = _kept(tuple(map(signature, calls)))
-        entry = [call.comm.name, call.comm.ranks, call.number, what, call.stream, stack, time.time(), 0.0, 0.0]
-        self._open[id(calls)] = entry
+        call.entry = entry
         self._ring.append(entry)
         return entry
 
     def poll(self) -> None:
         """Note the ends of what a CUDA device has finished."""
         while self._running and is_past(self._running[0][0]):
-            self._running.popleft()[1][_ENDED] = time.time()
+            self._running.popleft()[1][_ENDED] = time()
 
     def last_place(self) -> str:
         """The newest call, and the line that made it."""
@@ -96,19 +96,13 @@ class Recorder(Hook):
             "size": self._size,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "time": time.time(),
+            "time": time(),
             "why": why,
             "calls": [_in_words(entry) for entry in list(self._ring)],
             "threads": {ident: traceback.format_stack(frame) for ident, frame in sys._current_frames().items()},
         }
         path.write_text(json.dumps(report))
         return path
-
-
-@lru_cache(maxsize=256)
-def _kept(what: tuple[Signature, ...]) -> tuple[Signature, ...]:
-    """The same object for the same calls: a group may have hundreds, step after step."""
-    return what
 
 
 def is_past(work: Work) -> bool:
@@ -118,11 +112,12 @@ def is_past(work: Work) -> bool:
 
 def _in_words(entry: Entry) -> dict[str, Any]:
     """An entry as it is dumped: the stack as "FILE:LINE in FUNCTION", the caller's own first, less what is in this folder."""
-    call = dict(zip(_FIELDS, entry, strict=True))
-    frames = zip(entry[_STACK][::2], entry[_STACK][1::2], strict=True)
+    call = dict(zip(_FIELDS, entry, strict=False))
+    stack = entry[len(_FIELDS) :]
+    frames = zip(stack[::2], stack[1::2], strict=True)
     stack = [_line(*frame) for frame in frames if os.path.dirname(frame[0].co_filename) != _HERE]
     stream = getattr(call["stream"], "name", type(call["stream"]).__name__)
-    return call | {"what": describe(entry[_WHAT]), "stack": stack, "stream": stream}
+    return call | {"stack": stack, "stream": stream}
 
 
 def _line(code: CodeType, instruction: int) -> str:

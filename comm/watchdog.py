@@ -24,7 +24,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NoReturn
 
 from .calls import BLOCKING, Call, Hook, Work
-from .check import describe, describe_shared, name_ranks, signature
+from .check import describe, name_ranks
 from .communicator import Communicator
 from .endings import EXIT_CODE, NOTHING, end_job, say
 from .recorder import Recorder, is_past
@@ -132,18 +132,21 @@ class Watchdog(Hook):
     # ------------------------------------------------------------------ what this rank does
 
     def called(self, calls: Sequence[Call], work: Work) -> None:
-        if calls[0].comm.device.type == "cuda":
-            self._slot(calls[0]).pending.append((calls[0].number, describe_shared(calls), work))
+        if calls[0].comm.is_async:
+            self._watch(calls[0]).pending.append((calls[0].number, describe(calls).shared, work))
 
     def before(self, calls: Sequence[Call]) -> None:
-        watched, what = self._slot(calls[0]), describe_shared(calls)
-        watched.peers = [] if what else [call.how[0] for call in calls if isinstance(call.how[0], int)]
-        watched.slot.begin(calls[0].number, what or describe([signature(call) for call in calls]))
+        call = calls[0]
+        watched, what = self._watch(call), call.description or describe(calls)
+        watched.peers = [] if what.shared else [call.how[0] for call in calls if isinstance(call.how[0], int)]
+        call.slot = watched.slot
+        call.slot.begin(call.number, what.shared or what.words)
 
     def after(self, calls: Sequence[Call]) -> None:
-        self._slot(calls[0]).slot.end()
+        if (slot := calls[0].slot) is not None:
+            slot.end()
 
-    def _slot(self, call: Call) -> _Watched:
+    def _watch(self, call: Call) -> _Watched:
         key = (call.comm, call.name in BLOCKING)
         return self._watched.get(key) or self._open(*key)
 

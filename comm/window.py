@@ -1,9 +1,12 @@
-"""Buffers that the ranks of one node read straight from each other's memory: MPI's shared windows."""
+"""What the ranks of one node read straight from each other's memory, in MPI's shared windows: buffers, and small messages."""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +15,8 @@ from mpi4py import MPI
 
 _ALIGNMENT = 64
 _SHARED_MEMORY = Path("/dev/shm")
+_WORDS_NBYTES = 64
+_SPINS, _PROBES = 200, 1000  # 15 us, 0.5 ms
 
 
 class Place(NamedTuple):
@@ -26,6 +31,8 @@ NOWHERE = Place(-1, 0)
 
 class NodeWindows:
     """The windows of one node's ranks, each with a part for every rank; the newest is freed first."""
+
+    fence: Callable[[], None]  # what this rank wrote is to be seen by the others, and what they wrote by this one
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
@@ -55,6 +62,7 @@ class NodeWindows:
         mine = parts[self._comm.Get_rank()]
         self._starts = sorted([*self._starts, (mine.data_ptr(), mine.numel(), len(self._windows))])
         self._windows.append(window)
+        self.fence = window.Sync
         self._parts.append(parts)
         return mine[:nbytes]
 
@@ -72,10 +80,6 @@ class NodeWindows:
         begin = place.offset + first * dtype.itemsize
         return self._parts[place.window][rank][begin : begin + numel * dtype.itemsize].view(dtype)
 
-    def fence(self) -> None:
-        """What this rank wrote is to be seen by the others, and what they wrote by this one."""
-        self._windows[-1].Sync()
-
     def close(self) -> None:
         """Free the windows. Collective. Tensors in them must not be touched any more."""
         self._parts.clear()
@@ -84,3 +88,88 @@ class NodeWindows:
             window = self._windows.pop()
             window.Unlock_all()
             window.Free()
+
+
+class Mailboxes:
+    """Where the ranks of one node meet, and leave small messages for each other.
+
+    Each rank has words (the number of the meeting that it has come to, and its mark for each of two) and two boxes. A rank that
+    comes to a meeting has read what it wanted of the one before, so two are enough, in turns. Cost of a meeting: 1 us.
+    """
+
+    @classmethod
+    def create(cls, comm: MPI.Comm, capacity: int) -> Mailboxes | None:
+        """For messages of up to so many bytes. Collective; None where there is no room."""
+        windows = NodeWindows(comm)
+        nbytes = _WORDS_NBYTES + 2 * capacity
+        return cls(comm, windows, capacity) if min(comm.allgather(windows.has_room(nbytes))) else None
+
+    def __init__(self, comm: MPI.Comm, windows: NodeWindows, capacity: int) -> None:
+        self._comm, self._windows, self._capacity = comm, windows, capacity
+        windows.allocate(_WORDS_NBYTES + 2 * capacity)
+        self._fence = self._windows.fence
+        ranks = range(comm.Get_size())
+        words = [self._part(rank, 0, _WORDS_NBYTES).numpy().data.cast("q") for rank in ranks]
+        self._own = words.pop(comm.Get_rank())
+        self._others = words
+        starts = (_WORDS_NBYTES, _WORDS_NBYTES + capacity)
+        self._boxes = [[self._part(rank, start, capacity).numpy().data for rank in ranks] for start in starts]
+        self._outgoing = [boxes[comm.Get_rank()] for boxes in self._boxes]
+        self._views = lru_cache(maxsize=256)(self._make_views)
+        self._meeting = self._own[0] = 0
+        comm.Barrier()
+
+    def _part(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
+        return self._windows.view(rank, Place(0, start), torch.uint8, 0, nbytes)
+
+    def meet(self, mark: int = 0) -> bool:
+        """Wait until every rank has come; True if all have brought the same mark."""
+        self._meeting = meeting = self._meeting + 1
+        turn = 1 + (meeting & 1)
+        self._own[turn] = mark
+        self._fence()
+        self._own[0] = meeting
+        same = True
+        for words in self._others:
+            if words[0] < meeting:
+                self._wait(words, meeting)
+            self._fence()
+            same = words[turn] == mark and same
+        return same
+
+    def gather(self, out: MPI.buffer, message: MPI.buffer) -> None:
+        """Every rank's message, one after the other."""
+        nbytes, into = len(message), memoryview(out)  # type: ignore[arg-type]
+        for rank, box in enumerate(self._swap(message)):
+            into[rank * nbytes : (rank + 1) * nbytes] = box[:nbytes]
+
+    def rows(self, message: MPI.buffer, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
+        """Of every rank's message, `numel` elements from the `first` on. They stay until the meeting after the next."""
+        self._swap(message)
+        return self._views(self._meeting & 1, dtype, first, numel)
+
+    def close(self) -> None:
+        """Give back the memory. Collective."""
+        self._windows.close()
+
+    def _swap(self, message: MPI.buffer) -> Sequence[memoryview]:
+        turn = (self._meeting + 1) & 1
+        self._outgoing[turn][: len(message)] = message  # type: ignore[call-overload]
+        self.meet()
+        return self._boxes[turn]
+
+    def _make_views(self, turn: int, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
+        place = Place(0, _WORDS_NBYTES + turn * self._capacity)
+        return [self._windows.view(rank, place, dtype, first, numel) for rank in range(len(self._boxes[0]))]
+
+    def _wait(self, words: memoryview, meeting: int) -> None:
+        for _ in range(_SPINS):
+            if words[0] >= meeting:
+                return
+        for turn in count():
+            # Hazard: a rank may wait for the end of a message of which this one holds the last part. It frees the GIL as well.
+            self._comm.Iprobe()
+            if words[0] >= meeting:
+                return
+            if turn > _PROBES:  # Cost: on a busy machine, milliseconds until this rank runs again
+                os.sched_yield()

@@ -187,7 +187,7 @@ def test_a_rank_of_another_node_that_leaves_early() -> None:
 
 def test_ranks_in_different_operations() -> None:
     """Without the check of calls, they wait for each other."""
-    source = FAULT.format(fault="world.comm.barrier(stream=stream).synchronize(); world.comm.exchange(1)")
+    source = FAULT.format(fault="world.comm.exchange(1)")
     done = run_script(source, 3, deadline_s=40.0, SHARDRT_TIMEOUT="5", SHARDRT_CHECK="0")
     assert done.returncode == 17, done.stderr
     (account,) = reports(done.stderr, "missing rank 1: host")
@@ -285,7 +285,7 @@ class Never(Event):
 
 world = shardrt.init("cpu")
 comm = world.comm.split(0, world.rank, "gpu")
-comm.device = torch.device("cuda")
+comm.is_async = True
 watchdog = next(hook for hook in comm.hooks if type(hook).__name__ == "Watchdog")
 ones = torch.ones(4)
 for number in (7, 8):
