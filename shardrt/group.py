@@ -117,7 +117,7 @@ class ParamGroup:
         self.installed = False  # the modules see the unsharded parameters
         self.open_calls: set[Call] = set()  # whose backward is under way
         self.call = Call()  # the one whose forward is running
-        self._not_run = set(modules)  # since all had run
+        self._not_run: set[object] = set(modules)  # since all had run
         self.trainable: list[ShardedParam] = []
         self.reduction: GradientReduction | None = None
         self._parts: dict[int, Part] = {}  # by the number of ranks that share
@@ -364,8 +364,10 @@ class ParamGroup:
                 registry[attribute] = param.sharded
             self.installed = False
 
-    def all_have_run(self, module: nn.Module) -> bool:
+    def all_have_run(self, module: object) -> bool:
         """`module` has run; had the group's other modules before it?"""
+        if len(self.modules) == 1:
+            return True
         self._not_run.discard(module)
         if self._not_run:
             return False

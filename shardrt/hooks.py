@@ -57,7 +57,7 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
     return args, kwargs
 
 
-def post_forward(group: ParamGroup, module: torch.nn.Module, output: Any) -> Any:
+def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
     """The module has run; returns its output, ready for backward."""
     runtime = group.runtime
     assert runtime is not None, "pre_forward comes first"

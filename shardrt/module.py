@@ -49,7 +49,7 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Around, not among, the module's own hooks: all of them see full parameters.
-        return _run_forward(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
+        return _run_forward(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     @property
     def param_group(self) -> ParamGroup:
@@ -294,12 +294,11 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
         _new_inits = before
 
 
-def _run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    groups = cast(FSDPModule, module).param_groups
-    for group in groups:
+def _run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for group in module.param_groups:
         args, kwargs = hooks.pre_forward(group, args, kwargs)
     output = forward(*args, **kwargs)
-    for group in reversed(groups):
+    for group in reversed(module.param_groups):
         output = hooks.post_forward(group, module, output)
     return output
 

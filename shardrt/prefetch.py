@@ -40,36 +40,40 @@ class Order:
 
     def __init__(self, groups: Sequence[ParamGroup], ahead: int, max_bytes: int | None) -> None:
         self.groups = groups
-        self._ahead = ahead
-        self._max_bytes = max_bytes
-        self._lot_of: list[int] = []  # by position
-        self._ends: list[int] = []  # by lot: the position after its last group
-        self._before = [0, *accumulate(group.nbytes for group in groups)]  # bytes, by position
         self._named = 0  # positions before this one
+        before = [0, *accumulate(group.nbytes for group in groups)]  # bytes, by position
+        largest = LOT_NBYTES if max_bytes is None else min(LOT_NBYTES, max_bytes)
+        lots: list[int] = []  # by position
+        ends: list[int] = []  # by lot: the position after its last group
         first = 0
         for position in range(len(groups)):
-            nbytes = self._before[position + 1] - self._before[first]
-            if not self._ends or nbytes > min(LOT_NBYTES, LOT_NBYTES if max_bytes is None else max_bytes):
+            if not ends or before[position + 1] - before[first] > largest:
                 first = position
-                self._ends.append(position)
-            self._ends[-1] = position + 1
-            self._lot_of.append(len(self._ends) - 1)
+                ends.append(position)
+            ends[-1] = position + 1
+            lots.append(len(ends) - 1)
+        # The position before which groups may be gathered while the one at a position is in use.
+        self._reach = [
+            max(
+                (
+                    end
+                    for end in ends[lot : lot + 1 + ahead]
+                    if max_bytes is None or before[end] - before[place + 1] <= max_bytes
+                ),
+                default=place + 1,
+            )
+            for place, lot in enumerate(lots)
+        ]
 
     def again(self) -> Order:
         """The same order, nothing named yet."""
         self._named = 0
         return self
 
-    def reach(self, position: int) -> int:
-        """The position before which groups may be gathered while the one at `position` is in use; 0 without any."""
-        if not self.groups:
-            return 0
-        end = position + 1
-        for lot_end in self._ends[self._lot_of[position] : self._lot_of[position] + 1 + self._ahead]:
-            if self._max_bytes is not None and self._before[lot_end] - self._before[position + 1] > self._max_bytes:
-                break
-            end = lot_end
-        return end
+    @property
+    def first_reach(self) -> int:
+        """How many groups may be gathered when the first is in use, itself included."""
+        return self._reach[0] if self._reach else 0
 
     def next_is(self, position: int, group: ParamGroup) -> bool:
         """The group at `position` is `group`."""
@@ -77,8 +81,11 @@ class Order:
 
     def after(self, position: int) -> list[ParamGroup]:
         """What to gather behind the group at `position`, which is used now: whole lots, each named once."""
-        first, self._named = max(self._named, position + 1), max(self._named, self.reach(position))
-        return [group for group in self.groups[first : self._named] if group.ready is None]
+        first, reach = max(self._named, position + 1), self._reach[position]
+        if reach <= first:
+            return []
+        self._named = reach
+        return [group for group in self.groups[first:reach] if group.ready is None]
 
 
 class PrefetchQueue:
@@ -101,7 +108,7 @@ class PrefetchQueue:
         self._policy = policy
         self._forward = self._order(self._started, FORWARD_GROUPS)
         self._predicted_finish = self._finished
-        self._keep_from = len(self._finished) - self._order(self._finished[::-1], BACKWARD_GROUPS).reach(0)
+        self._keep_from = len(self._finished) - self._order(self._finished[::-1], BACKWARD_GROUPS).first_reach
         self._started, self._finished, self._backward = [], [], None
 
     def _order(self, groups: list[ParamGroup], ahead: int) -> Order:
@@ -135,13 +142,13 @@ class PrefetchQueue:
 
         Next is a further call of its module, or the backward, if that begins with it.
         """
-        position, started = len(self._finished), len(self._started)
+        position = len(self._finished)
         self._finished.append(group)
-        if self._forward.next_is(started, group):
+        if self._forward.next_is(len(self._started), group):
             return True
-        if group.settings.reshard_after_forward is not None or not torch.is_grad_enabled():
+        if position < self._keep_from or group.settings.reshard_after_forward is not None or not torch.is_grad_enabled():
             return False
-        return position >= self._keep_from and self._predicted_finish[position : position + 1] == [group]
+        return position < len(self._predicted_finish) and self._predicted_finish[position] is group
 
     def backward_starts(self, group: ParamGroup) -> list[ParamGroup]:
         """`group` is used in backward now; which to gather behind it."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -118,17 +118,18 @@ class Scaling(NamedTuple):
     after: float  # what was reduced is multiplied by it
 
     @classmethod
-    def of(cls, dtype: torch.dtype, ranks: int, shard_ranks: int, settings: Settings) -> Scaling:
+    @cache
+    def of(cls, dtype: torch.dtype, ranks: int, shard_ranks: int, divide_factor: float | None, force_sum: bool) -> Scaling:
         """float16 is divided by about sqrt(ranks) before and after, which keeps it in range; others by the collective."""
-        factor = float(ranks) if settings.divide_factor is None else settings.divide_factor
+        factor = float(ranks) if divide_factor is None else divide_factor
         if dtype is torch.float16:
             before = 1.0
             while factor % before == 0 and factor / before > before:
                 before *= 2
             return cls(1 / before, ReduceOp.SUM, ReduceOp.SUM, before / factor)
-        if settings.force_sum:
+        if force_sum:
             return cls(1.0, ReduceOp.SUM, ReduceOp.SUM, 1 / factor)
-        if settings.divide_factor is None:
+        if divide_factor is None:
             return cls(1.0, ReduceOp.AVG, ReduceOp.AVG, 1.0)
         average = factor == shard_ranks
         return cls(1.0, ReduceOp.AVG if average else PreMulSum(1 / factor), ReduceOp.SUM, 1.0)
@@ -159,7 +160,7 @@ class GradientReduction:
         self._settings = settings
         self._dtype = dtype
         self._layout = reduce_layout(layout, trainable, comm.rank)
-        self._scaling = self._make_scaling()
+        self._ranks = comm.size * (1 if replicas is None else replicas.size)
         self._everything = frozenset(range(len(trainable)))
         self._packed_with: frozenset[int] = frozenset()  # positions with a gradient in `packed`; none: nothing is packed
         self._partial_with: frozenset[int] = frozenset()  # and in `partial`: reduced, but not over the replicas
@@ -210,18 +211,14 @@ class GradientReduction:
             shape, stride = param.shape, outermost_stride(param.shape, param.dim)
         return buffer.view(self._dtype, piece.offset * self._dtype.itemsize, shape, stride)
 
-    def _make_scaling(self) -> Scaling:
-        shard_ranks = self._comm.size
-        ranks = shard_ranks * (1 if self._replicas is None else self._replicas.size)
-        return Scaling.of(self._dtype, ranks, shard_ranks, self._settings)
-
     def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream) -> None:
         """Copy the gradients into the packed buffer, or add them if some are there already. None: that one has none."""
         first = not self._packed_with
         if first:
             self._packed = self._choose() if self._settings.sync_gradients else self._ordinary
             compute.submit(self._packed.buffer.allocate)
-        self._scaling = self._make_scaling()
+        settings = self._settings
+        self._scaling = Scaling.of(self._dtype, self._ranks, self._comm.size, settings.divide_factor, settings.force_sum)
         given, sources = self._everything, [grad for grad in grads if grad is not None]
         if len(sources) < len(grads):
             given = frozenset(position for position, grad in enumerate(grads) if grad is not None)
@@ -303,8 +300,9 @@ class GradientReduction:
         for position in self._fresh:
             self._sharded[position].grad = self._grads[position]
         for position in positions:
-            for hook in tuple((self._sharded[position]._post_accumulate_grad_hooks or {}).values()):
-                stream.submit(partial(hook, self._sharded[position]))
+            if hooks := self._sharded[position]._post_accumulate_grad_hooks:
+                for hook in tuple(hooks.values()):
+                    stream.submit(partial(hook, self._sharded[position]))
 
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""
