@@ -44,6 +44,7 @@ class Recorder(Hook):
         self._rank = rank
         self._size = size
         self._ring: deque[Entry] = deque(maxlen=capacity)
+        self._notes: deque[tuple[float, str]] = deque(maxlen=capacity)
         self._running: deque[tuple[Work, Entry]] = deque(maxlen=capacity)  # on a CUDA device
 
     def called(self, calls: Sequence[Call], work: Work) -> None:
@@ -75,6 +76,14 @@ class Recorder(Hook):
         self._ring.append(entry)
         return entry
 
+    def note(self, what: str) -> None:
+        """Keep, beside the calls, what somebody above them does."""
+        self._notes.append((time(), what))
+
+    def notes(self, since: float = 0.0) -> list[str]:
+        """What was noted after a time, in seconds since the epoch, the oldest first."""
+        return [what for at, what in self._notes if at > since]
+
     def poll(self) -> None:
         """Note the ends of what a CUDA device has finished."""
         while self._running and is_past(self._running[0][0]):
@@ -99,6 +108,7 @@ class Recorder(Hook):
             "time": time(),
             "why": why,
             "calls": [_in_words(entry) for entry in list(self._ring)],
+            "notes": list(self._notes),
             "threads": {ident: traceback.format_stack(frame) for ident, frame in sys._current_frames().items()},
         }
         path.write_text(json.dumps(report))
@@ -144,7 +154,11 @@ def merge(dumps: Sequence[dict[str, Any]]) -> str:
     for (comm, ranks), at in places.items():
         apart = len(at) > 1 or sum(map(len, at.values())) < len(ranks)
         lines.append(f"{'! ' if apart else '  '}'{comm}' of {name_ranks(ranks)}: {_positions(at, len(ranks))}")
-    return "\n".join(lines)
+    noted: dict[str, list[int]] = defaultdict(list)
+    for dump in dumps:
+        if dump["notes"]:
+            noted[dump["notes"][-1][1]].append(dump["rank"])
+    return "\n".join([*lines, *(f"  last noted by {name_ranks(sorted(ranks))}: {what}" for what, ranks in noted.items())])
 
 
 def _positions(at: dict[str, list[int]], size: int) -> str:

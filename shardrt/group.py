@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .buffers import Account, FlatBuffer, Slot, SlotBuffer
-from .comm import DeviceMesh, Work
+from .comm import DeviceMesh, Work, world
 from .kernels import pack_into
 from .layout import Layout, ParamSpec, plan
 from .param import ShardedParam, local_geometry, placement_of
@@ -182,6 +182,7 @@ class ParamGroup:
                 "initialise them, or load a state dict"
             )
         self._streams = runtime.streams
+        self._note = world().recorder.note
         self.gather_comm = self.mesh.communicator("gather")
         self.reduce_comm = self.mesh.communicator("reduce")
         self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
@@ -322,6 +323,7 @@ class ParamGroup:
         """Gather the shards, or the parts that were kept, into `full`. No-op if that is done or under way (prefetch)."""
         if self.ready is not None or not self.params:
             return
+        self._note(f"gather {self.name}")
         gather = self._streams.gather
         gather.submit(self.full.allocate)
         if self._part is not None:
@@ -352,6 +354,7 @@ class ParamGroup:
         """Let the module see the shards and free the full buffer. No-op while sharded."""
         if self.ready is None:
             return
+        self._note(f"free {self.name}")
         self._show_shards()
         # Hazard: compute may still read `full`; its storage must outlive those reads.
         self._streams.gather.wait(self._streams.compute.record())
@@ -392,6 +395,7 @@ class ParamGroup:
         if ranks not in self._parts:
             self._parts[ranks] = Part(ranks, self.mesh, self._full_bytes, self.runtime.account)
         self._part = self._parts[ranks]
+        self._note(f"keep a part of {self.name}")
         self._streams.gather.submit(self._part.fill)
         self.reshard()
 
@@ -437,6 +441,7 @@ class ParamGroup:
     def reduce_grads(self) -> list[FlatBuffer]:
         """Reduce what is packed. Returns the buffers in use, to be released on the compute stream."""
         assert self.reduction is not None, "only trainable parameters get gradients"
+        self._note(f"reduce {self.name}")
         return self.reduction.launch(self._streams.reduce)
 
     def reduce_over_replicas(self) -> None:

@@ -134,7 +134,7 @@ def call(number: int, what: str, ended: float = 2.0) -> dict[str, object]:
 def test_merge_names_who_is_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def dump(rank: int) -> dict[str, object]:
         what = "all_gather bfloat16 4096" if rank == 3 else "reduce_scatter bfloat16 4096 sum"
-        return {"rank": rank, "size": 4, "calls": [call(811, "barrier"), call(812, what, ended=0.0)]}
+        return {"rank": rank, "size": 4, "notes": [], "calls": [call(811, "barrier"), call(812, what, ended=0.0)]}
 
     stuck = (
         "! 'dp' of ranks 0, 1, 2, 3: rank 3 is at #812 all_gather bfloat16 4096, under way; "
@@ -142,7 +142,7 @@ def test_merge_names_who_is_where(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     assert merge([dump(rank) for rank in (2, 0, 3, 1)]) == stuck
     assert merge([dump(0), dump(2), dump(3)]).splitlines()[0] == "no dump of rank 1"
-    together = [{"rank": rank, "size": 4, "calls": [call(5, "barrier")]} for rank in range(4)]
+    together = [{"rank": rank, "size": 4, "notes": [], "calls": [call(5, "barrier")]} for rank in range(4)]
     assert merge(together) == "  'dp' of ranks 0, 1, 2, 3: all at #5 barrier, done"
     for rank in range(4):
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(dump(rank)))

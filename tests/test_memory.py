@@ -1,6 +1,7 @@
 """Buffer memory: the most ever in use is what arithmetic says, and nothing is left over."""
 
 import os
+import resource
 import tempfile
 
 import pytest
@@ -150,3 +151,21 @@ def test_optimizer_state_on_disk(world: World, options: dict[str, bool]) -> None
         assert {id(x) for x in on_disk} == {id(x) for x in state if x.to_local().nbytes >= 4096}
         assert on_disk
         assert os.listdir(folder) == []
+
+
+@on_ranks(1, 2)
+@lots_of(0)
+def test_no_fresh_memory_in_the_steady_state(world: World) -> None:
+    """Buffers of 4 MiB come and go, six at least per step, 1024 pages each; no step touches a page for the first time."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
+    for module in model:
+        shardrt.fully_shard(module)
+    shardrt.fully_shard(model)
+    x = torch.ones(8, 1024)
+    faults = []
+    for _ in range(6):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        model(x).sum().backward()
+        model.zero_grad()
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert min(faults[2:]) < 256, faults

@@ -1,9 +1,13 @@
 """What is gathered when: the recorded order, gathered ahead both ways, and what a changed order does."""
 
 import copy
+import json
 import logging
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch import nn
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
+from shardrt.comm.recorder import merge
 from shardrt.group import ParamGroup
 from toys import Branching, OddMLP, Skipping, batch, compare, lots_of, shard_blocks, tokens
 
@@ -62,6 +67,34 @@ def test_both_ways(world: World) -> None:
     ahead = "OddMLP blocks.0 blocks.1 blocks.2 -blocks.0 -blocks.1"
     backward = "blocks.1 -blocks.2 blocks.0 -blocks.1 -blocks.0 -OddMLP"
     assert events == f"{ahead} {backward}".split()
+
+
+@on_ranks(1, 2)
+@lots_of(0)
+def test_the_recorder_tells_a_step(world: World) -> None:
+    """All that happens to the groups in the second step, whose order is known, and what is kept of it in a dump."""
+    model = shard_blocks(OddMLP())
+    model(batch(0).float()).sum().backward()
+    since = time.time()
+    model(batch(0).float()).sum().backward()
+    expected = [
+        *(
+            "gather OddMLP",
+            "gather blocks.0",
+            "gather blocks.1",
+            "gather blocks.2",
+            "free blocks.0",
+            "free blocks.1",
+        ),  # forward
+        *("gather blocks.1", "reduce blocks.2", "free blocks.2"),
+        *("gather blocks.0", "reduce blocks.1", "free blocks.1", "reduce blocks.0", "free blocks.0"),
+        *("reduce OddMLP", "free OddMLP"),
+    ]
+    assert world.recorder.notes(since) == expected
+    with tempfile.TemporaryDirectory() as folder:
+        dump = json.loads(world.recorder.dump(Path(folder) / "dump.json").read_text())
+    assert [what for _, what in dump["notes"]][-len(expected) :] == expected
+    assert "last noted by ranks 0, 1: free OddMLP" in merge([dump, dump | {"rank": 1}])
 
 
 @on_ranks(1, 2)
