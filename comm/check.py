@@ -1,7 +1,7 @@
 """Do all ranks make the same call? A fingerprint goes round before each collective; without it, numbers come out wrong.
 
-On by default for CPU tensors (2 us a call on 2 ranks), off for CUDA ones, where it would make the host wait; SHARDRT_CHECK=0
-or 1 says otherwise.
+On by default for CPU tensors (a meeting in shared memory: 1 us on 2 ranks), off for CUDA ones, where it would make the host
+wait; SHARDRT_CHECK=0 or 1 says otherwise.
 """
 
 from __future__ import annotations
