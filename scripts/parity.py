@@ -39,6 +39,7 @@ ROWS = [
     Row("A8", "tied parameters stored and reduced once", "yes", "yes", "parity::gpt_with_tied_embeddings"),
     Row("A8", "tied across groups", "silently untied", "refused by name", "bad_input::parameter_shared_across_groups"),
     Row("A9", "CPU offload", "yes", "yes", "module::the_copies_of_an_offload"),
+    Row("A9", "optimizer state on disk", "no", "yes", "memory::optimizer_state_on_disk"),
     Row("A10", "meta device, to_empty, initialise", "yes", "yes", "meta::two_billion_parameters"),
     Row("A10", "initialised alike on any number of ranks", "no", "yes", "meta::initialised_alike_on_any_world"),
     Row("A10", "straight from a state dict", "yes", "yes", "meta::from_a_state_dict"),

@@ -1,10 +1,14 @@
-"""The benchmark runs both sides, and their losses agree."""
+"""The benchmark runs both sides, and their losses agree; the feature table names tests that exist."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+import parity
 
 BENCH = Path(__file__).parent.parent / "scripts" / "bench_step.py"
 
@@ -21,3 +25,16 @@ def test_last_line_is_json_and_the_losses_agree() -> None:
     assert (result["model"], result["ranks"], result["agreement"]) == ("tiny", 2, "bitwise")
     assert result["ratio_fsdp2"] == result["ms"]["shardrt"] / result["ms"]["fsdp2"]
     assert min(*result["ms"].values(), *result["peak_mb"].values(), summary["host"]["median_us"]) > 0
+
+
+def test_feature_table(capsys: pytest.CaptureFixture[str]) -> None:
+    parity.main()
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["row", "feature", "FSDP2", "shardrt", "test"]
+    assert {row.split()[0] for row in rows} >= {
+        *(f"A{n}" for n in range(1, 14)),
+        *(f"B{n}" for n in range(1, 10)),
+        "C1",
+        "C2",
+        "C3",
+    }
