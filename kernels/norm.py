@@ -16,4 +16,4 @@ def total_norm(tensors: Sequence[torch.Tensor], order: float, device: torch.devi
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(filled, order)])
-    return torch.linalg.vector_norm(norms, order)
+    return torch.linalg.vector_norm(norms, order).to(device)

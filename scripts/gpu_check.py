@@ -15,7 +15,7 @@ import tempfile
 from argparse import SUPPRESS
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ wrong: list[str] = []  # what a check has found so far
 def report(check: str, ranks: int, outcome: str, note: str) -> str:
     """A line of the table; what failed has its whole note."""
     note = note if outcome == "FAILED" else note.partition("\n")[0]
-    return f"{ranks} rank{'s' if ranks > 1 else ' '}  {check:<14} {outcome:<8} {note}"
+    return f"{ranks} rank{'s' if ranks > 1 else ' '}  {check:<22} {outcome:<8} {note}"
 
 
 # ---------------------------------------------------------------------- on every rank
@@ -119,13 +119,29 @@ def groups(world: World) -> None:
 
 
 def training(world: World) -> None:
+    train(world)
+
+
+def training_replicas(world: World) -> None:
+    train(world, mesh=shardrt.DeviceMesh(world.comm, (world.size, 1), ("replicate", "shard")))
+
+
+def training_offloaded(world: World) -> None:
+    train(world, offload_policy=shardrt.CPUOffloadPolicy())
+
+
+def training_keeping_parts(world: World) -> None:
+    train(world, reshard_after_forward=1)
+
+
+def train(world: World, **options: Any) -> None:
     """Three steps, sharded, against torch alone on the batches of all ranks."""
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(33, 129), nn.GELU(), nn.Linear(129, 33)) for _ in range(3))
     plain = nn.Sequential(nn.Linear(5, 33), *blocks, nn.Linear(33, 3)).to(world.device)
     sharded = copy.deepcopy(plain)
     for block in (*list(sharded)[1:-1], sharded):
-        shardrt.fully_shard(block)
+        shardrt.fully_shard(block, **options)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)]
     norms = []
     for batch in torch.randn(3, world.size, 8, 5).to(world.device):
@@ -151,7 +167,33 @@ def versions(world: World) -> str:
     return f"{gpu}, torch {torch.__version__}, CuPy {cupy.__version__}, NCCL {nccl.get_version()} from {' and '.join(paths)}"
 
 
-CHECKS: tuple[Callable[[World], str | None], ...] = (versions, moves, reductions, groups, training)
+def random_numbers(world: World) -> None:
+    """A model built on the meta device, filled shard by shard, is the same on all ranks together as on each alone."""
+    alone = world.comm.split(world.rank, 0, "alone")
+    assert alone is not None, "every rank gave a colour"
+    made = []
+    for mesh in (world.mesh, shardrt.DeviceMesh(alone)):
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = nn.Linear(33, 129)
+        shardrt.fully_shard(model, mesh=mesh).to_empty(device=world.device)
+        model.reset_parameters()
+        made.append([cast(shardrt.DTensor, param).full_tensor() for param in model.parameters()])
+        model(torch.ones(2, 33, device=world.device)).sum().backward()
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True)), "they differ"
+
+
+CHECKS: tuple[Callable[[World], str | None], ...] = (
+    versions,
+    moves,
+    reductions,
+    groups,
+    training,
+    training_replicas,
+    training_offloaded,
+    training_keeping_parts,
+    random_numbers,
+)
 
 
 def check_rank(table: Path) -> None:

@@ -29,12 +29,13 @@ REPLICATE = Replicate()
 
 
 def redistribute(local: torch.Tensor, source: Spec, target: Sequence[Placement]) -> torch.Tensor:
-    """This rank's part by `target` of the tensor of which it holds `local` by `source`; on the same mesh.
+    """This rank's part by `target` of the tensor of which it holds `local` by `source`; on the same mesh, and its device.
 
     Returns: a new contiguous tensor, or `local` itself if nothing changes. Collective. Cost: the table above.
     Raises ValueError, on every rank alike, for a `Partial` whose op the dtype has not.
     """
     mesh, placements = source.mesh, list(source.placements)
+    local = local.to(mesh.device)  # offloaded parts are on the host
     for axis, placement in _plan(source.placements, target):
         if placements[axis] != placement:
             old, placements[axis] = placements[axis], REPLICATE

@@ -536,10 +536,10 @@ def _norms(func: Any, tensors: list[torch.Tensor], order: float) -> list[torch.T
 
 
 def combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh | None) -> torch.Tensor:
-    """All-reduce a small local result over the mesh; as it is without one."""
+    """All-reduce a small local result over the mesh, on whose device it comes out; as it is without one."""
     if mesh is None:
         return value
-    sent = value.to(torch.uint8) if value.dtype == torch.bool else value.contiguous()
+    sent = value.to(mesh.device, torch.uint8 if value.dtype == torch.bool else value.dtype).contiguous()
     out = torch.empty_like(sent)
     stream = current_stream(mesh.device)
     mesh.communicator("tensor").all_reduce(out, sent, op, stream=stream).wait(stream)
