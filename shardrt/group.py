@@ -429,7 +429,7 @@ class ParamGroup:
         """
         if not self.settings.sync_gradients or self.reduction is None:
             return False
-        return self.reduction.pending or (self.settings.reduce_unused and not reduced)
+        return self.reduction.owed or (self.settings.reduce_unused and not reduced)
 
     def pack_grads(self) -> None:
         """Move the gradients there are from the unsharded parameters to the packed buffer."""

@@ -261,6 +261,11 @@ class GradientReduction:
         return bool(self._packed_with or self._partial_with)
 
     @property
+    def owed(self) -> bool:
+        """Of that, there is something that a reduction now would publish."""
+        return bool(self._packed_with or (self._partial_with and self._publishes))
+
+    @property
     def _publishes(self) -> bool:
         return self._replicas is None or self._settings.all_reduce
 
