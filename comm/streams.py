@@ -57,6 +57,10 @@ class Stream(ABC):
         """Block the caller until everything submitted so far has run."""
         self.record().synchronize()
 
+    def recover(self) -> None:
+        """Block as `synchronize()`, and run again what is submitted from now on, whatever failed before."""
+        self.synchronize()
+
     def close(self) -> None:
         """Finish what was submitted and give back the thread, if there is one."""
         self.synchronize()
@@ -97,8 +101,12 @@ class _WorkerEvent(Event):
         return self._passed.is_set()
 
     def synchronize(self) -> None:
-        self._passed.wait()
+        self.wait()
         self._stream.raise_failure()
+
+    def wait(self) -> None:
+        """The same, whatever failed."""
+        self._passed.wait()
 
     def mark_passed(self) -> None:
         self._passed.set()
@@ -125,7 +133,7 @@ class ThreadedStream(Stream):
             raise RuntimeError(f"stream '{self.name}' is closed: submit nothing after close()")
         self._queue.put(fn)
 
-    def record(self) -> Event:
+    def record(self) -> _WorkerEvent:
         event = _WorkerEvent(self)
         self.submit(event.mark_passed)
         return event
@@ -133,6 +141,11 @@ class ThreadedStream(Stream):
     def wait(self, event: Event) -> None:
         if not event.query():
             self.submit(event.synchronize)
+
+    def recover(self) -> None:
+        event = self.record()
+        event.wait()
+        self._failure = None
 
     def close(self) -> None:
         if self._thread.is_alive():

@@ -44,10 +44,11 @@ class FlatBuffer:
 
     def __init__(self, nbytes: int, device: torch.device, account: Account) -> None:
         # Views can only be made of a storage that is large enough; on the host, untouched memory costs nothing meanwhile.
-        self._set_up(nbytes, torch.UntypedStorage(nbytes, device=device), account)
+        self._set_up(nbytes, torch.UntypedStorage(nbytes, device=device), 0, account)
 
-    def _set_up(self, nbytes: int, storage: torch.UntypedStorage, account: Account) -> None:
+    def _set_up(self, nbytes: int, storage: torch.UntypedStorage, offset: int, account: Account) -> None:
         self.nbytes = nbytes
+        self._offset = offset
         self._account = account
         self._storage = storage
         self._in_use = False
@@ -61,7 +62,7 @@ class FlatBuffer:
         made = torch.empty(0, dtype=dtype, device=self._storage.device)
         if stride is None:
             stride = torch.empty(shape, device="meta").stride()
-        return made.set_(self._storage, offset // made.element_size(), shape, stride)
+        return made.set_(self._storage, (self._offset + offset) // made.element_size(), shape, stride)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True for a tensor that lies in this storage."""
@@ -97,7 +98,19 @@ class Slot:
     def __init__(self, memory: torch.Tensor) -> None:
         self.nbytes = memory.numel()
         self.storage = memory.untyped_storage()
+        self.offset = int(memory.storage_offset()) * memory.element_size()  # in the storage
         self.taken = False
+
+    @classmethod
+    def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, whose: str) -> Slot:
+        """The slot of a custom collective's memory. Raises ValueError if it is not what was asked for."""
+        fits = memory.dtype == torch.uint8 and memory.shape == (nbytes,) and memory.device == device
+        if not fits or not memory.is_contiguous() or memory.data_ptr() % 16:
+            raise ValueError(
+                f"allocate() of a custom collective of '{whose}': expected ({nbytes},) contiguous uint8 on {device}, aligned "
+                f"to 16 bytes; found {tuple(memory.shape)} {memory.dtype} on {memory.device} at {memory.data_ptr():#x}"
+            )
+        return cls(memory)
 
     @classmethod
     def of(cls, comm: Communicator, nbytes: int) -> Slot:
@@ -115,7 +128,7 @@ class SlotBuffer(FlatBuffer):
     """A flat buffer that, while it is allocated, takes a slot."""
 
     def __init__(self, nbytes: int, slot: Slot, account: Account) -> None:
-        self._set_up(nbytes, slot.storage, account)
+        self._set_up(nbytes, slot.storage, slot.offset, account)
         self._slot = slot
 
     @property

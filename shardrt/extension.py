@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from .buffers import FlatBuffer
 from .comm import DeviceMesh
@@ -133,7 +134,8 @@ class ExtensionGroup(ParamGroup):
             tensor.untyped_storage().resize_(nbytes)
         (param,) = self.params
         dtype = self._gather_dtypes[0]
-        self._extension.fsdp_post_all_gather(self._outputs, self._metadata, dtype, out=param.unsharded)
+        with torch.no_grad(), _unsafe_preserve_version_counter(param.unsharded):
+            self._extension.fsdp_post_all_gather(self._outputs, self._metadata, dtype, out=param.unsharded)
         super().wait_unsharded()
 
     def reshard(self) -> None:

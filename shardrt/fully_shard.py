@@ -174,6 +174,7 @@ def _collect(modules: tuple[nn.Module, ...], mesh: DeviceMesh, ignored: set[nn.P
     for module in modules:
         _check_module(module)
     _check_apart(modules)
+    _check_inside(modules)
     if next((param for module in modules for param in module.parameters()), None) is None:
         raise ValueError(f"'{kinds}' has no parameters to shard")
     for place, module in enumerate(modules):
@@ -213,6 +214,22 @@ def _check_apart(modules: tuple[nn.Module, ...]) -> None:
         for outer in modules:
             if outer is not module and any(inner is module for inner in outer.modules()):
                 raise ValueError(f"'{kind}' is inside '{type(outer).__name__}', which is in the same list: leave it out")
+
+
+def _check_inside(modules: tuple[nn.Module, ...]) -> None:
+    inside = {
+        group: name
+        for module in modules
+        for name, child in module.named_modules()
+        if isinstance(child, FSDPModule)
+        for group in child.param_groups
+    }
+    for group, name in inside.items():
+        if group.parent is not None and group.parent not in inside:
+            raise ValueError(
+                f"'{name}' in '{_kinds(modules)}' is part of '{group.root.name}' already, which was sharded around it: a "
+                "sharded module has one root"
+            )
 
 
 def _outside_sharded(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

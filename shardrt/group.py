@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .buffers import Account, FlatBuffer, Slot, SlotBuffer
-from .comm import DeviceMesh, Work, world
+from .comm import Communicator, DeviceMesh, Work, world
 from .kernels import pack_into
 from .layout import Layout, ParamSpec, plan
 from .param import ShardedParam, local_geometry, placement_of
@@ -66,12 +66,16 @@ class Call:
         self.inputs_left = 0
 
 
+def _neighbours(mesh: DeviceMesh, ranks: int) -> Communicator:
+    """Of this rank and its neighbours on the mesh, so many in all."""
+    return mesh.unflatten((mesh.size // ranks, ranks), ("across", "within"))["within"].communicator("gather")
+
+
 class Part:
     """A k-th of a gathered buffer that a rank keeps, such that k neighbouring ranks have all of it."""
 
     def __init__(self, ranks: int, mesh: DeviceMesh, full_bytes: torch.Tensor, account: Account) -> None:
-        axes = mesh.unflatten((mesh.size // ranks, ranks), ("across", "within"))
-        self.comm = axes["within"].communicator("gather")
+        self.comm = _neighbours(mesh, ranks)
         nbytes, place = full_bytes.numel() // ranks, mesh.rank % ranks
         self.buffer = FlatBuffer(nbytes, mesh.device, account)
         self.bytes = self.buffer.view(torch.uint8, 0, (nbytes,))
@@ -117,13 +121,20 @@ class ParamGroup:
         self.installed = False  # the modules see the unsharded parameters
         self.open_calls: set[Call] = set()  # whose backward is under way
         self.call = Call()  # the one whose forward is running
+        self.running = False  # one of the modules is in its forward
         self._not_run: set[object] = set(modules)  # since all had run
         self.trainable: list[ShardedParam] = []
         self.reduction: GradientReduction | None = None
         self._parts: dict[int, Part] = {}  # by the number of ranks that share
         self._part: Part | None = None  # the one that a forward has left
         self._watches: list[RemovableHandle] = []  # on the gradients of the trainable parameters, if they are watched
-        self._kept_versions: list[int] = []  # of the shards when a pass left them gathered
+        self._gathered_versions: list[int] = []  # of the shards when they were gathered last
+        # Made here, where every rank is: later, those of another stage of a pipeline may wait for this one's output.
+        self.gather_comm = self.mesh.communicator("gather")
+        self.reduce_comm = self.mesh.communicator("reduce")
+        self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
+        if reshard_after_forward not in (None, True, False):
+            _neighbours(self.mesh, reshard_after_forward)
         self._take(params)
 
     def _take(self, params: Sequence[ShardedParam]) -> None:
@@ -172,27 +183,27 @@ class ParamGroup:
         assert isinstance(self.offload_policy, CPUOffloadPolicy)
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.offload_policy.pin_memory)
 
-    def attach(self, runtime: Runtime, name: str) -> None:
-        """Join the runtime of a root: communicators, streams, buffers; everything a step only replays."""
-        self.runtime = runtime
-        self.name = name or self.name
+    def refuse_meta(self) -> None:
+        """RuntimeError if the parameters have no values yet."""
         if self._on_meta:
             raise RuntimeError(
                 f"'{self.name}' runs while its parameters are on the meta device (rank {self.mesh.rank}): call to_empty() and "
                 "initialise them, or load a state dict"
             )
+
+    def attach(self, runtime: Runtime) -> None:
+        """Join the runtime of a root: streams, buffers; everything a step only replays."""
+        self.runtime = runtime
         self._streams = runtime.streams
         self._note = world().recorder.note
-        self.gather_comm = self.mesh.communicator("gather")
-        self.reduce_comm = self.mesh.communicator("reduce")
-        self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
         self._make_full(runtime)
 
     def _make_full(self, runtime: Runtime) -> None:
         nbytes, custom = self.layout.nbytes, self.settings.all_gather
         self.full = FlatBuffer(nbytes, self.mesh.device, runtime.account)
         if custom is not None:
-            self.full = SlotBuffer(nbytes, Slot(custom.allocate(nbytes, self.mesh.device)), runtime.account)
+            slot = Slot.given(custom.allocate(nbytes, self.mesh.device), nbytes, self.mesh.device, self.name)
+            self.full = SlotBuffer(nbytes, slot, runtime.account)
         self._full_bytes = self.full.view(torch.uint8, 0, (nbytes,))
         first, size = self.mesh.rank * self.layout.segment_nbytes, self.layout.segment_nbytes
         own_bytes = self._shard if self._sends_shard else self.full.view(torch.uint8, first, (size,))
@@ -281,6 +292,13 @@ class ParamGroup:
             self._watches.pop().remove()
         self.reduction = self._make_reduction() if trainable else None
 
+    def begin(self) -> None:
+        """An iteration starts."""
+        self.refresh_trainable()
+        self.drop_stale()
+        if len(self.modules) > 1:
+            self._not_run.update(self.modules)
+
     def watch_gradients(self, on_gradient: Callable[[ParamGroup, torch.Tensor], None]) -> None:
         """From now on call `on_gradient` whenever a parameter's gradient is ready. No-op if that is so.
 
@@ -315,7 +333,7 @@ class ParamGroup:
         if phase not in _MOVES[self.phase]:
             raise RuntimeError(
                 f"'{self.name}' cannot go from {self.phase.name} to {phase.name} (rank {self.mesh.rank}): a forward was "
-                "cut short by an exception, or the module calls itself; call reset_iter_state() on the root to go on"
+                "cut short by an exception; call reset_iter_state() on the root to go on"
             )
         self.phase = phase
 
@@ -330,6 +348,7 @@ class ParamGroup:
             self.ready = self._part.comm.all_gather(self._full_bytes, self._part.bytes, stream=gather)
             self._drop_part()
             return
+        self._gathered_versions = self._versions()
         if not self._sends_shard:
             gather.submit(self._fill_own)
         for full_bytes, own_bytes in self._gathers:
@@ -404,14 +423,13 @@ class ParamGroup:
             self._streams.gather.submit(self._part.buffer.release)
             self._part = None
 
-    def keep(self) -> None:
-        """A pass ends and leaves the parameters gathered: remember of which shards they were."""
-        self._kept_versions = [param.sharded._version for param in self.params]
+    def _versions(self) -> list[int]:
+        return [param.sharded._version for param in self.params]
 
     def drop_stale(self) -> None:
-        """Free what an earlier pass left, all or part of it, if the shards may have changed since, by an optimizer say."""
-        self._drop_part()
-        if self.ready is not None and self._kept_versions != [param.sharded._version for param in self.params]:
+        """Free what is gathered, all or a part, if the shards have changed since, by an optimizer say."""
+        if (self.ready is not None or self._part is not None) and self._gathered_versions != self._versions():
+            self._drop_part()
             self.reshard()
 
     def has_all_gradients(self) -> bool:
@@ -467,7 +485,6 @@ class ParamGroup:
             self.reshard()
         else:
             self._show_shards()
-            self.keep()
 
     def reset(self) -> None:
         """Back to rest and sharded; the gradients of the failed iteration are dropped."""
@@ -475,7 +492,7 @@ class ParamGroup:
         self.open_calls.clear()
         self._not_run = set(self.modules)
         for param in self.trainable:
-            param.unsharded.grad = None
+            param.unsharded.grad = param.sharded.grad = None
         if self.reduction is not None:
             self.reduction.discard()
         self._drop_part()

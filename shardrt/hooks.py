@@ -65,11 +65,7 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
     if dtype is not None:
         output = _map_tensors(partial(_cast, dtype), output)
     if torch.is_grad_enabled():
-        enter = partial(_pre_backward, group, group.call)
-        for tensor in _tensors(output):
-            if tensor.grad_fn is not None:
-                runtime.newest_output = boundary = Boundary.at(tensor.grad_fn)
-                boundary.enter.append(enter)
+        _watch_outputs(group, runtime, output)
     if not _in_backward():
         group.move(Phase.RESTING)
         used_next = runtime.prefetch.forward_ends(group)
@@ -80,6 +76,28 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
         if group is runtime.root:
             runtime.end_forward()
     return output
+
+
+def _watch_outputs(group: ParamGroup, runtime: Runtime, output: object) -> None:
+    enter = partial(_pre_backward, group, group.call)
+    tensors = list(_tensors(output))
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            boundary = Boundary.at(tensor.grad_fn)
+            if boundary.left is not group.call:  # an input that is passed on does not begin the module's backward
+                runtime.newest_output = boundary
+                boundary.enter.append(enter)
+    if group.call.inputs and not tensors:
+        _refuse_opaque(group, output)
+
+
+def _refuse_opaque(group: ParamGroup, output: object) -> None:
+    """Tensors that cannot be seen in an output would run backward without anybody gathering parameters for it."""
+    if not isinstance(output, (type(None), bool, int, float, str, tuple, list, dict)):
+        raise RuntimeError(
+            f"'{group.name}' returns a {type(output).__name__}, in which tensors cannot be found (rank {group.mesh.rank}): "
+            "return tensors, or tuples, lists, dicts or dataclasses of them"
+        )
 
 
 def _refuse_parameters(group: ParamGroup, output: object) -> None:
@@ -168,7 +186,7 @@ def _watch_input(group: ParamGroup, call: Call, tensor: torch.Tensor) -> torch.T
         tensor = tensor.view_as(tensor)
         assert tensor.grad_fn is not None
         boundary = Boundary.at(tensor.grad_fn)
-    boundary.leave = partial(_post_backward, group, call)
+    boundary.leave, boundary.left = partial(_post_backward, group, call), call
     return tensor
 
 

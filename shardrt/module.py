@@ -28,7 +28,6 @@ class UnshardHandle:
         """Let compute wait for the gather, and the module see its full parameters. Once is enough."""
         for group in self._groups:
             group.wait_unsharded()
-            group.keep()
 
 
 class FSDPModule:
@@ -64,6 +63,7 @@ class FSDPModule:
         runtime = self.param_group.runtime or hooks.start(self.param_group.root)
         runtime.streams.begin()
         for group in self.param_groups:
+            group.drop_stale()
             group.unshard()
         handle = UnshardHandle(self.param_groups)
         if async_op:
@@ -95,6 +95,8 @@ class FSDPModule:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
         """Keep parameters gathered between forward and backward (False), or free and gather them again (True)."""
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"set_reshard_after_forward({reshard_after_forward!r}): expected a bool; give fully_shard a number")
         for settings in self._settings(recurse):
             settings.reshard_after_forward = reshard_after_forward
 
@@ -151,6 +153,11 @@ class FSDPModule:
             raise ValueError(f"set_reduce_scatter_max_input_buffers({max_input_buffers}): expected at least 1")
         self._root_settings("set_reduce_scatter_max_input_buffers").reductions_in_flight = max_input_buffers
 
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reductions have a communicator of their own, always. Raises ValueError for False."""
+        if not enable:
+            raise ValueError("set_separate_reduce_scatter_group(False): gathers and reductions never share a communicator here")
+
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Call `hook(reduced)` on this rank's reduced flat gradient segment, on the stream that reduced it, before it is used.
 
@@ -168,10 +175,12 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: Event) -> None:
         """On the root. The next forward's gathers wait for `event`, not for all that the current stream has. Holds once."""
+        if not isinstance(event, Event):
+            raise TypeError(f"set_post_optim_event({event!r}): expected a shardrt.comm.Event, as a Stream's record() returns")
         self._root_settings("set_post_optim_event").post_optim_event = event
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: drop that iteration and its gradients. On the root; on every rank."""
+        """After an exception in forward or backward: drop that iteration and all gradients. On the root; on every rank."""
         self._root_settings("reset_iter_state")
         if self.param_group.runtime is not None:
             self.param_group.runtime.reset()
@@ -196,7 +205,10 @@ class FSDPModule:
         return group
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
-        """`to()`, `to_empty()`, `half()` and the like. Collective if the dtype of gathered parameters changes."""
+        """`to()`, `to_empty()`, `half()` and the like. Collective if the dtype of gathered parameters changes.
+
+        A parameter whose dtype or device changes becomes another object: make optimizers and hooks afterwards.
+        """
         for group in self.param_groups:
             group.detach()
         before = torch.__future__.get_overwrite_module_params_on_conversion()
@@ -295,9 +307,16 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 
 
 def _run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = module.param_group
+    if first.running:  # the module calls itself, or a registered method its forward: the outer call has seen to it
+        return forward(*args, **kwargs)
     for group in module.param_groups:
         args, kwargs = hooks.pre_forward(group, args, kwargs)
-    output = forward(*args, **kwargs)
+    first.running = True
+    try:
+        output = forward(*args, **kwargs)
+    finally:
+        first.running = False
     for group in reversed(module.param_groups):
         output = hooks.post_forward(group, module, output)
     return output

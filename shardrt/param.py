@@ -35,6 +35,7 @@ class ShardedParam:
         self.dtype = original.dtype
         self.dim = dim
         self.rows_only = rows_only  # never cut between elements
+        self.before: nn.Parameter | None = None  # the sharded parameter that this one was, until shard() as well
         self.original = original  # until shard(); then this rank's part is all that is left of it
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
@@ -56,9 +57,14 @@ class ShardedParam:
         self.register(DTensor(local, spec))
 
     def register(self, sharded: DTensor) -> None:
-        """This is the sharded parameter from now on."""
-        self.sharded = nn.Parameter(sharded, requires_grad=self.original.requires_grad)
-        del self.original
+        """This is the sharded parameter from now on; one from before that has its dtype and device takes its values."""
+        before = self.before
+        if before is None or (before.dtype, before.device) != (sharded.dtype, sharded.device):
+            self.sharded = nn.Parameter(sharded, requires_grad=self.original.requires_grad)
+        else:
+            self.sharded = before
+            before._local_tensor, before.spec = sharded._local_tensor, sharded.spec  # type: ignore[attr-defined]
+        del self.original, self.before
         for registry, attribute in self.owners:
             registry[attribute] = self.sharded
 
@@ -67,7 +73,9 @@ class ShardedParam:
         registry, attribute = self.owners[0]
         applied = registry[attribute]
         assert applied is not None, "only parameters are sharded"
-        return ShardedParam(self.name, applied, self.owners, self.dim, rows_only=self.rows_only)
+        made = ShardedParam(self.name, applied, self.owners, self.dim, rows_only=self.rows_only)
+        made.before = self.sharded
+        return made
 
     def make_unsharded(self, full: FlatBuffer, offset: int, dtype: torch.dtype) -> None:
         """Make the view of the full buffer that the module will compute with."""

@@ -167,5 +167,12 @@ class PrefetchQueue:
         return [group for group in ahead if group.settings.unshard_in_backward]
 
     def backward_repeats(self, group: ParamGroup) -> bool:
-        """`group`'s next use in this backward is expected at once: its module was called several times in a row."""
-        return self._backward is not None and self._backward.next_is(self._backward_position, group)
+        """`group` is expected to be used again in this backward, and its gradients to wait for that.
+
+        At once: its module was called several times in a row. Or later, where a reduction must come once only.
+        """
+        if self._backward is None:
+            return False
+        if group.settings.reduce_unused:
+            return group in self._backward.groups[self._backward_position :]
+        return self._backward.next_is(self._backward_position, group)

@@ -167,7 +167,8 @@ class GradientReduction:
         nbytes = comm.size * self._layout.segment_numel * dtype.itemsize
         ordinary = FlatBuffer(nbytes, comm.device, account)
         if settings.reduce_scatter is not None:
-            slot, ordinary = None, SlotBuffer(nbytes, Slot(settings.reduce_scatter.allocate(nbytes, comm.device)), account)
+            given = Slot.given(settings.reduce_scatter.allocate(nbytes, comm.device), nbytes, comm.device, self.params[0].name)
+            slot, ordinary = None, SlotBuffer(nbytes, given, account)
         self._ordinary = self._packed = self._lay_out(ordinary)
         fits = slot is not None and nbytes <= slot.nbytes
         self._slotted = self._lay_out(SlotBuffer(nbytes, slot, account)) if slot is not None and fits else None
@@ -218,6 +219,8 @@ class GradientReduction:
             self._packed = self._choose() if self._settings.sync_gradients else self._ordinary
             compute.submit(self._packed.buffer.allocate)
         settings = self._settings
+        if first and (settings.reduce_hook is not None or settings.reduce_scatter is not None):
+            compute.submit(self._packed.flat.zero_)  # the padding, which they see
         self._scaling = Scaling.of(self._dtype, self._ranks, self._comm.size, settings.divide_factor, settings.force_sum)
         given, sources = self._everything, [grad for grad in grads if grad is not None]
         if len(sources) < len(grads):
@@ -306,6 +309,8 @@ class GradientReduction:
             self._sharded[position].grad = self._grads[position]
         for position in positions:
             if hooks := self._sharded[position]._post_accumulate_grad_hooks:
+                if self._grads[position].device != stream.device:
+                    stream.synchronize()  # offloaded: the hook reads it on the host
                 for hook in tuple(hooks.values()):
                     stream.submit(partial(hook, self._sharded[position]))
 

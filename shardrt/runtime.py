@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from . import comm, prefetch
 from .buffers import Account, Slot
-from .group import ParamGroup
+from .group import Call, ParamGroup
 from .reduction import Handoff
 
 
@@ -42,6 +42,11 @@ class Streams:
         for stream in (self.gather, self.reduce, self.finish):
             stream.synchronize()
 
+    def recover(self) -> None:
+        """The same, and forget what failed."""
+        for stream in (self.gather, self.reduce, self.finish):
+            stream.recover()
+
 
 class Boundary:
     """An autograd node between modules: what to do once its gradient is complete.
@@ -50,10 +55,11 @@ class Boundary:
     begins. In a chain of modules one boundary, and one call from autograd, does for both.
     """
 
-    __slots__ = ("enter", "leave")
+    __slots__ = ("enter", "leave", "left")
 
     def __init__(self) -> None:
         self.leave: Callable[[], None] | None = None
+        self.left: Call | None = None  # the call that `leave` ends
         self.enter: list[Callable[[], None]] = []
 
     @classmethod
@@ -94,13 +100,15 @@ class Runtime:
         self._reduced: set[ParamGroup] = set()  # in this backward
         self._end_queued = False
         for group in self.groups:
-            name = ", ".join(names[module] for module in group.modules)
+            group.name = ", ".join(names[module] for module in group.modules) or group.name
             if group.runtime is not None:
                 raise RuntimeError(
-                    f"'{name}' ran as a root of its own before '{root.name}' around it was sharded (rank "
+                    f"'{group.name}' ran as a root of its own before '{root.name}' around it was sharded (rank "
                     f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
                 )
-            group.attach(self, name)
+            group.refuse_meta()
+        for group in self.groups:
+            group.attach(self)
         nbytes = max((group.packed_nbytes() for group in self.groups if prefetch.is_large(group)), default=0)
         self._slot = Slot.of(root.mesh.communicator("reduce"), nbytes) if nbytes else None
         for group in self.groups:
@@ -121,25 +129,25 @@ class Runtime:
         done, settings.post_optim_event = settings.post_optim_event, None
         self.streams.begin(done)
         for group in self.groups:
-            group.refresh_trainable()
-            group.drop_stale()
+            group.begin()
         self.prefetch.begin(settings.prefetch)
 
     def end_forward(self) -> None:
         """The root's forward is over: what was gathered ahead and not used is not needed."""
         for group in self.groups:
-            if group.installed and (torch.is_grad_enabled() or not group.lends):
-                group.keep()
-            else:
+            if not (group.installed and (torch.is_grad_enabled() or not group.lends)):
                 group.reshard()
 
     def gather_ahead(self, groups: list[ParamGroup]) -> None:
         """Start gathering what the prefetch queue names."""
         if not groups:
             return
-        with _together(group.gather_comm for group in groups):
-            for group in groups:
+        ours = [group for group in groups if group.settings.all_gather is None]
+        with _together(group.gather_comm for group in ours):
+            for group in ours:
                 group.unshard()
+        for group in groups:  # a custom collective may go on with what it gathered: not inside of a group of calls
+            group.unshard()
 
     def begin_backward(self) -> None:
         """The first gradient of a backward comes in: have its end announced."""
@@ -149,7 +157,7 @@ class Runtime:
 
     def reduce(self, group: ParamGroup) -> None:
         """Gradients of `group` are ready: pack and reduce them, small groups several at a time. No-op if there are none."""
-        if group.has_gradients() or group.settings.reduce_unused:
+        if group.has_gradients() or (group.settings.reduce_unused and group.reduction is not None):
             self._enqueue(group)
 
     def _enqueue(self, group: ParamGroup) -> None:
@@ -168,8 +176,10 @@ class Runtime:
                 group.pack_grads()
             self.streams.reduce.wait(self.streams.compute.record())
             syncing = [group for group in self._to_reduce if group.settings.sync_gradients]
-            with _together(group.reduce_comm for group in syncing):
-                used = [buffer for group in syncing for buffer in group.reduce_grads()]
+            ours = [group for group in syncing if group.settings.reduce_scatter is None]
+            with _together(group.reduce_comm for group in ours):
+                used = [buffer for group in ours for buffer in group.reduce_grads()]
+            used += [buffer for group in syncing if group not in ours for buffer in group.reduce_grads()]
             if self.streams.finish is not self.streams.reduce:
                 self.streams.finish.wait(self.streams.reduce.record())
             with _together(group.all_reduce_comm for group in syncing if group.all_reduce_comm is not None):
@@ -200,18 +210,20 @@ class Runtime:
             group.end_backward()
         if self.root.settings.is_last_backward:
             self._retire(0)
-            self.streams.compute.wait(self.streams.finish.record())
+            done = self.streams.finish.record()
+            self.streams.compute.wait(done)
+            comm.current_stream(self.streams.device).wait(done)  # where the optimizer runs
             if any(group.offloads for group in self.groups):
                 self.streams.synchronize()  # the optimizer reads the gradients on the host, whatever the streams do
 
     def reset(self) -> None:
         """Forget a failed iteration: everything under way is waited for, everything is sharded again."""
         self._end_queued = False
+        self.streams.recover()
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
         self._reduced.clear()
         self._retire(0)
-        self.streams.synchronize()
         for group in self.groups:
             group.reset()
 

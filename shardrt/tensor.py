@@ -391,6 +391,8 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local_args = [_unwrap(arg, specs, func) for arg in args]
     local_kwargs = {key: _unwrap(value, specs, func) for key, value in kwargs.items()}
     out = func(*local_args, **local_kwargs)
+    if func._schema.is_mutable and isinstance(destination, (list, tuple)):
+        increment_version(destination)  # of lists the dispatcher does not
     if isinstance(out, torch.Tensor):
         written = local_kwargs.get("out", local_args[0])
         return destination if out is written else DTensor(out, specs[0])

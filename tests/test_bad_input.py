@@ -175,6 +175,30 @@ def test_exception_in_forward_and_in_backward(world: World) -> None:
         assert torch.equal(one, other)
 
 
+class Box:
+    """Holds a tensor where nobody sees it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@on_ranks(1, 2)
+def test_outputs_and_roots_that_cannot_be(world: World) -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model[1].register_forward_hook(lambda module, args, out: Box(out))
+    for module in (*model, model):
+        shardrt.fully_shard(module)
+    refused("'1' returns a Box, in which tensors cannot be found", lambda: model(torch.zeros(2, 5)), RuntimeError)
+    block = nn.Linear(3, 3)
+    shardrt.fully_shard(block)
+    first, second = nn.Sequential(block, nn.Linear(3, 3)), nn.Sequential(block, nn.Linear(3, 3))
+    shardrt.fully_shard(first)
+    refused("'0' in 'Sequential' is part of 'Sequential' already", lambda: shardrt.fully_shard(second))
+    refused("set_reshard_after_forward.2.: expected a bool", lambda: first.set_reshard_after_forward(2), TypeError)
+    refused("set_post_optim_event.*expected a shardrt.comm.Event", lambda: first.set_post_optim_event(3), TypeError)
+    refused("never share a communicator", lambda: first.set_separate_reduce_scatter_group(False))
+
+
 @on_ranks(2)
 def test_evaluation_leaves_nothing_gathered(world: World) -> None:
     model = shard_blocks(TiedGPT())

@@ -155,6 +155,28 @@ def test_divide_factors(world: World) -> None:
 
 
 @on_ranks(2, 4)
+def test_stages_of_a_pipeline_on_ranks_of_their_own(world: World) -> None:
+    """The first stage runs while the second still waits for what it puts out; both are cut over their own ranks."""
+    mesh = DeviceMesh(world.comm, (2, world.size // 2), ("stage", "dp"))
+    stage, peer = mesh["stage"].rank, 1 - mesh["stage"].rank
+    comm, stream = mesh["stage"].communicator("pipeline"), world.stream
+    model = shard_blocks(OddMLP().double(), mesh=mesh["dp"], reshard_after_forward=world.size // 2)
+    for step in range(2):
+        middle = torch.zeros(12, 3, dtype=torch.float64)
+        if stage == 0:
+            middle = model(batch(step))
+            comm.send(middle.detach().contiguous(), peer, stream=stream).synchronize()
+            comm.recv(grad := torch.zeros_like(middle), peer, stream=stream).synchronize()
+            middle.backward(grad)
+        else:
+            comm.recv(middle, peer, stream=stream).synchronize()
+            middle.requires_grad_()
+            model(torch.cat([middle, middle[:, :2]], dim=1)).square().mean().backward()
+            comm.send(middle.grad, peer, stream=stream).synchronize()
+        assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2, 4)
 def test_a_hook_on_what_was_reduced(world: World) -> None:
     replicas = world.size // 2
     for mesh in (world.mesh, plane(world, replicas)):
@@ -166,6 +188,7 @@ def test_a_hook_on_what_was_reduced(world: World) -> None:
 
         def double(reduced: torch.Tensor, seen: list[int] = seen) -> None:
             seen.append(reduced.numel())
+            assert reduced.isfinite().all()  # padding included
             reduced.mul_(2)
 
         block.set_all_reduce_hook(double)

@@ -91,6 +91,23 @@ def test_a_list_needs_a_root_around_it(world: World) -> None:
 @on_ranks(1, 3)
 def test_unshard_ahead(world: World) -> None:
     model = shard_blocks(OddMLP().double())
+    events = gathers_of(model)
+    for block in model.blocks:
+        block.unshard(async_op=True)
+    assert events == ["OddBlock"] * 3 or events == ["blocks.0", "blocks.1", "blocks.2"]
+    with torch.no_grad():
+        model(batch(0))
+        assert [event for event in events[3:] if not event.startswith("-")] == ["OddMLP"]
+        model.blocks[1].unshard()
+        model.blocks[1].up.weight  # noqa: B018
+        model.blocks[1].reshard()
+        model.set_reshard_after_forward(False)
+        model(batch(0))
+        for param in model.blocks[1].param_group.params:
+            param.sharded.zero_()
+        model.blocks[1].unshard()  # of the shards as they are now
+        assert not model.blocks[1].up.weight.any()
+    model = shard_blocks(OddMLP().double())
     expected = model.blocks[1].up.weight.full_tensor()
     handle = model.blocks[1].unshard(async_op=True)
     assert isinstance(model.blocks[1].up.weight, shardrt.DTensor)
@@ -112,6 +129,9 @@ class Generator(OddMLP):
     def embed(self, x: torch.Tensor) -> torch.Tensor:
         return self.inp(x)
 
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) + self(2 * x)
+
 
 @on_ranks(1, 2)
 def test_other_methods_as_forwards(world: World) -> None:
@@ -126,6 +146,10 @@ def test_other_methods_as_forwards(world: World) -> None:
         whole.embed(batch(step)).square().mean().backward()
         model.embed(batch(step).chunk(world.size)[world.rank]).square().mean().backward()
     compare(whole, model, 1e-12, "embed")
+    shardrt.register_fsdp_forward_method(model, "twice")  # calls the forward itself
+    whole.twice(batch(3)).square().mean().backward()
+    model.twice(batch(3).chunk(world.size)[world.rank]).square().mean().backward()
+    compare(whole, model, 1e-12, "twice")
     with torch.inference_mode():
         assert torch.equal(model.generate(batch(5), 4), whole.generate(batch(5), 4))
     assert model.param_group.runtime.account.in_use == 0
@@ -181,8 +205,14 @@ def test_parameters_unused_on_some_ranks(world: World, lot: int) -> None:
     """They get the gradient of the ranks that use them, on every rank, and zeros count for the others."""
     whole = Choosy().double()
     whole.blocks = nn.ModuleList(Optional(13).double() for _ in range(3))
+    whole.blocks.append(Optional(13).double().requires_grad_(False))
+    whole.blocks.append(nn.Sequential(Optional(13).double()))
+    whole.blocks.append(whole.blocks[0])  # runs again, and waits for that
     model = copy.deepcopy(whole)
-    shard_blocks(model)
+    shardrt.fully_shard(model.blocks[4][0])
+    for block in list(model.blocks)[:5]:
+        shardrt.fully_shard(block)
+    shardrt.fully_shard(model)
     model.rank = world.rank
     model.set_reduce_scatter_unused_params(True)
     with lots_of(lot):
@@ -223,14 +253,18 @@ def test_reductions_in_flight(world: World, in_flight: int) -> None:
         model.blocks[0].set_reduce_scatter_max_input_buffers(2)
 
 
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
 @on_ranks(1, 2)
-def test_parameters_stay_gathered_between_microbatches(world: World) -> None:
+def test_parameters_stay_gathered_between_microbatches(world: World, options: dict[str, bool]) -> None:
+    """Until an optimizer of any kind has changed them; also when a forward without a backward has left them."""
     whole = OddMLP().double()
     model = shard_blocks(copy.deepcopy(whole), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     events = gathers_of(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (whole, model)]
-    for step in range(2):
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3, **options) for m in (whole, model)]
+    for step in range(3):
+        if step == 2:
+            model(batch(0))
         events.clear()
         for micro in range(3):
             x = batch(3 * step + micro)
@@ -238,7 +272,7 @@ def test_parameters_stay_gathered_between_microbatches(world: World) -> None:
             loss_of(whole, x).backward()
             loss_of(model, x.chunk(world.size)[world.rank]).backward()
         gathered = [event for event in events if not event.startswith("-")]
-        assert sorted(gathered) == ["OddMLP", "blocks.0", "blocks.1", "blocks.2"]
+        assert sorted(gathered) == ([] if step == 2 else ["OddMLP", "blocks.0", "blocks.1", "blocks.2"])
         compare(whole, model, 1e-12, f"step {step}")
         for optimizer in optimizers:
             optimizer.step()
@@ -266,6 +300,62 @@ def test_optimizer_in_backward(world: World, reduce_dtype: torch.dtype | None) -
         expected.step()
         expected.zero_grad()
         compare(whole, model, 1e-12 if reduce_dtype is None else 1e-6, f"step {number}")
+
+
+@on_ranks(1, 2)
+def test_optimizer_in_backward_of_parameters_that_stay_gathered(world: World) -> None:
+    whole = OddMLP().double()
+    model = shard_blocks(copy.deepcopy(whole), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    expected = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for param in [param.sharded for group in model.param_group.with_descendants() for param in group.params]:
+        owner = torch.optim.SGD([param], lr=0.1)
+        param.register_post_accumulate_grad_hook(lambda param, owner=owner: (owner.step(), owner.zero_grad()))
+    for number in range(3):
+        loss_of(whole, batch(number)).backward()
+        loss_of(model, batch(number).chunk(world.size)[world.rank]).backward()
+        expected.step()
+        expected.zero_grad()
+        compare(whole, model, 1e-12, f"step {number}")
+
+
+class Halves:
+    """A custom all-gather that goes on with what it has gathered; all memory comes from one pool."""
+
+    def __init__(self) -> None:
+        self.pool, self.used = torch.zeros(1 << 20, dtype=torch.uint8), 0
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        self.used += nbytes
+        return self.pool[self.used - nbytes : self.used]
+
+    def __call__(self, out: torch.Tensor, inp: torch.Tensor, comm: Communicator, stream: Stream) -> Work:
+        gathered = torch.empty_like(out)
+        comm.all_gather(gathered, inp, stream=stream)
+        stream.submit(lambda: out.copy_(gathered))
+        return comm.barrier(stream=stream)
+
+
+@on_ranks(1, 2)
+def test_a_custom_all_gather_of_several_steps(world: World) -> None:
+    gather = Halves()
+
+    def shard(model: nn.Module) -> None:
+        shard_blocks(model)
+        for block in model.blocks:
+            block.set_custom_all_gather(gather)
+
+    train_side_by_side(world, OddMLP().double(), map(batch, range(4)), shard=shard)
+    assert gather.used > 0
+    wrong = shard_blocks(OddMLP())
+    wrong.set_custom_all_gather(Wrong())
+    with pytest.raises(ValueError, match=r"allocate.. of a custom collective of 'OddMLP': expected"):
+        wrong(batch(0).float())
+
+
+class Wrong(Halves):
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return self.pool[: nbytes + 16]
 
 
 class Counting:
@@ -384,7 +474,13 @@ def test_moved_and_cast_after_sharding(world: World) -> None:
         whole.zero_grad()
         model.zero_grad()
     assert model.inp.weight is not first
+    kept = list(model.parameters())
     assert model.to("cpu") is model
+    assert all(one is other for one, other in zip(kept, model.parameters(), strict=True))
+    with torch.no_grad():
+        kept[0].zero_()
+    assert not model.unshard()
+    assert not model.inp.weight.any()
 
 
 @on_ranks(2)
@@ -477,9 +573,7 @@ class Narrow(torch.Tensor):
         full = values.to(param_dtype) * scales[:, None]
         if out is None:
             return full, (full,)
-        with torch.no_grad():
-            torch._C._autograd._unsafe_set_version_counter((out,), (out._version,))
-            out.data.copy_(full)
+        out.copy_(full)
         return None
 
 

@@ -18,7 +18,7 @@ from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.comm.recorder import merge
 from shardrt.group import ParamGroup
-from toys import Branching, OddMLP, Skipping, batch, compare, lots_of, shard_blocks, tokens
+from toys import Branching, OddBlock, OddMLP, Skipping, batch, compare, lots_of, shard_blocks, tokens, train_side_by_side
 
 
 def gathers_of(model: nn.Module) -> list[str]:
@@ -94,7 +94,7 @@ def test_the_recorder_tells_a_step(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dump = json.loads(world.recorder.dump(Path(folder) / "dump.json").read_text())
     assert [what for _, what in dump["notes"]][-len(expected) :] == expected
-    assert "last noted by ranks 0, 1: free OddMLP" in merge([dump, dump | {"rank": 1}])
+    assert "last noted by ranks 0, 1: free OddMLP" in merge([dump | {"rank": 0}, dump | {"rank": 1}])
 
 
 @on_ranks(1, 2)
@@ -227,6 +227,40 @@ def test_branches_are_freed_in_time(world: World) -> None:
     backward = events[events.index("-blocks.4") + 1 :]
     first, then = "blocks.4 blocks.3 -blocks.4 blocks.2 blocks.1 -blocks.2", "blocks.0 -blocks.1 -blocks.0 -Branching -blocks.3"
     assert backward == f"{first} {then}".split()
+
+
+class PassingOn(OddBlock):
+    """Gives its input out again, beside its output."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x), x
+
+
+class Passing(OddMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PassingOn(13) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x, before = block(x)
+            x = x + before
+        return self.out(x)
+
+
+@on_ranks(1, 2)
+@lots_of(0)
+def test_an_input_that_is_passed_on(world: World) -> None:
+    """It is part of the module's outputs, and does not begin its backward once more."""
+    model = shard_blocks(Passing(), reshard_after_forward=True)
+    events = gathers_of(model)
+    for _ in range(2):
+        events.clear()
+        model(batch(0).float()).sum().backward()
+    backward = "OddMLP 2 1 -2 0 -1 -0 -OddMLP".replace("OddMLP", "Passing")
+    assert " ".join(events).replace("blocks.", "").endswith(backward)
+    train_side_by_side(world, Passing().double(), map(batch, range(3)))
 
 
 @on_ranks(1)
