@@ -133,7 +133,7 @@ class ParamGroup:
         self.gather_comm = self.mesh.communicator("gather")
         self.reduce_comm = self.mesh.communicator("reduce")
         self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
-        if reshard_after_forward not in (None, True, False):
+        if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
             _neighbours(self.mesh, reshard_after_forward)
         self._take(params)
 
