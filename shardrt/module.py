@@ -101,7 +101,10 @@ class FSDPModule:
             settings.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Leave parameters gathered after a backward (False), for the next microbatch; an optimizer step frees them."""
+        """Leave parameters gathered after a backward (False), for the next microbatch; an optimizer step frees them.
+
+        A change of shards through `.data` or `to_local()` is not noticed: call `reshard()` after it.
+        """
         for settings in self._settings(recurse):
             settings.reshard_after_backward = reshard_after_backward
 
