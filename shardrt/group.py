@@ -128,6 +128,7 @@ class ParamGroup:
         self._parts: dict[int, Part] = {}  # by the number of ranks that share
         self._part: Part | None = None  # the one that a forward has left
         self._watches: list[RemovableHandle] = []  # on the gradients of the trainable parameters, if they are watched
+        self._unapplied: set[object] = set(modules)  # by `to()` and the like, which come to one module after the other
         self._gathered_versions: list[int] = []  # of the shards when they were gathered last
         # Made here, where every rank is: later, those of another stage of a pipeline may wait for this one's output.
         self.gather_comm = self.mesh.communicator("gather")
@@ -183,8 +184,13 @@ class ParamGroup:
         assert isinstance(self.offload_policy, CPUOffloadPolicy)
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.offload_policy.pin_memory)
 
-    def refuse_meta(self) -> None:
-        """RuntimeError if the parameters have no values yet."""
+    def refuse_unready(self) -> None:
+        """RuntimeError if the parameters have no values yet, or only some of its modules were moved or cast."""
+        if len(self._unapplied) < len(self.modules):
+            raise RuntimeError(
+                f"'{self.name}' (rank {self.mesh.rank}): to(), to_empty() or the like came to some of these modules, which "
+                "were sharded together; call it on the others as well, or on a module around all of them"
+            )
         if self._on_meta:
             raise RuntimeError(
                 f"'{self.name}' runs while its parameters are on the meta device (rank {self.mesh.rank}): call to_empty() and "
@@ -253,9 +259,12 @@ class ParamGroup:
         while self._watches:
             self._watches.pop().remove()
 
-    def take_applied(self) -> None:
-        """Take the parameters again after `to()` and the like have replaced the sharded ones by others."""
-        self._take([param.again() for param in self.params])
+    def take_applied(self, module: object) -> None:
+        """Take the parameters again after `to()` and the like have replaced those of `module`, the last one, by others."""
+        self._unapplied.discard(module)
+        if not self._unapplied:
+            self._unapplied.update(self.modules)
+            self._take([param.again() for param in self.params])
 
     @property
     def root(self) -> ParamGroup:

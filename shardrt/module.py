@@ -221,7 +221,7 @@ class FSDPModule:
         finally:
             torch.__future__.set_overwrite_module_params_on_conversion(before)
         for group in self.param_groups:
-            group.take_applied()
+            group.take_applied(self)
         return self
 
     def __deepcopy__(self, memo: object) -> NoReturn:

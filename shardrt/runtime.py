@@ -106,7 +106,7 @@ class Runtime:
                     f"'{group.name}' ran as a root of its own before '{root.name}' around it was sharded (rank "
                     f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
                 )
-            group.refuse_meta()
+            group.refuse_unready()
         for group in self.groups:
             group.attach(self)
         nbytes = max((group.packed_nbytes() for group in self.groups if prefetch.is_large(group)), default=0)

@@ -38,6 +38,25 @@ def test_from_a_state_dict(world: World) -> None:
     assert model.head.weight is model.tokens.weight
 
 
+@on_ranks(1, 2)
+def test_a_list_of_modules(world: World) -> None:
+    """Materialised when the last of them has been."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+    shardrt.fully_shard([model[0], model[1]])
+    model[2].to_empty(device=world.device)
+    model[1].to_empty(device=world.device)
+    shardrt.fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"'0, 1'.*came to some of these modules"):
+        model(batch(0).float())
+    model[0].to_empty(device=world.device)
+    for module in model:
+        module.reset_parameters()
+    model(batch(0).float()).sum().backward()
+    assert torch.equal(model[1].weight.full_tensor(), torch.ones(7))
+    assert all(param.grad is not None for param in model.parameters())
+
+
 class Initialised(OddMLP):
     def reset(self) -> None:
         for module in self.modules():
