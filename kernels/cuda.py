@@ -7,9 +7,8 @@ A launch reads two tables on the device:
 | geometry  | sizes, and which block does which part      | once for a list: a `Plan` holds while dtypes, shapes, strides do |
 | addresses | where the tensors are at the moment         | once for a set of addresses: one small copy from pinned memory  |
 
-A table is a value: it is found by what it says, so nothing can make it stale. Gradients and resized storages have other
-addresses from time to time; the allocator soon gives them the same ones again. A table belongs to the stream that it was
-copied on: no other reads it, and its memory goes back there.
+A table is found by what it says, so nothing makes it stale: new gradients and resized storages, wherever the allocator put
+them, find another one or get it. It belongs to the stream it was copied on: no other reads it, its memory goes back there.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from . import host
+from .reference import BLOCK
 
 CHUNK_NBYTES = 32768  # as in kernels.cu
 THREADS = 256
@@ -31,13 +30,12 @@ FINISH_THREADS = 1024
 SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("--std=c++17",)
 FLOATS = {torch.float32: "float", torch.float64: "double", torch.float16: "f16", torch.bfloat16: "bf16"}
+CODES = {torch.int8: "i8", torch.float8_e4m3fn: "e4m3"}
 WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
+Kernel = Callable[[tuple[int, ...], tuple[int, ...], tuple[int | float, ...]], None]  # grid, block, arguments
+Name = Callable[..., str | None]
 _PLANS = 1024  # at most; then they are made anew
 _TABLES = 4096
-
-
-class Kernel(Protocol):
-    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[int | float, ...]) -> None: ...
 
 
 @cache
@@ -98,11 +96,10 @@ class Plan:
     rest: list[int]
 
 
-Name = Callable[..., str | None]
 _plans: dict[tuple[object, ...], Plan] = {}
 
 
-def _plan(naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[bool, ...] = ()) -> Plan:
+def _plan(naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[object, ...] = ()) -> Plan:
     """The plan for `lists`, whose i-th tensors go together. naming: the kernel for them, or None where there is none.
 
     Cost: a microsecond for ten tensors, in C++, once it is made. The ids of the first list only find it; `guards` decide.
@@ -117,7 +114,7 @@ def _plan(naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[
 
 
 def _make_plan(
-    naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[bool, ...], flat: list[torch.Tensor]
+    naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[object, ...], flat: list[torch.Tensor]
 ) -> Plan:
     device = lists[0][0].device
     names: dict[int, str | None] = {}
@@ -172,13 +169,13 @@ def pack(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float, a
         host.pack([views[i] for i in plan.rest], [tensors[i] for i in plan.rest], scale, accumulate)
 
 
-def _squares_name(tensor: torch.Tensor) -> str | None:
-    return f"squares<{FLOATS[tensor.dtype]}>" if tensor.dtype in FLOATS else None
+def _single_name(tensor: torch.Tensor, kernel: str) -> str | None:
+    return f"{kernel}<{FLOATS[tensor.dtype]}>" if tensor.dtype in FLOATS else None
 
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """See `reference.squared_norm`. One launch for each dtype, and one to finish."""
-    plan, device = _plan(_squares_name, (tensors,)), tensors[0].device
+    plan, device = _plan(_single_name, (tensors,), ("squares",)), tensors[0].device
     chunks = sum(batch.chunks for batch in plan.batches)
     sums, out = torch.empty(2 * chunks, dtype=torch.float64, device=device), torch.empty(2, dtype=torch.float64, device=device)
     first = 0
@@ -192,14 +189,26 @@ def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return out
 
 
-def _rescale_name(tensor: torch.Tensor) -> str | None:
-    return f"rescale<{FLOATS[tensor.dtype]}>" if tensor.dtype in FLOATS else None
-
-
 def rescale(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
     """See `reference.rescale`. One launch for each dtype."""
-    plan, factor = _plan(_rescale_name, (tensors,)), scale.double()
+    plan, factor = _plan(_single_name, (tensors,), ("rescale",)), scale.double()
     for batch in plan.batches:
         _run(batch, (tensors,), (factor.data_ptr(),))
     if plan.rest:
         torch._foreach_mul_([tensors[i] for i in plan.rest], scale)
+
+
+def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
+    """See `reference.encode`. One launch, a warp for a block."""
+    _launch_warps(f"encode<{CODES[codes.dtype]}, {FLOATS[x.dtype]}>", (codes, scales, x), (), x)
+
+
+def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """See `reference.decode_sum`. One launch, a warp for a block."""
+    _launch_warps(f"decode_sum<{FLOATS[out.dtype]}, {CODES[codes.dtype]}>", (out, codes, scales), (len(codes),), out)
+
+
+def _launch_warps(name: str, tensors: Sequence[torch.Tensor], rows: tuple[int, ...], x: torch.Tensor) -> None:
+    if x.numel():
+        args = (*(tensor.data_ptr() for tensor in tensors), *rows, x.numel())
+        launch(name, -(-x.numel() // (BLOCK * THREADS // 32)), THREADS, args, x.device)

@@ -15,14 +15,10 @@ def pack(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float, a
         torch._foreach_copy_(views, tensors, non_blocking=True)
     else:
         for view, tensor in zip(views, tensors, strict=True):
-            _scaled(view, tensor, scale)
-
-
-def _scaled(view: torch.Tensor, tensor: torch.Tensor, scale: float) -> None:
-    if view.element_size() < tensor.element_size() and view.device == tensor.device:
-        torch.mul(tensor, scale, out=view)  # Hazard: cast first, what the scale brings into range would overflow
-    else:
-        view.copy_(tensor, non_blocking=True).mul_(scale)
+            if view.element_size() < tensor.element_size() and view.device == tensor.device:
+                torch.mul(tensor, scale, out=view)  # Hazard: cast first, what the scale brings into range would overflow
+            else:
+                view.copy_(tensor, non_blocking=True).mul_(scale)
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
@@ -33,10 +29,8 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """See `reference.squared_norm`."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if not filled:
+    if not tensors:
         return torch.zeros(2, dtype=torch.float64)
-    squares = norms(filled, 2.0).square().sum()
     # Elements beyond 1e19 have infinite squares in float32; the flag is about elements.
-    bad = torch.stack([~tensor.isfinite().all() for tensor in filled]).any()
-    return torch.stack([squares, bad.double()])
+    bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).any()
+    return torch.stack([norms(tensors, 2.0).square().sum(), bad.double()])

@@ -29,8 +29,7 @@ def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch
     Deterministic: on CUDA blocks of 32 KiB are summed in float32, their sums in float64, both in a fixed order.
     Cost on CUDA: every byte read once, two launches. On the host elements are read twice.
     """
-    on_cuda = bool(tensors) and tensors[0].is_cuda
-    return (cuda if on_cuda else host).squared_norm(tensors).to(device)
+    return (cuda if tensors and tensors[0].is_cuda else host).squared_norm(tensors).to(device)
 
 
 def rescale(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """Many tensors into the views of one flat buffer, with cast: one call whatever their number; on CUDA one launch.
 
-The caller makes the views once; a step passes two lists. With the roles swapped the same calls unpack a flat buffer.
+With the roles swapped the same calls unpack a flat buffer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ def pack_into(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: flo
     """Copy `scale * tensors[i]` into `views[i]`, cast to its dtype. Shapes match pairwise; strides are free.
 
     scale: applied in the wider of the two dtypes, at least float32, before the one rounding to the view's.
-    Cost on CUDA: every byte read once and written once. On the host also, but views that are scaled and not narrower than
-    their tensors are read and written once more.
+    Cost: every byte read once and written once; on the host a scaled view once more, unless the cast narrows.
     """
     _pack(views, tensors, scale, False)
 

@@ -1,4 +1,4 @@
-"""What every operation means, in plain torch. The host versions and the CUDA kernels are held to it; nothing else calls it.
+"""What every operation means, in plain torch. The host versions and the CUDA kernels are held to it.
 
 Arithmetic on elements is done in float32, or in float64 if one of the operands is, and rounded once to what is written.
 """
@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
+
+BLOCK = 256  # elements with one scale
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # of a code
+SMALLEST = 2.0**-100  # the least magnitude that a block is scaled by: its inverse is finite
 
 
 def pack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: float = 1.0, accumulate: bool = False) -> None:
@@ -35,3 +40,25 @@ def rescale(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
     for tensor in tensors:
         wide = torch.promote_types(tensor.dtype, torch.float32)
         tensor.copy_(tensor.to(wide) * scale.to(wide))
+
+
+def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
+    """Each block's largest magnitude becomes the largest code, the others the nearest codes (ties to even).
+
+    codes: (n,) int8 or float8_e4m3fn. scales: (ceil(n / BLOCK),) float32. A block with an element that is not finite
+    has the scale NaN and the codes 0, so all of it is NaN once decoded.
+    """
+    blocks = F.pad(x.float(), (0, -len(x) % BLOCK)).view(-1, BLOCK)
+    peaks = blocks.abs().amax(1)
+    scales.copy_(peaks.clamp(min=SMALLEST) / LARGEST[codes.dtype])
+    scaled = torch.where(peaks.isfinite()[:, None], blocks * (1 / scales)[:, None], 0.0).flatten()[: len(x)]
+    codes.copy_(scaled.round() if codes.dtype is torch.int8 else scaled)
+    scales[~peaks.isfinite()] = torch.nan
+
+
+def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """`out` = the sum over rows of `codes` times their scales, in float32, row by row. scales: (rows, ceil(n / BLOCK))."""
+    total = torch.zeros(len(out), dtype=torch.float32, device=out.device)
+    for row, factors in zip(codes, scales, strict=True):
+        total += row.float() * factors.repeat_interleave(BLOCK)[: len(out)]
+    out.copy_(total)

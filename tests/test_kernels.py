@@ -20,11 +20,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import shardrt  # noqa: F401  (makes shardrt.kernels importable from a checkout)
-from shardrt.kernels import add_into, cuda, pack_into, reference, rescale, squared_norm, total_norm
+from shardrt.kernels import add_into, cuda, decode_sum, encode, pack_into, reference, rescale, squared_norm, total_norm
 
 FLOATS = list(cuda.FLOATS)
+CODINGS = list(itertools.product(cuda.CODES, FLOATS[:1] + FLOATS[2:]))  # not float64
 PAIRS = list(itertools.product(FLOATS, FLOATS))
 NUMELS = (0, 1, 3, 16, 1000, 20011)
 CPU = torch.device("cpu")
@@ -98,6 +100,25 @@ def check_layouts(device: torch.device) -> None:
     same(copies(views), copies(tensors))
 
 
+def check_codes(device: torch.device, code: torch.dtype, dtype: torch.dtype) -> None:
+    """Three rows of blocks: of every size of numbers, with zeros, a tiny block, and blocks that are not finite."""
+    for numel in (0, 1, 255, 256, 2049, 5000):
+        blocks = -(-numel // reference.BLOCK)
+        (x,) = random((3 * numel,), dtype, lead=1)
+        x = x.view(3, numel) * 10.0 ** torch.linspace(-6, 3, numel).to(dtype)
+        x[0, 256:300], x[1, 512:1024], x[2, 1024:1030], x[2, 2048:2049] = 0, 1e-38, float("nan"), float("-inf")
+        rows = [(torch.zeros(3, numel).to(code).to(d), torch.zeros(3, blocks, device=d)) for d in (CPU, device)]
+        for d, (codes, scales) in zip((CPU, device), rows, strict=True):
+            for r in range(3):
+                (reference.encode if d is CPU else encode)(codes[r], scales[r], x[r].to(d))
+        assert torch.equal(rows[1][0].cpu().view(torch.uint8), rows[0][0].view(torch.uint8))
+        assert torch.equal(rows[1][1].cpu().view(torch.int32) & 0x7FFFFFFF, rows[0][1].view(torch.int32) & 0x7FFFFFFF)
+        outs = [torch.ones(numel, dtype=dtype), torch.ones(numel, dtype=dtype, device=device)]
+        reference.decode_sum(outs[0], *rows[0])
+        decode_sum(outs[1], *rows[1])
+        assert torch.equal(outs[1].cpu().nan_to_num(7.0), outs[0].nan_to_num(7.0))
+
+
 # ---------------------------------------------------------------------- the host
 
 
@@ -127,6 +148,29 @@ def test_flag_is_about_elements() -> None:
     """1e30 is finite, though its square is not in float32."""
     assert squared_norm([torch.tensor([1e30])], CPU)[1] == 0
     assert squared_norm([], CPU).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("code", "error"), [(torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 16 / 448)], ids=("int8", "fp8"))
+def test_codes_are_near(code: torch.dtype, error: float) -> None:
+    """Within half a step of the largest code; rows add up; one bad element spoils its block alone."""
+    x = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
+    codes, scales, out = torch.zeros(2, 1000).to(code), torch.zeros(2, 4), torch.zeros(1000)
+    for r in range(2):
+        encode(codes[r], scales[r], x[r])
+    decode_sum(out, codes, scales)
+    bound = F.pad(x, (0, 24)).view(2, 4, 256).abs().amax(2).sum(0).repeat_interleave(256)[:1000] * error
+    assert ((out - x.sum(0)).abs() <= bound * 1.001).all()
+    x[0, 300] = float("inf")
+    encode(codes[0], scales[0], x[0])
+    decode_sum(out, codes[:1], scales[:1])
+    assert out.isnan().nonzero().flatten().tolist() == list(range(256, 512))
+
+
+def test_code_tensors_are_checked() -> None:
+    with pytest.raises(ValueError, match="encode: expected contiguous"):
+        encode(torch.zeros(300, dtype=torch.int8), torch.zeros(1), torch.zeros(300))
+    with pytest.raises(ValueError, match=r"decode_sum: .*float64"):
+        decode_sum(torch.zeros(3, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.int8), torch.zeros(1, 1))
 
 
 # ---------------------------------------------------------------------- the launches, without a GPU
@@ -228,6 +272,19 @@ class Run:
         sums = at(args[1], 2 * args[2], torch.float64).view(-1, 2).sum(0)
         at(args[0], 2, torch.float64).copy_(torch.stack([sums[0], sums[1].bool().double()]))
 
+    def encode(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
+        codes, scales, x, n = args
+        blocks = -(-n // reference.BLOCK)
+        assert (block, grid) == (cuda.THREADS, -(-blocks // (cuda.THREADS // 32)))
+        reference.encode(at(codes, n, dtypes[0]), at(scales, blocks, torch.float32), at(x, n, dtypes[1]))
+
+    def decode_sum(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
+        out, codes, scales, rows, n = args
+        blocks = -(-n // reference.BLOCK)
+        assert (block, grid) == (cuda.THREADS, -(-blocks // (cuda.THREADS // 32)))
+        scales = at(scales, rows * blocks, torch.float32).view(rows, blocks)
+        reference.decode_sum(at(out, n, dtypes[0]), at(codes, rows * n, dtypes[1]).view(rows, n), scales)
+
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
@@ -259,6 +316,17 @@ def test_launched_norm_and_rescale(double: Double, dtype: torch.dtype) -> None:
     check_norm(CPU, dtype)
     check_rescale(CPU, dtype)
     assert {grid for kernel, grid in double.launches if kernel == "finish"} == {1}
+
+
+@pytest.mark.parametrize(("code", "dtype"), CODINGS, ids=lambda dtype: name(dtype))
+def test_launched_codes(double: Double, code: torch.dtype, dtype: torch.dtype) -> None:
+    x, codes, scales = torch.randn(5000).to(dtype), torch.zeros(1, 5000).to(code), torch.zeros(1, 20)
+    expected, out = torch.zeros_like(x), torch.zeros_like(x)
+    encode(codes[0], scales[0], x)
+    decode_sum(out, codes, scales)
+    reference.decode_sum(expected, codes, scales)
+    assert torch.equal(out, expected)
+    assert double.launches == [(kernel, 3) for kernel in coding_kernels(code, dtype)]
 
 
 def test_launched_layouts(double: Double) -> None:
@@ -340,6 +408,11 @@ EVERY_KERNEL = [
 ]
 
 
+def coding_kernels(code: torch.dtype, dtype: torch.dtype) -> list[str]:
+    code_name, float_name = cuda.CODES[code], cuda.FLOATS[dtype]
+    return [f"encode<{code_name}, {float_name}>", f"decode_sum<{float_name}, {code_name}>"]
+
+
 def nvrtc() -> ctypes.CDLL:
     """The library of the wheel."""
     try:
@@ -364,13 +437,14 @@ def test_kernels_compile(arch: str) -> None:
     library, program = nvrtc(), ctypes.c_void_p()
     source = cuda.SOURCE.read_bytes()
     assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
-    for kernel in EVERY_KERNEL:
+    kernels = EVERY_KERNEL + [kernel for pair in CODINGS for kernel in coding_kernels(*pair)]
+    for kernel in kernels:
         assert library.nvrtcAddNameExpression(program, kernel.encode()) == 0
     options = [option.encode() for option in (*cuda.OPTIONS, "-ftz=true", f"--gpu-architecture={arch}")]
     code = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     assert (code, read(library, program, "ProgramLog").strip(b"\0\n ")) == (0, b"")
     binary, symbol = read(library, program, "CUBIN"), ctypes.c_char_p()
-    for kernel in EVERY_KERNEL:
+    for kernel in kernels:
         assert library.nvrtcGetLoweredName(program, kernel.encode(), ctypes.byref(symbol)) == 0
         assert b".text." + (symbol.value or b"?") + b"\0" in binary, kernel
     library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -382,6 +456,7 @@ def test_constants_are_those_of_the_source() -> None:
         "THREADS": cuda.THREADS,
         "CHUNK_BYTES": cuda.CHUNK_NBYTES,
         "FINISH_THREADS": cuda.FINISH_THREADS,
+        "BLOCK": reference.BLOCK,
     }.items()
 
 
@@ -391,6 +466,7 @@ ON_GPU = [
     *(pytest.param(check_pack, pair, id=f"pack-{name(pair[0])}-{name(pair[1])}") for pair in PAIRS),
     *(pytest.param(check_norm, (dtype,), id=f"norm-{name(dtype)}") for dtype in FLOATS),
     *(pytest.param(check_rescale, (dtype,), id=f"rescale-{name(dtype)}") for dtype in FLOATS),
+    *(pytest.param(check_codes, pair, id=f"codes-{name(pair[0])}-{name(pair[1])}") for pair in CODINGS),
     pytest.param(check_layouts, (), id="layouts"),
 ]
 
