@@ -1,6 +1,7 @@
 """Operations over many tensors at once. Knows nothing of communication or sharding."""
 
-from .norm import total_norm
+from .norm import rescale, squared_norm, total_norm
 from .pack import add_into, pack_into
+from .quantize import decode_sum, encode
 
-__all__ = ["add_into", "pack_into", "total_norm"]
+__all__ = ["add_into", "decode_sum", "encode", "pack_into", "rescale", "squared_norm", "total_norm"]

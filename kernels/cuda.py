@@ -1,0 +1,214 @@
+"""Launches of the kernels in kernels.cu, each on torch's current stream, compiled by CuPy at the first use of each name.
+
+A launch reads two tables on the device:
+
+| table     | what                                        | made                                                            |
+|-----------|---------------------------------------------|-----------------------------------------------------------------|
+| geometry  | sizes, and which block does which part      | once for a list: a `Plan` holds while dtypes, shapes, strides do |
+| addresses | where the tensors are at the moment         | once for a set of addresses: one small copy from pinned memory  |
+
+A table is found by what it says, so nothing makes it stale: new gradients and resized storages, wherever the allocator put
+them, find another one or get it. It belongs to the stream it was copied on: no other reads it, its memory goes back there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+from torch._C._dynamo.guards import TensorGuards
+
+from . import host
+from .reference import BLOCK
+
+CHUNK_NBYTES = 32768  # as in kernels.cu
+THREADS = 256
+FINISH_THREADS = 1024
+SOURCE = Path(__file__).with_name("kernels.cu")
+OPTIONS = ("--std=c++17",)
+FLOATS = {torch.float32: "float", torch.float64: "double", torch.float16: "f16", torch.bfloat16: "bf16"}
+CODES = {torch.int8: "i8", torch.float8_e4m3fn: "e4m3"}
+WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
+Kernel = Callable[[tuple[int, ...], tuple[int, ...], tuple[int | float, ...]], None]  # grid, block, arguments
+Name = Callable[..., str | None]
+_PLANS = 1024  # at most; then they are made anew
+_TABLES = 4096
+
+
+@cache
+def _kernel(name: str) -> Kernel:
+    """Cost: half a second of compiling; CuPy keeps the result on disk."""
+    import cupy
+
+    module = cupy.RawModule(code=SOURCE.read_text(), backend="nvrtc", options=OPTIONS, name_expressions=(name,))
+    kernel: Kernel = module.get_function(name)
+    return kernel
+
+
+def launch(name: str, blocks: int, threads: int, args: tuple[int | float, ...], device: torch.device) -> None:
+    """Run a kernel on the current stream of `device`. args: Python's int is the kernel's i64 or pointer, float its double."""
+    import cupy
+
+    with torch.cuda.device(device), cupy.cuda.ExternalStream(_stream(device), device.index):
+        _kernel(name)((blocks,), (threads,), args)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # torch's pinned memory is not used again before the copy has run.
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(_TABLES)
+def _addresses(device: torch.device, stream: int, addresses: tuple[int, ...]) -> torch.Tensor:
+    return _upload(torch.tensor(addresses, dtype=torch.int64), device)
+
+
+def geometry(numels: Sequence[int], chunk: int) -> torch.Tensor:
+    """(2 * n + chunks,) int64 for n tensors, in chunks of at most `chunk` elements: see kernels.cu."""
+    elements = torch.tensor(numels, dtype=torch.int64)
+    chunks = (elements + chunk - 1) // chunk
+    return torch.cat([elements, chunks.cumsum(0) - chunks, torch.repeat_interleave(chunks)])
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one launch does: the tensors at `positions`."""
+
+    kernel: str
+    positions: list[int]
+    geometry: torch.Tensor
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How lists of tensors are done: in batches, and by torch the `rest`. `guards` tells whether tensors are as these were."""
+
+    guards: TensorGuards
+    batches: list[Batch]
+    rest: list[int]
+
+
+_plans: dict[tuple[object, ...], Plan] = {}
+
+
+def _plan(naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[object, ...] = ()) -> Plan:
+    """The plan for `lists`, whose i-th tensors go together. naming: the kernel for them, or None where there is none.
+
+    Cost: a microsecond for ten tensors, in C++, once it is made. The ids of the first list only find it; `guards` decide.
+    """
+    key = (naming, options, _stream(lists[0][0].device), *map(id, lists[0]))
+    plan, together = _plans.get(key), [tensor for tensors in lists for tensor in tensors]
+    if plan is None or not plan.guards.check(*together):
+        if len(_plans) >= _PLANS:
+            _plans.clear()
+        plan = _plans[key] = _make_plan(naming, lists, options, together)
+    return plan
+
+
+def _make_plan(
+    naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[object, ...], flat: list[torch.Tensor]
+) -> Plan:
+    device = lists[0][0].device
+    names: dict[int, str | None] = {}
+    for position, tensors in enumerate(zip(*lists, strict=True)):
+        alike = all(tensor.device == device for tensor in tensors) and _laid_out_alike(tensors)
+        names[position] = naming(*tensors, *options) if alike else None
+    batches = []
+    for name in dict.fromkeys(name for name in names.values() if name is not None):
+        positions = [position for position in names if names[position] == name]
+        itemsize = max(tensors[positions[0]].element_size() for tensors in lists)
+        table = geometry([lists[0][position].numel() for position in positions], CHUNK_NBYTES // itemsize)
+        batches.append(Batch(name, positions, _upload(table, device), len(table) - 2 * len(positions)))
+    sizes, strides = [list(tensor.shape) for tensor in flat], [list(tensor.stride()) for tensor in flat]
+    # torch declares one list, and reads one for each tensor.
+    guards = TensorGuards(*flat, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+    return Plan(guards, batches, [position for position in names if names[position] is None])
+
+
+def _laid_out_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Their elements are in the same order in memory, without gaps."""
+    first = tensors[0]
+    order = sorted(range(first.dim()), key=first.stride, reverse=True)
+    return all(tensor.shape == first.shape and tensor.permute(order).is_contiguous() for tensor in tensors)
+
+
+def _run(batch: Batch, lists: Sequence[Sequence[torch.Tensor]], args: tuple[int | float, ...]) -> None:
+    if not batch.chunks:
+        return
+    if len(batch.positions) < len(lists[0]):
+        lists = [[tensors[position] for position in batch.positions] for tensors in lists]
+    device = lists[0][0].device
+    addresses = tuple(map(torch.Tensor.data_ptr, [tensor for tensors in lists for tensor in tensors]))
+    table = _addresses(device, _stream(device), addresses)
+    tables = (table.data_ptr(), batch.geometry.data_ptr(), len(batch.positions))
+    launch(batch.kernel, batch.chunks, THREADS, (*tables, *args), device)
+
+
+def _pack_name(view: torch.Tensor, tensor: torch.Tensor, plain: bool, accumulate: bool) -> str | None:
+    if plain and view.dtype == tensor.dtype and view.element_size() in WORDS:
+        return f"copy<{WORDS[view.element_size()]}>"
+    if view.dtype in FLOATS and tensor.dtype in FLOATS:
+        return f"pack<{FLOATS[view.dtype]}, {FLOATS[tensor.dtype]}, {str(accumulate).lower()}>"
+    return None
+
+
+def pack(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float, accumulate: bool) -> None:
+    """See `reference.pack`. One launch for each pair of dtypes."""
+    plan = _plan(_pack_name, (views, tensors), (scale == 1.0 and not accumulate, accumulate))
+    for batch in plan.batches:
+        _run(batch, (views, tensors), () if batch.kernel.startswith("copy") else (float(scale),))
+    if plan.rest:
+        host.pack([views[i] for i in plan.rest], [tensors[i] for i in plan.rest], scale, accumulate)
+
+
+def _single_name(tensor: torch.Tensor, kernel: str) -> str | None:
+    return f"{kernel}<{FLOATS[tensor.dtype]}>" if tensor.dtype in FLOATS else None
+
+
+def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """See `reference.squared_norm`. One launch for each dtype, and one to finish."""
+    plan, device = _plan(_single_name, (tensors,), ("squares",)), tensors[0].device
+    chunks = sum(batch.chunks for batch in plan.batches)
+    sums, out = torch.empty(2 * chunks, dtype=torch.float64, device=device), torch.empty(2, dtype=torch.float64, device=device)
+    first = 0
+    for batch in plan.batches:
+        _run(batch, (tensors,), (sums.data_ptr(), first))
+        first += batch.chunks
+    launch("finish", 1, FINISH_THREADS, (out.data_ptr(), sums.data_ptr(), chunks), device)
+    if plan.rest:
+        rest = host.squared_norm([tensors[i] for i in plan.rest]).to(device)
+        out = torch.stack([out[0] + rest[0], torch.maximum(out[1], rest[1])])
+    return out
+
+
+def rescale(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+    """See `reference.rescale`. One launch for each dtype."""
+    plan, factor = _plan(_single_name, (tensors,), ("rescale",)), scale.double()
+    for batch in plan.batches:
+        _run(batch, (tensors,), (factor.data_ptr(),))
+    if plan.rest:
+        torch._foreach_mul_([tensors[i] for i in plan.rest], scale)
+
+
+def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
+    """See `reference.encode`. One launch, a warp for a block."""
+    _launch_warps(f"encode<{CODES[codes.dtype]}, {FLOATS[x.dtype]}>", (codes, scales, x), (), x)
+
+
+def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """See `reference.decode_sum`. One launch, a warp for a block."""
+    _launch_warps(f"decode_sum<{FLOATS[out.dtype]}, {CODES[codes.dtype]}>", (out, codes, scales), (len(codes),), out)
+
+
+def _launch_warps(name: str, tensors: Sequence[torch.Tensor], rows: tuple[int, ...], x: torch.Tensor) -> None:
+    if x.numel():
+        args = (*(tensor.data_ptr() for tensor in tensors), *rows, x.numel())
+        launch(name, -(-x.numel() // (BLOCK * THREADS // 32)), THREADS, args, x.device)

@@ -1,0 +1,36 @@
+"""Blockwise codes for quantised collectives: BLOCK elements share one float32 scale. The host's way is the reference."""
+
+from __future__ import annotations
+
+import torch
+
+from . import cuda, reference
+from .reference import BLOCK, LARGEST
+
+
+def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
+    """Write the codes of `x`, and their scales; see `reference.encode`. No host sync.
+
+    x: (n,) float32, float16 or bfloat16. codes: (n,) int8 or float8_e4m3fn. scales: (ceil(n / BLOCK),) float32. Contiguous.
+    Cost on CUDA: x read once, codes and scales written once. Raises ValueError for tensors that are not so.
+    """
+    _check("encode", x, codes[None], scales[None])
+    (cuda if x.is_cuda else reference).encode(codes, scales, x)
+
+
+def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write the sum of the rows that `codes` stand for, added in float32 from the first to the last. One row is decoded.
+
+    out: (n,), codes: (rows, n), scales: (rows, ceil(n / BLOCK)); dtypes as for `encode`. Contiguous. No host sync.
+    Cost on CUDA: codes and scales read once, out written once. Raises ValueError for tensors that are not so.
+    """
+    _check("decode_sum", out, codes, scales)
+    (cuda if out.is_cuda else reference).decode_sum(out, codes, scales)
+
+
+def _check(call: str, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    expected = (x.numel(),), (len(codes), x.numel()), (len(codes), -(-x.numel() // BLOCK))
+    dtypes = x.dtype in cuda.FLOATS and x.dtype != torch.float64 and codes.dtype in LARGEST and scales.dtype == torch.float32
+    if not dtypes or any(t.shape != s or not t.is_contiguous() for t, s in zip((x, codes, scales), expected, strict=True)):
+        listed = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (x, codes, scales))
+        raise ValueError(f"{call}: expected contiguous values, codes and scales of shapes {expected}; found {listed}")

@@ -1,0 +1,480 @@
+"""The kernels: host versions against the reference, CUDA ones compiled for every architecture and their launches checked.
+
+Without a GPU the real launch code runs against a double of CuPy whose kernels follow the tables through this process's memory,
+block by block, as kernels.cu does: what a launch would touch is what the double touches. On a GPU the kernels themselves run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardrt  # noqa: F401  (makes shardrt.kernels importable from a checkout)
+from shardrt.kernels import add_into, cuda, decode_sum, encode, pack_into, reference, rescale, squared_norm, total_norm
+
+FLOATS = list(cuda.FLOATS)
+CODINGS = list(itertools.product(cuda.CODES, FLOATS[:1] + FLOATS[2:]))  # not float64
+PAIRS = list(itertools.product(FLOATS, FLOATS))
+NUMELS = (0, 1, 3, 16, 1000, 20011)
+CPU = torch.device("cpu")
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def random(numels: tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU, lead: int = 0) -> list[torch.Tensor]:
+    """Tensors side by side in one buffer, `lead` elements into it: most are not aligned to 16 bytes."""
+    generator = torch.Generator().manual_seed(sum(numels) + lead)
+    flat = torch.randn(lead + sum(numels), generator=generator).to(dtype).to(device)
+    return list(flat[lead:].split(list(numels)))
+
+
+def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other), f"{one.dtype}, {one.numel()} elements"
+
+
+def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each in memory of its own, as it is aligned or not."""
+    return [tensor.detach().cpu().clone() for tensor in tensors]
+
+
+# ---------------------------------------------------------------------- on whatever device
+
+
+def check_pack(device: torch.device, out: torch.dtype, inp: torch.dtype) -> None:
+    for lead, scale, accumulate in itertools.product((0, 1), (1.0, 0.25), (False, True)):
+        views, tensors = random(NUMELS, out, device, lead), random(NUMELS, inp, device, 2 * lead)
+        expected = copies(views)
+        reference.pack(expected, copies(tensors), scale, accumulate)
+        (add_into if accumulate else pack_into)(views, tensors, scale)
+        same(copies(views), expected)
+
+
+def check_norm(device: torch.device, dtype: torch.dtype) -> None:
+    for lead in (0, 1):
+        tensors = random(NUMELS, dtype, device, lead)
+        expected = reference.squared_norm(copies(tensors))
+        got = squared_norm(tensors, device)
+        assert torch.allclose(got.cpu(), expected, rtol=1e-5)
+        assert torch.equal(got, squared_norm([t.clone() for t in tensors], device)), "depends on the alignment"
+        assert torch.allclose(total_norm(tensors, 2.0, device).cpu(), expected[0].sqrt(), rtol=1e-5)
+        for value in (float("inf"), float("nan")):
+            tensors[-1][-1] = value
+            assert squared_norm(tensors, device)[1] == 1
+
+
+def check_rescale(device: torch.device, dtype: torch.dtype) -> None:
+    for scale in (1.0, 0.25, 0.3):
+        tensors = random(NUMELS, dtype, device, 1)
+        expected = copies(tensors)
+        factor = torch.tensor(scale, dtype=torch.float64)
+        reference.rescale(expected, factor)
+        rescale(tensors, factor.to(device))
+        same(copies(tensors), expected)
+
+
+def check_layouts(device: torch.device) -> None:
+    """Integers, tensors that are not dense, and ones laid out alike but not in rows, in one call."""
+    shapes = [(4, 6), (5, 7), (3, 8), (2, 3)]
+    dtypes = [torch.int32, torch.float32, torch.float32, torch.bool]
+    tensors = [torch.arange(r * c, device=device).view(r, c).to(d) for (r, c), d in zip(shapes, dtypes, strict=True)]
+    views = [torch.zeros_like(tensor) for tensor in tensors]
+    for several, i in ((tensors, 1), (views, 2), (tensors, 2)):
+        several[i] = several[i].t().contiguous().t()
+    pack_into(views, tensors)
+    same(copies(views), copies(tensors))
+
+
+def check_codes(device: torch.device, code: torch.dtype, dtype: torch.dtype) -> None:
+    """Three rows of blocks: of every size of numbers, with zeros, a tiny block, and blocks that are not finite."""
+    for numel in (0, 1, 255, 256, 2049, 5000):
+        blocks = -(-numel // reference.BLOCK)
+        (x,) = random((3 * numel,), dtype, lead=1)
+        x = x.view(3, numel) * 10.0 ** torch.linspace(-6, 3, numel).to(dtype)
+        x[0, 256:300], x[1, 512:1024], x[2, 1024:1030], x[2, 2048:2049] = 0, 1e-38, float("nan"), float("-inf")
+        rows = [(torch.zeros(3, numel).to(code).to(d), torch.zeros(3, blocks, device=d)) for d in (CPU, device)]
+        for d, (codes, scales) in zip((CPU, device), rows, strict=True):
+            for r in range(3):
+                (reference.encode if d is CPU else encode)(codes[r], scales[r], x[r].to(d))
+        assert torch.equal(rows[1][0].cpu().view(torch.uint8), rows[0][0].view(torch.uint8))
+        assert torch.equal(rows[1][1].cpu().view(torch.int32) & 0x7FFFFFFF, rows[0][1].view(torch.int32) & 0x7FFFFFFF)
+        outs = [torch.ones(numel, dtype=dtype), torch.ones(numel, dtype=dtype, device=device)]
+        reference.decode_sum(outs[0], *rows[0])
+        decode_sum(outs[1], *rows[1])
+        assert torch.equal(outs[1].cpu().nan_to_num(7.0), outs[0].nan_to_num(7.0))
+
+
+# ---------------------------------------------------------------------- the host
+
+
+@pytest.mark.parametrize(("out", "inp"), PAIRS, ids=lambda dtype: name(dtype))
+def test_host_pack(out: torch.dtype, inp: torch.dtype) -> None:
+    check_pack(CPU, out, inp)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name)
+def test_host_norm_and_rescale(dtype: torch.dtype) -> None:
+    check_norm(CPU, dtype)
+    check_rescale(CPU, dtype)
+
+
+def test_host_layouts() -> None:
+    check_layouts(CPU)
+
+
+def test_scale_comes_before_the_cast() -> None:
+    """A gradient that float16 cannot hold, but a quarter of it."""
+    view = torch.zeros(2, dtype=torch.float16)
+    pack_into([view], [torch.tensor([196608.0, 1.0])], 0.25)
+    assert view.tolist() == [49152.0, 0.25]
+
+
+def test_flag_is_about_elements() -> None:
+    """1e30 is finite, though its square is not in float32."""
+    assert squared_norm([torch.tensor([1e30])], CPU)[1] == 0
+    assert squared_norm([], CPU).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("code", "error"), [(torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 16 / 448)], ids=("int8", "fp8"))
+def test_codes_are_near(code: torch.dtype, error: float) -> None:
+    """Within half a step of the largest code; rows add up; one bad element spoils its block alone."""
+    x = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
+    codes, scales, out = torch.zeros(2, 1000).to(code), torch.zeros(2, 4), torch.zeros(1000)
+    for r in range(2):
+        encode(codes[r], scales[r], x[r])
+    decode_sum(out, codes, scales)
+    bound = F.pad(x, (0, 24)).view(2, 4, 256).abs().amax(2).sum(0).repeat_interleave(256)[:1000] * error
+    assert ((out - x.sum(0)).abs() <= bound * 1.001).all()
+    x[0, 300] = float("inf")
+    encode(codes[0], scales[0], x[0])
+    decode_sum(out, codes[:1], scales[:1])
+    assert out.isnan().nonzero().flatten().tolist() == list(range(256, 512))
+
+
+def test_code_tensors_are_checked() -> None:
+    with pytest.raises(ValueError, match="encode: expected contiguous"):
+        encode(torch.zeros(300, dtype=torch.int8), torch.zeros(1), torch.zeros(300))
+    with pytest.raises(ValueError, match=r"decode_sum: .*float64"):
+        decode_sum(torch.zeros(3, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.int8), torch.zeros(1, 1))
+
+
+# ---------------------------------------------------------------------- the launches, without a GPU
+
+
+@dataclass
+class Double:
+    """CuPy, as far as it is used. Its kernels work in this process's memory; `launches` has their names and grids."""
+
+    launches: list[tuple[str, int]] = field(default_factory=list)
+    uploads: int = 0
+    streams: list[tuple[int, int]] = field(default_factory=list)
+    stream: int = 0x5EED
+
+    def module(
+        self, code: str, *, backend: str, options: tuple[str, ...], name_expressions: tuple[str, ...]
+    ) -> SimpleNamespace:
+        assert (backend, options) == ("nvrtc", cuda.OPTIONS)
+        assert "__global__" in code
+        return SimpleNamespace(get_function=lambda name: {each: Run(self, each) for each in name_expressions}[name])
+
+    def external_stream(self, ptr: int, device_id: int = -1) -> nullcontext[None]:
+        self.streams.append((ptr, device_id))
+        return nullcontext()
+
+    def upload(self, table: torch.Tensor, device: torch.device) -> torch.Tensor:
+        assert table.dtype is torch.int64
+        self.uploads += 1
+        return table.clone()
+
+
+TYPES = {text: dtype for dtype, text in cuda.FLOATS.items()} | {
+    "u8": torch.uint8,
+    "u16": torch.int16,
+    "u32": torch.int32,
+    "u64": torch.int64,
+    "i8": torch.int8,
+    "e4m3": torch.float8_e4m3fn,
+}
+
+
+def at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in this process's memory."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+@dataclass
+class Run:
+    """A kernel of the double."""
+
+    double: Double
+    kernel: str
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        self.double.launches.append((self.kernel, grid[0]))
+        assert len(grid) == len(block) == 1
+        assert grid[0] > 0
+        assert all(type(arg) in (int, float) for arg in args), args
+        base, _, inner = self.kernel.rstrip(">").partition("<")
+        getattr(self, base)(grid[0], block[0], args, [TYPES.get(each) for each in inner.split(", ")])
+
+    def parts(self, grid: int, args: tuple[Any, ...], dtypes: list[torch.dtype]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """For each block, what it works on: of each list, a piece of a tensor."""
+        addresses, table, n = args[:3]
+        where, what = at(addresses, n * len(dtypes), torch.int64).tolist(), at(table, 2 * n + grid, torch.int64).tolist()
+        size = cuda.CHUNK_NBYTES // max(dtype.itemsize for dtype in dtypes)
+        for block, i in enumerate(what[2 * n :]):
+            start = (block - what[n + i]) * size
+            count = min(what[i] - start, size)
+            assert count > 0
+            pieces = [(where[k * n + i] + start * dtype.itemsize, dtype) for k, dtype in enumerate(dtypes)]
+            yield block, [at(address, count, dtype) for address, dtype in pieces]
+
+    def copy(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
+        assert (block, len(args)) == (cuda.THREADS, 3)
+        for _, (out, inp) in self.parts(grid, args, dtypes * 2):
+            out.copy_(inp)
+
+    def pack(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
+        assert (block, len(args), type(args[3])) == (cuda.THREADS, 4, float)
+        for _, (out, inp) in self.parts(grid, args, dtypes[:2]):
+            reference.pack([out], [inp], args[3], self.kernel.endswith("true>"))
+
+    def rescale(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
+        assert (block, len(args)) == (cuda.THREADS, 4)
+        for _, (out,) in self.parts(grid, args, dtypes):
+            reference.rescale([out], at(args[3], 1, torch.float64)[0])
+
+    def squares(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
+        assert (block, len(args)) == (cuda.THREADS, 5)
+        for chunk, (inp,) in self.parts(grid, args, dtypes):
+            at(args[3] + 16 * (args[4] + chunk), 2, torch.float64).copy_(reference.squared_norm([inp]))
+
+    def finish(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
+        assert (grid, block, len(args)) == (1, cuda.FINISH_THREADS, 3)
+        sums = at(args[1], 2 * args[2], torch.float64).view(-1, 2).sum(0)
+        at(args[0], 2, torch.float64).copy_(torch.stack([sums[0], sums[1].bool().double()]))
+
+    def encode(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
+        codes, scales, x, n = args
+        blocks = -(-n // reference.BLOCK)
+        assert (block, grid) == (cuda.THREADS, -(-blocks // (cuda.THREADS // 32)))
+        reference.encode(at(codes, n, dtypes[0]), at(scales, blocks, torch.float32), at(x, n, dtypes[1]))
+
+    def decode_sum(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
+        out, codes, scales, rows, n = args
+        blocks = -(-n // reference.BLOCK)
+        assert (block, grid) == (cuda.THREADS, -(-blocks // (cuda.THREADS // 32)))
+        scales = at(scales, rows * blocks, torch.float32).view(rows, blocks)
+        reference.decode_sum(at(out, n, dtypes[0]), at(codes, rows * n, dtypes[1]).view(rows, n), scales)
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
+    """CPU tensors take the way of CUDA ones, as far as the double."""
+    made = Double()
+    cupy = SimpleNamespace(RawModule=made.module, cuda=SimpleNamespace(ExternalStream=made.external_stream))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cuda, "_stream", lambda device: made.stream)
+    monkeypatch.setattr(cuda, "_upload", made.upload)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(cuda, "_plans", {})
+    for cached in (cuda._kernel, cuda._addresses):
+        cached.cache_clear()
+    yield made
+    for cached in (cuda._kernel, cuda._addresses):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(("out", "inp"), PAIRS, ids=lambda dtype: name(dtype))
+def test_launched_pack(double: Double, out: torch.dtype, inp: torch.dtype) -> None:
+    check_pack(CPU, out, inp)
+    blocks = sum(-(-numel * max(out.itemsize, inp.itemsize) // cuda.CHUNK_NBYTES) for numel in NUMELS)
+    assert [grid for _, grid in double.launches] == [blocks] * 8  # one each
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name)
+def test_launched_norm_and_rescale(double: Double, dtype: torch.dtype) -> None:
+    check_norm(CPU, dtype)
+    check_rescale(CPU, dtype)
+    assert {grid for kernel, grid in double.launches if kernel == "finish"} == {1}
+
+
+@pytest.mark.parametrize(("code", "dtype"), CODINGS, ids=lambda dtype: name(dtype))
+def test_launched_codes(double: Double, code: torch.dtype, dtype: torch.dtype) -> None:
+    x, codes, scales = torch.randn(5000).to(dtype), torch.zeros(1, 5000).to(code), torch.zeros(1, 20)
+    expected, out = torch.zeros_like(x), torch.zeros_like(x)
+    encode(codes[0], scales[0], x)
+    decode_sum(out, codes, scales)
+    reference.decode_sum(expected, codes, scales)
+    assert torch.equal(out, expected)
+    assert double.launches == [(kernel, 3) for kernel in coding_kernels(code, dtype)]
+
+
+def test_launched_layouts(double: Double) -> None:
+    """Only what lies in rows of its own order is left to torch."""
+    check_layouts(CPU)
+    assert [kernel for kernel, _ in double.launches] == ["copy<u32>", "copy<u8>"]
+    (plan,) = cuda._plans.values()
+    assert plan.rest == [1]
+
+
+def test_launched_mixture(double: Double) -> None:
+    """A norm over several dtypes, with a tensor that torch does."""
+    tensors = [t for dtype in FLOATS for t in random((5, 9000), dtype)] + [torch.ones(6, 4).t()[::2]]
+    got = squared_norm(tensors, CPU)
+    assert torch.allclose(got, reference.squared_norm(tensors), rtol=1e-5)
+    assert len(double.launches) == len(FLOATS) + 1
+
+
+def test_tables_are_kept(double: Double) -> None:
+    """Geometry is uploaded once; addresses when they are new; both again for another stream."""
+    views, tensors = random(NUMELS, torch.float32), random(NUMELS, torch.bfloat16)
+    seen = []
+    for sources in (tensors, tensors, [t.clone() for t in tensors], [t.clone() for t in tensors[:-1]] + [tensors[-1]]):
+        before = double.uploads
+        pack_into(views, sources)
+        same(views, [source.float() for source in sources])
+        seen.append(double.uploads - before)
+    assert seen == [2, 0, 1, 1]
+    double.stream = 0xFEED
+    pack_into(views, tensors)
+    assert double.uploads == 6
+    assert [double.streams[0], double.streams[-1]] == [(0x5EED, CPU.index), (0xFEED, CPU.index)]
+
+
+def test_other_tensors_get_another_plan(double: Double) -> None:
+    """The same views, with sources of another dtype, then shape, then order in memory."""
+    views = [torch.zeros(4, 6), torch.zeros(9)]
+    for first in (torch.ones(4, 6), torch.full((4, 6), 2.0).half(), torch.arange(24.0).view(6, 4).t()):
+        pack_into(views, [first, torch.ones(9)])
+        assert torch.equal(views[0], first.float())
+    assert [kernel for kernel, _ in double.launches] == ["copy<u32>", "pack<float, f16, false>", "copy<u32>", "copy<u32>"]
+
+
+def test_nothing_to_do_is_no_launch(double: Double) -> None:
+    pack_into([], [])
+    pack_into([torch.zeros(0)], [torch.zeros(0)])
+    rescale([torch.zeros(0)], torch.tensor(2.0))
+    assert double.launches == []
+
+
+def test_wrong_shapes_are_refused(double: Double) -> None:
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        pack_into([torch.zeros(4)], [torch.zeros(3)])
+    assert double.launches == []
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """The last chunk of a tensor of 3 * 2**32 elements ends where it does, and the next tensor begins anew."""
+    numels, size = (7, 3 * 2**32 + 5, 0, 2 * 4096), 4096
+    table = cuda.geometry(numels, size)
+    elements, first, owners = table[:4], table[4:8], table[8:]
+    assert elements.tolist() == list(numels)
+    starts = (torch.arange(len(owners)) - first[owners]) * size
+    counts = (elements[owners] - starts).clamp(max=size)
+    assert counts.min() > 0
+    covered = torch.zeros(4, dtype=torch.int64).index_add_(0, owners, counts)
+    assert covered.tolist() == list(numels)
+    assert (int(starts[owners == 1].max()), int(counts[owners == 1][-1])) == (3 * 2**32, 5)
+
+
+# ---------------------------------------------------------------------- compiled, without a GPU
+
+
+EVERY_KERNEL = [
+    "finish",
+    *(f"copy<{word}>" for word in cuda.WORDS.values()),
+    *(f"{base}<{one}>" for base in ("rescale", "squares") for one in cuda.FLOATS.values()),
+    *(f"pack<{cuda.FLOATS[out]}, {cuda.FLOATS[inp]}, {adds}>" for out, inp in PAIRS for adds in ("true", "false")),
+]
+
+
+def coding_kernels(code: torch.dtype, dtype: torch.dtype) -> list[str]:
+    code_name, float_name = cuda.CODES[code], cuda.FLOATS[dtype]
+    return [f"encode<{code_name}, {float_name}>", f"decode_sum<{float_name}, {code_name}>"]
+
+
+def nvrtc() -> ctypes.CDLL:
+    """The library of the wheel."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvrtc-cu12") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the wheel nvidia-cuda-nvrtc-cu12 is not installed")
+    (path,) = (Path(str(file.locate())) for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name))
+    return ctypes.CDLL(str(path))
+
+
+def read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    assert getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
+    buffer = ctypes.create_string_buffer(size.value)
+    assert getattr(library, f"nvrtcGet{what}")(program, buffer) == 0
+    return buffer.raw
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_kernels_compile(arch: str) -> None:
+    """To machine code, with the options of CuPy, without a word from the compiler; every name is a symbol."""
+    library, program = nvrtc(), ctypes.c_void_p()
+    source = cuda.SOURCE.read_bytes()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
+    kernels = EVERY_KERNEL + [kernel for pair in CODINGS for kernel in coding_kernels(*pair)]
+    for kernel in kernels:
+        assert library.nvrtcAddNameExpression(program, kernel.encode()) == 0
+    options = [option.encode() for option in (*cuda.OPTIONS, "-ftz=true", f"--gpu-architecture={arch}")]
+    code = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    assert (code, read(library, program, "ProgramLog").strip(b"\0\n ")) == (0, b"")
+    binary, symbol = read(library, program, "CUBIN"), ctypes.c_char_p()
+    for kernel in kernels:
+        assert library.nvrtcGetLoweredName(program, kernel.encode(), ctypes.byref(symbol)) == 0
+        assert b".text." + (symbol.value or b"?") + b"\0" in binary, kernel
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def test_constants_are_those_of_the_source() -> None:
+    found = dict(re.findall(r"constexpr int (\w+) = (\d+);", cuda.SOURCE.read_text()))
+    assert {key: int(value) for key, value in found.items()}.items() >= {
+        "THREADS": cuda.THREADS,
+        "CHUNK_BYTES": cuda.CHUNK_NBYTES,
+        "FINISH_THREADS": cuda.FINISH_THREADS,
+        "BLOCK": reference.BLOCK,
+    }.items()
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+ON_GPU = [
+    *(pytest.param(check_pack, pair, id=f"pack-{name(pair[0])}-{name(pair[1])}") for pair in PAIRS),
+    *(pytest.param(check_norm, (dtype,), id=f"norm-{name(dtype)}") for dtype in FLOATS),
+    *(pytest.param(check_rescale, (dtype,), id=f"rescale-{name(dtype)}") for dtype in FLOATS),
+    *(pytest.param(check_codes, pair, id=f"codes-{name(pair[0])}-{name(pair[1])}") for pair in CODINGS),
+    pytest.param(check_layouts, (), id="layouts"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("check", "dtypes"), ON_GPU)
+def test_kernels_on_a_gpu(check: Callable[..., None], dtypes: tuple[torch.dtype, ...]) -> None:
+    """On a stream of its own: nothing may wait for, or run on, the default one."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        check(torch.device("cuda", torch.cuda.current_device()), *dtypes)
