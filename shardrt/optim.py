@@ -10,7 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from .comm import DeviceMesh, ReduceOp
-from .kernels import total_norm
+from .kernels import rescale, total_norm
 from .tensor import DTensor, combine
 
 
@@ -45,7 +45,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for local in (*meshes.values(), plain):
         if local:
-            torch._foreach_mul_(local, scale.to(local[0].device))
+            rescale(local, scale.to(local[0].device))
     return norm if any(grad.dtype == torch.float64 for grad in grads) else norm.float()
 
 
