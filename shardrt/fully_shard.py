@@ -26,11 +26,11 @@ _log = logging.getLogger("shardrt")
 # Which group has a parameter, by the original and by the sharded one: finds those that a module outside still holds.
 _taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-Sharded = TypeVar("Sharded", bound=nn.Module | Sequence[nn.Module])
+ModuleOrModules = TypeVar("ModuleOrModules", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
-    module: Sharded,
+    module: ModuleOrModules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -38,7 +38,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
-) -> Sharded:
+) -> ModuleOrModules:
     """Shard the parameters of `module` that no earlier `fully_shard` inside it has taken, as one group. In place.
 
     Call it bottom-up: on the blocks, then on the whole. Every rank keeps its segment of the planned layout; the rest is
@@ -122,7 +122,7 @@ def _make_group(
     return group
 
 
-def replicate(module: Sharded, *, mesh: DeviceMesh | None = None, **options: Any) -> Sharded:
+def replicate(module: ModuleOrModules, *, mesh: DeviceMesh | None = None, **options: Any) -> ModuleOrModules:
     """Data parallel without sharding: every rank of the 1-D `mesh` has all of the parameters. Options as `fully_shard`.
 
     Raises ValueError for a mesh of several axes.

@@ -11,6 +11,7 @@ one tensor's elements in rank order, of any length, possibly none. A scalar's pa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -67,13 +68,13 @@ class Partial(Placement):
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded(Placement):
+class Sharded(Placement, ABC):
     """Cut along `dim`: ranks in order, nothing twice, nothing left out."""
 
     dim: int
 
-    def on(self, shape: torch.Size, size: int) -> Cut:
-        raise NotImplementedError
+    @abstractmethod
+    def on(self, shape: torch.Size, size: int) -> Cut: ...
 
 
 @dataclass(frozen=True, slots=True)

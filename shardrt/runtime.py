@@ -174,23 +174,27 @@ class Runtime:
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
             for group in self._to_reduce:
                 group.pack_grads()
-            self.streams.reduce.wait(self.streams.compute.record())
-            syncing = [group for group in self._to_reduce if group.settings.sync_gradients]
-            ours = [group for group in syncing if group.settings.reduce_scatter is None]
-            with _together(group.reduce_comm for group in ours):
-                used = [buffer for group in ours for buffer in group.reduce_grads()]
-            used += [buffer for group in syncing if group not in ours for buffer in group.reduce_grads()]
-            if self.streams.finish is not self.streams.reduce:
-                self.streams.finish.wait(self.streams.reduce.record())
-            with _together(group.all_reduce_comm for group in syncing if group.all_reduce_comm is not None):
-                for group in syncing:
-                    group.reduce_over_replicas()
-            for group in syncing:
-                group.publish_grads()
-        self._in_flight.append((syncing, Handoff(used, self.streams.finish.record(), self.streams.compute)))
-        self._reduced.update(syncing)
+            self._send([group for group in self._to_reduce if group.settings.sync_gradients])
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
+
+    def _send(self, groups: list[ParamGroup]) -> None:
+        """Reduce what these have packed, over the shards and over the replicas, and publish it."""
+        streams = self.streams
+        streams.reduce.wait(streams.compute.record())
+        ours = [group for group in groups if group.settings.reduce_scatter is None]
+        with _together(group.reduce_comm for group in ours):
+            used = [buffer for group in ours for buffer in group.reduce_grads()]
+        used += [buffer for group in groups if group not in ours for buffer in group.reduce_grads()]
+        if streams.finish is not streams.reduce:
+            streams.finish.wait(streams.reduce.record())
+        with _together(group.all_reduce_comm for group in groups if group.all_reduce_comm is not None):
+            for group in groups:
+                group.reduce_over_replicas()
+        for group in groups:
+            group.publish_grads()
+        self._in_flight.append((groups, Handoff(used, streams.finish.record(), streams.compute)))
+        self._reduced.update(groups)
 
     def _retire(self, but: int) -> None:
         """Give back the buffers of all but the newest `but` lots of reductions, once those have run."""
