@@ -1,6 +1,7 @@
-"""Time a training step: shardrt, PyTorch FSDP2 on gloo, and the floor, where ranks do not talk.
+"""Time a training step: shardrt, PyTorch FSDP2, and the floor, where ranks do not talk.
 
     python scripts/bench_step.py --models gpt mlp tiny --ranks 2 4
+    python scripts/bench_step.py --device cuda --models gpt-1b tiny --ranks 1 --fused
 
 Each measurement is a job of its own: `mpirun` for shardrt, torch's launcher for FSDP2, and for the
 floor as many lone processes, so that the cores are as busy. The jobs take turns, round after round,
@@ -9,7 +10,9 @@ model, see the same batches and step the same AdamW; their losses are compared s
 
 A step is forward, backward and optimizer; batches are made before. Its time is the mean over the
 ranks, and what is reported is the median over the steps of all rounds. Peak memory is the most that
-any rank's process ever had resident. Progress goes to stderr; the last line on stdout is JSON.
+any rank's process ever had resident, on a GPU the most that torch's allocator ever held for tensors
+and what lies outside it (on a GPU that nobody else uses). FSDP2 runs on gloo, on GPUs on NCCL.
+Progress goes to stderr; the last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -30,12 +35,12 @@ from tqdm import tqdm
 
 from jobs import mpirun, run_job, torchrun
 from models import CASES, Case, shard
-from options import Parser, at_least
+from options import Parser, at_least, refuse
 
 # ---------------------------------------------------------------------- one rank of one job
 
 WARMUP = 3  # steps that allocate and record; not timed
-TOLERANCE = 1e-4  # relative, for sums in another order
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative, of losses: sums in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class Timing:
     """What one rank measured."""
 
     seconds: list[float]  # per timed step
+    host_seconds: list[float]  # of it, until backward() returned: on a GPU, launches without what they launch
     losses: list[float]  # per step, warm-up included
     start_mb: float  # resident before the model was built
     peak_mb: float
@@ -51,31 +57,52 @@ class Timing:
 def time_steps(case: Case, model: nn.Module, rank: int, options: Options, start_mb: float) -> Timing:
     generator = torch.Generator().manual_seed(1 + rank)
     batches = [case.batch(generator) for _ in range(WARMUP + options.steps)]
+    on_device = [(inputs.to(options.device), targets.to(options.device)) for inputs, targets in batches]
     optimizer = torch.optim.AdamW(model.parameters(), fused=options.fused)
-    seconds, losses = [], []
-    for inputs, targets in batches:
+    seconds, host_seconds, losses = [], [], []
+    for inputs, targets in on_device:
         start = time.perf_counter()
         loss = case.loss(model(inputs), targets)
         loss.backward()
+        host_seconds.append(time.perf_counter() - start)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(loss.item())  # waits for all of the step
         seconds.append(time.perf_counter() - start)
-    return Timing(seconds[WARMUP:], losses, start_mb, resident_mb("VmHWM"))
+    return Timing(seconds[WARMUP:], host_seconds[WARMUP:], losses, start_mb, peak_mb(options.device))
 
 
-def resident_mb(field: str) -> float:
-    """Memory of this process: VmRSS is what it holds now, VmHWM the most it ever held."""
+def build(case: Case, device: str) -> nn.Module:
+    with torch.device(device):
+        return case.build()
+
+
+def resident_mb() -> float:
+    """What this process holds now."""
+    return _status_mb("VmRSS")
+
+
+def peak_mb(device: str) -> float:
+    """The most that this process ever held; on a GPU, what lies outside of torch's allocator is what does now."""
+    if device == "cpu":
+        return _status_mb("VmHWM")
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free - torch.cuda.memory_reserved()
+    return (torch.cuda.max_memory_allocated() + outside) / 2**20
+
+
+def _status_mb(field: str) -> float:
     return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
 
 
 def shardrt_worker(case: Case, options: Options) -> tuple[int, Timing]:
     import shardrt
 
-    world = shardrt.init("cpu")
-    start_mb = resident_mb("VmRSS")
-    model = case.build()
-    shard(model, shardrt.fully_shard)
+    world = shardrt.init(options.device)
+    start_mb = resident_mb()
+    model = build(case, options.device)
+    policy = shardrt.MixedPrecisionPolicy(case.param_dtype, torch.float32)
+    shard(model, partial(shardrt.fully_shard, mp_policy=policy))
     world.barrier()
     timing = time_steps(case, model, world.rank, options, start_mb)
     shardrt.finalize()
@@ -85,13 +112,16 @@ def shardrt_worker(case: Case, options: Options) -> tuple[int, Timing]:
 def fsdp2_worker(case: Case, options: Options) -> tuple[int, Timing]:
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    distributed.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    start_mb = resident_mb("VmRSS")
-    model = case.build()
-    shard(model, lambda module: fully_shard(module, mesh=mesh))
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("gloo" if options.device == "cpu" else "nccl")
+    mesh = init_device_mesh(options.device, (distributed.get_world_size(),))
+    start_mb = resident_mb()
+    model = build(case, options.device)
+    policy = MixedPrecisionPolicy(case.param_dtype, torch.float32)
+    shard(model, partial(fully_shard, mesh=mesh, mp_policy=policy))
     distributed.barrier()
     rank = distributed.get_rank()
     timing = time_steps(case, model, rank, options, start_mb)
@@ -103,8 +133,11 @@ def floor_worker(case: Case, options: Options) -> tuple[int, Timing]:
     """The whole model on every rank; MPI only lets them start together."""
     from mpi4py import MPI
 
-    start_mb = resident_mb("VmRSS")
-    model, rank = case.build(), MPI.COMM_WORLD.Get_rank()
+    start_mb, rank = resident_mb(), MPI.COMM_WORLD.Get_rank()
+    if options.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    model = build(case, options.device)
+    model.to(case.param_dtype)
     MPI.COMM_WORLD.Barrier()
     return rank, time_steps(case, model, rank, options, start_mb)
 
@@ -178,6 +211,7 @@ class Result:
     ranks: int
     ms: dict[str, float]  # per step, median
     best_ms: dict[str, float]  # the fastest step: what a busy machine disturbs least
+    host_ms: dict[str, float]  # per step, median, of the host in forward and backward
     peak_mb: dict[str, float]  # MiB, most of any rank
     grown_mb: dict[str, float]  # the same, beyond what was there before the model
     loss: dict[str, float]  # of the last step, mean over the ranks
@@ -205,9 +239,9 @@ def measure(model: str, ranks: int, options: Options, bar: tqdm) -> Result:
 
 def run_worker(worker: str, ranks: int, model: str, options: Options) -> list[str]:
     """Run this file as `worker` on so many ranks; returns what each rank wrote, in rank order."""
-    launcher = torchrun(ranks) if worker == "fsdp2" else mpirun(ranks)
+    launcher = torchrun(ranks) if worker == "fsdp2" else mpirun(ranks) if ranks > 1 else [sys.executable]
     with tempfile.TemporaryDirectory(prefix="bench_step-") as folder:
-        told = ["--worker", worker, "--model", model, "--steps", str(options.steps)]
+        told = ["--worker", worker, "--model", model, "--steps", str(options.steps), "--device", options.device]
         told += ["--fused"] if options.fused else []
         run_job([*launcher, __file__, *told, "--results", folder], options.timeout)
         return [(Path(folder) / str(rank)).read_text() for rank in range(ranks)]
@@ -222,10 +256,11 @@ def summarize(model: str, ranks: int, rounds: list[Round]) -> Result:
         ranks=ranks,
         ms=ms,
         best_ms={worker: min(step_ms(rounds, worker)) for worker in WORKERS},
+        host_ms={w: median(seconds for timing in every[w] for seconds in timing.host_seconds) * 1e3 for w in WORKERS},
         peak_mb=peak,
         grown_mb={w: max(timing.peak_mb - timing.start_mb for timing in every[w]) for w in WORKERS},
         loss={w: fmean(timing.losses[-1] for timing in rounds[0][w]) for w in WORKERS},
-        agreement=compare(every["shardrt"], every["fsdp2"]),
+        agreement=compare(every["shardrt"], every["fsdp2"], TOLERANCES[CASES[model].param_dtype]),
         ratio_fsdp2=ms["shardrt"] / ms["fsdp2"],
         ratio_floor=ms["shardrt"] / ms["floor"],
         ratio_peak=peak["shardrt"] / peak["fsdp2"],
@@ -240,13 +275,13 @@ def step_ms(rounds: list[Round], worker: str) -> Iterator[float]:
             yield fmean(seconds) * 1e3
 
 
-def compare(ours: list[Timing], theirs: list[Timing]) -> str:
+def compare(ours: list[Timing], theirs: list[Timing], tolerance: float) -> str:
     """How well each rank's losses agree, over all steps."""
     pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
     if all(mine == other for mine, other in pairs):
         return "bitwise"
     worst = max(abs(mine - other) / max(abs(other), 1e-9) for mine, other in pairs)
-    return f"{'within' if worst <= TOLERANCE else 'DIFFER by'} {worst:.0e}"
+    return f"{'within' if worst <= tolerance else 'DIFFER by'} {worst:.0e}"
 
 
 HEADER = """\
@@ -273,6 +308,7 @@ class Options:
 
     models: list[str]
     ranks: list[int]
+    device: str
     steps: int
     fused: bool
     rounds: int
@@ -286,8 +322,9 @@ class Options:
 def parse_options() -> Options:
     parser = Parser(description=__doc__)
     add, hidden = parser.add_argument, argparse.SUPPRESS
-    add("--models", nargs="+", choices=tuple(CASES), default=list(CASES))
+    add("--models", nargs="+", choices=tuple(CASES), default=["gpt", "mlp", "tiny"])
     add("--ranks", type=at_least(1), nargs="+", default=[2, 4])
+    add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--steps", type=at_least(1), default=20, help="timed steps of each job")
     add("--fused", action="store_true", help="AdamW's fused loop, not the one over parameters that is torch's default")
     add("--rounds", type=at_least(1), default=3, help="jobs of each kind")
@@ -301,6 +338,8 @@ def parse_options() -> Options:
 
 def main() -> None:
     options = parse_options()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        refuse(f"--device cuda: torch {torch.__version__} sees no CUDA device on this machine")
     if options.worker == "host":
         (options.results / "0").write_text(json.dumps(asdict(host_worker(options.steps))))
     elif options.worker is not None:
@@ -320,6 +359,7 @@ def bench(options: Options) -> None:
             bar.write(row(results[-1]))
     summary: dict[str, object] = {
         "cores": os.cpu_count(),
+        "device": options.device,
         "fused": options.fused,
         "results": [asdict(result) for result in results],
     }

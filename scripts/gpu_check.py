@@ -1,264 +1,242 @@
-"""Check all that runs on a GPU, on this machine's, and say how each check went. shardrt has to be importable.
+"""Prove on this machine's GPUs all that runs on a GPU, and say how it went. shardrt has to be importable.
 
-    python scripts/gpu_check.py
+    python scripts/gpu_check.py [--results FOLDER]
 
-On a world of 1 rank, and of 2 (on one GPU if there is but one and its NCCL can); then the tests marked `gpu`.
-Exit code: 0 if nothing failed, 1 if something did, 2 without a GPU.
+Kernels, collectives, streams, training, a watchdog that ends a job, speed and memory beside PyTorch FSDP2: in a world of one
+rank, which takes no launcher; then the tests marked `gpu`; then two ranks, on one GPU if there is but one and its NCCL can.
+Takes at most 8 minutes. The last line is the summary in JSON, which is also written to FOLDER/<gpu>.json: README's table is
+made from it. --device cpu rehearses on the host what needs no GPU, on small sizes; its figures mean nothing.
+
+Exit code: 0 if nothing failed (a goal of speed that was missed is no failure), 1 if something did, 2 without a GPU.
 """
 
 from __future__ import annotations
 
-import copy
+import argparse
+import datetime
+import json
 import os
+import re
+import subprocess
 import sys
-import tempfile
-from argparse import SUPPRESS
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 import shardrt
-from jobs import mpirun, run_job
+from gpu import collectives, kernels, training
+from gpu.checks import PREFIX, Check, Found, Outcome, Result, make_checks
+from jobs import follow_job, mpirun
+from models import GPU_GPT
 from options import Parser, refuse
-from shardrt.comm import PreMulSum, ReduceOp, World
+from shardrt.comm import World
 
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-REDUCED = (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
-MOVED = (*REDUCED, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2)
-SIZES = (0, 1, 1009, 1_000_003)
-JOB_S = 300.0
 ROOT = Path(__file__).resolve().parent.parent
-wrong: list[str] = []  # what a check has found so far
+LIMIT_S = 480.0  # for all of it
+LEAST_S = 20.0  # what is not started with less time left
+OPERATION_S = 60.0  # a collective that takes longer ends its job
+STUCK_S = 4.0  # the same where one has to
+EXIT_STUCK = 17  # of a job that a watchdog ends
+LARGE = "gpt-1b"  # of bench_step's models
+BLOCK_MB = 12 * GPU_GPT.channels**2 * torch.bfloat16.itemsize / 2**20  # its block's gathered parameters
+SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}  # for two ranks
+SHARES_GPUS = 23000  # the NCCL that can
 
 
-def report(check: str, ranks: int, outcome: str, note: str) -> str:
-    """A line of the table; what failed has its whole note."""
-    note = note if outcome == "FAILED" else note.partition("\n")[0]
-    return f"{ranks} rank{'s' if ranks > 1 else ' '}  {check:<22} {outcome:<8} {note}"
-
-
-# ---------------------------------------------------------------------- on every rank
-
-
-def values(world: World, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every rank's (numel,) small integers; over 2 ranks, each reduction of them is exact."""
-    steps = torch.arange(numel, device=world.device) * 7
-    return [((steps + rank * 3) % 11).float().to(dtype) for rank in range(world.size)]
-
-
-def join(blocks: list[torch.Tensor]) -> torch.Tensor:
-    """One after the other, as bytes: torch joins not every dtype on a GPU."""
-    return torch.cat([block.view(torch.uint8) for block in blocks]).view(blocks[0].dtype)
-
-
-def compare(world: World, name: str, expected: torch.Tensor | None, inp: torch.Tensor | None, *how: object) -> None:
-    """Make the call, where sizes permit also in place. expected: this rank's result, None where it has none."""
-    trials = [(None if expected is None else torch.zeros_like(expected), inp)]
-    if name in ("all_reduce", "reduce", "broadcast", "all_to_all") and inp is not None:
-        memory = inp.clone()
-        trials.append((None if expected is None else memory, memory))
-    stream = world.stream_for("check")
-    for out, source in trials:
-        stream.wait(world.stream.record())
-        getattr(world.comm, name)(out, source, *how, stream=stream).synchronize()
-        if out is not None and expected is not None and not torch.equal(out.view(torch.uint8), expected.view(torch.uint8)):
-            # Hazard: raised at once, it would leave the other ranks in the next call.
-            wrong.append(f"{name} of {expected.numel()} elements, {expected.dtype}, {how}")
-
-
-def moves(world: World) -> None:
-    r, size, root = world.rank, world.size, world.size - 1
-    for dtype in MOVED:
-        for n in SIZES:
-            rows = values(world, size * n, dtype)
-            own, firsts, on_root = slice(r * n, (r + 1) * n), join([row[:n] for row in rows]), r == root
-            compare(world, "all_gather", firsts, rows[r][:n])
-            compare(world, "broadcast", rows[root], rows[r], root)
-            compare(world, "gather", firsts if on_root else None, rows[r][:n], root)
-            compare(world, "scatter", rows[root][own].clone(), rows[r] if on_root else None, root)
-            compare(world, "all_to_all", join([row[own] for row in rows]), rows[r])
-
-
-def reductions(world: World) -> None:
-    for dtype in REDUCED:
-        for n in SIZES:
-            rows = torch.stack(values(world, world.size * n, dtype))
-            wide = rows.double() if dtype.is_floating_point else rows.long()
-            totals: dict[ReduceOp | PreMulSum, torch.Tensor] = {ReduceOp.SUM: wide.sum(0), ReduceOp.PRODUCT: wide.prod(0)}
-            totals |= {ReduceOp.MIN: wide.amin(0), ReduceOp.MAX: wide.amax(0)}
-            if dtype.is_floating_point:
-                totals |= {ReduceOp.AVG: wide.mean(0), PreMulSum(0.5): wide.sum(0) * 0.5}
-            for op, total in totals.items():
-                expected, root = total.to(dtype), world.size - 1
-                compare(world, "all_reduce", expected, rows[world.rank], op)
-                compare(world, "reduce_scatter", expected[world.rank * n :][:n].clone(), rows[world.rank], op)
-                compare(world, "reduce", expected if world.rank == root else None, rows[world.rank], op, root)
-
-
-def groups(world: World) -> None:
-    """Around a ring, with an all-to-all of uneven blocks, and an all-reduce between buffers of `empty`."""
-    size, r, stream, n = world.size, world.rank, world.stream, 1009
-    rows, counts = values(world, 9 * size * size, torch.float32), [[s + 3 * p for p in range(size)] for s in range(size)]
-    blocks = [row[: sum(count)].split(count) for row, count in zip(rows, counts, strict=True)]
-    expected = torch.cat([sent[r] for sent in blocks])
-    got, swapped = torch.zeros_like(rows[0]), torch.zeros_like(expected)
-    inp, out = world.comm.empty(n, torch.float32), world.comm.empty(n, torch.float32)
-    inp.fill_(r + 1)
-    with world.comm.group() as work:
-        world.comm.send(rows[r], (r + 1) % size, stream=stream)
-        world.comm.recv(got, (r - 1) % size, stream=stream)
-        world.comm.all_to_all(swapped, torch.cat(blocks[r]), [count[r] for count in counts], counts[r], stream=stream)
-        world.comm.all_reduce(out, inp, ReduceOp.SUM, stream=stream)
-    work.synchronize()
-    assert torch.equal(got, rows[(r - 1) % size]), "send and recv"
-    assert torch.equal(swapped, expected), "all_to_all"
-    assert torch.equal(out, torch.full_like(out, size * (size + 1) / 2)), "all_reduce between buffers of empty()"
-
-
-def training(world: World) -> None:
-    train(world)
-
-
-def training_replicas(world: World) -> None:
-    train(world, mesh=shardrt.DeviceMesh(world.comm, (world.size, 1), ("replicate", "shard")))
-
-
-def training_offloaded(world: World) -> None:
-    train(world, offload_policy=shardrt.CPUOffloadPolicy())
-
-
-def training_keeping_parts(world: World) -> None:
-    train(world, reshard_after_forward=1)
-
-
-def train(world: World, **options: Any) -> None:
-    """Three steps, sharded, against torch alone on the batches of all ranks."""
-    torch.manual_seed(0)
-    blocks = (nn.Sequential(nn.Linear(33, 129), nn.GELU(), nn.Linear(129, 33)) for _ in range(3))
-    plain = nn.Sequential(nn.Linear(5, 33), *blocks, nn.Linear(33, 3)).to(world.device)
-    sharded = copy.deepcopy(plain)
-    for block in (*list(sharded)[1:-1], sharded):
-        shardrt.fully_shard(block, **options)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)]
-    norms = []
-    for batch in torch.randn(3, world.size, 8, 5).to(world.device):
-        plain(batch).square().mean().backward()
-        sharded(batch[world.rank]).square().mean().backward()
-        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-        norms.append(shardrt.clip_grad_norm_(sharded.parameters(), 0.5))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    found = [cast(shardrt.DTensor, param).full_tensor() for param in sharded.parameters()]
-    torch.testing.assert_close(norms[1::2], norms[::2])
-    torch.testing.assert_close(found, [param.detach() for param in plain.parameters()])
-
-
-def versions(world: World) -> str:
+def versions(world: World) -> Found:
+    """What is checked; torch and CuPy must be built for one CUDA."""
+    if world.device.type == "cpu":
+        return Found(f"a rehearsal on the host, torch {torch.__version__}")
     import cupy
-    from cupy.cuda import nccl
+    from cupy.cuda import nccl, runtime
 
     with open("/proc/self/maps") as maps:
         paths = sorted({line.split()[-1] for line in maps if "libnccl.so" in line})
-    gpu = torch.cuda.get_device_name(world.device)
-    return f"{gpu}, torch {torch.__version__}, CuPy {cupy.__version__}, NCCL {nccl.get_version()} from {' and '.join(paths)}"
+    ours, cupys = str(torch.version.cuda).split(".")[0], str(runtime.runtimeGetVersion() // 1000)
+    assert ours == cupys, f"torch is built for CUDA {torch.version.cuda}, CuPy for {cupys}: install cupy-cuda{ours}x"
+    code = nccl.get_version()
+    return Found(
+        f"{torch.cuda.get_device_name(world.device)}, torch {torch.__version__}, CUDA {torch.version.cuda}, CuPy "
+        f"{cupy.__version__}, NCCL {code // 10000}.{code // 100 % 100}.{code % 100} from {' and '.join(paths)}"
+    )
 
 
-def random_numbers(world: World) -> None:
-    """A model built on the meta device, filled shard by shard, is the same on all ranks together as on each alone."""
-    alone = world.comm.split(world.rank, 0, "alone")
-    assert alone is not None, "every rank gave a colour"
-    made = []
-    for mesh in (world.mesh, shardrt.DeviceMesh(alone)):
-        torch.manual_seed(0)
-        with torch.device("meta"):
-            model = nn.Linear(33, 129)
-        shardrt.fully_shard(model, mesh=mesh).to_empty(device=world.device)
-        model.reset_parameters()
-        made.append([cast(shardrt.DTensor, param).full_tensor() for param in model.parameters()])
-        model(torch.ones(2, 33, device=world.device)).sum().backward()
-    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True)), "they differ"
+SUITES: dict[str, tuple[Check, ...]] = {
+    "alone": (
+        versions,
+        kernels.bandwidths,
+        kernels.launches,
+        *(collectives.moves, collectives.reductions, collectives.groups),
+        *training.PARITY,
+        *training.REPLAY,
+        *training.COMPILED,
+    ),
+    "together": (versions, collectives.moves, collectives.reductions, collectives.groups, *training.PARITY),
+    "stuck": (training.stuck,),
+}
+
+# ---------------------------------------------------------------------- around the ranks
 
 
-CHECKS: tuple[Callable[[World], str | None], ...] = (
-    versions,
-    moves,
-    reductions,
-    groups,
-    training,
-    training_replicas,
-    training_offloaded,
-    training_keeping_parts,
-    random_numbers,
-)
+class Checker:
+    """Runs one part after the other, keeps the results, and lets none outlive the time there is."""
 
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.results: list[Result] = []
+        self._start = time.monotonic()
 
-def check_rank(table: Path) -> None:
-    """Make every check; rank 0, which hears of every rank's failure, adds to the table."""
-    world = shardrt.init("cuda")
-    for check in CHECKS:
-        wrong.clear()
-        outcome, note = "ok", ""
+    def part(self, name: str, ranks: int, run: Callable[[float], Iterator[Result]]) -> None:
+        """Keep and print the results of `run(seconds left)` as they come, with one more if it ends badly."""
+        left, start = LIMIT_S - (time.monotonic() - self._start), time.monotonic()
         try:
-            with world.comm.agree():
-                note = check(world) or ""
-                assert not wrong, f"{len(wrong)} wrong results, first {wrong[0]}"
-        except Exception as error:
-            outcome, note = "FAILED", str(error)
-        if world.rank == 0:
-            with open(table, "a") as lines:
-                print(report(check.__name__, world.size, outcome, note), file=lines)
+            if left < LEAST_S:
+                self._add(Result(name, ranks, Outcome.SKIPPED, 0.0, "no time was left"))
+            else:
+                for result in run(left):
+                    self._add(result)
+        except (Exception, SystemExit) as error:
+            self._add(Result(name, ranks, Outcome.FAILED, round(time.monotonic() - start, 1), str(error) or repr(error)))
+
+    def _add(self, result: Result) -> None:
+        self.results.append(result)
+        print(f"[{time.monotonic() - self._start:4.0f} s] {result}", flush=True)
+
+    def suite(self, suite: str, ranks: int, left: float, **environment: str) -> Iterator[Result]:
+        """Make a suite's checks on so many ranks."""
+        command = [*self._launcher(ranks), __file__, "--device", self.device, "--suite", suite]
+        for line in follow_job(command, left, SHARDRT_TIMEOUT=f"{OPERATION_S:g}", **environment):
+            if line.startswith(PREFIX):
+                yield Result.parse(line)
+
+    def stuck(self, left: float) -> Iterator[Result]:
+        """A job whose kernel does not end must be ended, by name."""
+        command = [sys.executable, __file__, "--device", self.device, "--suite", "stuck"]
+        start = time.monotonic()
+        done = subprocess.run(
+            command,
+            env=os.environ | {"SHARDRT_TIMEOUT": f"{STUCK_S:g}"},
+            capture_output=True,
+            text=True,
+            timeout=left,
+            check=False,
+        )
+        named = re.search(r"waited .* in #\d+ all_gather", done.stderr)
+        ended = done.returncode == EXIT_STUCK and named is not None
+        note = (
+            ""
+            if ended
+            else f"expected exit code {EXIT_STUCK} and the all_gather's name; found {done.returncode}: {done.stderr}"
+        )
+        yield Result("stuck", 1, Outcome.OK if ended else Outcome.FAILED, round(time.monotonic() - start, 1), note)
+
+    def tests(self, left: float) -> Iterator[Result]:
+        """The tests marked `gpu`."""
+        start, said = time.monotonic(), ""
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-c", str(ROOT / "setup.cfg"), str(ROOT / "tests")]
+        for line in follow_job(command, left):
+            said = line.strip() or said
+        yield Result("pytest -m gpu", 1, Outcome.OK, round(time.monotonic() - start, 1), said)
+
+    def bench(self, model: str, left: float) -> Iterator[Result]:
+        """A step of ours and of FSDP2's, in turns."""
+        options = ["--device", self.device, "--models", model, "--ranks", "1", "--rounds", "2", "--fused", "--no-host-time"]
+        start, said = time.monotonic(), ""
+        for line in follow_job([sys.executable, str(ROOT / "scripts" / "bench_step.py"), *options], left):
+            said = line.strip() or said
+        (measured,) = json.loads(said)["results"]
+        yield Result.of(f"bench {model}", 1, time.monotonic() - start, self.beside_fsdp2(measured))
+
+    def beside_fsdp2(self, measured: dict[str, Any]) -> Found:
+        """What a line of bench_step says, with the goals."""
+        ms, host, peak = measured["ms"], measured["host_ms"], measured["peak_mb"]
+        found = Found(f"losses {measured['agreement']}")
+        by_host = (host["shardrt"] - host["floor"]) / (host["fsdp2"] - host["floor"])
+        large, goals = measured["model"] == LARGE, self.device == "cuda"
+        found.figure("ms", ms["shardrt"])
+        found.figure("ms by FSDP2", ms["shardrt"] / ms["fsdp2"], most=0.9 if goals else None)
+        found.figure("host by FSDP2", by_host, most=0.5 if goals and not large else None)
+        found.figure("peak MiB", peak["shardrt"])
+        found.figure("MiB below FSDP2", peak["fsdp2"] - peak["shardrt"], least=BLOCK_MB if goals and large else None)
+        return found
+
+    @staticmethod
+    def _launcher(ranks: int) -> list[str]:
+        return mpirun(ranks) if ranks > 1 else [sys.executable]
+
+    def together(self, left: float) -> Iterator[Result]:
+        """Two ranks: with one GPU, they have to share it."""
+        environment: dict[str, str] = {}
+        if self.device == "cuda" and torch.cuda.device_count() == 1:
+            found = _nccl_version()
+            if found < SHARES_GPUS:
+                note = (
+                    f"two ranks on one GPU take NCCL 2.30 (code {SHARES_GPUS}), found code {found}: install a newer nvidia-nccl"
+                )
+                yield Result("all of it", 2, Outcome.SKIPPED, 0.0, note)
+                return
+            environment = SHARED_GPU
+        yield from self.suite("together", 2, left, **environment)
+
+    def summary(self) -> dict[str, object]:
+        """All of it, for a file."""
+        name = torch.cuda.get_device_name() if self.device == "cuda" else "host"
+        counts = Counter(result.outcome.value for result in self.results)
+        return {
+            "gpu": name,
+            "date": datetime.date.today().isoformat(),
+            "shardrt": shardrt.__version__,
+            "seconds": round(time.monotonic() - self._start),
+            **{outcome.value: counts[outcome.value] for outcome in Outcome},
+            "results": [asdict(result) for result in self.results],
+        }
 
 
-# ---------------------------------------------------------------------- around them
-
-
-def attempt(check: str, ranks: int, command: list[str]) -> str:
+def _nccl_version() -> int:
     try:
-        run_job(command, JOB_S)
-    except SystemExit as error:
-        return report(check, ranks, "FAILED", str(error))
-    return report(check, ranks, "ok", "")
-
-
-def check_world(ranks: int) -> str:
-    with tempfile.NamedTemporaryFile("r") as table:
-        ended = attempt("start to end", ranks, [*mpirun(ranks), __file__, "--table", table.name])
-        return table.read() + ended
-
-
-def check_two_ranks() -> str:
-    """With one GPU, they have to share it."""
-    if torch.cuda.device_count() == 1:
-        try:
-            from cupy.cuda.nccl import get_version
-        except ImportError as error:
-            return report("all of it", 2, "skipped", str(error))
-        if get_version() < 23000:
-            return report("all of it", 2, "skipped", f"two ranks on one GPU take NCCL 2.30, found {get_version()}")
-        os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}
-    return check_world(2)
+        from cupy.cuda.nccl import get_version
+    except ImportError:
+        return 0
+    return cast(int, get_version())
 
 
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--table", type=Path, help=SUPPRESS)
-    table = parser.parse_args().table
-    if not torch.cuda.is_available():
+    parser.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", metavar="FOLDER")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--suite", choices=tuple(SUITES), help=argparse.SUPPRESS)  # set for the jobs of this script
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
         refuse(f"no GPU to check: torch {torch.__version__} sees no CUDA device on this machine")
-    if table is not None:
-        check_rank(table)
+    if options.suite is not None:
+        make_checks(shardrt.init(options.device), SUITES[options.suite])
         return 0
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-c", str(ROOT / "setup.cfg"), str(ROOT / "tests")]
-    failed = False
-    for part in (lambda: check_world(1), lambda: attempt("pytest -m gpu", 1, tests), check_two_ranks):
-        said = part()
-        print(said, flush=True)
-        failed = failed or " FAILED " in said
-    return int(failed)
+    return check(Checker(options.device), options.results)
+
+
+def check(checker: Checker, folder: Path) -> int:
+    """Every part, the summary, and the exit code."""
+    on_gpu = checker.device == "cuda"
+    checker.part("alone", 1, lambda left: checker.suite("alone", 1, left))
+    if on_gpu:
+        checker.part("stuck", 1, checker.stuck)
+        checker.part("pytest -m gpu", 1, checker.tests)
+        checker.part(f"bench {LARGE}", 1, lambda left: checker.bench(LARGE, left))
+    checker.part("bench tiny", 1, lambda left: checker.bench("tiny", left))
+    checker.part("together", 2, checker.together)
+    summary = checker.summary()
+    text = json.dumps(summary)
+    if on_gpu:
+        folder.mkdir(parents=True, exist_ok=True)
+        slug = re.sub(r"\W+", "-", str(summary["gpu"]).lower()).strip("-")
+        (folder / f"{slug}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(text)
+    return int(summary[Outcome.FAILED.value] != 0)
 
 
 if __name__ == "__main__":

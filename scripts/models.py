@@ -140,7 +140,7 @@ class TinyStack(nn.Module):
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
     """Matrices keep the size of what they multiply; embeddings and the blocks' sums start small."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     sums = 2 * len(list(model.get_submodule("blocks").children()))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -178,6 +178,7 @@ class Case:
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    param_dtype: torch.dtype = torch.float32  # of gathered parameters and compute; gradients are reduced in float32
 
 
 def bytes_batch(rows: int, context: int) -> Callable[[torch.Generator], Batch]:
@@ -197,8 +198,10 @@ def rows_batch(rows: int, width: int) -> Callable[[torch.Generator], Batch]:
 
 
 BENCH_GPT = GPTConfig(layers=6, heads=6, channels=384, context=64)
+GPU_GPT = GPTConfig(layers=24, heads=16, channels=2048, context=1024)  # 1.2 billion parameters
 CASES = {
     "gpt": Case(lambda: GPT(BENCH_GPT), bytes_batch(1, BENCH_GPT.context), next_byte_loss),
     "mlp": Case(lambda: MLP(), rows_batch(8, 1024), F.mse_loss),
     "tiny": Case(lambda: TinyStack(), rows_batch(8, 32), F.mse_loss),
+    "gpt-1b": Case(lambda: GPT(GPU_GPT), bytes_batch(4, GPU_GPT.context), next_byte_loss, torch.bfloat16),
 }

@@ -1,0 +1,122 @@
+"""The bandwidth of every kernel, as a share of a copy's on the same device, and what a launch costs the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from gpu.checks import Found
+from shardrt import kernels
+from shardrt.comm import World
+from shardrt.kernels import cuda
+from shardrt.kernels.reference import BLOCK
+
+# Of a transformer's block, and one that nothing divides.
+SHAPES = ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (1024,), (1009, 1013))
+REPEATS = 9
+GOAL = 0.9  # of the copy's bandwidth
+ROWS = 4  # ranks whose codes are added
+
+
+def seconds(fn: Callable[[], object], device: torch.device) -> float:
+    """Median time of `fn` on the device, after a first call."""
+    fn()
+    return median(_once(fn, device) for _ in range(REPEATS))
+
+
+def _once(fn: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cpu":
+        start = time.perf_counter()
+        fn()
+        return time.perf_counter() - start
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    fn()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
+
+
+def tensors(numel: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """At least `numel` random elements, in tensors of SHAPES one after the other, each with memory of its own."""
+    made: list[torch.Tensor] = []
+    while sum(map(torch.numel, made)) < numel:
+        made.append(torch.randn(SHAPES[len(made) % len(SHAPES)], device=device).to(dtype))
+    return made
+
+
+def views(like: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Zeros in the shapes of `like`, in one buffer, each on a 16-byte boundary."""
+    step = 16 // dtype.itemsize
+    flat = torch.zeros(sum(-(-tensor.numel() // step) * step for tensor in like), dtype=dtype, device=like[0].device)
+    made, first = [], 0
+    for tensor in like:
+        made.append(flat[first:][: tensor.numel()].view(tensor.shape))
+        first += -(-tensor.numel() // step) * step
+    return made
+
+
+def bandwidths(world: World) -> Found:
+    """Many tensors at once, read and written in one pass."""
+    device, found = world.device, Found()
+    numel = 2**28 if device.type == "cuda" else 2**21
+    full, half = tensors(numel, torch.float32, device), tensors(numel, torch.bfloat16, device)
+    numel = sum(map(torch.numel, full))
+    flat, low = views(full, torch.float32), views(full, torch.bfloat16)
+    scale = torch.tensor(1.0 - 2**-20, device=device)
+    x = torch.randn(numel // BLOCK * BLOCK, device=device, dtype=torch.bfloat16)
+    codes = torch.zeros(ROWS, len(x), dtype=torch.int8, device=device)
+    scales = torch.zeros(ROWS, len(x) // BLOCK, device=device)
+    source, target = torch.ones(2, numel, device=device)
+    rate = 8 * numel / seconds(lambda: target.copy_(source), device)
+    found.figure("copy TB/s", rate / 1e12)
+    cases: dict[str, tuple[int, Callable[[], object], float | None]] = {  # bytes moved, what moves them, the goal
+        "pack f32": (8 * numel, lambda: kernels.pack_into(flat, full), GOAL),
+        "pack f32 scaled": (8 * numel, lambda: kernels.pack_into(flat, full, 0.5), GOAL),
+        "pack bf16 to f32": (6 * numel, lambda: kernels.pack_into(flat, half, 0.5), GOAL),
+        "pack f32 to bf16": (6 * numel, lambda: kernels.pack_into(low, full), GOAL),
+        "unpack bf16 to f32": (6 * numel, lambda: kernels.pack_into(full, low), GOAL),
+        "add bf16 to f32": (10 * numel, lambda: kernels.add_into(flat, half), None),
+        "norm f32": (4 * numel, lambda: kernels.squared_norm(full, device), GOAL),
+        "norm bf16": (2 * numel, lambda: kernels.squared_norm(half, device), GOAL),
+        "rescale f32": (8 * numel, lambda: kernels.rescale(full, scale), None),
+        "encode bf16 to i8": (3 * len(x), lambda: kernels.encode(codes[0], scales[0], x), None),
+        "decode 4 x i8 to bf16": ((ROWS + 2) * len(x), lambda: kernels.decode_sum(x, codes, scales), None),
+    }
+    for name, (nbytes, fn, goal) in cases.items():
+        goal = goal if device.type == "cuda" else None
+        found.figure(name, nbytes / seconds(fn, device) / rate, least=goal)
+    found.note = f"shares of the copy's bandwidth, {len(full)} tensors, {numel / 1e6:.0f} million elements"
+    return found
+
+
+def launches(world: World) -> Found:
+    """Host time of packing 100 small tensors, and that it takes one launch."""
+    if world.device.type == "cpu":
+        return Found(skipped="nothing is launched on the host")
+    found, names, launch = Found(), list[str](), cuda.launch
+    small = [torch.randn(1000, device=world.device) for _ in range(100)]
+    flat = views(small, torch.bfloat16)
+    kernels.pack_into(flat, small)
+
+    def counted(name: str, blocks: int, threads: int, args: tuple[int | float, ...], device: torch.device) -> None:
+        names.append(name)
+        launch(name, blocks, threads, args, device)
+
+    cuda.launch = counted
+    try:
+        kernels.pack_into(flat, small)
+    finally:
+        cuda.launch = launch
+    assert names == ["pack<bf16, float, false>"], names
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        kernels.pack_into(flat, small)
+        times.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+    found.figure("host us", median(times) * 1e6, most=15.0)
+    return found

@@ -1,0 +1,257 @@
+"""A few steps of sharded training against torch alone on the batches of all ranks, and what those steps may not do."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+import shardrt
+from gpu.checks import Found
+from models import BYTES, GPT, GPTConfig, next_byte_loss, shard
+from shardrt.comm import World
+
+STEPS = 3
+FLOAT32 = shardrt.MixedPrecisionPolicy()
+BFLOAT16 = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+# ---------------------------------------------------------------------- odd sizes, and every way to shard
+
+
+def training(world: World) -> None:
+    train(world)
+
+
+def training_replicas(world: World) -> None:
+    train(world, mesh=shardrt.DeviceMesh(world.comm, (world.size, 1), ("replicate", "shard")))
+
+
+def training_offloaded(world: World) -> None:
+    train(world, offload_policy=shardrt.CPUOffloadPolicy())
+
+
+def training_keeping_parts(world: World) -> None:
+    train(world, reshard_after_forward=1)
+
+
+def train(world: World, **options: Any) -> None:
+    """Layers of odd sizes, gradients clipped: norms and parameters."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(33, 129), nn.GELU(), nn.Linear(129, 33)) for _ in range(3))
+    plain = nn.Sequential(nn.Linear(5, 33), *blocks, nn.Linear(33, 3)).to(world.device)
+    sharded = copy.deepcopy(plain)
+    for block in (*list(sharded)[1:-1], sharded):
+        shardrt.fully_shard(block, **options)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)]
+    norms = []
+    for batch in torch.randn(STEPS, world.size, 8, 5).to(world.device):
+        plain(batch).square().mean().backward()
+        sharded(batch[world.rank]).square().mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        norms.append(shardrt.clip_grad_norm_(sharded.parameters(), 0.5))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(norms[1::2], norms[::2])
+    torch.testing.assert_close(full(sharded), [param.detach() for param in plain.parameters()])
+
+
+def full(model: nn.Module) -> list[torch.Tensor]:
+    """The whole parameters of a sharded model. Collective."""
+    return [cast(shardrt.DTensor, param).full_tensor() for param in model.parameters()]
+
+
+def random_numbers(world: World) -> None:
+    """A model built on the meta device, filled shard by shard, is the same on all ranks together as on each alone."""
+    alone = world.comm.split(world.rank, 0, "alone")
+    assert alone is not None, "every rank gave a colour"
+    made = []
+    for mesh in (world.mesh, shardrt.DeviceMesh(alone)):
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = nn.Linear(33, 129)
+        shardrt.fully_shard(model, mesh=mesh).to_empty(device=world.device)
+        model.reset_parameters()
+        made.append(full(model))
+        model(torch.ones(2, 33, device=world.device)).sum().backward()
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True)), "they differ"
+
+
+# ---------------------------------------------------------------------- a GPT
+
+
+def gpt_float32(world: World) -> Found:
+    return compare_gpt(world, 1e-4, FLOAT32)
+
+
+def gpt_bfloat16(world: World) -> Found:
+    return compare_gpt(world, 2e-2, BFLOAT16)
+
+
+def gpt_compiled_float32(world: World) -> Found:
+    return compare_gpt(world, 1e-3, FLOAT32, compiled=True)
+
+
+def gpt_compiled_bfloat16(world: World) -> Found:
+    return compare_gpt(world, 5e-2, BFLOAT16, compiled=True)
+
+
+def compare_gpt(world: World, tolerance: float, policy: shardrt.MixedPrecisionPolicy, *, compiled: bool = False) -> Found:
+    """Train it; tolerance: how far parameters may lie off, by how far training moved them."""
+    config = GPTConfig(layers=3, heads=4, channels=128, context=64)
+    plain, sharded, start = (GPT(config).to(world.device) for _ in range(3))
+    for block in sharded.blocks if compiled else ():
+        block.compile()
+    shard(sharded, lambda module: shardrt.fully_shard(module, mp_policy=policy))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (plain, sharded)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        batches = torch.randint(BYTES, (world.size, 4, config.context + 1), generator=generator).to(world.device)
+        loss = torch.stack([_cast_loss(plain, batch, policy.param_dtype) for batch in batches]).mean()
+        loss.backward()
+        next_byte_loss(sharded(batches[world.rank, :, :-1]), batches[world.rank, :, 1:]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    apart, moved = _distance(full(sharded), list(plain.parameters())), _distance(plain.parameters(), start.parameters())
+    found = Found()
+    found.figure("apart", apart / moved)
+    assert apart <= tolerance * moved, f"{apart:.2e} from one process's parameters, which moved {moved:.2e}"
+    return found
+
+
+def _cast_loss(model: nn.Module, batch: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    params = {name: param.to(dtype or param.dtype) for name, param in model.named_parameters()}
+    return next_byte_loss(torch.func.functional_call(model, params, batch[:, :-1]), batch[:, 1:])
+
+
+@torch.no_grad()
+def _distance(some: Any, others: Any) -> float:
+    return float(torch.stack([(a - b).double().norm() for a, b in zip(some, others, strict=True)]).norm())
+
+
+# ---------------------------------------------------------------------- steps that only replay
+
+
+class Job:
+    """A GPT under way, on the caller's stream: its buffers are there, its order of use is known."""
+
+    def __init__(self, world: World) -> None:
+        on_gpu = world.device.type == "cuda"
+        self.world = world
+        self.config = GPTConfig(layers=8, channels=1024, heads=16, context=512) if on_gpu else GPTConfig()
+        self.model = GPT(self.config).to(world.device)
+        shard(self.model, lambda module: shardrt.fully_shard(module, mp_policy=BFLOAT16))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.batch = torch.randint(BYTES, (8, self.config.context + 1), device=world.device)
+        for _ in range(4):
+            self.step()
+
+    def step(self) -> None:
+        """Forward, backward, clip, optimizer; nothing in it makes the host wait."""
+        next_byte_loss(self.model(self.batch[:, :-1]), self.batch[:, 1:]).backward()
+        shardrt.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def allocations(world: World) -> Found:
+    """In the steady state a step asks the device for no memory, and leaves no more buffers than it found."""
+    job, seen, held = Job(world), [], []
+    runtime = cast(shardrt.FSDPModule, job.model).param_group.runtime
+    assert runtime is not None, "it has run"
+    for _ in range(4):
+        job.step()
+        memory = torch.cuda.memory_stats() if world.device.type == "cuda" else {}
+        asked = [memory.get(f"num_device_{verb}", 0) for verb in ("alloc", "free")]
+        seen.append((runtime.account.in_use, runtime.account.peak, *asked))
+        held.append(memory.get("allocated_bytes.all.current", 0))
+    assert len(set(seen)) == 1, f"buffer bytes in use and at most, device allocations, frees change from step to step: {seen}"
+    found = Found()
+    found.figure("bytes grown", held[-1] - held[0])  # of anything, small tables of addresses among it
+    return found
+
+
+def no_host_sync(world: World) -> Found:
+    """A whole step launches what it launches without waiting for the device."""
+    if world.device.type == "cpu":
+        return Found(skipped="the host waits for nothing but itself")
+    job = Job(world)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        job.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return Found()
+
+
+def streams(world: World) -> Found:
+    """A step beside the default stream leaves that one alone, and its gathers and reductions run under compute."""
+    if world.device.type == "cpu":
+        return Found(skipped="there are no CUDA streams")
+    found, compute = Found(), torch.cuda.Stream(world.device)
+    with torch.cuda.stream(compute):
+        job = Job(world)
+        with traced() as on_default, torch.cuda.stream(torch.cuda.default_stream(world.device)):
+            torch.zeros(1, device=world.device)
+        with traced() as on_compute:
+            torch.zeros(1, device=world.device)
+        with traced() as step:
+            job.step()
+    (default,), (own,) = ({stream for stream, _, _ in spans} for spans in (on_default, on_compute))
+    stray = sum(stream == default for stream, _, _ in step)
+    assert not stray, f"{stray} of {len(step)} kernels and copies ran on the legacy default stream"
+    beside = [(start, end) for stream, start, end in step if stream != own]
+    computing = [(start, end) for stream, start, end in step if stream == own]
+    assert beside, "nothing ran beside compute"
+    hidden = sum(min(end, e) - max(start, s) for start, end in beside for s, e in computing if s < end and start < e)
+    found.figure("under compute", hidden / sum(end - start for start, end in beside), least=0.5)
+    assert hidden > 0, f"none of {len(beside)} gathers and reductions ran while compute did"
+    return found
+
+
+Span = tuple[int, float, float]  # stream, start and end in microseconds
+
+
+@contextmanager
+def traced() -> Iterator[list[Span]]:
+    """What the device does meanwhile; filled at the end."""
+    spans: list[Span] = []
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield spans
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    on_device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    spans += [(event["args"]["stream"], event["ts"], event["ts"] + event["dur"]) for event in on_device]
+
+
+def stuck(world: World) -> None:
+    """For a job of its own: a kernel that does not end in time, before a collective that waits for it."""
+    stream = world.stream_for("check")
+    stream.submit(lambda: torch.cuda._sleep(2 * 10**11))  # cycles: a minute and more
+    values = torch.ones(4 * world.size, device=world.device)
+    world.comm.all_gather(values, values[:4].clone(), stream=stream).synchronize()
+
+
+PARITY: tuple[Callable[[World], Found | None], ...] = (
+    training,
+    training_replicas,
+    training_offloaded,
+    training_keeping_parts,
+    random_numbers,
+    gpt_float32,
+    gpt_bfloat16,
+)
+COMPILED = (gpt_compiled_float32, gpt_compiled_bfloat16)
+REPLAY = (allocations, no_host_sync, streams)

@@ -1,0 +1,131 @@
+"""scripts/gpu_check.py as far as it goes without a GPU: its checks on real ranks of the host, its results, its table."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gpu_check
+import gpu_table
+from gpu.checks import Check, Found, Outcome, Result, make_checks
+from gpu_check import Checker
+from ranks import on_ranks, rank_environment
+from shardrt.comm import World
+
+CHECK = Path(gpu_check.__file__)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_refuses_a_machine_without_a_gpu() -> None:
+    done = subprocess.run([sys.executable, str(CHECK)], env=rank_environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"gpu_check.py: error: no GPU to check: .*\n", done.stderr)
+
+
+def test_two_ranks_of_the_host_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every check that is made of several ranks, and nothing else, each with its result."""
+    monkeypatch.setenv("PYTHONPATH", rank_environment()["PYTHONPATH"])
+    checker = Checker("cpu")
+    checker.part("together", 2, checker.together)
+    assert [result.check for result in checker.results] == [check.__name__ for check in gpu_check.SUITES["together"]]
+    assert {(result.ranks, result.outcome) for result in checker.results} == {(2, Outcome.OK)}, checker.results
+    summary = checker.summary()
+    assert (summary["gpu"], summary["ok"], summary["FAILED"]) == ("host", len(checker.results), 0)
+
+
+@on_ranks(2)
+def test_a_failure_on_one_rank_is_one_result(world: World) -> None:
+    """The other rank does not hang, and the next check is made."""
+    written: list[str] = []
+
+    def fails(world: World) -> None:
+        assert world.rank == 0, f"wrong on rank {world.rank}"
+
+    def tells(world: World) -> Found:
+        found = Found("a note")
+        found.figure("share", 0.51234, least=0.9)
+        found.figure("host us", 3.0, most=15.0)
+        return found
+
+    checks: tuple[Check, ...] = (fails, tells)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.print", lambda line, flush: written.append(line))
+        make_checks(world, checks)
+    if world.rank == 1:
+        assert not written
+        return
+    failed, told = map(Result.parse, written)
+    assert (failed.check, failed.outcome) == ("fails", Outcome.FAILED)
+    assert "wrong on rank 1" in failed.note
+    assert (told.outcome, told.figures) == (Outcome.MISSED, {"share": 0.512, "host us": 3.0})
+    assert told.note == "a note; share 0.512, goal >= 0.9"
+    assert Result.parse(told.write()) == told
+
+
+def test_a_part_that_ends_badly_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    checker = Checker("cpu")
+
+    def breaks(left: float) -> Iterator[Result]:
+        yield Result("first", 1, Outcome.OK, 0.0)
+        raise SystemExit("exit code 3: a job\nits last words")
+
+    checker.part("breaks", 1, breaks)
+    assert [(result.check, result.outcome) for result in checker.results] == [
+        ("first", Outcome.OK),
+        ("breaks", Outcome.FAILED),
+    ]
+    assert "its last words" in capsys.readouterr().out  # a failure is told in full
+
+
+def test_nothing_starts_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "LIMIT_S", 10.0)
+    checker = Checker("cpu")
+    checker.part("late", 1, lambda left: pytest.fail("it was started"))
+    assert [(result.check, result.outcome, result.note) for result in checker.results] == [
+        ("late", Outcome.SKIPPED, "no time was left")
+    ]
+
+
+def test_a_bench_beside_fsdp2() -> None:
+    """The goals are those of a GPU, each for the model that it is about."""
+    measured: dict[str, Any] = {
+        "model": "gpt-1b",
+        "agreement": "bitwise",
+        "ms": {"shardrt": 95.0, "fsdp2": 100.0, "floor": 80.0},
+        "host_ms": {"shardrt": 12.0, "fsdp2": 15.0, "floor": 10.0},
+        "peak_mb": {"shardrt": 900.0, "fsdp2": 1000.0, "floor": 800.0},
+    }
+    large, small = (Checker("cuda").beside_fsdp2(measured | {"model": model}) for model in ("gpt-1b", "tiny"))
+    assert large.figures == {"ms": 95, "ms by FSDP2": 0.95, "host by FSDP2": 0.4, "peak MiB": 900, "MiB below FSDP2": 100}
+    assert large.missed == ["ms by FSDP2 0.95, goal <= 0.9"]
+    measured["host_ms"]["shardrt"] = 14.0
+    assert small.missed == large.missed
+    assert Checker("cuda").beside_fsdp2(measured | {"model": "tiny"}).missed[1:] == ["host by FSDP2 0.8, goal <= 0.5"]
+
+
+def test_the_table_of_readme_is_made_of_the_results() -> None:
+    text = (gpu_table.ROOT / "README.md").read_text()
+    assert gpu_table.BEGIN in text
+    assert gpu_table.readme(text, gpu_table.kept()) == text, "run scripts/gpu_table.py"
+
+
+def test_a_row_of_the_table() -> None:
+    figures = {"copy TB/s": 4.31, "pack f32 to bf16": 0.93, "unpack bf16 to f32": 0.95, "norm f32": 0.97}
+    results = [
+        Result("bandwidths", 1, Outcome.OK, 1.0, "", figures),
+        Result("bench tiny", 1, Outcome.MISSED, 1.0, "", {"host by FSDP2": 0.6}),
+    ]
+    checker = Checker("cpu")
+    checker.results += results
+    summary = json.loads(json.dumps(checker.summary())) | {"gpu": "A GPU", "date": "2026-01-02"}
+    head, _, row = gpu_table.table([summary]).splitlines()
+    cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
+    assert cells["| GPU"] == "| A GPU"
+    assert (cells["seen"], cells["checks"]) == ("2026-01-02", "1 ok, 1 missed")
+    assert (cells["norm, by copy"], cells["launch of 100, µs"], cells["host, by FSDP2's |"]) == ("0.97", "", "0.6 |")
