@@ -5,6 +5,7 @@ from .calls import Op, PreMulSum, ReduceOp, RemoteError, Work
 from .check import MismatchError
 from .communicator import Communicator
 from .mesh import DeviceMesh
+from .pool import Pool, new_pool
 from .streams import Event, Stream, current_stream, new_stream
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Event",
     "MismatchError",
     "Op",
+    "Pool",
     "PreMulSum",
     "ReduceOp",
     "RemoteError",
@@ -22,6 +24,7 @@ __all__ = [
     "current_stream",
     "finalize",
     "init",
+    "new_pool",
     "new_stream",
     "world",
 ]

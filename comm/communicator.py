@@ -35,6 +35,7 @@ from .calls import (
     SharedError,
     Work,
 )
+from .pool import Pool
 from .streams import INLINE, PAST, Event, Stream
 
 T = TypeVar("T")
@@ -237,6 +238,10 @@ class Communicator(ABC):
 
         It lives until the communicator is closed: make it once, not per step.
         """
+
+    def pool(self) -> Pool | None:
+        """Where to take buffers that come and go, to be reached as those of `empty` are; None where plain memory is as good."""
+        return None
 
     @contextmanager
     def agree(self) -> Iterator[None]:

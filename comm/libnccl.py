@@ -3,15 +3,23 @@
 Functions are looked up through CuPy's own extension module: the linker then finds them in the libnccl which that module is
 bound to, and loads no second one. NCCL has had the pre-multiplied sum since 2.11, registered memory since 2.19 and the
 all-to-all since 2.28; what the loaded one has not is False, or None, in `Library`.
+
+Registered is registered locally (ncclCommRegister). Symmetric windows (ncclCommWindowRegister, since 2.27) want a collective's
+buffer at the same offset on every rank, which holds neither for a pool's blocks nor for the own block of an in-place gather.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import CDLL, POINTER, byref, c_int, c_size_t, c_void_p
+from ctypes import CDLL, POINTER, byref, c_int, c_size_t, c_void_p, cast
+from pathlib import Path
 
 import torch
+from torch.cuda.memory import CUDAPluggableAllocator
 
 _SIGNATURES = {
     "ncclRedOpCreatePreMulSum": (POINTER(c_int), c_void_p, c_int, c_int, c_void_p),  # op, scalar, dtype, residence, comm
@@ -59,20 +67,33 @@ class Library:
 
     def allocate(self, comm: int, nbytes: int) -> Buffer:
         """At least one byte on the current device, registered with `comm`."""
-        address, handle = c_void_p(), c_void_p()
+        address = c_void_p()
         self._functions["ncclMemAlloc"](byref(address), nbytes)
         assert address.value is not None, "NCCL reported success"
         try:
-            self._functions["ncclCommRegister"](comm, address, nbytes, byref(handle))
+            return Buffer(address.value, nbytes, self.register(comm, address.value, nbytes))
         except Exception:
             self._functions["ncclMemFree"](address)
             raise
-        return Buffer(address.value, nbytes, handle.value)
+
+    def register(self, comm: int, address: int, nbytes: int) -> int | None:
+        """A registration's handle; None where NCCL has no use for one."""
+        handle = c_void_p()
+        self._functions["ncclCommRegister"](comm, address, nbytes, byref(handle))
+        return handle.value
+
+    def deregister(self, comm: int, handle: int | None) -> None:
+        """End a registration."""
+        self._functions["ncclCommDeregister"](comm, handle)
 
     def free(self, comm: int, buffer: Buffer) -> None:
         """End the registration and give the memory back."""
-        self._functions["ncclCommDeregister"](comm, buffer.handle)
+        self.deregister(comm, buffer.handle)
         self._functions["ncclMemFree"](buffer.address)
+
+    def allocator(self) -> Allocator:
+        """Of this library's memory, for a pool of torch's. Needs `has_registration`; RuntimeError without a C compiler."""
+        return Allocator(*(cast(self._functions[name], c_void_p) for name in ("ncclMemAlloc", "ncclMemFree")))  # type: ignore[arg-type]
 
 
 class Buffer:
@@ -82,3 +103,54 @@ class Buffer:
         self.address = address
         self.handle = handle
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class Allocator:
+    """What torch takes memory with, and a list of what it took.
+
+    Compiled, not a callback: torch allocates in threads that must not wait for Python, and holds a lock while it does.
+    """
+
+    _SOURCE = """
+        #include <stddef.h>
+        enum { MOST = 4096 };
+        static int (*mem_alloc)(void **, size_t);
+        static int (*mem_free)(void *);
+        static struct { void *address; size_t nbytes; } taken[MOST];
+        static int count;
+        void use(void *alloc, void *free) { mem_alloc = alloc; mem_free = free; }
+        int taken_count(void) { return count; }
+        void *taken_address(int i) { return taken[i].address; }
+        size_t taken_nbytes(int i) { return taken[i].nbytes; }
+        void *take(size_t nbytes, int device, void *stream) {
+            void *address = NULL;
+            if (mem_alloc(&address, nbytes) != 0) return NULL;
+            if (count < MOST) { taken[count].address = address; taken[count].nbytes = nbytes; count++; }
+            return address;
+        }
+        void give_back(void *address, size_t nbytes, int device, void *stream) { mem_free(address); }
+    """
+
+    def __init__(self, mem_alloc: c_void_p, mem_free: c_void_p) -> None:
+        compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+        if compiler is None:
+            raise RuntimeError("memory that NCCL knows takes a C compiler (cc, gcc or clang), and none is on the PATH")
+        with tempfile.TemporaryDirectory() as folder:
+            source, library = Path(folder) / "allocator.c", Path(folder) / "allocator.so"
+            source.write_text(self._SOURCE)
+            done = subprocess.run(
+                [compiler, "-O2", "-shared", "-fPIC", "-o", library, source], capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                raise RuntimeError(f"{compiler} could not compile the allocator of memory that NCCL knows: {done.stderr}")
+            self._library = CDLL(str(library))
+            self._library.use(mem_alloc, mem_free)
+            self.torchs = CUDAPluggableAllocator(str(library), "take", "give_back")
+        self._library.taken_address.restype = c_void_p
+        self._library.taken_nbytes.restype = c_size_t
+        self._told = 0
+
+    def fresh(self) -> list[tuple[int, int]]:
+        """Address and bytes of what was taken since the last call; of at most 4096 in all."""
+        first, self._told = self._told, self._library.taken_count()
+        return [(self._library.taken_address(i), self._library.taken_nbytes(i)) for i in range(first, self._told)]

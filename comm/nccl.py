@@ -25,7 +25,8 @@ import torch
 
 from .calls import Call, Counts, Hook, Op, ReduceOp
 from .communicator import Communicator
-from .libnccl import Buffer, Library
+from .libnccl import Allocator, Buffer, Library
+from .pool import Pool
 from .streams import Stream
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class NcclCommunicator(Communicator):
         self._ops = _OPS if host.size > 1 else _OPS_OF_ONE_RANK
         self._has_pre_mul_sum = _library.has_pre_mul_sum and host.size > 1
         self._buffers: list[Buffer] = []
+        self._pool: _RegisteredPool | None = None
         # Hazard: a group's calls are launched at its end; until then, what they read must not be freed.
         self._temporaries: list[torch.Tensor] = []
         torch.cuda.set_device(device)
@@ -124,9 +126,25 @@ class NcclCommunicator(Communicator):
             self._buffers.append(self._attempt("empty", _library.allocate, self._nccl.comm, nbytes))
         return torch.as_tensor(self._buffers[-1], device=self.device).view(dtype)
 
+    def pool(self) -> Pool | None:
+        self._check_open("pool")
+        if self._pool is None and _library.has_registration:
+            try:
+                self._pool = _RegisteredPool(self.device, _library.allocator(), self._register)
+            except RuntimeError as error:
+                _log.warning("%s takes its buffers from plain memory: %s", self, error)
+        return self._pool
+
+    def _register(self, address: int, nbytes: int) -> int | None:
+        return self._attempt("pool", _library.register, self._nccl.comm, address, nbytes)
+
     def _close(self) -> None:
         # Hazard: a collective that still runs would lose its buffers.
         torch.cuda.synchronize(self.device)
+        if self._pool is not None:
+            for handle in self._pool.handles:
+                self._attempt("close", _library.deregister, self._nccl.comm, handle)
+            self._pool = None  # its memory goes with the last buffer in it
         while self._buffers:
             self._attempt("close", _library.free, self._nccl.comm, self._buffers.pop())
         self._nccl.destroy()
@@ -254,6 +272,21 @@ class NcclCommunicator(Communicator):
             about = "" if call is None else _about(call)
             found = f"ncclResult_t {error}" if isinstance(error, KeyError) else str(error)
             raise RuntimeError(f"{name} on {self}{about}: NCCL failed: {found}") from error
+
+
+class _RegisteredPool(Pool):
+    """Of memory that NCCL gives; `register` is told of each block, the first time a buffer brings it."""
+
+    def __init__(self, device: torch.device, allocator: Allocator, register: Callable[[int, int], int | None]) -> None:
+        super().__init__(device, allocator.torchs)
+        self._taken = allocator
+        self._register = register
+        self.handles: list[int | None] = []
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        super().resize(storage, nbytes)
+        for block in self._taken.fresh():
+            self.handles.append(self._register(*block))
 
 
 @contextmanager

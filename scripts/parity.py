@@ -58,6 +58,7 @@ ROWS = [
     Row("B4", "divide factor, force-sum, float16 divided in two steps", "yes", "yes", "meshes::divide_factors"),
     Row("B4", "all-reduce hook", "yes", "yes", "meshes::a_hook_on_what_was_reduced"),
     Row("B5", "custom all-gather and reduce-scatter", "yes", "yes", "module::custom_collectives"),
+    Row("B5", "gathering into memory that NCCL knows", "yes, also windows", "yes", "nccl::a_pool_is_of_memory_that_nccl_knows"),
     Row("B5", "post-optimizer event", "yes", "yes", "module::gathers_wait_for_a_given_event"),
     Row("B6", "several reductions in flight", "yes", "yes", "module::reductions_in_flight"),
     Row("B6", "reduce-scatter on a communicator of its own", "on request", "always", "parity::threaded_streams_give_the_same_bits"),

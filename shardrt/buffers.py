@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .comm import Communicator
+from .comm import Communicator, Pool
 
 
 class Account:
@@ -40,9 +40,13 @@ class FlatBuffer:
 
     Invariant: allocate() and release() run on one and the same stream (on CUDA the allocator ties a block to its stream).
     Cost: on the host a released block goes back to malloc, which keeps it (see `comm.bootstrap`): no fresh page faults.
+    pool: where allocate() takes the memory, if not where torch's tensors do.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, account: Account) -> None:
+    _pool: Pool | None = None
+
+    def __init__(self, nbytes: int, device: torch.device, account: Account, pool: Pool | None = None) -> None:
+        self._pool = pool
         # Views can only be made of a storage that is large enough; on the host, untouched memory costs nothing meanwhile.
         self._set_up(nbytes, torch.UntypedStorage(nbytes, device=device), 0, account)
 
@@ -80,7 +84,10 @@ class FlatBuffer:
     def allocate(self) -> None:
         """Back the views with (uninitialised) memory. No-op if they are."""
         if not self._in_use:
-            self._storage.resize_(self.nbytes)
+            if self._pool is None:
+                self._storage.resize_(self.nbytes)
+            else:
+                self._pool.resize(self._storage, self.nbytes)
             self._account.take(self.nbytes)
             self._in_use = True
 

@@ -88,7 +88,7 @@ class ExtensionGroup(ParamGroup):
         most = max(self.layout.numels(0)) * rows // max(1, param.shape.numel())
         sizes = [most * tensor.shape[1:].numel() * tensor.itemsize for tensor in inputs]
         areas = [-(-size // 16) * 16 * ranks for size in sizes]
-        self.full = FlatBuffer(sum(areas), self.mesh.device, runtime.account)
+        self.full = FlatBuffer(sum(areas), self.mesh.device, runtime.account, self._pool(runtime))
         self._full_bytes = self.full.view(torch.uint8, 0, (self.full.nbytes,))
         self._gathers, self._own_views, outputs, start = [], [], [], 0
         for tensor, size, nbytes in zip(inputs, sizes, areas, strict=True):

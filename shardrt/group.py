@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .buffers import Account, FlatBuffer, Slot, SlotBuffer
-from .comm import Communicator, DeviceMesh, Work, world
+from .comm import Communicator, DeviceMesh, Pool, Work, world
 from .kernels import pack_into
 from .layout import Layout, ParamSpec, plan
 from .param import ShardedParam, local_geometry, placement_of
@@ -206,7 +206,7 @@ class ParamGroup:
 
     def _make_full(self, runtime: Runtime) -> None:
         nbytes, custom = self.layout.nbytes, self.settings.all_gather
-        self.full = FlatBuffer(nbytes, self.mesh.device, runtime.account)
+        self.full = FlatBuffer(nbytes, self.mesh.device, runtime.account, self._pool(runtime))
         if custom is not None:
             slot = Slot.given(custom.allocate(nbytes, self.mesh.device), nbytes, self.mesh.device, self.name)
             self.full = SlotBuffer(nbytes, slot, runtime.account)
@@ -223,6 +223,9 @@ class ParamGroup:
                 for index, (local, dtype) in enumerate(zip(self._locals, self._gather_dtypes, strict=True))
             ]
         self.full.seal()
+
+    def _pool(self, runtime: Runtime) -> Pool | None:
+        return (self.settings.comm_memory and self.gather_comm.pool()) or runtime.pool
 
     @property
     def _on_meta(self) -> bool:

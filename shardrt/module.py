@@ -168,6 +168,14 @@ class FSDPModule:
         """
         self._only_group("set_all_reduce_hook").settings.reduce_hook = hook
 
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Gather into memory that the communicator knows, so that NCCL may copy less. FSDP2's name: here it is a communicator.
+
+        RuntimeError after the first forward, which makes the buffers. No effect with a custom all-gather, which allocates for
+        itself, on the host, and where NCCL cannot (a warning is logged). Packed gradients of large groups lie there always.
+        """
+        self._only_group("set_allocate_memory_from_process_group_for_comm", before_forward=True).settings.comm_memory = enable
+
     def set_custom_all_gather(self, all_gather: CustomAllGather) -> None:
         """Gather with this, into memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
         self._only_group("set_custom_all_gather", before_forward=True).settings.all_gather = all_gather

@@ -132,6 +132,7 @@ class Settings:
     force_sum: bool = False
     reduce_unused: bool = False
     reduce_hook: Callable[[torch.Tensor], None] | None = None
+    comm_memory: bool = False  # gather into memory that the communicator knows
     all_gather: CustomAllGather | None = None
     reduce_scatter: CustomReduceScatter | None = None
     prefetch: PrefetchPolicy = PrefetchPolicy()

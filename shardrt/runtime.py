@@ -91,6 +91,7 @@ class Runtime:
         names = {module: name for name, module in root.modules[0].named_modules()}
         self.groups = list(root.with_descendants())
         self.account = Account()
+        self.pool = comm.new_pool(root.mesh.device)  # of full parameters
         self.streams = Streams(root.mesh.device, replicas=any(group.replicas is not None for group in self.groups))
         self.prefetch = prefetch.PrefetchQueue()
         self.newest_output: Boundary | None = None  # of the module that ran last

@@ -9,7 +9,7 @@ import torch
 
 import shardrt
 from ranks import on_ranks
-from shardrt.comm import World
+from shardrt.comm import Pool, World
 from toys import OddMLP, batch, loss_of, lots_of, shard_blocks
 
 
@@ -45,6 +45,36 @@ def test_peak_in_lots(world: World) -> None:
     # a lot: they are packed, while the root, 1 and 0 are gathered. What is left goes last, when all blocks are freed.
     assert root.runtime.account.peak == root.layout.nbytes + 2 * block.layout.nbytes + 4 * block.layout.nbytes
     assert root.runtime.account.in_use == 0
+
+
+class CountingPool(Pool):
+    """Of the host's memory."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        self.taken.append(nbytes)
+        storage.resize_(nbytes)
+
+
+@on_ranks(2)
+@lots_of(0)
+def test_gathered_parameters_come_from_a_pool(world: World) -> None:
+    """All but packed gradients; those of one block from its communicator's, since that is asked for."""
+    model = OddMLP(layers=3).double()
+    shard_blocks(model)
+    root, first, second, third = (module.param_group for module in (model, *model.blocks))
+    model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)
+    of_comm, of_root = CountingPool(), CountingPool()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(first.gather_comm), "pool", lambda comm: of_comm)
+        patch.setattr(shardrt.comm, "new_pool", lambda device: of_root)
+        train(model, world, steps=1)
+    assert of_comm.taken == [first.layout.nbytes] * 2  # in forward and in backward
+    assert of_root.taken == [group.layout.nbytes for group in (root, second, third, third, second)]  # the root stays gathered
+    with pytest.raises(RuntimeError, match="call it before the first forward"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
 
 
 @on_ranks(2, 3)

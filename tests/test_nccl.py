@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 import torch
@@ -220,8 +220,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Double:
     for name, arguments in libnccl._SIGNATURES.items():
         prototype = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
         setattr(result.library, name, prototype(lambda *args, name=name: result.c_call(name, *args)))
-    opened: dict[str | None, SimpleNamespace] = {__file__: result.library}
-    monkeypatch.setattr(libnccl, "CDLL", opened.__getitem__)
+    monkeypatch.setattr(libnccl, "CDLL", lambda path: result.library if path == __file__ else ctypes.CDLL(path))
     patch_torch(monkeypatch, result.events)
     return result
 
@@ -747,6 +746,77 @@ def test_memory_that_cannot_be_registered_is_freed(double: Double) -> None:
     assert double.events[-2:] == [("destroy",), ("host close",)]
 
 
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """torch's pools on the CPU: a resize in one asks its allocator, as the caching allocator may, for a larger block."""
+    used: list[object] = []
+
+    class Allocator:
+        def __init__(self, path: str, *names: str) -> None:
+            library = ctypes.CDLL(path)
+            self.take, self.give_back = (getattr(library, name) for name in names)
+            self.take.restype, self.take.argtypes = ctypes.c_void_p, (ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+            self.give_back.argtypes = (ctypes.c_void_p, *self.take.argtypes)
+
+        def allocator(self) -> Self:
+            return self
+
+    @contextmanager
+    def use_mem_pool(pool: Allocator | None, device: torch.device) -> Iterator[None]:
+        assert device == DEVICE
+        used.append(pool)
+        yield
+        if pool is not None:
+            used.append(pool.take(48, 1, None))
+
+    monkeypatch.setattr(libnccl, "CUDAPluggableAllocator", Allocator)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: allocator)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
+    return used
+
+
+def test_a_pool_is_of_memory_that_nccl_knows(double: Double, pools: list[object]) -> None:
+    comm, storage = double.communicator(), torch.UntypedStorage(0)
+    pool = comm.pool()
+    assert comm.pool() is pool
+    pool.resize(storage, 24)
+    pool.resize(storage, 0)
+    (allocator, first, _, second) = cast(list[Any], pools)
+    assert [ctypes.addressof(memory) for memory in double.memory] == [first, second]
+    blocks = [[("ncclMemAlloc", 48), ("ncclCommRegister", COMM, address, 48)] for address in (first, second)]
+    assert double.events == blocks[0] + blocks[1]
+    allocator.give_back(first, 48, 1, None)
+    assert double.events[-1] == ("ncclMemFree", first)
+    double.events.clear()
+    comm.close()
+    assert double.events == [
+        ("synchronize", DEVICE),
+        *[("ncclCommDeregister", COMM, REGISTRATION)] * 2,
+        ("destroy",),
+        ("host close",),
+    ]
+
+
+def test_torch_runs_out_of_memory_where_nccl_does(double: Double, pools: list[object]) -> None:
+    """NULL is what the caching allocator takes for it."""
+    comm, double.codes["ncclMemAlloc"] = double.communicator(), 2
+    comm.pool().resize(torch.UntypedStorage(0), 24)
+    assert pools[-1] is None
+    assert double.events == [("ncclMemAlloc", 48)]
+
+
+def test_no_pool_without_a_compiler(double: Double, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    comm = double.communicator()
+    monkeypatch.setenv("PATH", "")
+    assert comm.pool() is None
+    assert "takes its buffers from plain memory: memory that NCCL knows takes a C compiler" in caplog.text
+
+
+def test_no_pool_without_registration(double: Double) -> None:
+    del double.library.ncclCommRegister
+    assert double.communicator().pool() is None
+
+
 @pytest.mark.parametrize(("code", "text"), [(1, "NCCL_ERROR_UNHANDLED_CUDA_ERROR"), (7, "ncclResult_t 7")])
 def test_codes_of_c_functions_are_told_like_cupys(double: Double, code: int, text: str) -> None:
     comm = double.communicator()
@@ -939,6 +1009,26 @@ def test_gpu_buffers_of_empty(gpu: Gpu) -> None:
     gpu.run(made.all_reduce, out, inp, ReduceOp.SUM)
     assert torch.equal(out, inp)
     del inp, out
+    made.close()
+
+
+@gpu_test
+def test_gpu_buffers_of_a_pool(gpu: Gpu) -> None:
+    """They come and go, and are the same memory again."""
+    made = gpu.comm.split(0, 0, "gpu pool")
+    assert made is not None
+    pool = made.pool()
+    assert pool is not None, "NCCL has registered memory since 2.19"
+    storage, inp, addresses = torch.UntypedStorage(0, device=gpu.comm.device), gpu.random(torch.float32), set[int]()
+    for _ in range(3):
+        pool.resize(storage, 4 * NUMEL)
+        addresses.add(storage.data_ptr())
+        out = torch.empty(0, device=gpu.comm.device).set_(storage, 0, (NUMEL,))
+        out.zero_()
+        gpu.run(made.all_reduce, out, inp, ReduceOp.SUM)
+        assert torch.equal(out, inp)
+        storage.resize_(0)
+    assert len(addresses) == 1
     made.close()
 
 

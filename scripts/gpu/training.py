@@ -41,14 +41,19 @@ def training_keeping_parts(world: World) -> None:
     train(world, reshard_after_forward=1)
 
 
-def train(world: World, **options: Any) -> None:
+def training_comm_memory(world: World) -> None:
+    train(world, comm_memory=True)
+
+
+def train(world: World, *, comm_memory: bool = False, **options: Any) -> None:
     """Layers of odd sizes, gradients clipped: norms and parameters."""
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(33, 129), nn.GELU(), nn.Linear(129, 33)) for _ in range(3))
     plain = nn.Sequential(nn.Linear(5, 33), *blocks, nn.Linear(33, 3)).to(world.device)
     sharded = copy.deepcopy(plain)
     for block in (*list(sharded)[1:-1], sharded):
-        shardrt.fully_shard(block, **options)
+        made = cast(shardrt.FSDPModule, shardrt.fully_shard(block, **options))
+        made.set_allocate_memory_from_process_group_for_comm(comm_memory)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)]
     norms = []
     for batch in torch.randn(STEPS, world.size, 8, 5).to(world.device):
@@ -249,6 +254,7 @@ PARITY: tuple[Callable[[World], Found | None], ...] = (
     training_replicas,
     training_offloaded,
     training_keeping_parts,
+    training_comm_memory,
     random_numbers,
     gpt_float32,
     gpt_bfloat16,
