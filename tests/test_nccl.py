@@ -1023,7 +1023,7 @@ def test_gpu_buffers_of_a_pool(gpu: Gpu) -> None:
     for _ in range(3):
         pool.resize(storage, 4 * NUMEL)
         addresses.add(storage.data_ptr())
-        out = torch.empty(0, device=gpu.comm.device).set_(storage, 0, (NUMEL,))
+        out = torch.empty(0, device=gpu.comm.device).set_(storage, 0, (NUMEL,), (1,))
         out.zero_()
         gpu.run(made.all_reduce, out, inp, ReduceOp.SUM)
         assert torch.equal(out, inp)
