@@ -17,6 +17,7 @@ from gpu.checks import Check, Found, Outcome, Result, make_checks
 from gpu_check import Checker
 from ranks import on_ranks, rank_environment
 from shardrt.comm import World
+from shardrt.launch import LaunchError
 
 CHECK = Path(gpu_check.__file__)
 
@@ -90,6 +91,15 @@ def test_nothing_starts_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(result.check, result.outcome, result.note) for result in checker.results] == [
         ("late", Outcome.SKIPPED, "no time was left")
     ]
+
+
+def test_two_ranks_take_an_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_none(*_: object) -> None:
+        raise LaunchError("no mpirun of MPICH")
+
+    monkeypatch.setattr(gpu_check, "find_site", find_none)
+    (result,) = Checker("cpu").together(60.0)
+    assert (result.outcome, result.note) == (Outcome.SKIPPED, "no mpirun of MPICH")
 
 
 def test_a_bench_beside_fsdp2() -> None:
