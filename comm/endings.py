@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import socket
 import sys
@@ -34,22 +35,36 @@ def say(rank: int, *lines: str) -> None:
     os.write(2, "".join(f"[{rank}] {line}\n" for line in (f"rank {rank}: {lines[0]}", *lines[1:])).encode())
 
 
-def end_job(code: int) -> NoReturn:
-    """End the job with this exit code."""
+class Aborter:
+    """Ends the job, through a thread that waits for it: at the interpreter's end, where finalize runs, none can be started."""
 
-    def abort() -> None:
+    def __init__(self) -> None:
+        self._codes: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="shardrt-abort", daemon=True)
+        self._thread.start()
+
+    def end_job(self, code: int) -> NoReturn:
+        """End the job with this exit code."""
+        self._codes.put(code)
+        # Hazard: what another thread holds, such as stdout or a lock of MPI's, may keep an abort from ever ending.
+        self._thread.join(_ABORT_S)
+        _exit(code)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._codes.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        code = self._codes.get()
+        if code is None:
+            return
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         time.sleep(_FLUSH_S)  # Hazard: on an abort mpirun drops what it has not passed on yet, a report included
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(code)
-
-    # Hazard: what another thread holds, such as stdout or a lock of MPI's, may keep this from ever ending.
-    thread = threading.Thread(target=abort, name="shardrt-abort", daemon=True)
-    thread.start()
-    thread.join(_ABORT_S)
-    _exit(code)
 
 
 class Endings:
@@ -58,8 +73,9 @@ class Endings:
     under_way: names this rank's operations.   dump: writes what is known of them, for the reason it is given.
     """
 
-    def __init__(self, rank: int, under_way: Callable[[], str], dump: Callable[[str], object]) -> None:
+    def __init__(self, rank: int, aborter: Aborter, under_way: Callable[[], str], dump: Callable[[str], object]) -> None:
         self._rank = rank
+        self._aborter = aborter
         self._under_way = under_way
         self._dump = dump
         self._ending = threading.Lock()
@@ -120,7 +136,7 @@ class Endings:
         try:
             self._dump(title)
         finally:
-            end_job(code)
+            self._aborter.end_job(code)
 
     # ------------------------------------------------------------------ signals
 

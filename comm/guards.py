@@ -13,7 +13,7 @@ import torch
 from .calls import Hook
 from .check import CallCheck
 from .communicator import Communicator
-from .endings import Endings
+from .endings import Aborter, Endings
 from .recorder import Recorder
 from .watchdog import Watchdog
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class Guards:
-    """Those of this process; make one only. Collective over `comm`, which has all ranks; a rank alone has a recorder only."""
+    """Those of this process; make one only. Collective over `comm`, which has all ranks.
+
+    A rank alone has a recorder only, and on a GPU, which may not come to an end by itself, a watchdog.
+    """
 
     def __init__(self, comm: MPI.Intracomm, node: int, device: torch.device) -> None:
         rank, size = comm.Get_rank(), comm.Get_size()
@@ -31,11 +34,13 @@ class Guards:
         self.recorder = Recorder(rank, size, Path(os.environ.get("SHARDRT_DUMP", Path(gettempdir()) / job)), capacity)
         self.hooks: list[Hook] = [self.recorder] if capacity else []
         self._pid = os.getpid()
-        self._watchdog = Watchdog(comm, node, self.recorder) if size > 1 else None
-        self._endings = None
-        if self._watchdog is not None:
+        self._watchdog, self._endings = None, None
+        if size > 1 or device.type == "cuda":
+            self._aborter = Aborter()
+            self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter)
             self.hooks.append(self._watchdog)
-            self._endings = Endings(rank, self._watchdog.under_way, lambda why: self.recorder.dump(why=why))
+            if size > 1:
+                self._endings = Endings(rank, self._aborter, self._watchdog.under_way, lambda why: self.recorder.dump(why=why))
         if check:  # last, so that the watchdog sees who waits for another's fingerprint
             self.hooks.append(CallCheck())
         os.register_at_fork(after_in_child=self._after_fork)
@@ -46,12 +51,14 @@ class Guards:
 
     def close(self, comm: Communicator) -> None:
         """Wait for all ranks to come to their end, and stop watching. Collective over `comm`, which has all ranks."""
-        if self._watchdog is None or self._endings is None:
+        if self._watchdog is None:
             return
         self._watchdog.leave()
         comm.exchange(None)
         self._watchdog.close()
-        self._endings.close()
+        if self._endings is not None:
+            self._endings.close()
+        self._aborter.close()
 
     def _after_fork(self) -> None:
         """MPI knows nothing of a forked child, and its threads are not there: it may do all but communicate."""

@@ -22,6 +22,13 @@ class Pool:
 
         Cost: some microseconds. Hazard: one thread at a time, as in a training step.
         """
+        try:
+            self._resize(storage, nbytes)
+        except torch.OutOfMemoryError:  # torch frees what it keeps for later only outside of a pool
+            torch.cuda.empty_cache()
+            self._resize(storage, nbytes)
+
+    def _resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         with torch.cuda.use_mem_pool(self._pool, self._device):
             storage.resize_(nbytes)
 

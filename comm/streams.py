@@ -15,6 +15,7 @@ communication gain nothing from a worker (a hand-over costs tens of microseconds
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -210,6 +211,19 @@ class CudaStream(Stream):
 
 
 INLINE = InlineStream()
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def observe(device: torch.device) -> None:
+    """Let the calling thread, one that does nothing else on a GPU, ask after events of `device`.
+
+    Hazard: it is bound to the first GPU at its start, and would make a context there; and while another thread captures a CUDA
+    graph, what it asks would spoil that.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def current_stream(device: torch.device) -> Stream:

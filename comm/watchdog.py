@@ -18,17 +18,20 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
+
 from .calls import BLOCKING, Call, Hook, Work
 from .check import describe, name_ranks
 from .communicator import Communicator
-from .endings import EXIT_CODE, NOTHING, end_job, say
+from .endings import EXIT_CODE, NOTHING, Aborter, say
 from .recorder import Recorder, is_past
 from .sidechannel import SideChannel
+from .streams import observe
 from .table import SLOTS, WHAT_NBYTES, Operation, Slot, State, Table, process_letter
 
 if TYPE_CHECKING:
@@ -92,9 +95,11 @@ class _Watched:
 class Watchdog(Hook):
     """The hook and the thread of this rank. Creating and `close()` are collective over `comm`, which has all ranks."""
 
-    def __init__(self, comm: MPI.Intracomm, node: int, recorder: Recorder) -> None:
+    def __init__(self, comm: MPI.Intracomm, node: int, device: torch.device, recorder: Recorder, aborter: Aborter) -> None:
         self._rank, self._timeout = comm.Get_rank(), _timeout()
+        self._device = device
         self._recorder = recorder
+        self._aborter = aborter
         # Two for each communicator: collectives may run on a thread while the caller waits for something else.
         self._watched: dict[tuple[Communicator, bool], _Watched] = {}
         self._opening = threading.Lock()
@@ -184,6 +189,7 @@ class Watchdog(Hook):
     # ------------------------------------------------------------------ watching
 
     def _run(self) -> None:
+        observe(self._device)
         before = time.monotonic()
         while not self._stopping.wait(_POLL_S):
             now = time.monotonic()
@@ -229,9 +235,7 @@ class Watchdog(Hook):
     # ------------------------------------------------------------------ the end
 
     def _end(self, overdue: _Wait | None) -> NoReturn:
-        if overdue is not None:
-            self._table.set_state(self._rank, State.ALARM)
-        self._go_on_for(_SETTLE_S if self._channel is None else _SETTLE_NODES_S)
+        overdue = self._settle(overdue)
         alarmed = [rank for rank, state in enumerate(self._table.states()) if state in _ALARMED]
         reporter = alarmed[0]
         first_here = next((rank for rank in alarmed if rank in self._node), self._node[0])
@@ -247,14 +251,22 @@ class Watchdog(Hook):
             say(self._rank, f"no dump: {error}")
         if overdue is not None:
             self._table.set_state(self._rank, State.REPORTED)
-        self._go_on_for(_REPORT_S, until=lambda: self._table.states()[reporter] == State.REPORTED)
-        end_job(EXIT_CODE)
-
-    def _go_on_for(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not until():
+        end = time.monotonic() + _REPORT_S
+        while time.monotonic() < end and self._table.states()[reporter] != State.REPORTED:
             time.sleep(_POLL_S)
             self._tick()
+        self._aborter.end_job(EXIT_CODE)
+
+    def _settle(self, overdue: _Wait | None) -> _Wait | None:
+        """Raise the alarm if this rank waits too long, and let the others: who waits with it is late a moment later."""
+        end = time.monotonic() + (_SETTLE_S if self._channel is None else _SETTLE_NODES_S)
+        while time.monotonic() < end:
+            overdue = overdue or self._overdue(_POLL_S)
+            if overdue is not None:
+                self._table.set_state(self._rank, State.ALARM)
+            time.sleep(_POLL_S)
+            self._tick()
+        return overdue
 
     def _report(self, overdue: _Wait) -> list[str]:
         missing = self._missing(overdue)

@@ -14,6 +14,7 @@ them, find another one or get it. It belongs to the stream it was copied on: no 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -50,14 +51,27 @@ def _kernel(name: str) -> Kernel:
 
 def launch(name: str, blocks: int, threads: int, args: tuple[int | float, ...], device: torch.device) -> None:
     """Run a kernel on the current stream of `device`. args: Python's int is the kernel's i64 or pointer, float its double."""
-    import cupy
-
-    with torch.cuda.device(device), cupy.cuda.ExternalStream(_stream(device), device.index):
+    with torch.cuda.device(device), _cupys(_stream(device)):
         _kernel(name)((blocks,), (threads,), args)
 
 
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
+class _Handle(int):
+    """A raw stream, as other libraries take it."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, int(self)
+
+
+def _stream(device: torch.device) -> _Handle:
+    return _Handle(torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(64)  # Cost: 2 us
+def _cupys(stream: _Handle) -> AbstractContextManager[object]:
+    import cupy
+
+    made: AbstractContextManager[object] = cupy.cuda.Stream.from_external(stream)
+    return made
 
 
 def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:

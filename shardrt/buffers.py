@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .comm import Communicator, Pool
+from .comm import Communicator, Event, Pool, current_stream
 
 
 class Account:
@@ -107,6 +107,7 @@ class Slot:
         self.storage = memory.untyped_storage()
         self.offset = int(memory.storage_offset()) * memory.element_size()  # in the storage
         self.taken = False
+        self.left: Event | None = None  # when the stream of its last buffer was done with it
 
     @classmethod
     def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, whose: str) -> Slot:
@@ -150,11 +151,14 @@ class SlotBuffer(FlatBuffer):
         """Take the slot, which must be free. No-op if it is this buffer's."""
         if not self._in_use:
             assert not self._slot.taken, "one buffer at a time"
+            if self._slot.left is not None:
+                current_stream(self._storage.device).wait(self._slot.left)  # another root's, maybe
             self._slot.taken = self._in_use = True
             self._account.take(self.nbytes)
 
     def release(self) -> None:
         """Give the slot back. No-op if it is not this buffer's."""
         if self._in_use:
+            self._slot.left = current_stream(self._storage.device).record()
             self._slot.taken = self._in_use = False
             self._account.give_back(self.nbytes)

@@ -32,6 +32,7 @@ from .kernels import pack_into
 from .layout import Layout, ParamSpec, plan
 from .param import ShardedParam, local_geometry, placement_of
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
+from .prefetch import is_large
 from .reduction import GradientReduction, reduce_layout
 
 if TYPE_CHECKING:
@@ -308,6 +309,8 @@ class ParamGroup:
         """An iteration starts."""
         self.refresh_trainable()
         self.drop_stale()
+        if self.reduction is not None:
+            self.reduction.begin(self._streams)
         if len(self.modules) > 1:
             self._not_run.update(self.modules)
 
@@ -336,7 +339,8 @@ class ParamGroup:
         assert self.runtime is not None, "attach() comes first"
         dtype, account, slot = self._reduce_dtype(self.trainable), self.runtime.account, self.runtime.slot_for(self)
         comms = (self.reduce_comm, self.all_reduce_comm)
-        return GradientReduction(self.params, self.layout, *comms, self.settings, dtype, account, slot)
+        large = is_large(self)
+        return GradientReduction(self.params, self.layout, *comms, self.settings, dtype, account, slot, gives_back=large)
 
     # ------------------------------------------------------------------ a step, in order
 

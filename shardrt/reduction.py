@@ -10,25 +10,31 @@
 Legend: N ranks; s elements in a segment; `finish` is the reduce stream, or with replicas a stream of its own, so that
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
 The sharded gradients are views of one buffer that lives as long as the group, as DDP's `gradient_as_bucket_view`:
-a gradient kept beyond `zero_grad()` is overwritten by the next backward; clone it to keep it.
+a gradient kept beyond `zero_grad()` is overwritten by the next backward; clone it to keep it. Those of a large group give their
+memory back when a forward begins and nobody has them: activations need it then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
+from itertools import accumulate
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .buffers import Account, FlatBuffer, Slot, SlotBuffer
-from .comm import Communicator, Event, Op, PreMulSum, ReduceOp, Stream
+from .comm import Communicator, Event, Op, PreMulSum, ReduceOp, Stream, current_stream
 from .kernels import add_into, pack_into
 from .layout import Layout
 from .param import ShardedParam, local_geometry, outermost_stride, placement_of
 from .placement import Cut
 from .policy import Settings
+
+if TYPE_CHECKING:
+    from .runtime import Streams
 
 _ALIGN = 4  # elements between gradients of a repacked segment: 16 bytes in float32
 
@@ -139,6 +145,7 @@ class GradientReduction:
     """Packs, reduces and publishes the gradients of one group's trainable parameters.
 
     Gradients that are reduced at once are packed into the `slot`, if there is one and they fit.
+    gives_back: the memory of sharded gradients, between `zero_grad()` and backward.
     """
 
     def __init__(
@@ -151,6 +158,8 @@ class GradientReduction:
         dtype: torch.dtype,
         account: Account,
         slot: Slot | None,
+        *,
+        gives_back: bool,
     ) -> None:
         trainable = [index for index, param in enumerate(params) if param.sharded.requires_grad]
         self.params = [params[index] for index in trainable]
@@ -174,7 +183,9 @@ class GradientReduction:
         self._slotted = self._lay_out(SlotBuffer(nbytes, slot, account)) if slot is not None and fits else None
         # Then the pieces are the gradients, one by one: a step has nothing to match.
         self._whole = [piece.position for piece in self._layout.pieces] == list(range(len(trainable)))
+        self._gives_back = gives_back
         self._make_outputs([placement_of(index, layout) for index in trainable], account)
+        self._unheld = self._holders()
 
     def _lay_out(self, buffer: FlatBuffer) -> Packed:
         flat = buffer.view(self._dtype, 0, (buffer.nbytes // self._dtype.itemsize,))
@@ -189,21 +200,43 @@ class GradientReduction:
         self._scratch_flat = self._scratch.view(self._dtype, 0, (numel,))
         self._partial = FlatBuffer(numel * self._dtype.itemsize, device, account)
         self._partial_flat = self._partial.view(self._dtype, 0, (numel,))
-        self._converts = any((p.dtype, p.local.device) != (self._dtype, device) for p in self.params)
-        self._segment = torch.empty(0 if self._converts else numel, dtype=self._dtype, device=device)
-        self._out = self._segment
+        offloads = any(param.local.device != device for param in self.params)
+        self._converts = offloads or any(param.dtype != self._dtype for param in self.params)
+        places = [piece.offset * self._dtype.itemsize for piece in self._layout.own]
+        nbytes = numel * self._dtype.itemsize
+        if self._converts:
+            *places, nbytes = accumulate((-(-param.local.nbytes // 16) * 16 for param in self.params), initial=0)
+        # Nobody counts these bytes: they are no buffer, but the sharded gradients themselves.
+        self._own, self._own_stream = FlatBuffer(0 if offloads else nbytes, device, Account()), current_stream(device)
+        self._segment = self._own.view(self._dtype, 0, (0 if self._converts else numel,))
         self._scratch_views: list[torch.Tensor] = []
         self._grads = []
-        for piece, param, placement in zip(self._layout.own, self.params, placements, strict=True):
+        for place, piece, param, placement in zip(places, self._layout.own, self.params, placements, strict=True):
             shape, stride = local_geometry(param.shape, placement, rank)
             self._scratch_views.append(self._scratch.view(self._dtype, piece.offset * self._dtype.itemsize, shape, stride))
-            if self._converts:
+            if offloads:
                 local = torch.empty_like(param.local, pin_memory=param.local.is_pinned())
             else:
-                local = self._segment.as_strided(shape, stride, piece.offset)
+                local = self._own.view(param.dtype, place, shape, stride)
             self._grads.append(param.sharded_like(local))
+        self._own.allocate()
         self._scratch.seal()
         self._partial.seal()
+
+    def _holders(self) -> int:
+        """How many have the sharded gradients, or their memory: in Python, in C++, and through views."""
+        held: Iterator[Any] = (held for grad in self._grads for held in (grad, grad.to_local()))
+        counts = [getrefcount(tensor) + tensor._use_count() for tensor in held]  # torch does not declare it
+        return sum(counts, torch._C._storage_Use_Count(self._segment.untyped_storage()._cdata))
+
+    def begin(self, streams: Streams) -> None:
+        """A forward begins: gradients that nobody has any more give their memory back. Cost: a microsecond each."""
+        if not self._gives_back or self.pending or any(param.grad is not None for param in self._sharded):
+            return
+        if not self._own.available and self._holders() == self._unheld:
+            for stream in (streams.finish, streams.compute):
+                self._own_stream.wait(stream.record())
+            self._own_stream.submit(self._own.release)
 
     def _piece_view(self, buffer: FlatBuffer, piece: Piece) -> torch.Tensor:
         param, numel = self.params[piece.position], piece.stop - piece.start
@@ -241,6 +274,9 @@ class GradientReduction:
         self._fresh = [position for position in positions if self._sharded[position].grad is None]
         direct = not self._converts and len(self._fresh) == len(self.params) and self._publishes
         self._out = self._segment if direct else self._scratch_flat
+        if self._gives_back and self._publishes:
+            self._own_stream = compute
+            compute.submit(self._own.allocate)
         if not direct:
             compute.submit(self._scratch.allocate)
         if not self._publishes:

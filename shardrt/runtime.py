@@ -138,6 +138,8 @@ class Runtime:
         for group in self.groups:
             if not (group.installed and (torch.is_grad_enabled() or not group.lends)):
                 group.reshard()
+        if not torch.is_grad_enabled() and any(group.offloads for group in self.groups):
+            self.streams.gather.synchronize()  # the caller may write to the shards, on the host
 
     def gather_ahead(self, groups: list[ParamGroup]) -> None:
         """Start gathering what the prefetch queue names."""

@@ -270,6 +270,35 @@ except RuntimeError as error:
     assert done.stdout.count("shardrt.init() after shardrt.finalize(): a process has one world, made once") == 2
 
 
+def test_a_rank_alone_is_watched_on_a_gpu() -> None:
+    """By a thread that is bound to the GPU; nothing else is done to a process that is no job."""
+    source = """
+import sys, time
+import torch
+import shardrt
+from mpi4py import MPI
+from shardrt.comm.calls import Call, Work
+from shardrt.comm.guards import Guards
+from shardrt.comm.streams import Event
+
+class Never(Event):
+    def query(self): return False
+    def synchronize(self): raise AssertionError
+
+world, gpu, hook = shardrt.init("cpu"), torch.device("cuda", 1), sys.excepthook
+shardrt.comm.watchdog.observe = lambda device: print("bound to", device, flush=True)
+watchdog = Guards(MPI.COMM_WORLD, 0, gpu).hooks[-1]
+assert sys.excepthook is hook
+world.comm.is_async = True
+call = Call(world.comm, 7, "all_gather", None, torch.ones(4), torch.ones(4), (), world.stream)
+watchdog.called([call], Work(Never()))
+time.sleep(30)
+"""
+    done = run_script(source, 1, deadline_s=40.0, SHARDRT_TIMEOUT="3")
+    assert (done.returncode, done.stdout) == (17, "bound to cuda:1\n"), done.stderr
+    assert reports(done.stderr, "[0] rank 0: waited 3 s in #7 all_gather float32 4 on 'world'"), done.stderr
+
+
 def test_a_kernel_that_never_ends() -> None:
     """On a CUDA device a call has been enqueued, and its event does not pass; here, an event that stands for one."""
     source = """

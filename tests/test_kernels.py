@@ -182,7 +182,7 @@ class Double:
 
     launches: list[tuple[str, int]] = field(default_factory=list)
     uploads: int = 0
-    streams: list[tuple[int, int]] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
     stream: int = 0x5EED
 
     def module(
@@ -192,14 +192,28 @@ class Double:
         assert "__global__" in code
         return SimpleNamespace(get_function=lambda name: {each: Run(self, each) for each in name_expressions}[name])
 
-    def external_stream(self, ptr: int, device_id: int = -1) -> nullcontext[None]:
-        self.streams.append((ptr, device_id))
-        return nullcontext()
+    def from_external(self, stream: Any) -> CurrentStream:
+        version, handle = stream.__cuda_stream__()
+        assert version == 0
+        return CurrentStream(self, handle)
 
     def upload(self, table: torch.Tensor, device: torch.device) -> torch.Tensor:
         assert table.dtype is torch.int64
         self.uploads += 1
         return table.clone()
+
+
+@dataclass
+class CurrentStream:
+    """CuPy's, current while its block runs; again and again."""
+
+    double: Double
+    handle: int
+
+    def __enter__(self) -> None:
+        self.double.streams.append(self.handle)
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 TYPES = {text: dtype for dtype, text in cuda.FLOATS.items()} | {
@@ -290,17 +304,18 @@ class Run:
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
     """CPU tensors take the way of CUDA ones, as far as the double."""
     made = Double()
-    cupy = SimpleNamespace(RawModule=made.module, cuda=SimpleNamespace(ExternalStream=made.external_stream))
+    stream = SimpleNamespace(from_external=made.from_external)
+    cupy = SimpleNamespace(RawModule=made.module, cuda=SimpleNamespace(Stream=stream))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(cuda, "_stream", lambda device: made.stream)
+    monkeypatch.setattr(cuda, "_stream", lambda device: cuda._Handle(made.stream))
     monkeypatch.setattr(cuda, "_upload", made.upload)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(cuda, "_plans", {})
-    for cached in (cuda._kernel, cuda._addresses):
+    for cached in (cuda._kernel, cuda._cupys, cuda._addresses):
         cached.cache_clear()
     yield made
-    for cached in (cuda._kernel, cuda._addresses):
+    for cached in (cuda._kernel, cuda._cupys, cuda._addresses):
         cached.cache_clear()
 
 
@@ -358,7 +373,7 @@ def test_tables_are_kept(double: Double) -> None:
     double.stream = 0xFEED
     pack_into(views, tensors)
     assert double.uploads == 6
-    assert [double.streams[0], double.streams[-1]] == [(0x5EED, CPU.index), (0xFEED, CPU.index)]
+    assert [double.streams[0], double.streams[-1]] == [0x5EED, 0xFEED]
 
 
 def test_other_tensors_get_another_plan(double: Double) -> None:

@@ -3,13 +3,17 @@
 import os
 import resource
 import tempfile
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import shardrt
 from ranks import on_ranks
-from shardrt.comm import Pool, World
+from shardrt import buffers
+from shardrt.buffers import Account, Slot, SlotBuffer
+from shardrt.comm import Event, Pool, World
+from shardrt.comm.streams import InlineStream
 from toys import OddMLP, batch, loss_of, lots_of, shard_blocks
 
 
@@ -75,6 +79,59 @@ def test_gathered_parameters_come_from_a_pool(world: World) -> None:
     assert of_root.taken == [group.layout.nbytes for group in (root, second, third, third, second)]  # the root stays gathered
     with pytest.raises(RuntimeError, match="call it before the first forward"):
         model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+@on_ranks(1, 2, 3)
+@lots_of(0)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_gradients_give_their_memory_back(world: World, reduce_dtype: torch.dtype | None) -> None:
+    """From a forward that finds none to the backward, unless somebody has one of them or a view of it."""
+    model = OddMLP(layers=2).double()
+    shard_blocks(model, mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    block = model.blocks[0]
+    weight, gone = next(block.parameters()), list[bool]()
+    block.register_forward_hook(lambda *_: gone.append(block.param_group.reduction._own.available))
+    loss_of(model, batch(0)).backward()
+    expected = weight.grad.full_tensor()
+    held: list[Callable[[], object]] = [lambda: weight.grad, lambda: weight.grad.to_local(), lambda: weight.grad.detach()]
+    for hold in (*held, lambda: (weight * weight.grad).sum(), lambda: None):
+        kept = hold()
+        model.zero_grad()
+        loss_of(model, batch(0)).backward()
+        assert gone[-1] == (kept is None)
+        torch.testing.assert_close(weight.grad.full_tensor(), expected)
+        assert not block.param_group.reduction._own.available
+
+
+def test_a_slot_is_handed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two roots may compute on different streams."""
+    slot, account = Slot(torch.zeros(16, dtype=torch.uint8)), Account()
+    first, second = SlotBuffer(16, slot, account), SlotBuffer(8, slot, account)
+    waits: list[tuple[str, Event]] = []
+
+    class Named(InlineStream):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record(self) -> Event:
+            event = events[self.name] = PastEvent()
+            return event
+
+        def wait(self, event: Event) -> None:
+            waits.append((self.name, event))
+
+    class PastEvent(Event):
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None: ...
+
+    events: dict[str, Event] = {}
+    for buffer, name in ((first, "one root's"), (second, "another's")):
+        monkeypatch.setattr(buffers, "current_stream", lambda device, name=name: Named(name))
+        buffer.allocate()
+        buffer.release()
+    assert waits == [("another's", events["one root's"])]
 
 
 @on_ranks(2, 3)

@@ -33,6 +33,7 @@ def _once(fn: Callable[[], object], device: torch.device) -> float:
         fn()
         return time.perf_counter() - start
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)  # cycles, a millisecond, in which the host launches what is timed
     before.record()
     fn()
     after.record()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,8 +43,9 @@ def training_keeping_parts(world: World) -> None:
     train(world, reshard_after_forward=1)
 
 
-def training_comm_memory(world: World) -> None:
+def training_comm_memory(world: World) -> Found:
     train(world, comm_memory=True)
+    return Found("NCCL's own memory" if world.mesh.communicator("gather").pool() else "from plain memory")
 
 
 def train(world: World, *, comm_memory: bool = False, **options: Any) -> None:
@@ -101,11 +104,19 @@ def gpt_bfloat16(world: World) -> Found:
 
 
 def gpt_compiled_float32(world: World) -> Found:
-    return compare_gpt(world, 1e-3, FLOAT32, compiled=True)
+    return _without_compiler() or compare_gpt(world, 1e-3, FLOAT32, compiled=True)
 
 
 def gpt_compiled_bfloat16(world: World) -> Found:
-    return compare_gpt(world, 5e-2, BFLOAT16, compiled=True)
+    return _without_compiler() or compare_gpt(world, 5e-2, BFLOAT16, compiled=True)
+
+
+def _without_compiler() -> Found | None:
+    """Why torch.compile cannot work here, if it cannot."""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        return Found(skipped="no C compiler on the PATH")
+    return None if header.exists() else Found(skipped=f"no {header}")
 
 
 def compare_gpt(world: World, tolerance: float, policy: shardrt.MixedPrecisionPolicy, *, compiled: bool = False) -> Found:
@@ -209,6 +220,7 @@ def streams(world: World) -> Found:
         with traced() as on_compute:
             torch.zeros(1, device=world.device)
         with traced() as step:
+            torch.cuda._sleep(50_000_000)  # cycles: the host gets ahead, so that the device waits for nothing but itself
             job.step()
     (default,), (own,) = ({stream for stream, _, _ in spans} for spans in (on_default, on_compute))
     stray = sum(stream == default for stream, _, _ in step)
@@ -243,9 +255,9 @@ def traced() -> Iterator[list[Span]]:
 
 def stuck(world: World) -> None:
     """For a job of its own: a kernel that does not end in time, before a collective that waits for it."""
-    stream = world.stream_for("check")
+    stream, values = world.stream_for("check"), torch.ones(4 * world.size, device=world.device)
+    stream.wait(world.stream.record())
     stream.submit(lambda: torch.cuda._sleep(2 * 10**11))  # cycles: a minute and more
-    values = torch.ones(4 * world.size, device=world.device)
     world.comm.all_gather(values, values[:4].clone(), stream=stream).synchronize()
 
 
