@@ -3,8 +3,8 @@
     python scripts/gpu_check.py [--results FOLDER]
 
 Kernels, collectives, streams, training, a watchdog that ends a job, speed and memory beside PyTorch FSDP2: in a world of one
-rank, which takes no launcher; then the tests marked `gpu`; then two ranks, if there is an `mpirun`, on one GPU if there is but
-one and its NCCL can.
+rank, which takes no launcher; then the tests marked `gpu`; then, with an `mpirun`, 2, 4 or 8 ranks of a GPU each, or two on one
+if there is but one and its NCCL can.
 Takes at most 8 minutes. The last line is the summary in JSON, which is also written to FOLDER/<gpu>.json: README's table is
 made from it. --device cpu rehearses on the host what needs no GPU, on small sizes; its figures mean nothing.
 
@@ -175,21 +175,23 @@ class Checker:
         return mpirun(ranks) if ranks > 1 else [sys.executable]
 
     def together(self, left: float) -> Iterator[Result]:
-        """Two ranks: with one GPU, they have to share it."""
+        """A rank for each GPU, 2, 4 or 8; with one GPU, two have to share it."""
         environment: dict[str, str] = {}
+        gpus = torch.cuda.device_count() if self.device == "cuda" else 2
+        ranks = max(2, 2 ** min(gpus.bit_length() - 1, 3))  # a power of two, so that averages are exact
         try:
             find_site(Launcher.MPIRUN, os.environ)
         except LaunchError as error:
             yield Result("all of it", 2, Outcome.SKIPPED, 0.0, str(error))
             return
-        if self.device == "cuda" and torch.cuda.device_count() == 1:
+        if gpus == 1:
             found = _nccl_version()
             if found < SHARES_GPUS:
                 note = f"two ranks on one GPU take an NCCL of code {SHARES_GPUS} (2.30), found {found}: a newer nvidia-nccl"
                 yield Result("all of it", 2, Outcome.SKIPPED, 0.0, note)
                 return
             environment = SHARED_GPU
-        yield from self.suite("together", 2, left, **environment)
+        yield from self.suite("together", ranks, left, **environment)
 
     def summary(self) -> dict[str, object]:
         """All of it, for a file."""

@@ -13,7 +13,7 @@ SIZES = (0, 1, 1009, 1_000_003)
 
 
 def values(world: World, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every rank's (numel,) small integers; over 2 ranks, each reduction of them is exact."""
+    """Every rank's (numel,) small integers; over 2, 4 or 8 ranks, sums and averages of them are exact."""
     steps = torch.arange(numel, device=world.device) * 7
     return [((steps + rank * 3) % 11).float().to(dtype) for rank in range(world.size)]
 
@@ -63,18 +63,27 @@ def reductions(world: World) -> None:
     wrong: list[str] = []
     for dtype in REDUCED:
         for n in SIZES:
-            rows = torch.stack(values(world, world.size * n, dtype))
-            wide = rows.double() if dtype.is_floating_point else rows.long()
-            totals: dict[ReduceOp | PreMulSum, torch.Tensor] = {ReduceOp.SUM: wide.sum(0), ReduceOp.PRODUCT: wide.prod(0)}
-            totals |= {ReduceOp.MIN: wide.amin(0), ReduceOp.MAX: wide.amax(0)}
+            wide = torch.stack([row.double() for row in values(world, world.size * n, dtype)])
+            twos = 1 + wide % 2  # whose product is exact
+            cases: list[tuple[ReduceOp | PreMulSum, torch.Tensor, torch.Tensor]] = [
+                (ReduceOp.SUM, wide, wide.sum(0)),
+                (ReduceOp.PRODUCT, twos, twos.prod(0)),
+                (ReduceOp.MIN, wide, wide.amin(0)),
+                (ReduceOp.MAX, wide, wide.amax(0)),
+            ]
             if dtype.is_floating_point:
-                totals |= {ReduceOp.AVG: wide.mean(0), PreMulSum(0.5): wide.sum(0) * 0.5}
-            for op, total in totals.items():
-                expected, root = total.to(dtype), world.size - 1
-                compare(world, wrong, "all_reduce", expected, rows[world.rank], op)
-                compare(world, wrong, "reduce_scatter", expected[world.rank * n :][:n].clone(), rows[world.rank], op)
-                compare(world, wrong, "reduce", expected if world.rank == root else None, rows[world.rank], op, root)
+                cases += [(ReduceOp.AVG, wide, wide.mean(0)), (PreMulSum(0.5), wide, wide.sum(0) * 0.5)]
+            for op, rows, total in cases:
+                expected, inp, root = _as(dtype, total), _as(dtype, rows[world.rank]), world.size - 1
+                compare(world, wrong, "all_reduce", expected, inp, op)
+                compare(world, wrong, "reduce_scatter", expected[world.rank * n :][:n].clone(), inp, op)
+                compare(world, wrong, "reduce", expected if world.rank == root else None, inp, op, root)
     _refuse(wrong)
+
+
+def _as(dtype: torch.dtype, numbers: torch.Tensor) -> torch.Tensor:
+    """Integers wrap round, as they do when they are added."""
+    return numbers.to(dtype) if dtype.is_floating_point or dtype is torch.bool else numbers.long().to(dtype)
 
 
 def _refuse(wrong: list[str]) -> None:
