@@ -185,6 +185,10 @@ class GradientReduction:
         self._whole = [piece.position for piece in self._layout.pieces] == list(range(len(trainable)))
         self._gives_back = gives_back
         self._make_outputs([placement_of(index, layout) for index in trainable], account)
+        # Of one shard rank all that is packed is its segment: the sharded gradients are packed where they stay.
+        alone = comm.size == 1 and not self._converts and settings.reduce_scatter is None
+        self._in_place = self._lay_out(self._own) if alone else None
+        self._own.allocate()
         self._unheld = self._holders()
 
     def _lay_out(self, buffer: FlatBuffer) -> Packed:
@@ -219,7 +223,6 @@ class GradientReduction:
             else:
                 local = self._own.view(param.dtype, place, shape, stride)
             self._grads.append(param.sharded_like(local))
-        self._own.allocate()
         self._scratch.seal()
         self._partial.seal()
 
@@ -247,15 +250,15 @@ class GradientReduction:
 
     def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream) -> None:
         """Copy the gradients into the packed buffer, or add them if some are there already. None: that one has none."""
-        first = not self._packed_with
+        first, sources = not self._packed_with, [grad for grad in grads if grad is not None]
         if first:
-            self._packed = self._choose() if self._settings.sync_gradients else self._ordinary
+            self._packed = self._choose(len(sources) == len(grads)) if self._settings.sync_gradients else self._ordinary
             compute.submit(self._packed.buffer.allocate)
         settings = self._settings
         if first and (settings.reduce_hook is not None or settings.reduce_scatter is not None):
             compute.submit(self._packed.flat.zero_)  # the padding, which they see
         self._scaling = Scaling.of(self._dtype, self._ranks, self._comm.size, settings.divide_factor, settings.force_sum)
-        given, sources = self._everything, [grad for grad in grads if grad is not None]
+        given = self._everything
         if len(sources) < len(grads):
             given = frozenset(position for position, grad in enumerate(grads) if grad is not None)
         if self._whole and given is self._everything:
@@ -266,7 +269,9 @@ class GradientReduction:
         if self._settings.sync_gradients:
             self._choose_output(compute)
 
-    def _choose(self) -> Packed:
+    def _choose(self, complete: bool) -> Packed:
+        if self._in_place is not None and complete and self._publishes and all(p.grad is None for p in self._sharded):
+            return self._in_place
         return self._slotted if self._slotted is not None and self._slotted.buffer.available else self._ordinary
 
     def _choose_output(self, compute: Stream) -> None:
@@ -315,7 +320,10 @@ class GradientReduction:
             self._comm.reduce_scatter(self._out, self._packed.flat, op, stream=stream)
         else:
             custom(self._out, self._packed.flat, op, self._comm, stream)
-        return [self._packed.buffer, self._scratch, *([self._partial] if self._publishes else [])]
+        return [*self._temporary(), *([self._partial] if self._publishes else [])]
+
+    def _temporary(self) -> list[FlatBuffer]:
+        return [self._scratch] if self._packed is self._in_place else [self._packed.buffer, self._scratch]
 
     def launch_over_replicas(self, stream: Stream) -> None:
         """Average what was launched over the replicas, with what earlier backwards left, or leave it for a later one."""
@@ -353,7 +361,7 @@ class GradientReduction:
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""
         self._packed_with = self._partial_with = frozenset()
-        for buffer in (self._packed.buffer, self._scratch, self._partial):
+        for buffer in (*self._temporary(), self._partial):
             buffer.release()
 
     def _fold(self, fresh: Sequence[int], older: dict[int, torch.Tensor]) -> None:

@@ -111,7 +111,7 @@ class Runtime:
         for group in self.groups:
             group.attach(self)
         nbytes = max((group.packed_nbytes() for group in self.groups if prefetch.is_large(group)), default=0)
-        self._slot = Slot.of(root.mesh.communicator("reduce"), nbytes) if nbytes else None
+        self._slot = Slot.of(root.mesh.communicator("reduce"), nbytes) if nbytes and root.mesh.size > 1 else None
         for group in self.groups:
             group.refresh_trainable()
 
