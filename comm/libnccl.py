@@ -92,7 +92,9 @@ class Library:
         self._functions["ncclMemFree"](buffer.address)
 
     def allocator(self) -> Allocator:
-        """Of this library's memory, for a pool of torch's. Needs `has_registration`; RuntimeError without a C compiler."""
+        """Of this library's memory, for a pool of torch's. RuntimeError without registration or without a C compiler."""
+        if not self.has_registration:
+            raise RuntimeError("this NCCL registers no memory; 2.19 and newer do")
         return Allocator(*(cast(self._functions[name], c_void_p) for name in ("ncclMemAlloc", "ncclMemFree")))  # type: ignore[arg-type]
 
 

@@ -92,6 +92,7 @@ class NcclCommunicator(Communicator):
         self._has_pre_mul_sum = _library.has_pre_mul_sum and host.size > 1
         self._buffers: list[Buffer] = []
         self._pool: _RegisteredPool | None = None
+        self._has_pool = True  # as far as is known
         # Hazard: a group's calls are launched at its end; until then, what they read must not be freed.
         self._temporaries: list[torch.Tensor] = []
         torch.cuda.set_device(device)
@@ -128,21 +129,26 @@ class NcclCommunicator(Communicator):
 
     def pool(self) -> Pool | None:
         self._check_open("pool")
-        if self._pool is None and _library.has_registration:
+        if self._pool is None and self._has_pool:
             try:
                 self._pool = _RegisteredPool(self.device, _library.allocator(), self._register)
             except RuntimeError as error:
+                self._has_pool = False
                 _log.warning("%s takes its buffers from plain memory: %s", self, error)
         return self._pool
 
     def _register(self, address: int, nbytes: int) -> int | None:
-        return self._attempt("pool", _library.register, self._nccl.comm, address, nbytes)
+        try:
+            return self._attempt("pool", _library.register, self._nccl.comm, address, nbytes)
+        except RuntimeError as error:  # it can be used all the same
+            _log.warning("%s", error)
+            return None
 
     def _close(self) -> None:
         # Hazard: a collective that still runs would lose its buffers.
         torch.cuda.synchronize(self.device)
         if self._pool is not None:
-            for handle in self._pool.handles:
+            for handle in filter(None, self._pool.handles):
                 self._attempt("close", _library.deregister, self._nccl.comm, handle)
             self._pool = None  # its memory goes with the last buffer in it
         while self._buffers:

@@ -51,7 +51,7 @@ def _kernel(name: str) -> Kernel:
 
 def launch(name: str, blocks: int, threads: int, args: tuple[int | float, ...], device: torch.device) -> None:
     """Run a kernel on the current stream of `device`. args: Python's int is the kernel's i64 or pointer, float its double."""
-    with torch.cuda.device(device), _cupys(_stream(device)):
+    with torch.cuda.device(device), _cupys(_stream(device), device.index):
         _kernel(name)((blocks,), (threads,), args)
 
 
@@ -66,8 +66,8 @@ def _stream(device: torch.device) -> _Handle:
     return _Handle(torch.cuda.current_stream(device).cuda_stream)
 
 
-@lru_cache(64)  # Cost: 2 us
-def _cupys(stream: _Handle) -> AbstractContextManager[object]:
+@cache  # Cost: 2 us. Hazard: not to be dropped, a CuPy may destroy the stream with its object
+def _cupys(stream: _Handle, device: int) -> AbstractContextManager[object]:
     import cupy
 
     made: AbstractContextManager[object] = cupy.cuda.Stream.from_external(stream)

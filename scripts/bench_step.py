@@ -77,9 +77,12 @@ def build(case: Case, device: str) -> nn.Module:
         return case.build()
 
 
-def resident_mb() -> float:
-    """What this process holds now."""
-    return _status_mb("VmRSS")
+def held_mb(device: str) -> float:
+    """What this process holds now; on a GPU, what is taken of it."""
+    if device == "cpu":
+        return _status_mb("VmRSS")
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**20
 
 
 def peak_mb(device: str) -> float:
@@ -99,7 +102,7 @@ def shardrt_worker(case: Case, options: Options) -> tuple[int, Timing]:
     import shardrt
 
     world = shardrt.init(options.device)
-    start_mb = resident_mb()
+    start_mb = held_mb(options.device)
     model = build(case, options.device)
     policy = shardrt.MixedPrecisionPolicy(case.param_dtype, torch.float32)
     shard(model, partial(shardrt.fully_shard, mp_policy=policy))
@@ -118,7 +121,7 @@ def fsdp2_worker(case: Case, options: Options) -> tuple[int, Timing]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("gloo" if options.device == "cpu" else "nccl")
     mesh = init_device_mesh(options.device, (distributed.get_world_size(),))
-    start_mb = resident_mb()
+    start_mb = held_mb(options.device)
     model = build(case, options.device)
     policy = MixedPrecisionPolicy(case.param_dtype, torch.float32)
     shard(model, partial(fully_shard, mesh=mesh, mp_policy=policy))
@@ -130,12 +133,13 @@ def fsdp2_worker(case: Case, options: Options) -> tuple[int, Timing]:
 
 
 def floor_worker(case: Case, options: Options) -> tuple[int, Timing]:
-    """The whole model on every rank; MPI only lets them start together."""
+    """The whole model on every rank; MPI only lets them start together. What computes in bfloat16 is held in it as well."""
     from mpi4py import MPI
 
-    start_mb, rank = resident_mb(), MPI.COMM_WORLD.Get_rank()
+    rank = MPI.COMM_WORLD.Get_rank()
     if options.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
+    start_mb = held_mb(options.device)
     model = build(case, options.device)
     model.to(case.param_dtype)
     MPI.COMM_WORLD.Barrier()

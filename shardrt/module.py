@@ -164,7 +164,8 @@ class FSDPModule:
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Call `hook(reduced)` on this rank's reduced flat gradient segment, on the stream that reduced it, before it is used.
 
-        reduced: 1-D, in the reduce dtype, padding included; averaged over the replicas if there are any. May be changed.
+        reduced: 1-D, in the reduce dtype, padding included; averaged over the replicas if there are any. May be changed; its
+        memory is used again: clone it to keep it.
         """
         self._only_group("set_all_reduce_hook").settings.reduce_hook = hook
 
@@ -172,7 +173,7 @@ class FSDPModule:
         """Gather into memory that the communicator knows, so that NCCL may copy less. FSDP2's name: here it is a communicator.
 
         RuntimeError after the first forward, which makes the buffers. No effect with a custom all-gather, which allocates for
-        itself, on the host, and where NCCL cannot (a warning is logged). Packed gradients of large groups lie there always.
+        itself, on the host, and where NCCL cannot (a warning is logged). What large groups reduce lies there always.
         """
         self._only_group("set_allocate_memory_from_process_group_for_comm", before_forward=True).settings.comm_memory = enable
 

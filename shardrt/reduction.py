@@ -9,19 +9,20 @@
 
 Legend: N ranks; s elements in a segment; `finish` is the reduce stream, or with replicas a stream of its own, so that
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
-The sharded gradients are views of one buffer that lives as long as the group, as DDP's `gradient_as_bucket_view`:
-a gradient kept beyond `zero_grad()` is overwritten by the next backward; clone it to keep it. Those of a large group give their
-memory back when a forward begins and nobody has them: activations need it then.
+A shard rank alone packs its gradients where they stay, if all have come and none is there yet.
+The sharded gradients are the same views of one buffer for good, as DDP's `gradient_as_bucket_view`: a gradient kept beyond
+`zero_grad()` is overwritten by the next backward; clone it to keep it. Those of a large group give their memory back when a
+forward begins and nobody has one: activations need it then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from sys import getrefcount
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,9 +33,6 @@ from .layout import Layout
 from .param import ShardedParam, local_geometry, outermost_stride, placement_of
 from .placement import Cut
 from .policy import Settings
-
-if TYPE_CHECKING:
-    from .runtime import Streams
 
 _ALIGN = 4  # elements between gradients of a repacked segment: 16 bytes in float32
 
@@ -183,12 +181,12 @@ class GradientReduction:
         self._slotted = self._lay_out(SlotBuffer(nbytes, slot, account)) if slot is not None and fits else None
         # Then the pieces are the gradients, one by one: a step has nothing to match.
         self._whole = [piece.position for piece in self._layout.pieces] == list(range(len(trainable)))
-        self._gives_back = gives_back
         self._make_outputs([placement_of(index, layout) for index in trainable], account)
         # Of one shard rank all that is packed is its segment: the sharded gradients are packed where they stay.
         alone = comm.size == 1 and not self._converts and settings.reduce_scatter is None
         self._in_place = self._lay_out(self._own) if alone else None
         self._own.allocate()
+        self._gives_back = gives_back and self._own.nbytes > 0
         self._unheld = self._holders()
 
     def _lay_out(self, buffer: FlatBuffer) -> Packed:
@@ -228,18 +226,24 @@ class GradientReduction:
 
     def _holders(self) -> int:
         """How many have the sharded gradients, or their memory: in Python, in C++, and through views."""
-        held: Iterator[Any] = (held for grad in self._grads for held in (grad, grad.to_local()))
+        self._out = self._segment  # as when the count to compare with was taken
+        held: list[Any] = [self._segment, *(tensor for grad in self._grads for tensor in (grad, grad.to_local()))]
         counts = [getrefcount(tensor) + tensor._use_count() for tensor in held]  # torch does not declare it
         return sum(counts, torch._C._storage_Use_Count(self._segment.untyped_storage()._cdata))
 
-    def begin(self, streams: Streams) -> None:
-        """A forward begins: gradients that nobody has any more give their memory back. Cost: a microsecond each."""
+    def begin(self, done: Sequence[Event]) -> None:
+        """A forward begins: gradients that nobody has any more give their memory back, once `done` have passed."""
         if not self._gives_back or self.pending or any(param.grad is not None for param in self._sharded):
             return
         if not self._own.available and self._holders() == self._unheld:
-            for stream in (streams.finish, streams.compute):
-                self._own_stream.wait(stream.record())
+            for event in done:
+                self._own_stream.wait(event)
             self._own_stream.submit(self._own.release)
+
+    def _allocate_own(self, stream: Stream) -> None:
+        if self._own.available:
+            self._own_stream = stream  # where it is to be released
+            stream.submit(self._own.allocate)
 
     def _piece_view(self, buffer: FlatBuffer, piece: Piece) -> torch.Tensor:
         param, numel = self.params[piece.position], piece.stop - piece.start
@@ -253,7 +257,10 @@ class GradientReduction:
         first, sources = not self._packed_with, [grad for grad in grads if grad is not None]
         if first:
             self._packed = self._choose(len(sources) == len(grads)) if self._settings.sync_gradients else self._ordinary
-            compute.submit(self._packed.buffer.allocate)
+            if self._packed is self._in_place:
+                self._allocate_own(compute)
+            else:
+                compute.submit(self._packed.buffer.allocate)
         settings = self._settings
         if first and (settings.reduce_hook is not None or settings.reduce_scatter is not None):
             compute.submit(self._packed.flat.zero_)  # the padding, which they see
@@ -279,9 +286,8 @@ class GradientReduction:
         self._fresh = [position for position in positions if self._sharded[position].grad is None]
         direct = not self._converts and len(self._fresh) == len(self.params) and self._publishes
         self._out = self._segment if direct else self._scratch_flat
-        if self._gives_back and self._publishes:
-            self._own_stream = compute
-            compute.submit(self._own.allocate)
+        if self._publishes:
+            self._allocate_own(compute)
         if not direct:
             compute.submit(self._scratch.allocate)
         if not self._publishes:

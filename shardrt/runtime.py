@@ -110,8 +110,9 @@ class Runtime:
             group.refuse_unready()
         for group in self.groups:
             group.attach(self)
-        nbytes = max((group.packed_nbytes() for group in self.groups if prefetch.is_large(group)), default=0)
-        self._slot = Slot.of(root.mesh.communicator("reduce"), nbytes) if nbytes and root.mesh.size > 1 else None
+        sent = [group for group in self.groups if prefetch.is_large(group) and group.mesh.size > 1]
+        nbytes = max((group.packed_nbytes() for group in sent), default=0)
+        self._slot = Slot.of(root.mesh.communicator("reduce"), nbytes) if nbytes else None
         for group in self.groups:
             group.refresh_trainable()
 
@@ -129,8 +130,9 @@ class Runtime:
         settings = self.root.settings
         done, settings.post_optim_event = settings.post_optim_event, None
         self.streams.begin(done)
+        read = [self.streams.finish.record(), self.streams.compute.record(), *([done] if done is not None else [])]
         for group in self.groups:
-            group.begin()
+            group.begin(read)
         self.prefetch.begin(settings.prefetch)
 
     def end_forward(self) -> None:

@@ -1,9 +1,12 @@
 """scripts/gpu_check.py as far as it goes without a GPU: its checks on real ranks of the host, its results, its table."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import gpu_check
 import gpu_table
 from gpu.checks import Check, Found, Outcome, Result, make_checks
 from gpu_check import Checker
+from jobs import follow_job, run_job
 from ranks import on_ranks, rank_environment
 from shardrt.comm import World
 from shardrt.launch import LaunchError
@@ -82,6 +86,30 @@ def test_a_part_that_ends_badly_is_a_failure(capsys: pytest.CaptureFixture[str])
         ("breaks", Outcome.FAILED),
     ]
     assert "its last words" in capsys.readouterr().out  # a failure is told in full
+
+
+def test_a_signal_ends_it() -> None:
+    """A job that ends badly leaves with a text; a signal with a number."""
+
+    def terminated(left: float) -> Iterator[Result]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from ()
+
+    checker, before = Checker("cpu"), signal.getsignal(signal.SIGTERM)
+    job = follow_job(["sh", "-c", "echo line; sleep 60"], 30.0)
+    assert next(iter(job)) == "line\n"
+    with pytest.raises(SystemExit, match="143"):
+        checker.part("ended", 1, terminated)
+    job.close()
+    assert not checker.results
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_job_is_ended_in_time_whoever_has_its_output() -> None:
+    start = time.monotonic()
+    with pytest.raises(SystemExit, match="not done in 1 s"):
+        run_job(["sh", "-c", "echo said; setsid sleep 8"], 1.0)
+    assert time.monotonic() - start < 8
 
 
 def test_nothing_starts_without_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,14 @@ def test_gradients_give_their_memory_back(world: World, reduce_dtype: torch.dtyp
     block.register_forward_hook(lambda *_: gone.append(block.param_group.reduction._own.available))
     loss_of(model, batch(0)).backward()
     expected = weight.grad.full_tensor()
+    reduced: list[torch.Tensor] = []
+    block.set_all_reduce_hook(lambda tensor: reduced.append(tensor))
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, batch(0)).backward()
+    assert gone[-1] == (reduce_dtype is not None)  # the hook has what it saw, of gradients to be cast scratch
+    reduced.clear()
+    block.set_all_reduce_hook(lambda tensor: None)
     held: list[Callable[[], object]] = [lambda: weight.grad, lambda: weight.grad.to_local(), lambda: weight.grad.detach()]
     for hold in (*held, lambda: (weight * weight.grad).sum(), lambda: None):
         kept = hold()

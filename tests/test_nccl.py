@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import logging
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -776,6 +777,10 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return used
 
 
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+
+
+@needs_compiler
 def test_a_pool_is_of_memory_that_nccl_knows(double: Double, pools: list[object]) -> None:
     comm, storage = double.communicator(), torch.UntypedStorage(0)
     pool = comm.pool()
@@ -798,6 +803,7 @@ def test_a_pool_is_of_memory_that_nccl_knows(double: Double, pools: list[object]
     ]
 
 
+@needs_compiler
 def test_torch_runs_out_of_memory_where_nccl_does(double: Double, pools: list[object]) -> None:
     """NULL is what the caching allocator takes for it."""
     comm, double.codes["ncclMemAlloc"] = double.communicator(), 2
@@ -835,9 +841,23 @@ def test_no_pool_without_a_compiler(double: Double, monkeypatch: pytest.MonkeyPa
     assert "takes its buffers from plain memory: memory that NCCL knows takes a C compiler" in caplog.text
 
 
-def test_no_pool_without_registration(double: Double) -> None:
+def test_no_pool_without_registration(double: Double, caplog: pytest.LogCaptureFixture) -> None:
     del double.library.ncclCommRegister
-    assert double.communicator().pool() is None
+    comm = double.communicator()
+    assert (comm.pool(), comm.pool()) == (None, None)
+    assert caplog.text.count("this NCCL registers no memory") == 1
+
+
+@needs_compiler
+def test_memory_of_a_pool_that_cannot_be_registered_is_used(
+    double: Double, pools: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    comm, double.codes["ncclCommRegister"] = double.communicator(), 5
+    comm.pool().resize(torch.UntypedStorage(0), 24)
+    assert "pool on" in caplog.text
+    assert "NCCL_ERROR_INVALID_USAGE" in caplog.text
+    comm.close()
+    assert ("ncclCommDeregister", COMM, None) not in double.events
 
 
 @pytest.mark.parametrize(("code", "text"), [(1, "NCCL_ERROR_UNHANDLED_CUDA_ERROR"), (7, "ncclResult_t 7")])
