@@ -14,7 +14,8 @@ def memory_summary(model: nn.Module) -> str:
     """A table of `model`'s groups: what each takes on this rank, and the buffers in use now and at most so far.
 
     shard: bytes that stay.   gathered: bytes of full parameters while they are there.   gradients: bytes packed for one
-    reduction, all parameters trainable.   padding: share of the gathered bytes.   now: sharded, or gathered.
+    reduction, all parameters trainable (by a shard rank alone where they stay).   padding: share of the gathered bytes.
+    now: sharded, or gathered.
     Raises ValueError for a model that is not sharded.
     """
     if not isinstance(model, FSDPModule):
