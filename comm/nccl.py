@@ -132,7 +132,7 @@ class NcclCommunicator(Communicator):
         if self._pool is None and self._has_pool:
             try:
                 self._pool = _RegisteredPool(self.device, _library.allocator(), self._register)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:  # the latter from a folder for temporary files that runs nothing
                 self._has_pool = False
                 _log.warning("%s takes its buffers from plain memory: %s", self, error)
         return self._pool

@@ -31,8 +31,7 @@ def torchrun(ranks: int) -> list[str]:
 
 def run_job(command: Sequence[str], timeout: float) -> None:
     """Wait for a job; leave, with what it said, if it fails or is not done in `timeout` seconds."""
-    for _ in follow_job(command, timeout):
-        pass
+    list(follow_job(command, timeout))
 
 
 def follow_job(command: Sequence[str], timeout: float, **environment: str) -> Generator[str, None, None]:
