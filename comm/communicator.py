@@ -233,10 +233,13 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, symmetric: bool = False) -> torch.Tensor:
         """A (numel,) buffer that this communicator's collectives reach without copying it. Collective; alike on every rank.
 
         It lives until the communicator is closed: make it once, not per step.
+        symmetric: a promise that a call which is given a part of it is given the same part on every rank, own blocks of calls
+        in place aside. NCCL may then let the GPUs of a node read and write each other's (NCCL_WIN_COLL_SYMMETRIC).
+        Hazard: nobody checks, and a promise that is broken makes numbers wrong.
         """
 
     def pool(self) -> Pool | None:

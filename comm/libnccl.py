@@ -1,11 +1,8 @@
 """What CuPy's binding of NCCL lacks, called in the very library that CuPy has loaded.
 
 Functions are looked up through CuPy's own extension module: the linker then finds them in the libnccl which that module is
-bound to, and loads no second one. NCCL has had the pre-multiplied sum since 2.11, registered memory since 2.19 and the
-all-to-all since 2.28; what the loaded one has not is False, or None, in `Library`.
-
-Registered is registered locally (ncclCommRegister). Symmetric windows (ncclCommWindowRegister, since 2.27) want a collective's
-buffer at the same offset on every rank, which holds neither for a pool's blocks nor for the own block of an in-place gather.
+bound to, and loads no second one. NCCL has had the pre-multiplied sum since 2.11, registered memory since 2.19, symmetric
+windows since 2.27 and the all-to-all since 2.28; what the loaded one has not is False, or None, in `Library`.
 """
 
 from __future__ import annotations
@@ -28,9 +25,13 @@ _SIGNATURES = {
     "ncclMemFree": (c_void_p,),
     "ncclCommRegister": (c_void_p, c_void_p, c_size_t, POINTER(c_void_p)),  # comm, address, bytes, handle
     "ncclCommDeregister": (c_void_p, c_void_p),  # comm, handle
+    # comm, address, bytes, window, flags
+    "ncclCommWindowRegister": (c_void_p, c_void_p, c_size_t, POINTER(c_void_p), c_int),
+    "ncclCommWindowDeregister": (c_void_p, c_void_p),  # comm, window
     "ncclAlltoAll": (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p),  # send, receive, count, dtype, comm, stream
 }
 _SCALAR_ON_HOST = 1  # read before ncclRedOpCreatePreMulSum returns
+_WINDOW_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 
 
 class Library:
@@ -50,6 +51,7 @@ class Library:
                 self._functions[name] = function
         self.has_pre_mul_sum = self._has("ncclRedOpCreatePreMulSum", "ncclRedOpDestroy")
         self.has_registration = self._has("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister")
+        self.has_windows = self._has("ncclCommWindowRegister", "ncclCommWindowDeregister")
         self.all_to_all = self._functions.get("ncclAlltoAll")  # of even blocks, not in place
 
     def _has(self, *names: str) -> bool:
@@ -65,16 +67,27 @@ class Library:
         finally:
             self._functions["ncclRedOpDestroy"](op, comm)
 
-    def allocate(self, comm: int, nbytes: int) -> Buffer:
-        """At least one byte on the current device, registered with `comm`."""
+    def allocate(self, comm: int, nbytes: int, *, symmetric: bool) -> Buffer:
+        """At least one byte on the current device, registered with `comm`.
+
+        symmetric: in a window of all its ranks, where NCCL can make one; then collective, and of one size.
+        """
         address = c_void_p()
         self._functions["ncclMemAlloc"](byref(address), nbytes)
         assert address.value is not None, "NCCL reported success"
         try:
-            return Buffer(address.value, nbytes, self.register(comm, address.value, nbytes))
+            window = self._make_window(comm, address.value, nbytes) if symmetric and self.has_windows else None
+            handle = self.register(comm, address.value, nbytes) if window is None else None
+            return Buffer(address.value, nbytes, handle, window)
         except Exception:
             self._functions["ncclMemFree"](address)
             raise
+
+    def _make_window(self, comm: int, address: int, nbytes: int) -> int | None:
+        """None, on every rank, where the ranks have no memory in reach of each other."""
+        window = c_void_p()
+        self._functions["ncclCommWindowRegister"](comm, address, nbytes, byref(window), _WINDOW_SYMMETRIC)
+        return window.value
 
     def register(self, comm: int, address: int, nbytes: int) -> int | None:
         """A registration's handle; None where NCCL has no use for one."""
@@ -88,7 +101,10 @@ class Library:
 
     def free(self, comm: int, buffer: Buffer) -> None:
         """End the registration and give the memory back."""
-        self.deregister(comm, buffer.handle)
+        if buffer.window is None:
+            self.deregister(comm, buffer.handle)
+        else:
+            self._functions["ncclCommWindowDeregister"](comm, buffer.window)
         self._functions["ncclMemFree"](buffer.address)
 
     def allocator(self) -> Allocator:
@@ -99,11 +115,15 @@ class Library:
 
 
 class Buffer:
-    """Device memory that `torch.as_tensor` wraps, as bytes. handle: of its registration; None where NCCL has no use for one."""
+    """Device memory that `torch.as_tensor` wraps, as bytes.
 
-    def __init__(self, address: int, nbytes: int, handle: int | None) -> None:
+    handle: of its registration; None in a window, and where NCCL has no use for one.
+    """
+
+    def __init__(self, address: int, nbytes: int, handle: int | None, window: int | None) -> None:
         self.address = address
         self.handle = handle
+        self.window = window
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 

@@ -90,7 +90,7 @@ class MpiCommunicator(Communicator):
             comm = self._control.Split(MPI.UNDEFINED if color is None else color, key)
             return None if comm == MPI.COMM_NULL else MpiCommunicator(comm, name, self._node, self.hooks)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, symmetric: bool = False) -> torch.Tensor:
         self._check_open("empty")
         if self._newest is not None:
             self._newest[1].synchronize()

@@ -19,6 +19,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -118,13 +119,14 @@ class NcclCommunicator(Communicator):
         host = self._host.split(color, key, name)
         return None if host is None else NcclCommunicator(host, self.device, name, self.hooks)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, symmetric: bool = False) -> torch.Tensor:
         self._check_open("empty")
         nbytes = numel * dtype.itemsize
         if nbytes == 0 or not _library.has_registration:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        with torch.cuda.device(self.device):
-            self._buffers.append(self._attempt("empty", _library.allocate, self._nccl.comm, nbytes))
+        allocate = partial(_library.allocate, symmetric=symmetric)
+        with torch.cuda.device(self.device), self._host.watched("empty"):  # a window is made by all ranks together
+            self._buffers.append(self._attempt("empty", allocate, self._nccl.comm, nbytes))
         return torch.as_tensor(self._buffers[-1], device=self.device).view(dtype)
 
     def pool(self) -> Pool | None:

@@ -16,7 +16,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ HANDLE = 0x7F5E_ED00_5EED
 COMM = 0x7FC0_1111_0000  # the raw ncclComm_t
 OPERATOR = 17  # what ncclRedOpCreatePreMulSum answers
 REGISTRATION = 0x7FBE_AD00_BEAD  # what ncclCommRegister answers
+WINDOW = 0x7FBE_AD00_3140  # what ncclCommWindowRegister answers
 UNIQUE_ID = bytes(range(128))
 
 # The first line of CuPy's docstrings, which is the signature, without the class's name and `self`.
@@ -93,6 +94,7 @@ class Double:
     library: SimpleNamespace = field(default_factory=SimpleNamespace)  # by name, the C functions that NCCL has
     failures: dict[str, Exception] = field(default_factory=dict)  # what a function of CuPy's raises
     codes: dict[str, int] = field(default_factory=dict)  # what a C function answers; else 0
+    window: int | None = WINDOW  # what a symmetric window is made as
     memory: list[ctypes.Array[ctypes.c_char]] = field(default_factory=list)  # what ncclMemAlloc gave
 
     def communicator(self, rank: int = 0, size: int = 2, name: str = "world") -> Any:
@@ -124,6 +126,9 @@ class Double:
         elif name == "ncclCommRegister":
             args[3][0] = REGISTRATION
             seen.pop()
+        elif name == "ncclCommWindowRegister":
+            args[3][0] = self.window
+            del seen[3]
         self.events.append((name, *seen))
         return self.codes.get(name, 0)
 
@@ -149,6 +154,9 @@ class Host:
 
     def compare(self, mark: int, tell: Callable[[], object]) -> None:
         self.events.append(("compare", mark))
+
+    def watched(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def split(self, color: int | None, key: int, name: str) -> Host | None:
         self.events.append(("host split", color, key, name))
@@ -330,6 +338,7 @@ def test_c_functions_are_those_of_the_library_that_cupy_has_loaded(cupy_nccl: An
     assert version.value == cupy_nccl.get_version()
     assert library.has_pre_mul_sum == (version.value >= 21100)
     assert library.has_registration == (version.value >= 21900)
+    assert library.has_windows == (version.value >= 22700)
     assert (library.all_to_all is not None) == (version.value >= 22800)
     if library.has_pre_mul_sum:
         with pytest.raises(cupy_nccl.NcclError, match="NCCL_ERROR_INVALID_ARGUMENT"):  # no communicator
@@ -341,7 +350,8 @@ def test_c_functions_have_the_signatures_of_the_installed_header(cupy_nccl: Any)
     header = Path(paths.pop()).parent.parent / "include" / "nccl.h"
     if not header.exists():
         pytest.skip(f"no {header}")
-    kinds = {"size_t": ctypes.c_size_t, "ncclComm_t": ctypes.c_void_p, "cudaStream_t": ctypes.c_void_p}
+    pointers = dict.fromkeys(("ncclComm_t", "ncclWindow_t", "cudaStream_t"), ctypes.c_void_p)
+    kinds = {"size_t": ctypes.c_size_t, **pointers}
     for name, expected in libnccl._SIGNATURES.items():
         declared = re.search(rf"ncclResult_t\s+{name}\((.*?)\);", header.read_text(), re.DOTALL)
         if declared is None:  # an older NCCL
@@ -722,6 +732,31 @@ def test_empty_is_registered_until_the_communicator_closes(double: Double) -> No
     ]
 
 
+def test_a_symmetric_window_is_of_all_ranks(double: Double) -> None:
+    comm = double.communicator()
+    comm.empty(6, torch.bfloat16, symmetric=True)
+    address = ctypes.addressof(double.memory[0])
+    assert double.events == [("ncclMemAlloc", 12), ("ncclCommWindowRegister", COMM, address, 12, 1)]
+    double.events.clear()
+    comm.close()
+    assert double.events[1:3] == [("ncclCommWindowDeregister", COMM, WINDOW), ("ncclMemFree", address)]
+
+
+@pytest.mark.parametrize("why", ["older", "out of reach"])
+def test_without_symmetric_windows_the_buffer_is_registered(double: Double, why: str) -> None:
+    """NCCL answers with success, and no window, where the GPUs do not reach each other."""
+    if why == "older":
+        del double.library.ncclCommWindowRegister
+    double.window = None
+    comm = double.communicator()
+    comm.empty(6, torch.bfloat16, symmetric=True)
+    address = ctypes.addressof(double.memory[0])
+    assert double.events[-1] == ("ncclCommRegister", COMM, address, 12)
+    double.events.clear()
+    comm.close()
+    assert double.events[1:3] == [("ncclCommDeregister", COMM, REGISTRATION), ("ncclMemFree", address)]
+
+
 def test_empty_without_registration_is_torchs(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, torch.dtype]] = []
 
@@ -1042,10 +1077,11 @@ def test_gpu_send_to_itself_in_a_group(gpu: Gpu) -> None:
 
 
 @gpu_test
-def test_gpu_buffers_of_empty(gpu: Gpu) -> None:
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_gpu_buffers_of_empty(gpu: Gpu, symmetric: bool) -> None:
     made = gpu.comm.split(0, 0, "gpu buffers")
     assert made is not None
-    inp, out = made.empty(NUMEL, torch.float32), made.empty(NUMEL, torch.float32)
+    inp, out = (made.empty(NUMEL, torch.float32, symmetric=symmetric) for _ in range(2))
     assert inp.device == gpu.comm.device
     assert made.empty(0, torch.float32).numel() == 0
     inp.normal_()

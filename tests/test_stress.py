@@ -162,7 +162,7 @@ def test_sweep_finds_what_is_wrong(world: World, broken: str) -> None:
     assert said[-1].endswith(f"#wrong: {sum(counts)}")
 
 
-@pytest.mark.parametrize("buffers", ["window", "ordinary"])
+@pytest.mark.parametrize("buffers", ["window", "symmetric", "ordinary"])
 @pytest.mark.parametrize("peer", ["mpi4py", "gloo"])
 @on_ranks(2)
 def test_peers(world: World, peer: str, buffers: str) -> None:

@@ -91,20 +91,23 @@ def _refuse(wrong: list[str]) -> None:
 
 
 def groups(world: World) -> None:
-    """Around a ring, with an all-to-all of uneven blocks, and an all-reduce between buffers of `empty`."""
+    """Around a ring, with an all-to-all of uneven blocks, and all-reduces between buffers of `empty`."""
     size, r, stream, n = world.size, world.rank, world.stream, 1009
     rows, counts = values(world, 9 * size * size, torch.float32), [[s + 3 * p for p in range(size)] for s in range(size)]
     blocks = [row[: sum(count)].split(count) for row, count in zip(rows, counts, strict=True)]
     expected = torch.cat([sent[r] for sent in blocks])
     got, swapped = torch.zeros_like(rows[0]), torch.zeros_like(expected)
-    inp, out = world.comm.empty(n, torch.float32), world.comm.empty(n, torch.float32)
-    inp.fill_(r + 1)
+    ours = [[world.comm.empty(n, torch.float32, symmetric=symmetric) for _ in range(2)] for symmetric in (False, True)]
+    for inp, _ in ours:
+        inp.fill_(r + 1)
     with world.comm.group() as work:
         world.comm.send(rows[r], (r + 1) % size, stream=stream)
         world.comm.recv(got, (r - 1) % size, stream=stream)
         world.comm.all_to_all(swapped, torch.cat(blocks[r]), [count[r] for count in counts], counts[r], stream=stream)
-        world.comm.all_reduce(out, inp, ReduceOp.SUM, stream=stream)
+        for inp, out in ours:
+            world.comm.all_reduce(out, inp, ReduceOp.SUM, stream=stream)
     work.synchronize()
     assert torch.equal(got, rows[(r - 1) % size]), "send and recv"
     assert torch.equal(swapped, expected), "all_to_all"
-    assert torch.equal(out, torch.full_like(out, size * (size + 1) / 2)), "all_reduce between buffers of empty()"
+    for _, out in ours:
+        assert torch.equal(out, torch.full_like(out, size * (size + 1) / 2)), "all_reduce between buffers of empty()"

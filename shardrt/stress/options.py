@@ -102,7 +102,12 @@ def _add_sweep(add: Callable[..., object]) -> None:
     add("--dtypes", type=_listed({str(dtype)[6:]: dtype for dtype in DTYPES}), default=[torch.float32], help="[float32]")
     add("--ops", type=_listed(ops), default=[ReduceOp.SUM], help=f"of {','.join(ops)} [sum]")
     add("--root", type=_number(least=0), default=0)
-    add("--buffers", choices=("window", "ordinary"), default="window", help="from comm.empty [window], or torch's own")
+    add(
+        "--buffers",
+        choices=("window", "symmetric", "ordinary"),
+        default="window",
+        help="from comm.empty [window], or torch's own; symmetric: NCCL's windows",
+    )
     add("--streams", choices=("inline", "threaded"), help="[inline; threaded in a soak]")
     add("--peer", choices=("gloo", "mpi4py", "c10d-nccl"), help="time it in turns with ours, and print the ratios")
     add("--json", type=Path, metavar="FILE")

@@ -71,9 +71,11 @@ class Sweep:
         assert comm is not None, "every rank gave the same colour"
         self._comm, self._options, self._peer = comm, options, peer
         self._stream = new_stream(world.device, "stress", threaded=options.streams == "threaded")
-        nbytes, in_window = max(options.sizes), options.buffers == "window"
+        nbytes, symmetric = max(options.sizes), options.buffers == "symmetric"
         self._storages = [
-            comm.empty(nbytes, torch.uint8) if in_window else torch.empty(nbytes, dtype=torch.uint8, device=world.device)
+            torch.empty(nbytes, dtype=torch.uint8, device=world.device)
+            if options.buffers == "ordinary"
+            else comm.empty(nbytes, torch.uint8, symmetric=symmetric)
             for _ in range(2)
         ]
 
