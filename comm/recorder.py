@@ -44,7 +44,7 @@ class Recorder(Hook):
         self._rank = rank
         self._size = size
         self._ring: deque[Entry] = deque(maxlen=capacity)
-        self._notes: deque[tuple[float, str]] = deque(maxlen=capacity)
+        self._notes: deque[tuple[float, tuple[str, ...]]] = deque(maxlen=capacity)
         self._running: deque[tuple[Work, Entry]] = deque(maxlen=capacity)  # on a CUDA device
 
     def called(self, calls: Sequence[Call], work: Work) -> None:
@@ -76,13 +76,13 @@ class Recorder(Hook):
         self._ring.append(entry)
         return entry
 
-    def note(self, what: str) -> None:
-        """Keep, beside the calls, what somebody above them does."""
+    def note(self, *what: str) -> None:
+        """Keep, beside the calls, what somebody above them does, in words."""
         self._notes.append((time(), what))
 
     def notes(self, since: float = 0.0) -> list[str]:
         """What was noted after a time, in seconds since the epoch, the oldest first."""
-        return [what for at, what in self._notes if at > since]
+        return [" ".join(what) for at, what in self._notes if at > since]
 
     def poll(self) -> None:
         """Note the ends of what a CUDA device has finished."""
@@ -108,7 +108,7 @@ class Recorder(Hook):
             "time": time(),
             "why": why,
             "calls": [_in_words(entry) for entry in list(self._ring)],
-            "notes": list(self._notes),
+            "notes": [(at, " ".join(what)) for at, what in list(self._notes)],
             "threads": {ident: traceback.format_stack(frame) for ident, frame in sys._current_frames().items()},
         }
         path.write_text(json.dumps(report))

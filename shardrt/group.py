@@ -130,7 +130,7 @@ class ParamGroup:
         self._part: Part | None = None  # the one that a forward has left
         self._watches: list[RemovableHandle] = []  # on the gradients of the trainable parameters, if they are watched
         self._unapplied: set[object] = set(modules)  # by `to()` and the like, which come to one module after the other
-        self._gathered_versions: list[int] = []  # of the shards when they were gathered last
+        self._versions: list[int] = []  # of the shards; what is gathered was gathered since
         # Made here, where every rank is: later, those of another stage of a pipeline may wait for this one's output.
         self.gather_comm = self.mesh.communicator("gather")
         self.reduce_comm = self.mesh.communicator("reduce")
@@ -357,14 +357,13 @@ class ParamGroup:
         """Gather the shards, or the parts that were kept, into `full`. No-op if that is done or under way (prefetch)."""
         if self.ready is not None or not self.params:
             return
-        self._note(f"gather {self.name}")
+        self._note("gather", self.name)
         gather = self._streams.gather
         gather.submit(self.full.allocate)
         if self._part is not None:
             self.ready = self._part.comm.all_gather(self._full_bytes, self._part.bytes, stream=gather)
             self._drop_part()
             return
-        self._gathered_versions = self._versions()
         if not self._sends_shard:
             gather.submit(self._fill_own)
         for full_bytes, own_bytes in self._gathers:
@@ -389,7 +388,7 @@ class ParamGroup:
         """Let the module see the shards and free the full buffer. No-op while sharded."""
         if self.ready is None:
             return
-        self._note(f"free {self.name}")
+        self._note("free", self.name)
         self._show_shards()
         # Hazard: compute may still read `full`; its storage must outlive those reads.
         self._streams.gather.wait(self._streams.compute.record())
@@ -413,10 +412,8 @@ class ParamGroup:
         return True
 
     def reshard_after_forward(self) -> None:
-        """Reshard, as far as the settings want it."""
+        """Reshard, as far as the settings of a group that lends want it."""
         after = self.settings.reshard_after_forward
-        if not self.lends:
-            return
         if isinstance(after, bool) or after is None or not torch.is_grad_enabled():
             self.reshard()
         else:
@@ -430,7 +427,7 @@ class ParamGroup:
         if ranks not in self._parts:
             self._parts[ranks] = Part(ranks, self.mesh, self._full_bytes, self.runtime.account)
         self._part = self._parts[ranks]
-        self._note(f"keep a part of {self.name}")
+        self._note("keep a part of", self.name)
         self._streams.gather.submit(self._part.fill)
         self.reshard()
 
@@ -439,14 +436,13 @@ class ParamGroup:
             self._streams.gather.submit(self._part.buffer.release)
             self._part = None
 
-    def _versions(self) -> list[int]:
-        return [param.sharded._version for param in self.params]
-
     def drop_stale(self) -> None:
         """Free what is gathered, all or a part, if the shards have changed since, by an optimizer say."""
-        if (self.ready is not None or self._part is not None) and self._gathered_versions != self._versions():
+        versions = [param.sharded._version for param in self.params]
+        if (self.ready is not None or self._part is not None) and self._versions != versions:
             self._drop_part()
             self.reshard()
+        self._versions = versions
 
     def has_all_gradients(self) -> bool:
         """Every trainable parameter has its gradient of this backward."""
@@ -475,7 +471,7 @@ class ParamGroup:
     def reduce_grads(self) -> list[FlatBuffer]:
         """Reduce what is packed. Returns the buffers in use, to be released on the compute stream."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self._note(f"reduce {self.name}")
+        self._note("reduce", self.name)
         return self.reduction.launch(self._streams.reduce)
 
     def reduce_over_replicas(self) -> None:

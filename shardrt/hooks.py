@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,31 +64,31 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
     dtype = group.mp_policy.output_dtype
     if dtype is not None:
         output = _map_tensors(partial(_cast, dtype), output)
+    tensors = _tensors(output)
     if torch.is_grad_enabled():
-        _watch_outputs(group, runtime, output)
+        _watch_outputs(group, runtime, tensors)
+        if group.call.inputs and not tensors:
+            _refuse_opaque(group, output)
     if not _in_backward():
         group.move(Phase.RESTING)
-        used_next = runtime.prefetch.forward_ends(group)
+        used_next, last = runtime.prefetch.forward_ends(group), group.all_have_run(module)
         if group.lends:
-            _refuse_parameters(group, output)
-        if group.all_have_run(module) and not used_next:
-            group.reshard_after_forward()
+            _refuse_parameters(group, tensors)
+            if last and not used_next:
+                group.reshard_after_forward()
         if group is runtime.root:
             runtime.end_forward()
     return output
 
 
-def _watch_outputs(group: ParamGroup, runtime: Runtime, output: object) -> None:
+def _watch_outputs(group: ParamGroup, runtime: Runtime, tensors: Sequence[torch.Tensor]) -> None:
     enter = partial(_pre_backward, group, group.call)
-    tensors = list(_tensors(output))
     for tensor in tensors:
         if tensor.grad_fn is not None:
             boundary = Boundary.at(tensor.grad_fn)
             if boundary.left is not group.call:  # an input that is passed on does not begin the module's backward
                 runtime.newest_output = boundary
                 boundary.enter.append(enter)
-    if group.call.inputs and not tensors:
-        _refuse_opaque(group, output)
 
 
 def _refuse_opaque(group: ParamGroup, output: object) -> None:
@@ -100,9 +100,9 @@ def _refuse_opaque(group: ParamGroup, output: object) -> None:
         )
 
 
-def _refuse_parameters(group: ParamGroup, output: object) -> None:
+def _refuse_parameters(group: ParamGroup, tensors: Sequence[torch.Tensor]) -> None:
     """A parameter, or a view of one, must not leave the module: its memory is about to be freed."""
-    for tensor in _tensors(output):
+    for tensor in tensors:
         if group.params and group.full.holds(tensor):
             raise RuntimeError(
                 f"'{group.name}' returns a parameter or a view of one, of shape {tuple(tensor.shape)}, whose memory is freed "
@@ -206,7 +206,7 @@ def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, (tuple, list)):
-        items = [_map_tensors(fn, item) for item in value]
+        items = [fn(item) if isinstance(item, torch.Tensor) else _map_tensors(fn, item) for item in value]
         if all(map(operator.is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -229,13 +229,13 @@ def _map_fields(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return made
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors([getattr(value, f.name) for f in dataclasses.fields(value)])
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, dict):
+        return _tensors(list(value.values()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _tensors([getattr(value, f.name) for f in dataclasses.fields(value)])
+    return []

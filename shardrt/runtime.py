@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
-from typing import cast
 
 import torch
 from torch.autograd.graph import Node
@@ -65,14 +64,15 @@ class Boundary:
     @classmethod
     def find(cls, node: Node) -> Boundary | None:
         """The boundary at this node, if there is one."""
-        return cast(dict[object, Boundary], node.metadata).get(cls)
+        return node.metadata.get(cls)  # type: ignore[attr-defined]  # a property that torch declares as a method
 
     @classmethod
     def at(cls, node: Node) -> Boundary:
         """The boundary at this node, made if there is none."""
-        boundary = cls.find(node)
+        metadata: dict[object, Boundary] = node.metadata  # type: ignore[assignment]
+        boundary = metadata.get(cls)
         if boundary is None:
-            cast(dict[object, Boundary], node.metadata)[cls] = boundary = cls()
+            metadata[cls] = boundary = cls()
             node.register_prehook(boundary)
         return boundary
 
@@ -95,9 +95,9 @@ class Runtime:
         self.streams = Streams(root.mesh.device, replicas=any(group.replicas is not None for group in self.groups))
         self.prefetch = prefetch.PrefetchQueue()
         self.newest_output: Boundary | None = None  # of the module that ran last
-        self._to_reduce: list[ParamGroup] = []  # whose gradients are ready; small ones wait for more
+        self._to_reduce: dict[ParamGroup, None] = {}  # whose gradients are ready, in order; small ones wait for more
         self._to_reduce_nbytes = 0
-        self._in_flight: deque[tuple[list[ParamGroup], Handoff]] = deque()  # the newest reductions, and what they use
+        self._in_flight: deque[tuple[Set[ParamGroup], Handoff]] = deque()  # the newest reductions, and what they use
         self._reduced: set[ParamGroup] = set()  # in this backward
         self._end_queued = False
         for group in self.groups:
@@ -147,11 +147,12 @@ class Runtime:
         """Start gathering what the prefetch queue names."""
         if not groups:
             return
-        ours = [group for group in groups if group.settings.all_gather is None]
+        # A custom collective may go on with what it gathered: not inside of a group of calls.
+        ours, custom = _apart(groups, lambda group: group.settings.all_gather is None)
         with _together(group.gather_comm for group in ours):
             for group in ours:
                 group.unshard()
-        for group in groups:  # a custom collective may go on with what it gathered: not inside of a group of calls
+        for group in custom:
             group.unshard()
 
     def begin_backward(self) -> None:
@@ -167,14 +168,14 @@ class Runtime:
 
     def _enqueue(self, group: ParamGroup) -> None:
         if group not in self._to_reduce:
-            self._to_reduce.append(group)
+            self._to_reduce[group] = None
             self._to_reduce_nbytes += group.nbytes
         if self._to_reduce_nbytes > prefetch.LOT_NBYTES:
             self._reduce_waiting()
 
     def _reduce_waiting(self) -> None:
         """Reduce what waits. Few lots at a time are in flight, so that packed gradients take a bounded amount of memory."""
-        again = any(group in groups for groups, _ in self._in_flight for group in self._to_reduce)  # with the same buffers
+        again = any(groups & self._to_reduce.keys() for groups, _ in self._in_flight)  # with the same buffers
         self._retire(0 if again else self.root.settings.reductions_in_flight - 1)
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
             for group in self._to_reduce:
@@ -187,10 +188,10 @@ class Runtime:
         """Reduce what these have packed, over the shards and over the replicas, and publish it."""
         streams = self.streams
         streams.reduce.wait(streams.compute.record())
-        ours = [group for group in groups if group.settings.reduce_scatter is None]
+        ours, custom = _apart(groups, lambda group: group.settings.reduce_scatter is None)
         with _together(group.reduce_comm for group in ours):
             used = [buffer for group in ours for buffer in group.reduce_grads()]
-        used += [buffer for group in groups if group not in ours for buffer in group.reduce_grads()]
+        used += [buffer for group in custom for buffer in group.reduce_grads()]
         if streams.finish is not streams.reduce:
             streams.finish.wait(streams.reduce.record())
         with _together(group.all_reduce_comm for group in groups if group.all_reduce_comm is not None):
@@ -198,7 +199,7 @@ class Runtime:
                 group.reduce_over_replicas()
         for group in groups:
             group.publish_grads()
-        self._in_flight.append((groups, Handoff(used, streams.finish.record(), streams.compute)))
+        self._in_flight.append((set(groups), Handoff(used, streams.finish.record(), streams.compute)))
         self._reduced.update(groups)
 
     def _retire(self, but: int) -> None:
@@ -235,6 +236,14 @@ class Runtime:
         self._retire(0)
         for group in self.groups:
             group.reset()
+
+
+def _apart(groups: Iterable[ParamGroup], test: Callable[[ParamGroup], bool]) -> tuple[list[ParamGroup], list[ParamGroup]]:
+    """Those that pass the test, and the others."""
+    sides: tuple[list[ParamGroup], list[ParamGroup]] = ([], [])
+    for group in groups:
+        sides[not test(group)].append(group)
+    return sides
 
 
 @contextmanager

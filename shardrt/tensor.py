@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
@@ -40,6 +41,7 @@ class DTensor(torch.Tensor):
     replicated where those are `Partial`.
     """
 
+    __slots__ = ("_local_tensor", "spec")  # Cost: an optimizer's for-loop makes two of these per parameter
     _local_tensor: torch.Tensor
     spec: Spec
 
@@ -238,19 +240,20 @@ def _directly(name: str) -> Callable[..., torch.Tensor]:
     method, in_place = getattr(torch.Tensor, name), name in _IN_PLACE
 
     def call(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        local_args = []
+        spec, local_args = self.spec, []
         for arg in args:
-            if type(arg) is DTensor and arg.spec is self.spec:
+            kind = type(arg)
+            if kind is DTensor and arg.spec is spec:
                 local_args.append(arg._local_tensor)
-            elif isinstance(arg, torch.Tensor):
-                return method(self, *args, **kwargs)
-            else:
+            elif kind is float or kind is int:
                 local_args.append(arg)
-        if torch.is_grad_enabled() or self.spec.partial:  # autograd records the operation on the whole tensor
+            else:
+                return method(self, *args, **kwargs)
+        if spec.partial or is_grad_enabled():  # autograd records the operation on the whole tensor
             return method(self, *args, **kwargs)
         out = method(self._local_tensor, *local_args, **kwargs)
         if not in_place:
-            return DTensor(out, self.spec)
+            return DTensor(out, spec)
         increment_version(self)  # as the dispatcher would: it is how a change of the shards is noticed
         return self
 
