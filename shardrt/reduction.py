@@ -9,7 +9,7 @@
 
 Legend: N ranks; s elements in a segment; `finish` is the reduce stream, or with replicas a stream of its own, so that
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
-A shard rank alone packs its gradients where they stay, if all have come and none is there yet.
+A shard rank alone packs its gradients where they stay, if none is there yet.
 The sharded gradients are the same views of one buffer for good, as DDP's `gradient_as_bucket_view`: a gradient kept beyond
 `zero_grad()` is overwritten by the next backward; clone it to keep it. Those of a large group give their memory back when a
 forward begins and nobody has one: activations need it then.
@@ -254,34 +254,34 @@ class GradientReduction:
 
     def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream) -> None:
         """Copy the gradients into the packed buffer, or add them if some are there already. None: that one has none."""
-        first, sources = not self._packed_with, [grad for grad in grads if grad is not None]
-        if first:
-            self._packed = self._choose(len(sources) == len(grads)) if self._settings.sync_gradients else self._ordinary
-            if self._packed is self._in_place:
-                self._allocate_own(compute)
-            else:
-                compute.submit(self._packed.buffer.allocate)
-        settings = self._settings
-        if first and (settings.reduce_hook is not None or settings.reduce_scatter is not None):
-            compute.submit(self._packed.flat.zero_)  # the padding, which they see
-        self._scaling = Scaling.of(self._dtype, self._ranks, self._comm.size, settings.divide_factor, settings.force_sum)
-        given = self._everything
+        settings, first = self._settings, not self._packed_with
+        given, sources = self._everything, [grad for grad in grads if grad is not None]
         if len(sources) < len(grads):
             given = frozenset(position for position, grad in enumerate(grads) if grad is not None)
+        self._packed_with |= self._everything if settings.reduce_unused else given
+        self._scaling = Scaling.of(self._dtype, self._ranks, self._comm.size, settings.divide_factor, settings.force_sum)
+        if settings.sync_gradients:
+            self._choose_output(compute)
+        if first:
+            self._choose_packed(compute)
         if self._whole and given is self._everything:
             compute.submit(partial(pack_into if first else add_into, self._packed.pieces, sources, self._scaling.before))
         else:
             compute.submit(partial(self._pack_pieces, grads, first))
-        self._packed_with |= self._everything if self._settings.reduce_unused else given
-        if self._settings.sync_gradients:
-            self._choose_output(compute)
 
-    def _choose(self, complete: bool) -> Packed:
-        if self._in_place is not None and complete and self._publishes and all(p.grad is None for p in self._sharded):
-            return self._in_place
-        return self._slotted if self._slotted is not None and self._slotted.buffer.available else self._ordinary
+    def _choose_packed(self, compute: Stream) -> None:
+        settings, slotted = self._settings, self._slotted
+        if settings.sync_gradients and self._in_place is not None and self._out is self._segment:
+            self._packed = self._in_place  # which is allocated, as the output
+        else:
+            at_once = settings.sync_gradients and slotted is not None and slotted.buffer.available
+            self._packed = slotted if slotted is not None and at_once else self._ordinary
+            compute.submit(self._packed.buffer.allocate)
+        if settings.reduce_hook is not None or settings.reduce_scatter is not None:
+            compute.submit(self._packed.flat.zero_)  # the padding, which they see
 
     def _choose_output(self, compute: Stream) -> None:
+        """Reduced at once: into the gradients themselves, if what is packed is all of them and they are what is reduced."""
         positions = self._packed_with | self._partial_with
         self._fresh = [position for position in positions if self._sharded[position].grad is None]
         direct = not self._converts and len(self._fresh) == len(self.params) and self._publishes
