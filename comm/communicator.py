@@ -243,7 +243,10 @@ class Communicator(ABC):
         """
 
     def pool(self) -> Pool | None:
-        """Where to take buffers that come and go, to be reached as those of `empty` are; None where plain memory is as good."""
+        """Where to take buffers that come and go, to be reached as those of `empty` are; None where plain memory is as good.
+
+        Collective; the same one every time.
+        """
         return None
 
     @contextmanager

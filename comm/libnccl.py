@@ -67,27 +67,21 @@ class Library:
         finally:
             self._functions["ncclRedOpDestroy"](op, comm)
 
-    def allocate(self, comm: int, nbytes: int, *, symmetric: bool) -> Buffer:
-        """At least one byte on the current device, registered with `comm`.
-
-        symmetric: in a window of all its ranks, where NCCL can make one; then collective, and of one size.
-        """
+    def allocate(self, nbytes: int) -> Buffer:
+        """At least one byte on the current device."""
         address = c_void_p()
         self._functions["ncclMemAlloc"](byref(address), nbytes)
         assert address.value is not None, "NCCL reported success"
-        try:
-            window = self._make_window(comm, address.value, nbytes) if symmetric and self.has_windows else None
-            handle = self.register(comm, address.value, nbytes) if window is None else None
-            return Buffer(address.value, nbytes, handle, window)
-        except Exception:
-            self._functions["ncclMemFree"](address)
-            raise
+        return Buffer(address.value, nbytes)
 
-    def _make_window(self, comm: int, address: int, nbytes: int) -> int | None:
-        """None, on every rank, where the ranks have no memory in reach of each other."""
+    def make_window(self, comm: int, buffer: Buffer) -> None:
+        """Put the buffer in a symmetric window. Collective over `comm`, with buffers of one size.
+
+        It is in none afterwards, on every rank, where the ranks have no memory in reach of each other.
+        """
         window = c_void_p()
-        self._functions["ncclCommWindowRegister"](comm, address, nbytes, byref(window), _WINDOW_SYMMETRIC)
-        return window.value
+        self._functions["ncclCommWindowRegister"](comm, buffer.address, buffer.nbytes, byref(window), _WINDOW_SYMMETRIC)
+        buffer.window = window.value
 
     def register(self, comm: int, address: int, nbytes: int) -> int | None:
         """A registration's handle; None where NCCL has no use for one."""
@@ -95,16 +89,16 @@ class Library:
         self._functions["ncclCommRegister"](comm, address, nbytes, byref(handle))
         return handle.value
 
-    def deregister(self, comm: int, handle: int | None) -> None:
+    def deregister(self, comm: int, handle: int) -> None:
         """End a registration."""
         self._functions["ncclCommDeregister"](comm, handle)
 
     def free(self, comm: int, buffer: Buffer) -> None:
-        """End the registration and give the memory back."""
-        if buffer.window is None:
-            self.deregister(comm, buffer.handle)
-        else:
+        """End the buffer's registrations and give the memory back."""
+        if buffer.window is not None:
             self._functions["ncclCommWindowDeregister"](comm, buffer.window)
+        if buffer.handle is not None:
+            self.deregister(comm, buffer.handle)
         self._functions["ncclMemFree"](buffer.address)
 
     def allocator(self) -> Allocator:
@@ -117,13 +111,14 @@ class Library:
 class Buffer:
     """Device memory that `torch.as_tensor` wraps, as bytes.
 
-    handle: of its registration; None in a window, and where NCCL has no use for one.
+    window, handle: of the symmetric window that it is in, or of its registration, if there is one.
     """
 
-    def __init__(self, address: int, nbytes: int, handle: int | None, window: int | None) -> None:
+    def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
-        self.handle = handle
-        self.window = window
+        self.nbytes = nbytes
+        self.window: int | None = None
+        self.handle: int | None = None
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 

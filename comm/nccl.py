@@ -93,7 +93,7 @@ class NcclCommunicator(Communicator):
         self._has_pre_mul_sum = _library.has_pre_mul_sum and host.size > 1
         self._buffers: list[Buffer] = []
         self._pool: _RegisteredPool | None = None
-        self._has_pool = True  # as far as is known
+        self._asked_for_pool = False
         # Hazard: a group's calls are launched at its end; until then, what they read must not be freed.
         self._temporaries: list[torch.Tensor] = []
         torch.cuda.set_device(device)
@@ -122,29 +122,63 @@ class NcclCommunicator(Communicator):
     def empty(self, numel: int, dtype: torch.dtype, *, symmetric: bool = False) -> torch.Tensor:
         self._check_open("empty")
         nbytes = numel * dtype.itemsize
-        if nbytes == 0 or not _library.has_registration:
+        buffer = self._take(nbytes, symmetric) if nbytes > 0 and _library.has_registration else None
+        if buffer is None:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        allocate = partial(_library.allocate, symmetric=symmetric)
-        with torch.cuda.device(self.device), self._host.watched("empty"):  # a window is made by all ranks together
-            self._buffers.append(self._attempt("empty", allocate, self._nccl.comm, nbytes))
-        return torch.as_tensor(self._buffers[-1], device=self.device).view(dtype)
+        self._buffers.append(buffer)
+        return torch.as_tensor(buffer, device=self.device).view(dtype)
+
+    def _take(self, nbytes: int, symmetric: bool) -> Buffer | None:
+        """Memory that NCCL knows on every rank; None on every rank if one has none."""
+        with torch.cuda.device(self.device):
+            buffer, everywhere = self._on_all(partial(self._attempt, "empty", self._allocate, nbytes))
+            if buffer is not None and everywhere:
+                _, everywhere = self._on_all(partial(self._attempt, "empty", self._make_known, buffer, symmetric))
+            if buffer is not None and not everywhere:
+                self._attempt("empty", _library.free, self._nccl.comm, buffer)
+        return buffer if everywhere else None
+
+    @staticmethod
+    def _allocate(nbytes: int) -> Buffer:
+        try:
+            return _library.allocate(nbytes)
+        except (nccl.NcclError, KeyError):
+            torch.cuda.empty_cache()  # what torch keeps for later is out of NCCL's reach
+            return _library.allocate(nbytes)
+
+    def _make_known(self, buffer: Buffer, symmetric: bool) -> None:
+        if symmetric and _library.has_windows:
+            with self._host.watched("empty"):
+                _library.make_window(self._nccl.comm, buffer)
+        if buffer.window is None:
+            buffer.handle = _library.register(self._nccl.comm, buffer.address, buffer.nbytes)
+            if symmetric and self.rank == 0:
+                _log.warning("%s: NCCL makes no symmetric windows here; the buffer is registered on each rank", self)
 
     def pool(self) -> Pool | None:
         self._check_open("pool")
-        if self._pool is None and self._has_pool:
-            try:
-                self._pool = _RegisteredPool(self.device, _library.allocator(), self._register)
-            except (RuntimeError, OSError) as error:  # the latter from a folder for temporary files that runs nothing
-                self._has_pool = False
-                _log.warning("%s takes its buffers from plain memory: %s", self, error)
+        if not self._asked_for_pool:
+            self._asked_for_pool = True
+            allocator, everywhere = self._on_all(_library.allocator)
+            if allocator is not None and everywhere:
+                register = partial(self._attempt, "pool", _library.register, self._nccl.comm)
+                self._pool = _RegisteredPool(self.device, allocator, register)
         return self._pool
 
-    def _register(self, address: int, nbytes: int) -> int | None:
+    def _on_all(self, make: Callable[[], T]) -> tuple[T | None, bool]:
+        """What `make` makes, None if it fails, and whether it has made something on every rank. Collective.
+
+        NCCL must not know the memory of some ranks only (so its manual): if one has none, plain memory does for all.
+        """
+        made, failure = None, None
         try:
-            return self._attempt("pool", _library.register, self._nccl.comm, address, nbytes)
-        except RuntimeError as error:  # it can be used all the same
-            _log.warning("%s", error)
-            return None
+            made = make()
+        except (RuntimeError, OSError) as error:  # the latter from a folder for temporary files that runs nothing
+            failure = f"rank {self.rank}: {error}"
+        failures = [found for found in self._host.exchange(failure) if found is not None]
+        if failures and self.rank == 0:
+            _log.warning("%s takes its buffers from plain memory: %s", self, "; ".join(failures))
+        return made, not failures
 
     def _close(self) -> None:
         # Hazard: a collective that still runs would lose its buffers.

@@ -15,7 +15,8 @@ class Pool:
     def __init__(self, device: torch.device, allocator: CUDAPluggableAllocator | None = None) -> None:
         self._device = device
         self._allocator = allocator  # it must outlive its pool
-        self._pool = torch.cuda.MemPool(None if allocator is None else allocator.allocator())
+        with torch.cuda.device(device):  # which it belongs to
+            self._pool = torch.cuda.MemPool(None if allocator is None else allocator.allocator())
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give an empty storage memory, uninitialised. The block belongs to the current stream: free it there.

@@ -20,6 +20,8 @@ from time import time
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 from .calls import Call, Hook, Work
 from .check import describe, name_ranks
 from .streams import PAST
@@ -49,7 +51,7 @@ class Recorder(Hook):
 
     def called(self, calls: Sequence[Call], work: Work) -> None:
         entry = self._add(calls)
-        if calls[0].comm.is_async:
+        if calls[0].comm.is_async and not is_captured():
             self._running.append((work, entry))
 
     def before(self, calls: Sequence[Call]) -> None:
@@ -113,6 +115,11 @@ class Recorder(Hook):
         }
         path.write_text(json.dumps(report))
         return path
+
+
+def is_captured() -> bool:
+    """True while calls go into a CUDA graph: nothing runs yet, and asking after their events would spoil it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_past(work: Work) -> bool:

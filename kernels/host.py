@@ -18,7 +18,7 @@ def pack(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float, a
             if view.element_size() < tensor.element_size() and view.device == tensor.device:
                 torch.mul(tensor, scale, out=view)  # Hazard: cast first, what the scale brings into range would overflow
             else:
-                view.copy_(tensor, non_blocking=True).mul_(scale)
+                view.copy_(tensor).mul_(scale)  # blocking: a copy from the device must have arrived
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 
+import checkout  # noqa: F401  # before shardrt
 import shardrt
 from shardrt.comm import Stream, World, new_stream
 

@@ -24,15 +24,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
+from typing import cast
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
+import checkout  # noqa: F401  # before shardrt
 from jobs import mpirun, run_job, torchrun
 from models import CASES, Case, shard
 from options import Parser, at_least, refuse
@@ -52,6 +54,7 @@ class Timing:
     losses: list[float]  # per step, warm-up included
     start_mb: float  # resident before the model was built
     peak_mb: float
+    reserved_mb: float  # on a GPU with what torch's allocator kept for later; else the same
 
 
 def time_steps(case: Case, model: nn.Module, rank: int, options: Options, start_mb: float) -> Timing:
@@ -69,7 +72,7 @@ def time_steps(case: Case, model: nn.Module, rank: int, options: Options, start_
         optimizer.zero_grad()
         losses.append(loss.item())  # waits for all of the step
         seconds.append(time.perf_counter() - start)
-    return Timing(seconds[WARMUP:], host_seconds[WARMUP:], losses, start_mb, peak_mb(options.device))
+    return Timing(seconds[WARMUP:], host_seconds[WARMUP:], losses, start_mb, *peaks_mb(options.device))
 
 
 def build(case: Case, device: str) -> nn.Module:
@@ -85,13 +88,17 @@ def held_mb(device: str) -> float:
     return (total - free) / 2**20
 
 
-def peak_mb(device: str) -> float:
-    """The most that this process ever held; on a GPU, what lies outside of torch's allocator is what does now."""
+def peaks_mb(device: str) -> tuple[float, float]:
+    """The most that this process ever held; on a GPU, what lies outside of torch's allocator is what does now.
+
+    The second figure has what the allocator kept as well: a pool's blocks serve only that pool.
+    """
     if device == "cpu":
-        return _status_mb("VmHWM")
+        return (_status_mb("VmHWM"),) * 2
     free, total = torch.cuda.mem_get_info()
     outside = total - free - torch.cuda.memory_reserved()
-    return (torch.cuda.max_memory_allocated() + outside) / 2**20
+    most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return (most[0] + outside) / 2**20, (most[1] + outside) / 2**20
 
 
 def _status_mb(field: str) -> float:
@@ -217,6 +224,7 @@ class Result:
     best_ms: dict[str, float]  # the fastest step: what a busy machine disturbs least
     host_ms: dict[str, float]  # per step, median, of the host in forward and backward
     peak_mb: dict[str, float]  # MiB, most of any rank
+    reserved_mb: dict[str, float]  # the same, with what torch's allocator kept for later on a GPU
     grown_mb: dict[str, float]  # the same, beyond what was there before the model
     loss: dict[str, float]  # of the last step, mean over the ranks
     agreement: str  # of shardrt's and FSDP2's losses, over all steps
@@ -229,7 +237,7 @@ class Result:
 Round = dict[str, list[Timing]]  # by worker, then by rank
 
 
-def measure(model: str, ranks: int, options: Options, bar: tqdm) -> Result:
+def measure(model: str, ranks: int, options: Options, bar: Bar) -> Result:
     rounds: list[Round] = []
     for _ in range(options.rounds):
         rounds.append({})
@@ -262,6 +270,7 @@ def summarize(model: str, ranks: int, rounds: list[Round]) -> Result:
         best_ms={worker: min(step_ms(rounds, worker)) for worker in WORKERS},
         host_ms={w: median(seconds for timing in every[w] for seconds in timing.host_seconds) * 1e3 for w in WORKERS},
         peak_mb=peak,
+        reserved_mb={worker: max(timing.reserved_mb for timing in every[worker]) for worker in WORKERS},
         grown_mb={w: max(timing.peak_mb - timing.start_mb for timing in every[w]) for w in WORKERS},
         loss={w: fmean(timing.losses[-1] for timing in rounds[0][w]) for w in WORKERS},
         agreement=compare(every["shardrt"], every["fsdp2"], TOLERANCES[CASES[model].param_dtype]),
@@ -353,10 +362,31 @@ def main() -> None:
         bench(options)
 
 
+class Bar(AbstractContextManager["Bar"]):
+    """What this script asks of tqdm's bar, for where there is no tqdm: the table only."""
+
+    def write(self, line: str) -> None:
+        print(line, flush=True)
+
+    def set_description(self, text: str) -> None: ...
+
+    def update(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def make_bar(total: int) -> Bar:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return Bar()
+    return cast(Bar, tqdm(total=total, unit="job"))
+
+
 def bench(options: Options) -> None:
     cells = [(model, ranks) for model in options.models for ranks in options.ranks]
     results = []
-    with tqdm(total=len(cells) * options.rounds * len(WORKERS), unit="job") as bar:
+    with make_bar(len(cells) * options.rounds * len(WORKERS)) as bar:
         bar.write(HEADER)
         for model, ranks in cells:
             results.append(measure(model, ranks, options, bar))

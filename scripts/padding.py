@@ -8,6 +8,7 @@ projection has rows of another length than the rest; on shard dim 1 it has the s
 
 import argparse
 
+import checkout  # noqa: F401  # before shardrt
 from shardrt.layout import ParamSpec, fsdp2_padding, plan
 
 HIDDEN_FFN_KV = {"8B": (4096, 14336, 1024), "70B": (8192, 28672, 1024)}

@@ -5,6 +5,7 @@ mpirun -n 4 python scripts/stress.py -b 1K -e 64M --collectives all_reduce,all_g
 
 import sys
 
+import checkout  # noqa: F401  # before shardrt
 from shardrt.stress.__main__ import main
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import TextIO
 import torch
 from tqdm import tqdm
 
+import checkout  # noqa: F401  # before shardrt
 import shardrt
 from models import GPT, GPTConfig, next_byte_loss, shard
 from options import Parser, at_least, refuse

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+import bench_step
+import checkout
 import gpu_check
 import gpu_table
 from gpu.checks import Check, Found, Outcome, Result, make_checks
@@ -117,8 +120,28 @@ def test_nothing_starts_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
     checker = Checker("cpu")
     checker.part("late", 1, lambda left: pytest.fail("it was started"))
     assert [(result.check, result.outcome, result.note) for result in checker.results] == [
-        ("late", Outcome.SKIPPED, "no time was left")
+        ("late", Outcome.FAILED, "no time was left")
     ]
+
+
+def test_scripts_of_a_bare_checkout_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "before")
+    monkeypatch.setattr(sys, "path", ["scripts"])
+    runpy.run_path(checkout.__file__)
+    assert sys.path == ["scripts"]  # shardrt is found already
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    runpy.run_path(checkout.__file__)
+    root = str(CHECK.parent.parent)
+    assert (sys.path, os.environ["PYTHONPATH"]) == (["scripts", root], f"before{os.pathsep}{root}")
+
+
+def test_a_bench_takes_no_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with bench_step.make_bar(3) as bar:
+        bar.set_description("first")
+        bar.update()
+        bar.write("a row")
+    assert capsys.readouterr().out == "a row\n"
 
 
 def test_two_ranks_take_an_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,13 +161,17 @@ def test_a_bench_beside_fsdp2() -> None:
         "ms": {"shardrt": 95.0, "fsdp2": 100.0, "floor": 80.0},
         "host_ms": {"shardrt": 12.0, "fsdp2": 15.0, "floor": 10.0},
         "peak_mb": {"shardrt": 900.0, "fsdp2": 1000.0, "floor": 800.0},
+        "reserved_mb": {"shardrt": 990.0, "fsdp2": 1040.0, "floor": 850.0},
     }
     large, small = (Checker("cuda").beside_fsdp2(measured | {"model": model}) for model in ("gpt-1b", "tiny"))
-    assert large.figures == {"ms": 95, "ms by FSDP2": 0.95, "host by FSDP2": 0.4, "peak MiB": 900, "MiB below FSDP2": 100}
+    ratios, peaks = {"ms by FSDP2": 0.95, "host by FSDP2": 0.4}, {"peak MiB": 900, "MiB below FSDP2": 100}
+    assert large.figures == {"ms": 95, **ratios, **peaks, "reserved MiB below FSDP2": 50}
     assert large.missed == ["ms by FSDP2 0.95, goal <= 0.9"]
     measured["host_ms"]["shardrt"] = 14.0
     assert small.missed == large.missed
     assert Checker("cuda").beside_fsdp2(measured | {"model": "tiny"}).missed[1:] == ["host by FSDP2 0.8, goal <= 0.5"]
+    with pytest.raises(AssertionError, match="losses DIFFER by 1e-01 from FSDP2's"):
+        Checker("cuda").beside_fsdp2(measured | {"agreement": "DIFFER by 1e-01"})
 
 
 def test_the_table_of_readme_is_made_of_the_results() -> None:

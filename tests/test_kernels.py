@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import shardrt  # noqa: F401  (makes shardrt.kernels importable from a checkout)
+from ranks import skip_at_home
 from shardrt.kernels import add_into, cuda, decode_sum, encode, pack_into, reference, rescale, squared_norm, total_norm
 
 FLOATS = list(cuda.FLOATS)
@@ -430,12 +431,12 @@ def coding_kernels(code: torch.dtype, dtype: torch.dtype) -> list[str]:
 
 def nvrtc() -> ctypes.CDLL:
     """The library of the wheel."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvrtc-cu12") or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the wheel nvidia-cuda-nvrtc-cu12 is not installed")
-    (path,) = (Path(str(file.locate())) for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name))
-    return ctypes.CDLL(str(path))
+    for wheel in ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"):  # the second is CUDA 13's
+        with suppress(importlib.metadata.PackageNotFoundError):
+            files = importlib.metadata.files(wheel) or []
+            (path,) = (Path(str(file.locate())) for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name))
+            return ctypes.CDLL(str(path))
+    skip_at_home("NVRTC is not installed: pip install nvidia-cuda-nvrtc-cu12")
 
 
 def read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import inspect
+import json
 import logging
 import re
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,8 @@ import pytest
 import torch
 
 import shardrt.comm
-from shardrt.comm import libnccl
+from ranks import skip_at_home
+from shardrt.comm import libnccl, recorder
 from shardrt.comm.calls import Hook, PreMulSum, ReduceOp, Work
 from shardrt.comm.communicator import Communicator
 from shardrt.comm.pool import Pool
@@ -146,17 +148,19 @@ class Host:
     def __init__(self, rank: int, size: int, events: list[tuple[object, ...]]) -> None:
         self.rank, self.size, self.events = rank, size, events
         self.ranks = tuple(range(size))
+        self.others: list[object] = [UNIQUE_ID] + [None] * (size - 1)  # what the other ranks give
 
     def exchange(self, value: object) -> list[object]:
         self.events.append(("exchange", value))
-        others: list[object] = [UNIQUE_ID] + [None] * (self.size - 1)
-        return [value if rank == self.rank else others[rank] for rank in range(self.size)]
+        return [value if rank == self.rank else self.others[rank] for rank in range(self.size)]
 
     def compare(self, mark: int, tell: Callable[[], object]) -> None:
         self.events.append(("compare", mark))
 
-    def watched(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def watched(self, name: str) -> Iterator[None]:
+        self.events.append(("watched", name))
+        yield
 
     def split(self, color: int | None, key: int, name: str) -> Host | None:
         self.events.append(("host split", color, key, name))
@@ -309,9 +313,9 @@ def cupy_nccl() -> Any:
         try:
             from cupy.cuda import nccl
         except ImportError as error:
-            pytest.skip(f"CuPy cannot be imported here: {error}")
+            skip_at_home(f"CuPy cannot be imported here: {error}")
     if not nccl.available:
-        pytest.skip("this CuPy found no NCCL library")
+        skip_at_home("this CuPy found no NCCL library")
     return nccl
 
 
@@ -349,7 +353,7 @@ def test_c_functions_have_the_signatures_of_the_installed_header(cupy_nccl: Any)
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl.so" in line}
     header = Path(paths.pop()).parent.parent / "include" / "nccl.h"
     if not header.exists():
-        pytest.skip(f"no {header}")
+        skip_at_home(f"no {header}")
     pointers = dict.fromkeys(("ncclComm_t", "ncclWindow_t", "cudaStream_t"), ctypes.c_void_p)
     kinds = {"size_t": ctypes.c_size_t, **pointers}
     for name, expected in libnccl._SIGNATURES.items():
@@ -718,7 +722,8 @@ def test_empty_is_registered_until_the_communicator_closes(double: Double) -> No
     comm = double.communicator()
     buffer = comm.empty(6, torch.bfloat16)
     address = ctypes.addressof(double.memory[0])
-    assert double.events == [("ncclMemAlloc", 12), ("ncclCommRegister", COMM, address, 12)]
+    agreed = ("exchange", None)
+    assert double.events == [("ncclMemAlloc", 12), agreed, ("ncclCommRegister", COMM, address, 12), agreed]
     assert (buffer.data_ptr(), buffer.shape, buffer.dtype) == (address, (6,), torch.bfloat16)
     comm.empty(3, torch.uint8)
     double.events.clear()
@@ -736,14 +741,15 @@ def test_a_symmetric_window_is_of_all_ranks(double: Double) -> None:
     comm = double.communicator()
     comm.empty(6, torch.bfloat16, symmetric=True)
     address = ctypes.addressof(double.memory[0])
-    assert double.events == [("ncclMemAlloc", 12), ("ncclCommWindowRegister", COMM, address, 12, 1)]
+    made = [("watched", "empty"), ("ncclCommWindowRegister", COMM, address, 12, 1)]
+    assert double.events == [("ncclMemAlloc", 12), ("exchange", None), *made, ("exchange", None)]
     double.events.clear()
     comm.close()
     assert double.events[1:3] == [("ncclCommWindowDeregister", COMM, WINDOW), ("ncclMemFree", address)]
 
 
 @pytest.mark.parametrize("why", ["older", "out of reach"])
-def test_without_symmetric_windows_the_buffer_is_registered(double: Double, why: str) -> None:
+def test_without_symmetric_windows_the_buffer_is_registered(double: Double, caplog: pytest.LogCaptureFixture, why: str) -> None:
     """NCCL answers with success, and no window, where the GPUs do not reach each other."""
     if why == "older":
         del double.library.ncclCommWindowRegister
@@ -751,7 +757,8 @@ def test_without_symmetric_windows_the_buffer_is_registered(double: Double, why:
     comm = double.communicator()
     comm.empty(6, torch.bfloat16, symmetric=True)
     address = ctypes.addressof(double.memory[0])
-    assert double.events[-1] == ("ncclCommRegister", COMM, address, 12)
+    assert double.events[-2] == ("ncclCommRegister", COMM, address, 12)
+    assert "NCCL makes no symmetric windows here" in caplog.text
     double.events.clear()
     comm.close()
     assert double.events[1:3] == [("ncclCommDeregister", COMM, REGISTRATION), ("ncclMemFree", address)]
@@ -773,14 +780,45 @@ def test_empty_without_registration_is_torchs(double: Double, monkeypatch: pytes
     assert double.events == []
 
 
-def test_memory_that_cannot_be_registered_is_freed(double: Double) -> None:
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes that torch was asked for; it frees what it keeps when it is told to."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "empty", lambda numel, dtype, device: asked.append(numel))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return asked
+
+
+@pytest.mark.parametrize("failing", ["ncclMemAlloc", "ncclCommRegister", "ncclCommWindowRegister"])
+def test_memory_that_nccl_does_not_know_everywhere_is_torchs(
+    double: Double, plain: list[int], caplog: pytest.LogCaptureFixture, failing: str
+) -> None:
     comm = double.communicator()
-    double.codes["ncclCommRegister"] = 5
-    with pytest.raises(RuntimeError, match=r"empty on Nccl.*'world'.*: NCCL failed: NCCL_ERROR_INVALID_USAGE"):
-        comm.empty(1, torch.float32)
-    assert double.events[-1] == ("ncclMemFree", ctypes.addressof(double.memory[0]))
+    double.codes[failing] = 5
+    comm.empty(7, torch.float32, symmetric=failing == "ncclCommWindowRegister")
+    assert plain == [7]
+    assert re.search(r"takes its buffers from plain memory: rank 0: empty on .*NCCL_ERROR_INVALID_USAGE", caplog.text)
+    if failing == "ncclMemAlloc":
+        assert [name for name, *_ in double.events] == ["ncclMemAlloc", "ncclMemAlloc", "exchange"]
+    else:
+        assert double.events[-1] == ("ncclMemFree", ctypes.addressof(double.memory[0]))
+    double.events.clear()
     comm.close()
-    assert double.events[-2:] == [("destroy",), ("host close",)]
+    assert double.events == [("synchronize", DEVICE), ("destroy",), ("host close",)]
+
+
+def test_memory_that_another_rank_has_not_is_given_back(double: Double, plain: list[int]) -> None:
+    comm = double.communicator()
+    comm._host.others[1] = "rank 1: out of memory"
+    comm.empty(7, torch.float32, symmetric=True)
+    assert plain == [7]
+    assert double.events == [("ncclMemAlloc", 28), ("exchange", None), ("ncclMemFree", ctypes.addressof(double.memory[0]))]
+
+
+def test_memory_is_asked_for_again_once_torch_has_freed_what_it_keeps(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm, double.codes["ncclMemAlloc"] = double.communicator(), 1
+    monkeypatch.setattr(torch.cuda, "empty_cache", double.codes.clear)
+    assert comm.empty(7, torch.float32).numel() == 7
 
 
 @pytest.fixture
@@ -825,7 +863,7 @@ def test_a_pool_is_of_memory_that_nccl_knows(double: Double, pools: list[object]
     (allocator, first, _, second) = cast(list[Any], pools)
     assert [ctypes.addressof(memory) for memory in double.memory] == [first, second]
     blocks = [[("ncclMemAlloc", 48), ("ncclCommRegister", COMM, address, 48)] for address in (first, second)]
-    assert double.events == blocks[0] + blocks[1]
+    assert double.events == [("exchange", None), *blocks[0], *blocks[1]]
     allocator.give_back(first, 48, 1, None)
     assert double.events[-1] == ("ncclMemFree", first)
     double.events.clear()
@@ -844,7 +882,7 @@ def test_torch_runs_out_of_memory_where_nccl_does(double: Double, pools: list[ob
     comm, double.codes["ncclMemAlloc"] = double.communicator(), 2
     comm.pool().resize(torch.UntypedStorage(0), 24)
     assert pools[-1] is None
-    assert double.events == [("ncclMemAlloc", 48)]
+    assert double.events == [("exchange", None), ("ncclMemAlloc", 48)]
 
 
 def test_a_pool_asks_again_once_torch_has_freed_what_it_keeps(
@@ -873,7 +911,7 @@ def test_no_pool_without_a_compiler(double: Double, monkeypatch: pytest.MonkeyPa
     comm = double.communicator()
     monkeypatch.setenv("PATH", "")
     assert comm.pool() is None
-    assert "takes its buffers from plain memory: memory that NCCL knows takes a C compiler" in caplog.text
+    assert "takes its buffers from plain memory: rank 0: memory that NCCL knows takes a C compiler" in caplog.text
 
 
 def test_no_pool_without_registration(double: Double, caplog: pytest.LogCaptureFixture) -> None:
@@ -884,15 +922,32 @@ def test_no_pool_without_registration(double: Double, caplog: pytest.LogCaptureF
 
 
 @needs_compiler
-def test_memory_of_a_pool_that_cannot_be_registered_is_used(
-    double: Double, pools: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_pool_where_another_rank_has_none(double: Double, pools: list[object]) -> None:
+    comm = double.communicator()
+    comm._host.others[1] = "rank 1: no compiler"
+    assert comm.pool() is None
+
+
+@needs_compiler
+def test_memory_of_a_pool_that_cannot_be_registered_ends_the_job(double: Double, pools: list[object]) -> None:
+    """The other ranks have registered theirs."""
     comm, double.codes["ncclCommRegister"] = double.communicator(), 5
-    comm.pool().resize(torch.UntypedStorage(0), 24)
-    assert "pool on" in caplog.text
-    assert "NCCL_ERROR_INVALID_USAGE" in caplog.text
-    comm.close()
-    assert ("ncclCommDeregister", COMM, None) not in double.events
+    with pytest.raises(RuntimeError, match=r"pool on .*NCCL_ERROR_INVALID_USAGE"):
+        comm.pool().resize(torch.UntypedStorage(0), 24)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_goes_into_a_cuda_graph_is_not_waited_for(
+    double: Double, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, captured: bool
+) -> None:
+    """Asking after an event of a capture is an error of CUDA's."""
+    monkeypatch.setattr(recorder, "is_captured", lambda: captured)
+    hook = recorder.Recorder(0, 2, tmp_path, 10)
+    comm = load_backend().NcclCommunicator(Host(0, 2, double.events), DEVICE, "world", [hook])
+    comm.all_gather(on_gpu(4), on_gpu(2), stream=cuda_stream())
+    hook.poll()
+    (call,) = json.loads(hook.dump().read_text())["calls"]
+    assert (call["ended"] > 0) == (not captured)
 
 
 @pytest.mark.parametrize(("code", "text"), [(1, "NCCL_ERROR_UNHANDLED_CUDA_ERROR"), (7, "ncclResult_t 7")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 
 import torch
@@ -58,6 +58,37 @@ def views(like: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         made.append(flat[first:][: tensor.numel()].view(tensor.shape))
         first += -(-tensor.numel() // step) * step
     return made
+
+
+def sizes(world: World) -> Found:
+    """On as many elements as bandwidths are measured with, what torch makes of each tensor; and on one of more than 2**31."""
+    device = world.device
+    full = tensors(2**28 if device.type == "cuda" else 2**21, torch.float32, device)
+    half, flat, low = [t.bfloat16() for t in full], views(full, torch.float32), views(full, torch.bfloat16)
+    kernels.pack_into(low, full)
+    _expect("pack f32 to bf16", low, half)
+    kernels.pack_into(flat, half, 0.5)
+    kernels.add_into(flat, half)
+    _expect("pack scaled, then add", flat, (t.float() * 1.5 for t in half))
+    found, expected = kernels.squared_norm(half, device)[0], torch.stack([t.double().square().sum() for t in half]).sum()
+    rtol = 1e-5 if device.type == "cuda" else 1e-3  # on the host the whole of a tensor is summed in float32
+    assert torch.isclose(found, expected, rtol=rtol), f"squared_norm: {found} for {expected}"
+    kernels.rescale(flat, torch.tensor(0.25, device=device))
+    kernels.pack_into(full, flat)
+    _expect("rescale, then unpack", full, (t.float() * 0.375 for t in half))
+    if device.type == "cpu" or torch.cuda.mem_get_info(device)[0] < 2**34:
+        return Found(f"{len(full)} tensors; no room for one of more than 2**31 elements")
+    del full, flat, low, half
+    large = [torch.randn(2**31 + 1009, device=device, dtype=torch.bfloat16)]
+    copy = views(large, torch.bfloat16)
+    kernels.pack_into(copy, large)
+    _expect("pack of more than 2**31 elements", copy, large)
+    return Found()
+
+
+def _expect(what: str, found: list[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
+    wrong = [index for index, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)]
+    assert not wrong, f"{what}: tensors {wrong} of {len(found)}"
 
 
 def bandwidths(world: World) -> Found:

@@ -256,9 +256,10 @@ def traced() -> Iterator[list[Span]]:
 def stuck(world: World) -> None:
     """For a job of its own: a kernel that does not end in time, before a collective that waits for it."""
     stream, values = world.stream_for("check"), torch.ones(4 * world.size, device=world.device)
+    own = values[:4].clone()
     stream.wait(world.stream.record())
     stream.submit(lambda: torch.cuda._sleep(2 * 10**11))  # cycles: a minute and more
-    world.comm.all_gather(values, values[:4].clone(), stream=stream).synchronize()
+    world.comm.all_gather(values, own, stream=stream).synchronize()
 
 
 PARITY: tuple[Callable[[World], Found | None], ...] = (

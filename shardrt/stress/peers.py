@@ -86,6 +86,10 @@ def _torch(world: World, backend: str) -> Peer:
     store = server or TCPStore(host, port)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world.size)
 
+    # Their names before torch 2.13.
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+
     def blocks(problem: Problem, tensor: torch.Tensor) -> list[torch.Tensor] | None:
         return list(tensor.chunk(problem.size)) if rank == problem.root else None
 
@@ -95,9 +99,9 @@ def _torch(world: World, backend: str) -> Peer:
             work.wait()
 
     calls: dict[str, Callable[[Problem, torch.Tensor, torch.Tensor], object]] = {
-        "all_gather": lambda p, out, inp: distributed.all_gather_single(out, inp),
+        "all_gather": lambda p, out, inp: gather(out, inp),
         "all_reduce": lambda p, out, inp: distributed.all_reduce(out.copy_(inp), _TORCH_OPS[p.op]),
-        "reduce_scatter": lambda p, out, inp: distributed.reduce_scatter_single(out, inp, _TORCH_OPS[p.op]),
+        "reduce_scatter": lambda p, out, inp: scatter(out, inp, _TORCH_OPS[p.op]),
         "all_to_all": lambda p, out, inp: distributed.all_to_all_single(out, inp),
         "broadcast": lambda p, out, inp: distributed.broadcast(out.copy_(inp) if rank == p.root else out, p.root),
         # Hazard: gloo overwrites the tensor on every rank.
