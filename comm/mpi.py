@@ -29,7 +29,7 @@ from .arithmetic import reduce_rows, wide
 from .calls import Call, Counts, Hook, Op
 from .communicator import Communicator
 from .streams import Stream
-from .window import NOWHERE, Mailboxes, NodeWindows, Place
+from .window import NOWHERE, Mailboxes, NodeWindows, Place, room
 
 T = TypeVar("T")
 Spans = Sequence[tuple[int, int]]  # begin and end of a part of each rank's range
@@ -40,6 +40,9 @@ _BLOCK_NBYTES = 4 << 20
 # Up to this size a collective is one meeting in shared memory, or one MPI call; larger ones go as the module says (all-gather
 # of 2 MB on 2 ranks by messages: 0.33 ms, MPICH's own 0.87).
 _SMALL_NBYTES = 1 << 15
+# Small collectives of a group share meetings: a meeting costs little on idle cores, and milliseconds where ranks share them.
+_BOX_NBYTES = 1 << 18
+_SHARING = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 # Hazard: not every MPI counts beyond 2**31 in one message.
 _MESSAGE_NBYTES = 1 << 30
 
@@ -65,7 +68,7 @@ class MpiCommunicator(Communicator):
         self._per_node = self._local.Get_size()
         self._place = self._local.Get_rank()
         self._windows = NodeWindows(self._local) if one_node or regular else None
-        self._mail = Mailboxes.create(comm, _SMALL_NBYTES) if one_node and self.size > 1 else None
+        self._mail = Mailboxes.create(comm, _BOX_NBYTES) if one_node and self.size > 1 else None
         # Whom to send to and whom to receive from within the node, until every rank has met every other.
         shifts = range(1, self._per_node)
         self._partners = [((self._place + s) % self._per_node, (self._place - s) % self._per_node) for s in shifts]
@@ -120,16 +123,49 @@ class MpiCommunicator(Communicator):
             call.launch(stream, call.out, call.inp, *call.how)
             return
         requests = [r for call in calls if call.name in ("send", "recv") for r in self._start(call)]
-        for call in calls:
-            if call.name not in ("send", "recv"):
-                call.launch(stream, call.out, call.inp, *call.how)
+        for batch in self._batches([call for call in calls if call.name not in ("send", "recv")]):
+            if len(batch) > 1:
+                self._meet_once(batch)
+            else:
+                batch[0].launch(stream, batch[0].out, batch[0].inp, *batch[0].how)
         MPI.Request.Waitall(requests)
+
+    def _batches(self, calls: Sequence[Call]) -> Iterator[list[Call]]:
+        """Those that share a meeting, and each of the others, in order."""
+        batch: list[Call] = []
+        taken = 0
+        for call in calls:
+            shares = self._mail is not None and call.name in _SHARING and call.inp is not None and _is_small(call.inp)
+            size = room(call.inp.nbytes) if shares and call.inp is not None else _BOX_NBYTES + 1
+            if batch and taken + size > _BOX_NBYTES:
+                yield batch
+                batch, taken = [], 0
+            batch.append(call)
+            taken += size
+        if batch:
+            yield batch
+
+    def _meet_once(self, calls: Sequence[Call]) -> None:
+        assert self._mail is not None, "small calls share its meetings"
+        starts = self._mail.swap([_memory(call.inp) for call in calls if call.inp is not None])
+        for start, call in zip(starts, calls, strict=True):
+            out, inp = call.out, call.inp
+            assert out is not None, "every rank receives"
+            assert inp is not None, "and sends"
+            if call.name == "all_gather":
+                self._mail.gather(_memory(out), start, inp.nbytes)
+                continue
+            (op,) = call.how
+            assert isinstance(op, Op), "a reduction"
+            first = self.rank * out.numel() if call.name == "reduce_scatter" else 0
+            reduce_rows(self._mail.rows(start, inp.dtype, first, out.numel()), op, _flat(out), divisor=self.size)
 
     def _all_gather(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor) -> None:
         if not _is_small(inp):
             self._all_gather_large(out, inp)
         elif self._mail is not None:
-            self._mail.gather(_memory(out), _memory(inp))
+            self._mail.swap([_memory(inp)])
+            self._mail.gather(_memory(out), 0, inp.nbytes)
         else:
             in_place = inp.data_ptr() == out.data_ptr() + self.rank * inp.numel() * inp.element_size()
             self._comm.Allgather(MPI.IN_PLACE if in_place else _message(inp), _message(out))
@@ -139,7 +175,8 @@ class MpiCommunicator(Communicator):
             self._reduce_scatter_large(_flat(out), _flat(inp), op)
             return
         if self._mail is not None:
-            rows = self._mail.rows(_memory(inp), inp.dtype, self.rank * out.numel(), out.numel())
+            self._mail.swap([_memory(inp)])
+            rows = self._mail.rows(0, inp.dtype, self.rank * out.numel(), out.numel())
         else:
             received = inp.new_empty((self.size, out.numel()))
             self._comm.Alltoall(_message(inp), _message(received))
@@ -163,7 +200,8 @@ class MpiCommunicator(Communicator):
     def _everyones(self, inp: torch.Tensor) -> Sequence[torch.Tensor]:
         """Every rank's small `inp`, in rank order."""
         if self._mail is not None:
-            return self._mail.rows(_memory(inp), inp.dtype, 0, inp.numel())
+            self._mail.swap([_memory(inp)])
+            return self._mail.rows(0, inp.dtype, 0, inp.numel())
         rows = inp.new_empty((self.size, inp.numel()))
         self._comm.Allgather(_message(inp), _message(rows))
         return rows.unbind()

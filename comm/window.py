@@ -90,6 +90,11 @@ class NodeWindows:
             window.Free()
 
 
+def room(nbytes: int) -> int:
+    """What a message takes of a mailbox."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 class Mailboxes:
     """Where the ranks of one node meet, and leave small messages for each other.
 
@@ -115,7 +120,7 @@ class Mailboxes:
         starts = (_WORDS_NBYTES, _WORDS_NBYTES + capacity)
         self._boxes = [[self._part(rank, start, capacity).numpy().data for rank in ranks] for start in starts]
         self._outgoing = [boxes[comm.Get_rank()] for boxes in self._boxes]
-        self._views = lru_cache(maxsize=256)(self._make_views)
+        self._views = lru_cache(maxsize=1024)(self._make_views)
         self._meeting = self._own[0] = 0
         comm.Barrier()
 
@@ -137,26 +142,32 @@ class Mailboxes:
             same = words[turn] == mark and same
         return same
 
-    def gather(self, out: MPI.buffer, message: MPI.buffer) -> None:
-        """Every rank's message, one after the other."""
-        nbytes, into = len(message), memoryview(out)  # type: ignore[arg-type]
-        for rank, box in enumerate(self._swap(message)):
-            into[rank * nbytes : (rank + 1) * nbytes] = box[:nbytes]
+    def swap(self, messages: Sequence[MPI.buffer]) -> Sequence[int]:
+        """Leave messages for the others, which leave as many of the same sizes. Where each starts, to be got from there.
 
-    def rows(self, message: MPI.buffer, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
-        """Of every rank's message, `numel` elements from the `first` on. They stay until the meeting after the next."""
-        self._swap(message)
-        return self._views(self._meeting & 1, dtype, first, numel)
+        They take `room` each and the capacity in all, and stay until the meeting after the next.
+        """
+        box, end, starts = self._outgoing[(self._meeting + 1) & 1], 0, []
+        for message in messages:
+            starts.append(end)
+            box[end : end + len(message)] = message  # type: ignore[call-overload]
+            end += room(len(message))
+        self.meet()
+        return starts
+
+    def gather(self, out: MPI.buffer, start: int, nbytes: int) -> None:
+        """Every rank's message from there, one after the other."""
+        into = memoryview(out)  # type: ignore[arg-type]
+        for rank, box in enumerate(self._boxes[self._meeting & 1]):
+            into[rank * nbytes : (rank + 1) * nbytes] = box[start : start + nbytes]
+
+    def rows(self, start: int, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
+        """Of every rank's message from there, `numel` elements from the `first` on."""
+        return self._views(self._meeting & 1, dtype, start // dtype.itemsize + first, numel)
 
     def close(self) -> None:
         """Give back the memory. Collective."""
         self._windows.close()
-
-    def _swap(self, message: MPI.buffer) -> Sequence[memoryview]:
-        turn = (self._meeting + 1) & 1
-        self._outgoing[turn][: len(message)] = message  # type: ignore[call-overload]
-        self.meet()
-        return self._boxes[turn]
 
     def _make_views(self, turn: int, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
         place = Place(0, _WORDS_NBYTES + turn * self._capacity)

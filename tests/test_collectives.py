@@ -262,6 +262,49 @@ def test_groups(world: World, threaded: bool) -> None:
         assert total.unique().tolist() == [sum(range(N))]
 
 
+@pytest.mark.parametrize("how", ["one-node", "pairs"])
+@on_ranks(1, 2, 3, 4)
+def test_many_small_calls_of_a_group(world: World, how: str) -> None:
+    """The bits of the same calls one by one, of any dtype and size; more than a mailbox holds, and some too large for one."""
+    if how == "pairs" and world.size != 4:
+        return
+    with path(world, how, threaded=False) as (comm, stream):
+        N, r = world.size, world.rank
+        dtypes, sizes = (torch.float32, torch.bfloat16, torch.float64, torch.int32), (0, 1, 3, 257, 1009, 2048, 40_009)
+        given = [noise(r, N * n, dtype) for _ in range(3) for dtype in dtypes for n in sizes]
+        grouped, alone = ([_outs(inp, N) for inp in given] for _ in range(2))
+        with comm.group():
+            for inp, outs in zip(given, grouped, strict=True):
+                _make_calls(comm, stream, inp, outs)
+        for inp, outs in zip(given, alone, strict=True):
+            _make_calls(comm, stream, inp, outs)
+        assert all(same(*pair) for many, one in zip(grouped, alone, strict=True) for pair in zip(many, one, strict=True))
+
+
+def _outs(inp: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    return [inp.new_zeros(ranks * inp.numel()), inp.new_zeros(inp.numel() // ranks), torch.zeros_like(inp), inp.clone()]
+
+
+def _make_calls(comm: Communicator, stream: Stream, inp: torch.Tensor, outs: list[torch.Tensor]) -> None:
+    gathered, scattered, total, in_place = outs
+    comm.all_gather(gathered, inp, stream=stream)
+    comm.reduce_scatter(scattered, inp, ReduceOp.SUM, stream=stream)
+    comm.all_reduce(total, inp, ReduceOp.MAX, stream=stream)
+    comm.all_reduce(in_place, in_place, ReduceOp.SUM, stream=stream)
+
+
+@on_ranks(2)
+def test_small_calls_of_a_group_share_meetings(world: World) -> None:
+    """A hundred gathers of 2 KiB take one."""
+    with path(world, "one-node", threaded=False) as (comm, stream):
+        inp, outs = torch.zeros(512), [torch.zeros(1024) for _ in range(100)]
+        before = comm._mail._meeting  # type: ignore[attr-defined]
+        with comm.group():
+            for out in outs:
+                comm.all_gather(out, inp, stream=stream)
+        assert comm._mail._meeting == before + 1  # type: ignore[attr-defined]
+
+
 @on_ranks(2, 3, 4)
 def test_send_and_receive(world: World) -> None:
     """Round the ring, one at a time."""
