@@ -42,7 +42,7 @@ _BLOCK_NBYTES = 4 << 20
 _SMALL_NBYTES = 1 << 15
 # Small collectives of a group share meetings: a meeting costs little on idle cores, and milliseconds where ranks share them.
 _BOX_NBYTES = 1 << 18
-_SHARING = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+_BY_MAIL = frozenset({"all_gather", "reduce_scatter", "all_reduce", "reduce"})
 # Hazard: not every MPI counts beyond 2**31 in one message.
 _MESSAGE_NBYTES = 1 << 30
 
@@ -119,15 +119,11 @@ class MpiCommunicator(Communicator):
     def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:
         """Of a group, sends and receives are under way while the collectives run."""
         if len(calls) == 1:
-            call = calls[0]
-            call.launch(stream, call.out, call.inp, *call.how)
+            self._run_batch(stream, calls)
             return
         requests = [r for call in calls if call.name in ("send", "recv") for r in self._start(call)]
         for batch in self._batches([call for call in calls if call.name not in ("send", "recv")]):
-            if len(batch) > 1:
-                self._meet_once(batch)
-            else:
-                batch[0].launch(stream, batch[0].out, batch[0].inp, *batch[0].how)
+            self._run_batch(stream, batch)
         MPI.Request.Waitall(requests)
 
     def _batches(self, calls: Sequence[Call]) -> Iterator[list[Call]]:
@@ -135,8 +131,8 @@ class MpiCommunicator(Communicator):
         batch: list[Call] = []
         taken = 0
         for call in calls:
-            shares = self._mail is not None and call.name in _SHARING and call.inp is not None and _is_small(call.inp)
-            size = room(call.inp.nbytes) if shares and call.inp is not None else _BOX_NBYTES + 1
+            by_mail = self._mail is not None and _goes_by_mail(call)
+            size = room(call.inp.nbytes) if by_mail and call.inp is not None else _BOX_NBYTES + 1
             if batch and taken + size > _BOX_NBYTES:
                 yield batch
                 batch, taken = [], 0
@@ -145,27 +141,33 @@ class MpiCommunicator(Communicator):
         if batch:
             yield batch
 
-    def _meet_once(self, calls: Sequence[Call]) -> None:
-        assert self._mail is not None, "small calls share its meetings"
-        starts = self._mail.swap([_memory(call.inp) for call in calls if call.inp is not None])
+    def _run_batch(self, stream: Stream, calls: Sequence[Call]) -> None:
+        call = calls[0]
+        if self._mail is not None and _goes_by_mail(call):
+            self._run_by_mail(self._mail, calls)
+        else:
+            call.launch(stream, call.out, call.inp, *call.how)
+
+    def _run_by_mail(self, mail: Mailboxes, calls: Sequence[Call]) -> None:
+        starts = mail.swap([_memory(call.inp) for call in calls if call.inp is not None])
         for start, call in zip(starts, calls, strict=True):
             out, inp = call.out, call.inp
-            assert out is not None, "every rank receives"
-            assert inp is not None, "and sends"
-            if call.name == "all_gather":
-                self._mail.gather(_memory(out), start, inp.nbytes)
+            assert inp is not None, "every rank sends"
+            if out is None:  # of a reduce, on another rank than the root
                 continue
-            (op,) = call.how
+            if call.name == "all_gather":
+                mail.gather(_memory(out), start, inp.nbytes)
+                continue
+            op = call.how[0]
             assert isinstance(op, Op), "a reduction"
             first = self.rank * out.numel() if call.name == "reduce_scatter" else 0
-            reduce_rows(self._mail.rows(start, inp.dtype, first, out.numel()), op, _flat(out), divisor=self.size)
+            reduce_rows(mail.rows(start, inp.dtype, first, out.numel()), op, _flat(out), divisor=self.size)
+
+    # What is small comes here where there are no mailboxes.
 
     def _all_gather(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor) -> None:
         if not _is_small(inp):
             self._all_gather_large(out, inp)
-        elif self._mail is not None:
-            self._mail.swap([_memory(inp)])
-            self._mail.gather(_memory(out), 0, inp.nbytes)
         else:
             in_place = inp.data_ptr() == out.data_ptr() + self.rank * inp.numel() * inp.element_size()
             self._comm.Allgather(MPI.IN_PLACE if in_place else _message(inp), _message(out))
@@ -174,14 +176,9 @@ class MpiCommunicator(Communicator):
         if not _is_small(inp):
             self._reduce_scatter_large(_flat(out), _flat(inp), op)
             return
-        if self._mail is not None:
-            self._mail.swap([_memory(inp)])
-            rows = self._mail.rows(0, inp.dtype, self.rank * out.numel(), out.numel())
-        else:
-            received = inp.new_empty((self.size, out.numel()))
-            self._comm.Alltoall(_message(inp), _message(received))
-            rows = received.unbind()
-        reduce_rows(rows, op, _flat(out), divisor=self.size)
+        received = inp.new_empty((self.size, out.numel()))
+        self._comm.Alltoall(_message(inp), _message(received))
+        reduce_rows(received.unbind(), op, _flat(out), divisor=self.size)
 
     def _all_reduce(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
         if _is_small(inp):
@@ -199,9 +196,6 @@ class MpiCommunicator(Communicator):
 
     def _everyones(self, inp: torch.Tensor) -> Sequence[torch.Tensor]:
         """Every rank's small `inp`, in rank order."""
-        if self._mail is not None:
-            self._mail.swap([_memory(inp)])
-            return self._mail.rows(0, inp.dtype, 0, inp.numel())
         rows = inp.new_empty((self.size, inp.numel()))
         self._comm.Allgather(_message(inp), _message(rows))
         return rows.unbind()
@@ -402,6 +396,10 @@ def _blocks(bounds: Sequence[int], step: int) -> Iterator[Spans]:
     ranges = list(pairwise(bounds))
     for first in range(0, max(end - begin for begin, end in ranges), step):
         yield [(min(begin + first, end), min(begin + first + step, end)) for begin, end in ranges]
+
+
+def _goes_by_mail(call: Call) -> bool:
+    return call.name in _BY_MAIL and call.inp is not None and _is_small(call.inp)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

@@ -20,11 +20,9 @@ from time import time
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
-
 from .calls import Call, Hook, Work
 from .check import describe, name_ranks
-from .streams import PAST
+from .streams import PAST, is_capturing
 
 _FRAMES = 8
 _OWN_FRAMES = 4  # between the caller and `called`, at least
@@ -51,7 +49,7 @@ class Recorder(Hook):
 
     def called(self, calls: Sequence[Call], work: Work) -> None:
         entry = self._add(calls)
-        if calls[0].comm.is_async and not is_captured():
+        if calls[0].comm.is_async and not is_capturing():
             self._running.append((work, entry))
 
     def before(self, calls: Sequence[Call]) -> None:
@@ -115,11 +113,6 @@ class Recorder(Hook):
         }
         path.write_text(json.dumps(report))
         return path
-
-
-def is_captured() -> bool:
-    """True while calls go into a CUDA graph: nothing runs yet, and asking after their events would spoil it."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_past(work: Work) -> bool:

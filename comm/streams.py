@@ -226,6 +226,11 @@ def observe(device: torch.device) -> None:
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
+def is_capturing() -> bool:
+    """True while calls go into a CUDA graph: nothing runs yet, and to ask after their events is an error."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def current_stream(device: torch.device) -> Stream:
     """The stream the caller computes on: torch's current CUDA stream, or on the host the caller's own thread."""
     if device.type == "cuda":

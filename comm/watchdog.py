@@ -29,9 +29,9 @@ from .calls import BLOCKING, Call, Hook, Work
 from .check import describe, name_ranks
 from .communicator import Communicator
 from .endings import EXIT_CODE, NOTHING, Aborter, say
-from .recorder import Recorder, is_captured, is_past
+from .recorder import Recorder, is_past
 from .sidechannel import SideChannel
-from .streams import observe
+from .streams import is_capturing, observe
 from .table import SLOTS, WHAT_NBYTES, Operation, Slot, State, Table, process_letter
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Watchdog(Hook):
     # ------------------------------------------------------------------ what this rank does
 
     def called(self, calls: Sequence[Call], work: Work) -> None:
-        if calls[0].comm.is_async and not is_captured():
+        if calls[0].comm.is_async and not is_capturing():
             self._watch(calls[0]).pending.append((calls[0].number, describe(calls).shared, work))
 
     def before(self, calls: Sequence[Call]) -> None:

@@ -29,6 +29,11 @@ class Place(NamedTuple):
 NOWHERE = Place(-1, 0)
 
 
+def room(nbytes: int) -> int:
+    """What so many bytes take of a window: what comes after them is aligned."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 class NodeWindows:
     """The windows of one node's ranks, each with a part for every rank; the newest is freed first."""
 
@@ -55,7 +60,7 @@ class NodeWindows:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """This rank's part of a new window, as bytes. Collective; alike on every rank. Untouched pages take no memory."""
-        window = MPI.Win.Allocate_shared(-(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT, 1, comm=MPI.Intracomm(self._comm))
+        window = MPI.Win.Allocate_shared(room(max(nbytes, 1)), 1, comm=MPI.Intracomm(self._comm))
         memory = [window.Shared_query(rank)[0] for rank in range(self._comm.Get_size())]
         parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
         window.Lock_all(MPI.MODE_NOCHECK)  # MPI's fences are for memory that is locked
@@ -88,11 +93,6 @@ class NodeWindows:
             window = self._windows.pop()
             window.Unlock_all()
             window.Free()
-
-
-def room(nbytes: int) -> int:
-    """What a message takes of a mailbox."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Mailboxes:

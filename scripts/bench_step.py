@@ -224,8 +224,8 @@ class Result:
     best_ms: dict[str, float]  # the fastest step: what a busy machine disturbs least
     host_ms: dict[str, float]  # per step, median, of the host in forward and backward
     peak_mb: dict[str, float]  # MiB, most of any rank
-    reserved_mb: dict[str, float]  # the same, with what torch's allocator kept for later on a GPU
     grown_mb: dict[str, float]  # the same, beyond what was there before the model
+    reserved_mb: dict[str, float]  # as peak_mb, with what torch's allocator kept for later on a GPU
     loss: dict[str, float]  # of the last step, mean over the ranks
     agreement: str  # of shardrt's and FSDP2's losses, over all steps
     ratio_fsdp2: float  # shardrt's step time by FSDP2's
@@ -270,8 +270,8 @@ def summarize(model: str, ranks: int, rounds: list[Round]) -> Result:
         best_ms={worker: min(step_ms(rounds, worker)) for worker in WORKERS},
         host_ms={w: median(seconds for timing in every[w] for seconds in timing.host_seconds) * 1e3 for w in WORKERS},
         peak_mb=peak,
-        reserved_mb={worker: max(timing.reserved_mb for timing in every[worker]) for worker in WORKERS},
         grown_mb={w: max(timing.peak_mb - timing.start_mb for timing in every[w]) for w in WORKERS},
+        reserved_mb={w: max(timing.reserved_mb for timing in every[w]) for w in WORKERS},
         loss={w: fmean(timing.losses[-1] for timing in rounds[0][w]) for w in WORKERS},
         agreement=compare(every["shardrt"], every["fsdp2"], TOLERANCES[CASES[model].param_dtype]),
         ratio_fsdp2=ms["shardrt"] / ms["fsdp2"],

@@ -148,12 +148,13 @@ class Runtime:
         if not groups:
             return
         # A custom collective may go on with what it gathered: not inside of a group of calls.
-        ours, custom = _apart(groups, lambda group: group.settings.all_gather is None)
+        ours = [group for group in groups if group.settings.all_gather is None]
         with _together(group.gather_comm for group in ours):
             for group in ours:
                 group.unshard()
-        for group in custom:
-            group.unshard()
+        for group in groups:
+            if group.settings.all_gather is not None:
+                group.unshard()
 
     def begin_backward(self) -> None:
         """The first gradient of a backward comes in: have its end announced."""
@@ -188,7 +189,8 @@ class Runtime:
         """Reduce what these have packed, over the shards and over the replicas, and publish it."""
         streams = self.streams
         streams.reduce.wait(streams.compute.record())
-        ours, custom = _apart(groups, lambda group: group.settings.reduce_scatter is None)
+        ours = [group for group in groups if group.settings.reduce_scatter is None]
+        custom = [group for group in groups if group.settings.reduce_scatter is not None]
         with _together(group.reduce_comm for group in ours):
             used = [buffer for group in ours for buffer in group.reduce_grads()]
         used += [buffer for group in custom for buffer in group.reduce_grads()]
@@ -236,14 +238,6 @@ class Runtime:
         self._retire(0)
         for group in self.groups:
             group.reset()
-
-
-def _apart(groups: Iterable[ParamGroup], test: Callable[[ParamGroup], bool]) -> tuple[list[ParamGroup], list[ParamGroup]]:
-    """Those that pass the test, and the others."""
-    sides: tuple[list[ParamGroup], list[ParamGroup]] = ([], [])
-    for group in groups:
-        sides[not test(group)].append(group)
-    return sides
 
 
 @contextmanager

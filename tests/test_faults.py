@@ -297,7 +297,7 @@ time.sleep(30)
 """
     done = run_script(source, 1, deadline_s=40.0, SHARDRT_TIMEOUT="3")
     assert (done.returncode, done.stdout) == (17, "bound to cuda:1\n"), done.stderr
-    assert re.search(r"\[0\] rank 0: waited \d s in #7 all_gather float32 4 on 'world'", done.stderr), done.stderr
+    assert re.search(r"\[0\] rank 0: waited [34] s in #7 all_gather float32 4 on 'world'", done.stderr), done.stderr
 
 
 def test_a_kernel_that_never_ends() -> None:
@@ -327,5 +327,5 @@ time.sleep(30)
 """
     done = run_script(source, 2, deadline_s=40.0, SHARDRT_TIMEOUT="3")
     assert done.returncode == 17, done.stderr
-    assert re.search(r"\[0\] rank 0: waited \d s in #7 all_gather float32 4 on 'gpu'", done.stderr), done.stderr
+    assert re.search(r"\[0\] rank 0: waited [34] s in #7 all_gather float32 4 on 'gpu'", done.stderr), done.stderr
     assert reports(done.stderr, "[0] there: ranks 0, 1; missing: none")

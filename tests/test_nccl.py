@@ -941,7 +941,7 @@ def test_what_goes_into_a_cuda_graph_is_not_waited_for(
     double: Double, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, captured: bool
 ) -> None:
     """Asking after an event of a capture is an error of CUDA's."""
-    monkeypatch.setattr(recorder, "is_captured", lambda: captured)
+    monkeypatch.setattr(recorder, "is_capturing", lambda: captured)
     hook = recorder.Recorder(0, 2, tmp_path, 10)
     comm = load_backend().NcclCommunicator(Host(0, 2, double.events), DEVICE, "world", [hook])
     comm.all_gather(on_gpu(4), on_gpu(2), stream=cuda_stream())
