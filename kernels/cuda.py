@@ -22,12 +22,11 @@ from pathlib import Path
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-from . import host
+from . import host, reference
 from .reference import BLOCK
 
 CHUNK_NBYTES = 32768  # as in kernels.cu
 THREADS = 256
-FINISH_THREADS = 1024
 SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("--std=c++17",)
 FLOATS = {torch.float32: "float", torch.float64: "double", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -140,7 +139,9 @@ def _make_plan(
         positions = [position for position in names if names[position] == name]
         itemsize = max(tensors[positions[0]].element_size() for tensors in lists)
         table = geometry([lists[0][position].numel() for position in positions], CHUNK_NBYTES // itemsize)
-        batches.append(Batch(name, positions, _upload(table, device), len(table) - 2 * len(positions)))
+        chunks = len(table) - 2 * len(positions)
+        if chunks:
+            batches.append(Batch(name, positions, _upload(table, device), chunks))
     sizes, strides = [list(tensor.shape) for tensor in flat], [list(tensor.stride()) for tensor in flat]
     # torch declares one list, and reads one for each tensor.
     guards = TensorGuards(*flat, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
@@ -155,8 +156,6 @@ def _laid_out_alike(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _run(batch: Batch, lists: Sequence[Sequence[torch.Tensor]], args: tuple[int | float, ...]) -> None:
-    if not batch.chunks:
-        return
     if len(batch.positions) < len(lists[0]):
         lists = [[tensors[position] for position in batch.positions] for tensors in lists]
     device = lists[0][0].device
@@ -187,18 +186,21 @@ def _single_name(tensor: torch.Tensor, kernel: str) -> str | None:
     return f"{kernel}<{FLOATS[tensor.dtype]}>" if tensor.dtype in FLOATS else None
 
 
+@lru_cache(_TABLES)
+def _arrived(device: torch.device, stream: int) -> torch.Tensor:
+    return _upload(torch.zeros(1, dtype=torch.int64), device)
+
+
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """See `reference.squared_norm`. One launch for each dtype, and one to finish."""
+    """See `reference.squared_norm`. One launch for each dtype; each adds to what the one before it found."""
     plan, device = _plan(_single_name, (tensors,), ("squares",)), tensors[0].device
-    chunks = sum(batch.chunks for batch in plan.batches)
-    sums, out = torch.empty(2 * chunks, dtype=torch.float64, device=device), torch.empty(2, dtype=torch.float64, device=device)
-    first = 0
-    for batch in plan.batches:
-        _run(batch, (tensors,), (sums.data_ptr(), first))
-        first += batch.chunks
-    launch("finish", 1, FINISH_THREADS, (out.data_ptr(), sums.data_ptr(), chunks), device)
+    out = (torch.empty if plan.batches else torch.zeros)(2, dtype=torch.float64, device=device)
+    sums = torch.empty(2 * max((batch.chunks for batch in plan.batches), default=0), dtype=torch.float64, device=device)
+    for index, batch in enumerate(plan.batches):
+        arrived = _arrived(device, _stream(device))
+        _run(batch, (tensors,), (sums.data_ptr(), arrived.data_ptr(), out.data_ptr(), index))
     if plan.rest:
-        rest = host.squared_norm([tensors[i] for i in plan.rest]).to(device)
+        rest = reference.squared_norm([tensors[i] for i in plan.rest])
         out = torch.stack([out[0] + rest[0], torch.maximum(out[1], rest[1])])
     return out
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+
+from .reference import BLOCK, LARGEST, SMALLEST
+
+PIECE = 256 * BLOCK  # elements that are encoded or decoded at a time: what is made on the way stays in the cache
 
 
 def pack(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float, accumulate: bool) -> None:
@@ -28,9 +32,56 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
 
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """See `reference.squared_norm`."""
+    """See `reference.squared_norm`. Only if a norm is not finite are the elements looked at: squares may be too large alone."""
     if not tensors:
         return torch.zeros(2, dtype=torch.float64)
-    # Elements beyond 1e19 have infinite squares in float32; the flag is about elements.
-    bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).any()
-    return torch.stack([norms(tensors, 2.0).square().sum(), bad.double()])
+    each = norms(tensors, 2.0)
+    bad = not each.isfinite().all() and not all(tensor.isfinite().all() for tensor in tensors)
+    return torch.stack([each.square().sum(), torch.tensor(float(bad), dtype=torch.float64)])
+
+
+def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
+    """See `reference.encode`."""
+    for elements, blocks, size in _pieces(len(x)):
+        values, scale = x[elements].view(-1, size).float(), scales[blocks]
+        peaks = values.abs().amax(1)
+        torch.div(peaks.clamp(min=SMALLEST), LARGEST[codes.dtype], out=scale)
+        scaled = values * (1 / scale)[:, None]
+        bad = ~peaks.isfinite()
+        if bad.any():
+            scaled.masked_fill_(bad[:, None], 0.0)
+            scale.masked_fill_(bad, torch.nan)
+        codes[elements].view(-1, size).copy_(scaled.round_() if codes.dtype is torch.int8 else scaled)
+
+
+def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """See `reference.decode_sum`."""
+    for elements, blocks, size in _pieces(len(out)):
+        total = torch.zeros(out[elements].view(-1, size).shape)
+        for row, scale in zip(codes[:, elements], scales[:, blocks], strict=True):
+            values, unit = _floats(row.view(-1, size))
+            total += values.mul_((scale * unit)[:, None])
+        out[elements].view(-1, size).copy_(total)
+
+
+def _floats(codes: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """float32 numbers, and the power of two by which they are smaller than the codes.
+
+    Cost: torch takes 7 ns to widen an e4m3; as the float16 with the same fields, whose exponent is 8 too small, it takes 1.
+    """
+    if codes.dtype is torch.int8:
+        return codes.float(), 1.0
+    fields = (
+        codes.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    )  # its sign was extended into the exponent
+    return fields.view(torch.float16).float(), 256.0
+
+
+def _pieces(numel: int) -> Iterator[tuple[slice, slice, int]]:
+    """Elements, their blocks, and the elements of each of these: BLOCK, but in the last piece, which may be part of a block."""
+    whole = numel // BLOCK * BLOCK
+    for first in range(0, whole, PIECE):
+        last = min(first + PIECE, whole)
+        yield slice(first, last), slice(first // BLOCK, last // BLOCK), BLOCK
+    if whole < numel:
+        yield slice(whole, numel), slice(whole // BLOCK, None), numel - whole

@@ -129,22 +129,25 @@ __global__ void __launch_bounds__(THREADS) rescale(const i64 *addresses, const i
     transform<false>(out, out, chunk.count, [=](T x, T) { return as<T>(mul(wide<W>(x), factor)); });
 }
 
-// The sum over the block, in thread 0: a tree, so always in the same order. BLOCK: threads, a multiple of 32.
-template <int BLOCK> __device__ inline double block_sum(double x) {
-    __shared__ double of_warp[BLOCK / 32];
-    for (int step = 16; step > 0; step /= 2) x += __shfl_down_sync(0xffffffffu, x, step);
+__device__ inline double2 plus(double2 a, double2 b) { return {a.x + b.x, a.y + b.y}; }
+// The sum over the block, in thread 0: a tree, so always in the same order. Threads meet before it is called again.
+__device__ inline double2 block_sum(double2 x) {
+    __shared__ double2 of_warp[THREADS / 32];
+    for (int step = 16; step > 0; step /= 2)
+        x = plus(x, {__shfl_down_sync(0xffffffffu, x.x, step), __shfl_down_sync(0xffffffffu, x.y, step)});
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
     __syncthreads();
-    x = 0;
+    x = {0, 0};
     if (threadIdx.x == 0)
-        for (int w = 0; w < BLOCK / 32; w++) x += of_warp[w];
-    __syncthreads();
+        for (int w = 0; w < THREADS / 32; w++) x = plus(x, of_warp[w]);
     return x;
 }
 
-// sums[2 * (first + b)]: the sum of squares of chunk b. The next one: NaN if an element is not finite, else 0.
+// sums[b]: of chunk b the sum of squares, and NaN if an element is not finite, else 0. The last block to arrive adds them all up,
+// in an order of its own: to `out` if ADDS, else they are `out`, with 1 for an element that is not finite. arrived: 0 before and after.
 template <typename T>
-__global__ void __launch_bounds__(THREADS) squares(const i64 *addresses, const i64 *geometry, i64 n, double *sums, i64 first) {
+__global__ void __launch_bounds__(THREADS)
+squares(const i64 *addresses, const i64 *geometry, i64 n, double2 *sums, u32 *arrived, double2 *out, i64 adds) {
     typedef Wide<T> W;
     constexpr int V = 16 / sizeof(T);
     const Chunk chunk(geometry, n, CHUNK_BYTES / sizeof(T));
@@ -169,26 +172,23 @@ __global__ void __launch_bounds__(THREADS) squares(const i64 *addresses, const i
                 poison = fused(value, W(0), poison);
             }
     }
-    const double total = block_sum<THREADS>(wide<double>(sum)), poisoned = block_sum<THREADS>(wide<double>(poison));
+    const double2 own = block_sum(double2{wide<double>(sum), wide<double>(poison)});
+    __shared__ bool last;
     if (threadIdx.x == 0) {
-        sums[2 * (first + blockIdx.x)] = total;
-        sums[2 * (first + blockIdx.x) + 1] = poisoned;
+        sums[blockIdx.x] = own;
+        __threadfence();
+        last = atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1;
     }
-}
-
-constexpr int FINISH_THREADS = 1024;  // in one block
-// out: the sum of the `count` sums, and 1 if an element was not finite, else 0.
-__global__ void __launch_bounds__(FINISH_THREADS) finish(double *out, const double *sums, i64 count) {
-    double total = 0, poisoned = 0;
-    for (i64 i = threadIdx.x; i < count; i += FINISH_THREADS) {
-        total += sums[2 * i];
-        poisoned += sums[2 * i + 1];
-    }
-    total = block_sum<FINISH_THREADS>(total);
-    poisoned = block_sum<FINISH_THREADS>(poisoned);
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    double2 all{0, 0};
+#pragma unroll 8
+    for (i64 i = threadIdx.x; i < gridDim.x; i += THREADS) all = plus(all, __ldcg(sums + i));
+    all = block_sum(all);
     if (threadIdx.x == 0) {
-        out[0] = total;
-        out[1] = poisoned == 0 ? 0 : 1;
+        const double2 before = adds ? *out : double2{0, 0};
+        *out = double2{before.x + all.x, before.y != 0 || all.y != 0 ? 1.0 : 0.0};
     }
 }
 

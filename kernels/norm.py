@@ -27,7 +27,7 @@ def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch
     """(2,) float64 on `device`: the sum of all squares, and 1 if an element is infinite or NaN, else 0. No host sync.
 
     Deterministic: on CUDA blocks of 32 KiB are summed in float32, their sums in float64, both in a fixed order.
-    Cost on CUDA: every byte read once, two launches. On the host elements are read twice.
+    Cost on CUDA: every byte read once, one launch for each dtype. On the host low precision is first copied to float32.
     """
     return (cuda if tensors and tensors[0].is_cuda else host).squared_norm(tensors).to(device)
 

@@ -1,10 +1,10 @@
-"""Blockwise codes for quantised collectives: BLOCK elements share one float32 scale. The host's way is the reference."""
+"""Blockwise codes for quantised collectives: BLOCK elements share one float32 scale."""
 
 from __future__ import annotations
 
 import torch
 
-from . import cuda, reference
+from . import cuda, host
 from .reference import BLOCK, LARGEST
 
 
@@ -15,7 +15,7 @@ def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
     Cost on CUDA: x read once, codes and scales written once. Raises ValueError for tensors that are not so.
     """
     _check("encode", x, codes[None], scales[None])
-    (cuda if x.is_cuda else reference).encode(codes, scales, x)
+    (cuda if x.is_cuda else host).encode(codes, scales, x)
 
 
 def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -25,7 +25,7 @@ def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
     Cost on CUDA: codes and scales read once, out written once. Raises ValueError for tensors that are not so.
     """
     _check("decode_sum", out, codes, scales)
-    (cuda if out.is_cuda else reference).decode_sum(out, codes, scales)
+    (cuda if out.is_cuda else host).decode_sum(out, codes, scales)
 
 
 def _check(call: str, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

@@ -31,7 +31,8 @@ def pack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: 
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """(2,) float64: the sum of the squares of all elements, and 1 if one of them is not finite, else 0."""
-    elements = torch.cat([torch.zeros(1, dtype=torch.float64), *(tensor.double().flatten() for tensor in tensors)])
+    none = torch.zeros(1, dtype=torch.float64, device=tensors[0].device if tensors else None)
+    elements = torch.cat([none, *(tensor.double().flatten() for tensor in tensors)])
     return torch.stack([elements.square().sum(), (~elements.isfinite()).any().double()])
 
 

@@ -1,7 +1,7 @@
 """The kernels: host versions against the reference, CUDA ones compiled for every architecture and their launches checked.
 
-Without a GPU the real launch code runs against a double of CuPy whose kernels follow the tables through this process's memory,
-block by block, as kernels.cu does: what a launch would touch is what the double touches. On a GPU the kernels themselves run.
+Without a GPU the real launch code runs against a double of CuPy, and the kernels of kernels.cu on the host's processor, in this
+process's memory: block by block and thread by thread, with the barriers, but not the machine code, of a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import shardrt  # noqa: F401  (makes shardrt.kernels importable from a checkout)
+from cuda_on_host import Kernels
 from ranks import skip_at_home
 from shardrt.kernels import add_into, cuda, decode_sum, encode, pack_into, reference, rescale, squared_norm, total_norm
 
@@ -103,15 +104,15 @@ def check_layouts(device: torch.device) -> None:
 
 def check_codes(device: torch.device, code: torch.dtype, dtype: torch.dtype) -> None:
     """Three rows of blocks: of every size of numbers, with zeros, a tiny block, and blocks that are not finite."""
-    for numel in (0, 1, 255, 256, 2049, 5000):
+    for numel in (0, 1, 255, 256, 2049, 66000):
         blocks = -(-numel // reference.BLOCK)
         (x,) = random((3 * numel,), dtype, lead=1)
         x = x.view(3, numel) * 10.0 ** torch.linspace(-6, 3, numel).to(dtype)
         x[0, 256:300], x[1, 512:1024], x[2, 1024:1030], x[2, 2048:2049] = 0, 1e-38, float("nan"), float("-inf")
         rows = [(torch.zeros(3, numel).to(code).to(d), torch.zeros(3, blocks, device=d)) for d in (CPU, device)]
-        for d, (codes, scales) in zip((CPU, device), rows, strict=True):
+        for encoder, (codes, scales) in zip((reference.encode, encode), rows, strict=True):
             for r in range(3):
-                (reference.encode if d is CPU else encode)(codes[r], scales[r], x[r].to(d))
+                encoder(codes[r], scales[r], x[r].to(codes.device))
         assert torch.equal(rows[1][0].cpu().view(torch.uint8), rows[0][0].view(torch.uint8))
         assert torch.equal(rows[1][1].cpu().view(torch.int32) & 0x7FFFFFFF, rows[0][1].view(torch.int32) & 0x7FFFFFFF)
         outs = [torch.ones(numel, dtype=dtype), torch.ones(numel, dtype=dtype, device=device)]
@@ -132,6 +133,11 @@ def test_host_pack(out: torch.dtype, inp: torch.dtype) -> None:
 def test_host_norm_and_rescale(dtype: torch.dtype) -> None:
     check_norm(CPU, dtype)
     check_rescale(CPU, dtype)
+
+
+@pytest.mark.parametrize(("code", "dtype"), CODINGS, ids=lambda dtype: name(dtype))
+def test_host_codes(code: torch.dtype, dtype: torch.dtype) -> None:
+    check_codes(CPU, code, dtype)
 
 
 def test_host_layouts() -> None:
@@ -177,10 +183,24 @@ def test_code_tensors_are_checked() -> None:
 # ---------------------------------------------------------------------- the launches, without a GPU
 
 
+def coding_kernels(code: torch.dtype, dtype: torch.dtype) -> list[str]:
+    """What encodes and decodes."""
+    return [f"encode<{cuda.CODES[code]}, {cuda.FLOATS[dtype]}>", f"decode_sum<{cuda.FLOATS[dtype]}, {cuda.CODES[code]}>"]
+
+
+EVERY_KERNEL = [
+    *(f"copy<{word}>" for word in cuda.WORDS.values()),
+    *(f"{base}<{one}>" for base in ("rescale", "squares") for one in cuda.FLOATS.values()),
+    *(f"pack<{cuda.FLOATS[out]}, {cuda.FLOATS[inp]}, {adds}>" for out, inp in PAIRS for adds in ("true", "false")),
+    *(kernel for pair in CODINGS for kernel in coding_kernels(*pair)),
+]
+
+
 @dataclass
 class Double:
-    """CuPy, as far as it is used. Its kernels work in this process's memory; `launches` has their names and grids."""
+    """CuPy, as far as it is used. `kernels` work in this process's memory; `launches` has their names and grids."""
 
+    kernels: Kernels
     launches: list[tuple[str, int]] = field(default_factory=list)
     uploads: int = 0
     streams: list[int] = field(default_factory=list)
@@ -217,24 +237,6 @@ class CurrentStream:
     def __exit__(self, *_: object) -> None: ...
 
 
-TYPES = {text: dtype for dtype, text in cuda.FLOATS.items()} | {
-    "u8": torch.uint8,
-    "u16": torch.int16,
-    "u32": torch.int32,
-    "u64": torch.int64,
-    "i8": torch.int8,
-    "e4m3": torch.float8_e4m3fn,
-}
-
-
-def at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in this process's memory."""
-    if numel == 0:
-        return torch.empty(0, dtype=dtype)
-    memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype)
-
-
 @dataclass
 class Run:
     """A kernel of the double."""
@@ -247,64 +249,18 @@ class Run:
         assert len(grid) == len(block) == 1
         assert grid[0] > 0
         assert all(type(arg) in (int, float) for arg in args), args
-        base, _, inner = self.kernel.rstrip(">").partition("<")
-        getattr(self, base)(grid[0], block[0], args, [TYPES.get(each) for each in inner.split(", ")])
+        self.double.kernels.launch(self.kernel, grid[0], block[0], args)
 
-    def parts(self, grid: int, args: tuple[Any, ...], dtypes: list[torch.dtype]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """For each block, what it works on: of each list, a piece of a tensor."""
-        addresses, table, n = args[:3]
-        where, what = at(addresses, n * len(dtypes), torch.int64).tolist(), at(table, 2 * n + grid, torch.int64).tolist()
-        size = cuda.CHUNK_NBYTES // max(dtype.itemsize for dtype in dtypes)
-        for block, i in enumerate(what[2 * n :]):
-            start = (block - what[n + i]) * size
-            count = min(what[i] - start, size)
-            assert count > 0
-            pieces = [(where[k * n + i] + start * dtype.itemsize, dtype) for k, dtype in enumerate(dtypes)]
-            yield block, [at(address, count, dtype) for address, dtype in pieces]
 
-    def copy(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
-        assert (block, len(args)) == (cuda.THREADS, 3)
-        for _, (out, inp) in self.parts(grid, args, dtypes * 2):
-            out.copy_(inp)
-
-    def pack(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
-        assert (block, len(args), type(args[3])) == (cuda.THREADS, 4, float)
-        for _, (out, inp) in self.parts(grid, args, dtypes[:2]):
-            reference.pack([out], [inp], args[3], self.kernel.endswith("true>"))
-
-    def rescale(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
-        assert (block, len(args)) == (cuda.THREADS, 4)
-        for _, (out,) in self.parts(grid, args, dtypes):
-            reference.rescale([out], at(args[3], 1, torch.float64)[0])
-
-    def squares(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
-        assert (block, len(args)) == (cuda.THREADS, 5)
-        for chunk, (inp,) in self.parts(grid, args, dtypes):
-            at(args[3] + 16 * (args[4] + chunk), 2, torch.float64).copy_(reference.squared_norm([inp]))
-
-    def finish(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
-        assert (grid, block, len(args)) == (1, cuda.FINISH_THREADS, 3)
-        sums = at(args[1], 2 * args[2], torch.float64).view(-1, 2).sum(0)
-        at(args[0], 2, torch.float64).copy_(torch.stack([sums[0], sums[1].bool().double()]))
-
-    def encode(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
-        codes, scales, x, n = args
-        blocks = -(-n // reference.BLOCK)
-        assert (block, grid) == (cuda.THREADS, -(-blocks // (cuda.THREADS // 32)))
-        reference.encode(at(codes, n, dtypes[0]), at(scales, blocks, torch.float32), at(x, n, dtypes[1]))
-
-    def decode_sum(self, grid: int, block: int, args: tuple[Any, ...], dtypes: list[Any]) -> None:
-        out, codes, scales, rows, n = args
-        blocks = -(-n // reference.BLOCK)
-        assert (block, grid) == (cuda.THREADS, -(-blocks // (cuda.THREADS // 32)))
-        scales = at(scales, rows * blocks, torch.float32).view(rows, blocks)
-        reference.decode_sum(at(out, n, dtypes[0]), at(codes, rows * n, dtypes[1]).view(rows, n), scales)
+@pytest.fixture(scope="session")
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(cuda.SOURCE.read_text(), EVERY_KERNEL, tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture
-def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
+def double(monkeypatch: pytest.MonkeyPatch, on_host: Kernels) -> Iterator[Double]:
     """CPU tensors take the way of CUDA ones, as far as the double."""
-    made = Double()
+    made = Double(on_host)
     stream = SimpleNamespace(from_external=made.from_external)
     cupy = SimpleNamespace(RawModule=made.module, cuda=SimpleNamespace(Stream=stream))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -313,10 +269,10 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
     monkeypatch.setattr(cuda, "_upload", made.upload)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(cuda, "_plans", {})
-    for cached in (cuda._kernel, cuda._cupys, cuda._addresses):
+    for cached in (cuda._kernel, cuda._cupys, cuda._addresses, cuda._arrived):
         cached.cache_clear()
     yield made
-    for cached in (cuda._kernel, cuda._cupys, cuda._addresses):
+    for cached in (cuda._kernel, cuda._cupys, cuda._addresses, cuda._arrived):
         cached.cache_clear()
 
 
@@ -331,18 +287,12 @@ def test_launched_pack(double: Double, out: torch.dtype, inp: torch.dtype) -> No
 def test_launched_norm_and_rescale(double: Double, dtype: torch.dtype) -> None:
     check_norm(CPU, dtype)
     check_rescale(CPU, dtype)
-    assert {grid for kernel, grid in double.launches if kernel == "finish"} == {1}
 
 
 @pytest.mark.parametrize(("code", "dtype"), CODINGS, ids=lambda dtype: name(dtype))
 def test_launched_codes(double: Double, code: torch.dtype, dtype: torch.dtype) -> None:
-    x, codes, scales = torch.randn(5000).to(dtype), torch.zeros(1, 5000).to(code), torch.zeros(1, 20)
-    expected, out = torch.zeros_like(x), torch.zeros_like(x)
-    encode(codes[0], scales[0], x)
-    decode_sum(out, codes, scales)
-    reference.decode_sum(expected, codes, scales)
-    assert torch.equal(out, expected)
-    assert double.launches == [(kernel, 3) for kernel in coding_kernels(code, dtype)]
+    check_codes(CPU, code, dtype)
+    assert {kernel for kernel, _ in double.launches} == set(coding_kernels(code, dtype))
 
 
 def test_launched_layouts(double: Double) -> None:
@@ -358,7 +308,31 @@ def test_launched_mixture(double: Double) -> None:
     tensors = [t for dtype in FLOATS for t in random((5, 9000), dtype)] + [torch.ones(6, 4).t()[::2]]
     got = squared_norm(tensors, CPU)
     assert torch.allclose(got, reference.squared_norm(tensors), rtol=1e-5)
-    assert len(double.launches) == len(FLOATS) + 1
+    assert len(double.launches) == len(FLOATS)
+
+
+def test_launched_norm_of_many_chunks(double: Double) -> None:
+    """More of them than the last block has threads; always in the same order, though blocks arrive in another."""
+    tensors = [torch.randn(300 * cuda.CHUNK_NBYTES // 8 + 1, dtype=torch.float64)]
+    found = squared_norm(tensors, CPU)
+    assert torch.allclose(found, reference.squared_norm(tensors), rtol=1e-12)
+    assert torch.equal(squared_norm(tensors, CPU), found)
+    assert double.launches == [("squares<double>", 301)] * 2
+
+
+@pytest.mark.parametrize("kernel", ["copy<u8>", "pack<float, f16, false>"])
+def test_launched_beyond_32_bits(double: Double, kernel: str) -> None:
+    """A launch of nothing but the last chunk of a tensor of more than 3 * 2**32 elements."""
+    out, inp = (
+        (torch.zeros(5), torch.ones(5).half()) if "pack" in kernel else (torch.zeros(5, dtype=torch.int8), torch.ones(5).char())
+    )
+    chunk = cuda.CHUNK_NBYTES // out.element_size()
+    start = 3 * 2**32 // chunk * chunk
+    addresses = torch.tensor([tensor.data_ptr() - start * tensor.element_size() for tensor in (out, inp)])
+    geometry = torch.tensor([start + 5, -start // chunk, 0])  # the block is its first, and so chunk 0 lies far before
+    scale = (1.0,) if "pack" in kernel else ()
+    double.kernels.launch(kernel, 1, cuda.THREADS, (addresses.data_ptr(), geometry.data_ptr(), 1, *scale))
+    assert torch.equal(out, inp.to(out.dtype))
 
 
 def test_tables_are_kept(double: Double) -> None:
@@ -416,27 +390,14 @@ def test_offsets_beyond_32_bits() -> None:
 # ---------------------------------------------------------------------- compiled, without a GPU
 
 
-EVERY_KERNEL = [
-    "finish",
-    *(f"copy<{word}>" for word in cuda.WORDS.values()),
-    *(f"{base}<{one}>" for base in ("rescale", "squares") for one in cuda.FLOATS.values()),
-    *(f"pack<{cuda.FLOATS[out]}, {cuda.FLOATS[inp]}, {adds}>" for out, inp in PAIRS for adds in ("true", "false")),
-]
-
-
-def coding_kernels(code: torch.dtype, dtype: torch.dtype) -> list[str]:
-    code_name, float_name = cuda.CODES[code], cuda.FLOATS[dtype]
-    return [f"encode<{code_name}, {float_name}>", f"decode_sum<{float_name}, {code_name}>"]
-
-
-def nvrtc() -> ctypes.CDLL:
+def nvrtc(wheel: str) -> ctypes.CDLL:
     """The library of the wheel."""
-    for wheel in ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"):  # the second is CUDA 13's
-        with suppress(importlib.metadata.PackageNotFoundError):
-            files = importlib.metadata.files(wheel) or []
-            (path,) = (Path(str(file.locate())) for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name))
-            return ctypes.CDLL(str(path))
-    skip_at_home("NVRTC is not installed: pip install nvidia-cuda-nvrtc-cu12")
+    try:
+        files = importlib.metadata.files(wheel) or []
+    except importlib.metadata.PackageNotFoundError:
+        skip_at_home(f"NVRTC is not installed: pip install {wheel}")
+    (path,) = (Path(str(file.locate())) for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name))
+    return ctypes.CDLL(str(path))
 
 
 def read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
@@ -447,20 +408,20 @@ def read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
     return buffer.raw
 
 
+@pytest.mark.parametrize("wheel", ["nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"])  # the second is CUDA 13's
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_kernels_compile(arch: str) -> None:
+def test_kernels_compile(arch: str, wheel: str) -> None:
     """To machine code, with the options of CuPy, without a word from the compiler; every name is a symbol."""
-    library, program = nvrtc(), ctypes.c_void_p()
+    library, program = nvrtc(wheel), ctypes.c_void_p()
     source = cuda.SOURCE.read_bytes()
     assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
-    kernels = EVERY_KERNEL + [kernel for pair in CODINGS for kernel in coding_kernels(*pair)]
-    for kernel in kernels:
+    for kernel in EVERY_KERNEL:
         assert library.nvrtcAddNameExpression(program, kernel.encode()) == 0
     options = [option.encode() for option in (*cuda.OPTIONS, "-ftz=true", f"--gpu-architecture={arch}")]
     code = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     assert (code, read(library, program, "ProgramLog").strip(b"\0\n ")) == (0, b"")
     binary, symbol = read(library, program, "CUBIN"), ctypes.c_char_p()
-    for kernel in kernels:
+    for kernel in EVERY_KERNEL:
         assert library.nvrtcGetLoweredName(program, kernel.encode(), ctypes.byref(symbol)) == 0
         assert b".text." + (symbol.value or b"?") + b"\0" in binary, kernel
     library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -471,7 +432,6 @@ def test_constants_are_those_of_the_source() -> None:
     assert {key: int(value) for key, value in found.items()}.items() >= {
         "THREADS": cuda.THREADS,
         "CHUNK_BYTES": cuda.CHUNK_NBYTES,
-        "FINISH_THREADS": cuda.FINISH_THREADS,
         "BLOCK": reference.BLOCK,
     }.items()
 

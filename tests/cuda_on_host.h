@@ -1,0 +1,156 @@
+// CUDA's C++ on the host, as far as kernels.cu goes: a block's threads are fibres that take turns, blocks run one by one.
+// Every other launch runs threads and blocks from the last to the first, so that what rests on an order shows.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __shared__ static
+#define __launch_bounds__(threads)
+
+struct Index { unsigned x; };
+static Index blockIdx, threadIdx, gridDim;
+struct alignas(16) double2 { double x, y; };
+using std::max;
+
+namespace host {
+constexpr unsigned MOST_THREADS = 1024, WARP = 32, STACK_BYTES = 1 << 16;
+struct Meeting { unsigned arrived = 0, round = 0; };
+struct Fibre { ucontext_t context; bool done; };
+Fibre fibres[MOST_THREADS];
+Meeting of_block, of_warp[MOST_THREADS / WARP];
+unsigned long long slots[MOST_THREADS];  // what a thread shows the others of its warp
+ucontext_t scheduler;
+unsigned threads;
+bool progress, backwards;
+std::function<void()> body;
+
+void meet(Meeting &meeting, unsigned size) {
+    const unsigned round = meeting.round, self = threadIdx.x;
+    if (++meeting.arrived == size) {
+        meeting.arrived = 0;
+        meeting.round++;
+        progress = true;
+    } else
+        while (meeting.round == round) swapcontext(&fibres[self].context, &scheduler);
+}
+
+void enter() {
+    body();
+    fibres[threadIdx.x].done = progress = true;
+}
+
+// False if threads wait at a barrier to which others do not come.
+bool run_block() {
+    static std::vector<char> stacks(std::size_t(MOST_THREADS) * STACK_BYTES);
+    of_block = Meeting();
+    std::fill(of_warp, of_warp + MOST_THREADS / WARP, Meeting());
+    for (unsigned i = 0; i < threads; i++) {
+        fibres[i].done = false;
+        getcontext(&fibres[i].context);
+        fibres[i].context.uc_stack.ss_sp = &stacks[std::size_t(i) * STACK_BYTES];
+        fibres[i].context.uc_stack.ss_size = STACK_BYTES;
+        fibres[i].context.uc_link = &scheduler;
+        makecontext(&fibres[i].context, enter, 0);
+    }
+    for (progress = true; progress;) {
+        progress = false;
+        for (unsigned i = 0; i < threads; i++) {
+            threadIdx.x = backwards ? threads - 1 - i : i;
+            if (!fibres[threadIdx.x].done) swapcontext(&scheduler, &fibres[threadIdx.x].context);
+        }
+    }
+    return std::all_of(fibres, fibres + threads, [](const Fibre &fibre) { return fibre.done; });
+}
+
+bool launch(unsigned blocks, unsigned block_threads, std::function<void()> kernel) {
+    body = std::move(kernel);
+    threads = block_threads;
+    gridDim.x = blocks;
+    backwards = !backwards;
+    bool good = true;
+    for (unsigned b = 0; b < blocks && good; b++) {
+        blockIdx.x = backwards ? blocks - 1 - b : b;
+        good = run_block();
+    }
+    return good;
+}
+
+// Every argument is eight bytes: a pointer, an i64 or a double.
+template <typename T> T of_bits(unsigned long long bits) {
+    static_assert(sizeof(T) == sizeof bits);
+    T value;
+    std::memcpy(&value, &bits, sizeof bits);
+    return value;
+}
+template <typename... P, std::size_t... I>
+std::function<void()> with_args(void (*kernel)(P...), const unsigned long long *args, std::index_sequence<I...>) {
+    return [=] { kernel(of_bits<P>(args[I])...); };
+}
+template <typename... P>
+bool call(void (*kernel)(P...), unsigned blocks, unsigned threads, const unsigned long long *args, unsigned count) {
+    return count == sizeof...(P) && threads <= MOST_THREADS && threads % WARP == 0 &&
+           launch(blocks, threads, with_args(kernel, args, std::index_sequence_for<P...>()));
+}
+
+template <typename T, typename F> auto in_warp(T x, F f) {
+    static_assert(sizeof(T) <= sizeof slots[0]);
+    Meeting &warp = of_warp[threadIdx.x / WARP];
+    std::memcpy(&slots[threadIdx.x], &x, sizeof x);
+    meet(warp, WARP);
+    const T found = f([](unsigned lane) {
+        T value;
+        std::memcpy(&value, &slots[threadIdx.x / WARP * WARP + lane], sizeof value);
+        return value;
+    });
+    meet(warp, WARP);
+    return found;
+}
+}  // namespace host
+
+static void __syncthreads() { host::meet(host::of_block, host::threads); }
+static void __threadfence() {}
+template <typename T> T __shfl_down_sync(unsigned, T x, unsigned step) {
+    return host::in_warp(x, [=](auto of) { return threadIdx.x % host::WARP + step < host::WARP ? of(threadIdx.x % host::WARP + step) : x; });
+}
+static unsigned __reduce_max_sync(unsigned, unsigned x) {
+    return host::in_warp(x, [=](auto of) {
+        unsigned most = x;
+        for (unsigned lane = 0; lane < host::WARP; lane++) most = max(most, of(lane));
+        return most;
+    });
+}
+static unsigned atomicInc(unsigned *address, unsigned last) {
+    const unsigned found = *address;
+    *address = found >= last ? 0 : found + 1;
+    return found;
+}
+template <typename T> T __ldcg(const T *address) { return *address; }
+
+static float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+static unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
+static int __float2int_rn(float x) { return (int)std::nearbyint(x); }
+static double __dmul_rn(double a, double b) { return a * b; }
+static double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+
+// PTX instructions, each under its name.
+static float mul_rn_f32(float a, float b) { return a * b; }
+static float add_rn_f32(float a, float b) { return a + b; }
+static float fma_rn_f32(float a, float b, float c) { return std::fma(a, b, c); }
+static float div_rn_f32(float a, float b) { return a / b; }
+static float cvt_rn_f32_f64(double a) { return (float)a; }
+static double cvt_f64_f32(float a) { return a; }
+static unsigned short cvt_rn_f16_f32(float a) { _Float16 h = a; unsigned short bits; std::memcpy(&bits, &h, 2); return bits; }
+static float cvt_f32_f16(unsigned short bits) { _Float16 h; std::memcpy(&h, &bits, 2); return h; }
+static unsigned short cvt_rn_bf16_f32(float a) {
+    const unsigned bits = __float_as_uint(a);
+    return std::isnan(a) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
