@@ -80,7 +80,7 @@ SUITES: dict[str, tuple[Check, ...]] = {
         *training.REPLAY,
         *training.COMPILED,
     ),
-    "together": (versions, collectives.moves, collectives.reductions, collectives.groups, *training.PARITY),
+    "together": (versions, collectives.moves, collectives.reductions, collectives.groups, *training.PARITY, *training.COMPILED),
     "stuck": (training.stuck,),
 }
 

@@ -22,7 +22,7 @@ COLUMNS = (
     ("pack f32 to bf16, by copy", "bandwidths", "pack f32 to bf16"),
     ("unpack, by copy", "bandwidths", "unpack bf16 to f32"),
     ("norm, by copy", "bandwidths", "norm f32"),
-    ("launch of 100, µs", "launches", "host us"),
+    ("launch of 100, µs", "launches", "pack, host us"),
     ("GPT step, by FSDP2's", "bench gpt-1b", "ms by FSDP2"),
     ("peak below FSDP2's, MiB", "bench gpt-1b", "MiB below FSDP2"),
     ("host, by FSDP2's", "bench tiny", "host by FSDP2"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from statistics import median
+from unittest import mock
 
 import torch
 
@@ -126,29 +127,33 @@ def bandwidths(world: World) -> Found:
 
 
 def launches(world: World) -> Found:
-    """Host time of packing 100 small tensors, and that it takes one launch."""
+    """That 100 small tensors are packed, unpacked and normed in a launch each, and what it costs the host."""
     if world.device.type == "cpu":
         return Found(skipped="nothing is launched on the host")
     found, names, launch = Found(), list[str](), cuda.launch
     small = [torch.randn(1000, device=world.device) for _ in range(100)]
     flat = views(small, torch.bfloat16)
-    kernels.pack_into(flat, small)
+    cases: dict[str, tuple[str, Callable[[], object]]] = {  # the kernel, what launches it
+        "pack": ("pack<bf16, float, false>", lambda: kernels.pack_into(flat, small)),
+        "unpack": ("pack<float, bf16, false>", lambda: kernels.pack_into(small, flat)),
+        "norm": ("squares<float>", lambda: kernels.squared_norm(small, world.device)),
+    }
 
     def counted(name: str, blocks: int, threads: int, args: tuple[int | float, ...], device: torch.device) -> None:
         names.append(name)
         launch(name, blocks, threads, args, device)
 
-    cuda.launch = counted
-    try:
-        kernels.pack_into(flat, small)
-    finally:
-        cuda.launch = launch
-    assert names == ["pack<bf16, float, false>"], names
-    times = []
-    for _ in range(200):
-        start = time.perf_counter()
-        kernels.pack_into(flat, small)
-        times.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
-    found.figure("host us", median(times) * 1e6, most=15.0)
+    for case, (kernel, fn) in cases.items():
+        fn()
+        names.clear()
+        with mock.patch.object(cuda, "launch", counted):
+            fn()
+        assert names == [kernel], f"{case}: {names}"
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            fn()
+            times.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+        found.figure(f"{case}, host us", median(times) * 1e6, most=15.0)
     return found

@@ -7,10 +7,12 @@ import json
 import shutil
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,7 +20,9 @@ from torch import nn
 import shardrt
 from gpu.checks import Found
 from models import BYTES, GPT, GPTConfig, next_byte_loss, shard
-from shardrt.comm import World
+from shardrt.comm import Stream, World, current_stream
+from shardrt.group import ParamGroup
+from shardrt.runtime import Runtime
 
 STEPS = 3
 FLOAT32 = shardrt.MixedPrecisionPolicy()
@@ -226,12 +230,63 @@ def streams(world: World) -> Found:
     stray = sum(stream == default for stream, _, _ in step)
     assert not stray, f"{stray} of {len(step)} kernels and copies ran on the legacy default stream"
     beside = [(start, end) for stream, start, end in step if stream != own]
-    computing = [(start, end) for stream, start, end in step if stream == own]
+    hidden = _hidden(beside, [(start, end) for stream, start, end in step if stream == own])
     assert beside, "nothing ran beside compute"
-    hidden = sum(min(end, e) - max(start, s) for start, end in beside for s, e in computing if s < end and start < e)
     found.figure("under compute", hidden / sum(end - start for start, end in beside), least=0.5)
     assert hidden > 0, f"none of {len(beside)} gathers and reductions ran while compute did"
     return found
+
+
+class Mark:
+    """When a stream gets to a point: a CUDA event, or on the host the clock."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._at = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if stream.device.type == "cuda" else None
+        if self._event is not None:
+            stream.submit(self._event.record)
+
+    def since(self, first: Mark) -> float:
+        """Milliseconds between them, once both have passed."""
+        if self._event is None or first._event is None:
+            return (self._at - first._at) * 1e3
+        return first._event.elapsed_time(self._event)
+
+
+def overlap(world: World) -> Found:
+    """Events around each gather and each block: gathers run while blocks compute."""
+    on_gpu, gather_ahead = world.device.type == "cuda", Runtime.gather_ahead
+    with torch.cuda.stream(torch.cuda.Stream(world.device)) if on_gpu else nullcontext():
+        job, gathers, blocks = Job(world), list[tuple[Mark, Mark]](), list[tuple[Mark, Mark]]()
+        compute, begun = current_stream(world.device), list[Mark]()
+
+        def marked(runtime: Runtime, groups: list[ParamGroup]) -> None:
+            begin = Mark(runtime.streams.gather)
+            gather_ahead(runtime, groups)
+            gathers.append((begin, Mark(runtime.streams.gather)))
+
+        for block in job.model.blocks:
+            block.register_forward_pre_hook(lambda *_: begun.append(Mark(compute)))
+            block.register_forward_hook(lambda *_: blocks.append((begun.pop(), Mark(compute))))
+        with mock.patch.object(Runtime, "gather_ahead", marked):
+            if on_gpu:
+                torch.cuda._sleep(50_000_000)  # cycles: the host gets ahead, as above
+            first = Mark(compute)
+            job.step()
+    if on_gpu:
+        torch.cuda.synchronize(world.device)
+    spans = [[(begin.since(first), end.since(first)) for begin, end in pairs] for pairs in (gathers, blocks)]
+    hidden, total = _hidden(*spans), sum(end - begin for begin, end in spans[0])
+    found = Found()
+    found.figure("ms of gathers", total)
+    found.figure("under compute", hidden / total, least=0.5 if on_gpu else None)
+    assert hidden > 0 or not on_gpu, f"none of {len(gathers)} gathers ran while one of {len(blocks)} blocks computed"
+    return found
+
+
+def _hidden(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """How much of `some` lies in `others`, which do not overlap each other."""
+    return sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in some for b, e in others)
 
 
 Span = tuple[int, float, float]  # stream, start and end in microseconds
@@ -273,4 +328,4 @@ PARITY: tuple[Callable[[World], Found | None], ...] = (
     gpt_bfloat16,
 )
 COMPILED = (gpt_compiled_float32, gpt_compiled_bfloat16)
-REPLAY = (allocations, no_host_sync, streams)
+REPLAY = (allocations, no_host_sync, streams, overlap)
