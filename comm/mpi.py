@@ -100,7 +100,7 @@ class MpiCommunicator(Communicator):
         nbytes = numel * dtype.itemsize
         with self.watched("empty"):
             if self._windows is None or not min(self._control.allgather(self._windows.has_room(nbytes))):
-                return torch.empty(numel, dtype=dtype)
+                return torch.empty(numel, dtype=dtype, device="cpu")
             return self._windows.allocate(nbytes).view(dtype)
 
     def _close(self) -> None:

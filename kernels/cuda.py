@@ -80,12 +80,12 @@ def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @lru_cache(_TABLES)
 def _addresses(device: torch.device, stream: int, addresses: tuple[int, ...]) -> torch.Tensor:
-    return _upload(torch.tensor(addresses, dtype=torch.int64), device)
+    return _upload(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
 
 
 def geometry(numels: Sequence[int], chunk: int) -> torch.Tensor:
     """(2 * n + chunks,) int64 for n tensors, in chunks of at most `chunk` elements: see kernels.cu."""
-    elements = torch.tensor(numels, dtype=torch.int64)
+    elements = torch.tensor(numels, dtype=torch.int64, device="cpu")
     chunks = (elements + chunk - 1) // chunk
     return torch.cat([elements, chunks.cumsum(0) - chunks, torch.repeat_interleave(chunks)])
 
@@ -188,7 +188,7 @@ def _single_name(tensor: torch.Tensor, kernel: str) -> str | None:
 
 @lru_cache(_TABLES)
 def _arrived(device: torch.device, stream: int) -> torch.Tensor:
-    return _upload(torch.zeros(1, dtype=torch.int64), device)
+    return _upload(torch.zeros(1, dtype=torch.int64, device="cpu"), device)
 
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

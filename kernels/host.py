@@ -34,10 +34,10 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """See `reference.squared_norm`. Only if a norm is not finite are the elements looked at: squares may be too large alone."""
     if not tensors:
-        return torch.zeros(2, dtype=torch.float64)
+        return torch.zeros(2, dtype=torch.float64, device="cpu")
     each = norms(tensors, 2.0)
     bad = not each.isfinite().all() and not all(tensor.isfinite().all() for tensor in tensors)
-    return torch.stack([each.square().sum(), torch.tensor(float(bad), dtype=torch.float64)])
+    return torch.stack([each.square().sum(), each.new_tensor(bad)])
 
 
 def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
 def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """See `reference.decode_sum`."""
     for elements, blocks, size in _pieces(len(out)):
-        total = torch.zeros(out[elements].view(-1, size).shape)
+        total = torch.zeros(out[elements].view(-1, size).shape, device="cpu")
         for row, scale in zip(codes[:, elements], scales[:, blocks], strict=True):
             values, unit = _floats(row.view(-1, size))
             total += values.mul_((scale * unit)[:, None])

@@ -183,7 +183,7 @@ class ParamGroup:
         if not self.offloads:
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.mesh.device)
         assert isinstance(self.offload_policy, CPUOffloadPolicy)
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.offload_policy.pin_memory)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self.offload_policy.pin_memory)
 
     def refuse_unready(self) -> None:
         """RuntimeError if the parameters have no values yet, or only some of its modules were moved or cast."""

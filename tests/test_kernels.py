@@ -360,6 +360,16 @@ def test_other_tensors_get_another_plan(double: Double) -> None:
     assert [kernel for kernel, _ in double.launches] == ["copy<u32>", "pack<float, f16, false>", "copy<u32>", "copy<u32>"]
 
 
+def test_launched_whatever_the_default_device(double: Double) -> None:
+    """Tables are made on the host."""
+    views, tensors, scale = random(NUMELS, torch.float32), random(NUMELS, torch.bfloat16), torch.tensor(0.5)
+    with torch.device("meta"):
+        pack_into(views, tensors)
+        rescale(views, scale)
+        assert squared_norm(views, CPU)[0] > 0
+    same(views, [tensor.float() * 0.5 for tensor in tensors])
+
+
 def test_nothing_to_do_is_no_launch(double: Double) -> None:
     pack_into([], [])
     pack_into([torch.zeros(0)], [torch.zeros(0)])

@@ -522,6 +522,22 @@ def test_the_copies_of_an_offload(world: World, dtype: torch.dtype | None) -> No
     assert model.param_group.runtime.account.in_use == 0
 
 
+@pytest.mark.parametrize("offload_policy", [None, Elsewhere(pin_memory=False)])
+@on_ranks(1, 2)
+def test_the_default_device_is_left_to_the_user(world: World, offload_policy: Elsewhere | None) -> None:
+    """What the runtime makes for itself lies where it has to, within `with torch.device(...)` too."""
+    whole, x = OddMLP().double(), batch(0)
+    sharded = copy.deepcopy(whole)
+    loss_of(whole, x).backward()
+    with torch.device("meta"):
+        shard_blocks(sharded, offload_policy=offload_policy)
+        loss_of(sharded, x.chunk(world.size)[world.rank]).backward()
+        shardrt.clip_grad_norm_(sharded.parameters(), 1.0)
+    nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    for param, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-6, atol=1e-12)
+
+
 @on_ranks(1, 2)
 def test_gathers_wait_for_a_given_event(world: World) -> None:
     model = shard_blocks(OddMLP().double())
