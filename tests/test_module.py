@@ -330,7 +330,7 @@ class Halves:
         return self.pool[self.used - nbytes : self.used]
 
     def __call__(self, out: torch.Tensor, inp: torch.Tensor, comm: Communicator, stream: Stream) -> Work:
-        gathered = torch.empty_like(out)
+        gathered = self.allocate(out.numel(), out.device)
         comm.all_gather(gathered, inp, stream=stream)
         stream.submit(lambda: out.copy_(gathered))
         return comm.barrier(stream=stream)

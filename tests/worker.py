@@ -1,4 +1,7 @@
-"""A rank of a test job: runs the bodies it is told to, until the connection closes. Started by `ranks.Job`."""
+"""A rank of a test job: runs the bodies it is told to, until the connection closes. Started by `ranks.Job`.
+
+SHARDRT_TEST_DEVICE=cuda has it do so on GPUs, one for each rank, or under fake_cuda/run.py, where races fail a test.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ import shardrt
 def main() -> None:
     """Connect, then run bodies and answer None or a traceback for each."""
     address, folder = sys.argv[1:]
-    world = shardrt.init("cpu")
+    device = os.environ.get("SHARDRT_TEST_DEVICE", "cpu")
+    world = shardrt.init(device)
     torch.set_num_threads(1)
     with open(os.path.join(folder, f"stacks-{world.rank}"), "w") as stacks, Client(address) as connection:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -30,10 +34,20 @@ def main() -> None:
                 return
             torch.manual_seed(0)
             try:
+                if device != "cpu":
+                    torch.set_default_device(device)
                 getattr(importlib.import_module(module), body).__wrapped__(world, **parameters)
+                if "FAKE_GPUS" in os.environ:
+                    refuse_races()
                 connection.send(None)
             except BaseException:
                 connection.send(traceback.format_exc())
+
+
+def refuse_races() -> None:
+    """AssertionError if streams have raced since the last call."""
+    races = importlib.import_module("sitecustomize").races()
+    assert not races, races
 
 
 if __name__ == "__main__":

@@ -1,0 +1,258 @@
+// NCCL between processes without a GPU: ranks meet in shared memory and read each other's buffers (process_vm_readv), at the call
+// or at the end of its group. Reductions add rank by rank, each step rounded to the dtype. A collective that is not the same on all
+// ranks ends the job with a word of both; ranks in different orders wait for ever, as they would.
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <type_traits>
+#include <vector>
+
+extern "C" void fake_access(void *stream, size_t address, size_t nbytes, int writes, const char *name);
+extern "C" int cudaMalloc(void **, size_t);
+extern "C" int cudaFree(void *);
+
+namespace {
+enum Kind { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, REDUCE, BROADCAST, ALL_TO_ALL, SEND, RECV };
+const char *const NAMES[] = {"ncclAllGather", "ncclReduceScatter", "ncclAllReduce", "ncclReduce",
+                             "ncclBroadcast", "ncclAlltoAll",      "ncclSend",      "ncclRecv"};
+constexpr int SUM = 0, PROD = 1, MAX = 2, MIN = 3, AVG = 4;  // ncclRedOp_t; what is above is a pre-multiplied sum
+constexpr int MOST_RANKS = 8, MOST_CALLS = 4096;             // of a group
+struct Call { Kind kind; const void *inp; void *out; size_t count; int dtype, op, peer; void *stream; };
+struct Shared {
+    std::atomic<int> arrived, round;
+    pid_t pids[MOST_RANKS];
+    Call calls[MOST_RANKS][MOST_CALLS];
+    std::atomic<int> sent[MOST_RANKS][MOST_RANKS], received[MOST_RANKS][MOST_RANKS];
+    Call sends[MOST_RANKS][MOST_RANKS][64];  // a ring for each pair
+};
+struct Comm { int rank, size; Shared *shared; std::vector<Call> queue; std::map<int, double> factors; };
+thread_local int depth = 0;  // of open groups
+thread_local std::vector<Comm *> grouped;
+
+size_t width(int dtype) { return (const size_t[]){1, 1, 4, 4, 8, 8, 2, 4, 8, 2}[dtype]; }  // by ncclDataType_t
+
+[[noreturn]] void refuse(const Call &one, const Call &other) {
+    fprintf(stderr, "the ranks differ: %s of %zu, %s of %zu\n", NAMES[one.kind], one.count, NAMES[other.kind], other.count);
+    abort();
+}
+
+void meet(Comm *comm) {
+    const int round = comm->shared->round;
+    if (++comm->shared->arrived == comm->size) {
+        comm->shared->arrived = 0;
+        comm->shared->round++;
+    } else
+        while (comm->shared->round == round) sched_yield();
+}
+
+void read(Comm *comm, int peer, const void *from, void *to, size_t nbytes) {
+    for (size_t done = 0; done < nbytes;) {
+        iovec own{(char *)to + done, nbytes - done}, other{(char *)from + done, nbytes - done};
+        const ssize_t got = process_vm_readv(comm->shared->pids[peer], &own, 1, &other, 1, 0);
+        if (got <= 0) {
+            perror("process_vm_readv");
+            abort();
+        }
+        done += got;
+    }
+}
+
+struct BFloat16 {
+    uint16_t bits;
+    BFloat16() = default;
+    BFloat16(float x) {
+        uint32_t wide;
+        memcpy(&wide, &x, 4);
+        bits = x != x ? 0x7fff : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+    }
+    operator float() const {
+        const uint32_t wide = (uint32_t)bits << 16;
+        float x;
+        memcpy(&x, &wide, 4);
+        return x;
+    }
+};
+
+template <typename T> void add(void *into, const void *from, size_t count, int op, double factor, bool first) {
+    T *sums = (T *)into;
+    for (size_t i = 0; i < count; i++) {
+        T x = ((const T *)from)[i];
+        if constexpr (!std::is_integral_v<T>)
+            if (op >= AVG) x = T(x * T(factor));
+        if (first) sums[i] = x;
+        else if (op == PROD) sums[i] = T(sums[i] * x);
+        else if (op == MAX) sums[i] = sums[i] < x ? x : sums[i];
+        else if (op == MIN) sums[i] = x < sums[i] ? x : sums[i];
+        else sums[i] = T(sums[i] + x);
+    }
+}
+using Add = void (*)(void *, const void *, size_t, int, double, bool);
+const Add ADDS[] = {add<int8_t>, add<uint8_t>, add<int32_t>, add<uint32_t>, add<int64_t>, add<uint64_t>,
+                    add<_Float16>, add<float>, add<double>, add<BFloat16>};
+
+void run_sends(Comm *comm, const std::vector<Call> &calls) {
+    const int rank = comm->rank;
+    for (const Call &call : calls)
+        if (call.kind == SEND) {
+            auto &sent = comm->shared->sent[rank][call.peer];
+            fake_access(call.stream, (size_t)call.inp, call.count * width(call.dtype), 0, NAMES[SEND]);
+            while (sent - comm->shared->received[rank][call.peer] >= 64) sched_yield();
+            comm->shared->sends[rank][call.peer][sent % 64] = call;
+            sent++;
+        }
+    for (const Call &call : calls)
+        if (call.kind == RECV) {
+            auto &received = comm->shared->received[call.peer][rank];
+            while (comm->shared->sent[call.peer][rank] == received) sched_yield();
+            const Call &send = comm->shared->sends[call.peer][rank][received % 64];
+            if (send.count != call.count) refuse(send, call);
+            fake_access(call.stream, (size_t)call.out, call.count * width(call.dtype), 1, NAMES[RECV]);
+            read(comm, call.peer, send.inp, call.out, call.count * width(call.dtype));
+            received++;
+        }
+    for (const Call &call : calls)
+        if (call.kind == SEND)
+            while (comm->shared->sent[rank][call.peer] != comm->shared->received[rank][call.peer]) sched_yield();
+}
+
+// This rank's result of the i-th of the calls that all ranks have shown; empty if it gets none.
+std::vector<char> result(Comm *comm, size_t i) {
+    const Call &own = comm->shared->calls[comm->rank][i];
+    const size_t nbytes = own.count * width(own.dtype);
+    const bool reduces = own.kind == REDUCE_SCATTER || own.kind == ALL_REDUCE || own.kind == REDUCE;
+    if (own.kind == REDUCE && own.peer != comm->rank) return {};
+    std::vector<char> out(own.kind == ALL_GATHER || own.kind == ALL_TO_ALL ? nbytes * comm->size : nbytes), block(nbytes);
+    for (int peer = 0; peer < comm->size; peer++) {
+        const Call &call = comm->shared->calls[peer][i];
+        if (call.kind != own.kind || call.count != own.count) refuse(own, call);
+        const size_t first = own.kind == REDUCE_SCATTER || own.kind == ALL_TO_ALL ? comm->rank * nbytes : 0;
+        if (own.kind == BROADCAST && peer != own.peer) continue;
+        read(comm, peer, (const char *)call.inp + first, block.data(), nbytes);
+        const double factor = own.op == AVG ? 1.0 / comm->size : own.op > AVG ? comm->factors[own.op] : 1.0;
+        if (reduces) ADDS[own.dtype](out.data(), block.data(), own.count, own.op, factor, peer == 0);
+        else memcpy(out.data() + (own.kind == BROADCAST ? 0 : peer * nbytes), block.data(), nbytes);
+    }
+    return out;
+}
+
+void run(Comm *comm) {
+    std::vector<Call> collectives, sends;
+    for (const Call &call : comm->queue) (call.kind == SEND || call.kind == RECV ? sends : collectives).push_back(call);
+    comm->queue.clear();
+    if (!sends.empty()) run_sends(comm, sends);
+    if (collectives.empty()) return;
+    if (collectives.size() > MOST_CALLS) abort();
+    std::copy(collectives.begin(), collectives.end(), comm->shared->calls[comm->rank]);
+    meet(comm);
+    std::vector<std::vector<char>> results;
+    for (size_t i = 0; i < collectives.size(); i++) {
+        const Call &call = collectives[i];
+        const bool whole = call.kind == REDUCE_SCATTER || call.kind == ALL_TO_ALL, silent = call.kind == BROADCAST && call.peer != comm->rank;
+        const size_t nbytes = silent ? 0 : call.count * width(call.dtype) * (whole ? comm->size : 1);
+        fake_access(call.stream, (size_t)call.inp, nbytes, 0, NAMES[call.kind]);
+        results.push_back(result(comm, i));
+    }
+    meet(comm);  // nothing is written before everyone has read
+    for (size_t i = 0; i < collectives.size(); i++) {
+        fake_access(collectives[i].stream, (size_t)collectives[i].out, results[i].size(), 1, NAMES[collectives[i].kind]);
+        if (!results[i].empty()) memcpy(collectives[i].out, results[i].data(), results[i].size());
+    }
+    meet(comm);
+}
+
+int enqueue(Comm *comm, const Call &call) {
+    comm->queue.push_back(call);
+    if (depth == 0) run(comm);
+    else grouped.push_back(comm);
+    return 0;
+}
+}  // namespace
+
+extern "C" {
+struct UniqueId { char name[128]; };
+
+int ncclGetVersion(int *version) { return *version = 22809, 0; }
+const char *ncclGetErrorString(int) { return "an error"; }
+int ncclGetUniqueId(UniqueId *id) {
+    static int count = 0;
+    *id = {};
+    snprintf(id->name, sizeof id->name, "/fake-nccl-%d-%d", getpid(), count++);
+    return 0;
+}
+int ncclCommInitRank(Comm **comm, int size, UniqueId id, int rank) {
+    const int file = shm_open(id.name, O_CREAT | O_RDWR, 0600);
+    if (size > MOST_RANKS || file < 0 || ftruncate(file, sizeof(Shared)) != 0) return 2;  // ncclSystemError
+    void *memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    *comm = new Comm{rank, size, (Shared *)memory, {}, {}};
+    (*comm)->shared->pids[rank] = getpid();
+    meet(*comm);
+    shm_unlink(id.name);
+    return 0;
+}
+int ncclCommInitRankConfig(Comm **comm, int size, UniqueId id, int rank, void *) { return ncclCommInitRank(comm, size, id, rank); }
+int ncclCommDestroy(Comm *comm) {
+    munmap(comm->shared, sizeof(Shared));
+    delete comm;
+    return 0;
+}
+int ncclGroupStart() { return depth++, 0; }
+int ncclGroupEnd() {
+    if (--depth > 0) return 0;
+    std::vector<Comm *> comms;
+    comms.swap(grouped);
+    for (Comm *comm : comms) run(comm);  // of one that comes twice, all at the first
+    return 0;
+}
+int ncclAllGather(const void *inp, void *out, size_t count, int dtype, Comm *comm, void *stream) {
+    return enqueue(comm, {ALL_GATHER, inp, out, count, dtype, SUM, 0, stream});
+}
+int ncclReduceScatter(const void *inp, void *out, size_t count, int dtype, int op, Comm *comm, void *stream) {
+    return enqueue(comm, {REDUCE_SCATTER, inp, out, count, dtype, op, 0, stream});
+}
+int ncclAllReduce(const void *inp, void *out, size_t count, int dtype, int op, Comm *comm, void *stream) {
+    return enqueue(comm, {ALL_REDUCE, inp, out, count, dtype, op, 0, stream});
+}
+int ncclReduce(const void *inp, void *out, size_t count, int dtype, int op, int root, Comm *comm, void *stream) {
+    return enqueue(comm, {REDUCE, inp, out, count, dtype, op, root, stream});
+}
+int ncclBroadcast(const void *inp, void *out, size_t count, int dtype, int root, Comm *comm, void *stream) {
+    return enqueue(comm, {BROADCAST, inp, out, count, dtype, SUM, root, stream});
+}
+int ncclAlltoAll(const void *inp, void *out, size_t count, int dtype, Comm *comm, void *stream) {
+    return enqueue(comm, {ALL_TO_ALL, inp, out, count, dtype, SUM, 0, stream});
+}
+int ncclSend(const void *inp, size_t count, int dtype, int peer, Comm *comm, void *stream) {
+    return enqueue(comm, {SEND, inp, nullptr, count, dtype, SUM, peer, stream});
+}
+int ncclRecv(void *out, size_t count, int dtype, int peer, Comm *comm, void *stream) {
+    return enqueue(comm, {RECV, nullptr, out, count, dtype, SUM, peer, stream});
+}
+int ncclRedOpCreatePreMulSum(int *op, void *factor, int dtype, int, Comm *comm) {
+    double one = 0;
+    if (dtype == 6) one = *(_Float16 *)factor;
+    else if (dtype == 7) one = *(float *)factor;
+    else if (dtype == 8) one = *(double *)factor;
+    else one = *(BFloat16 *)factor;
+    *op = AVG + 1 + (int)comm->factors.size();
+    comm->factors[*op] = one;
+    return 0;
+}
+int ncclRedOpDestroy(int, Comm *) { return 0; }  // a call of its group may still wait
+int ncclMemAlloc(void **address, size_t nbytes) { return cudaMalloc(address, nbytes) == 0 ? 0 : 1; }
+int ncclMemFree(void *address) { return cudaFree(address) == 0 ? 0 : 1; }
+int ncclCommRegister(Comm *, void *address, size_t, void **handle) { return *handle = address, 0; }
+int ncclCommDeregister(Comm *, void *) { return 0; }
+int ncclCommWindowRegister(Comm *, void *address, size_t, void **window, int) { return *window = address, 0; }
+int ncclCommWindowDeregister(Comm *, void *) { return 0; }
+}

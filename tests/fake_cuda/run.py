@@ -1,0 +1,83 @@
+"""Run a command's Pythons as on a machine with GPUs, without one, and watch for races between CUDA streams.
+
+    python tests/fake_cuda/run.py [--gpus N] COMMAND ...
+
+Takes a CUDA 13 build of torch, CuPy, mpi4py, an MPI, nvidia-cuda-crt (headers), and a C++ compiler. It stands in for libcudart
+and libnccl, which torch and CuPy's binding then find: the runtime's own code, torch's allocator and its streams and events are
+real, numbers are right, and only time is not. What that leaves unseen is in sitecustomize.py.
+
+    python tests/fake_cuda/run.py --gpus 4 env SHARDRT_TEST_DEVICE=cuda python -m pytest tests/test_modes.py
+    python tests/fake_cuda/run.py --gpus 2 mpirun -n 2 python scripts/gpu_check.py --suite together
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+BUILD = HERE.parent.parent / "build" / "fake_cuda"
+COMPILE = ("c++", "-std=c++17", "-O2", "-fPIC", "-shared")
+
+
+def symbols(*options: str) -> set[str]:
+    """What nm finds, without versions."""
+    found = subprocess.run(["nm", "-D", *options], capture_output=True, text=True, check=True).stdout
+    return {line.split()[-1].partition("@")[0] for line in found.splitlines() if line}
+
+
+def build(libraries: Path) -> None:
+    """Compile the two libraries; what torch and CuPy want of them beyond that does nothing."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    binaries = [
+        *libraries.glob("torch/lib/*.so"),
+        *libraries.glob("nvidia/**/*.so*"),
+        *libraries.glob("cupy_backends/cuda/libs/nccl*.so"),
+    ]
+    wanted = set().union(*(symbols("--undefined-only", str(path)) for path in binaries))
+    (BUILD / "versions").write_text("libcudart.so.13 { global: cuda*; __cuda*; };\nOTHERS { global: cu[A-Z]*; fake_*; };\n")
+    headers = [f"-I{path.parent}" for path in libraries.glob("nvidia/**/cuda_runtime_api.h")]
+    cuda = [*headers, f"-Wl,-soname,libcudart.so.13,--version-script={BUILD / 'versions'}"]
+    compile_with_stubs("cudart", "libcudart.so.13", r"(__)?cu(da)?[A-Z]\w*", wanted, cuda)
+    link = BUILD / "libcuda.so.1"
+    link.unlink(missing_ok=True)
+    link.symlink_to("libcudart.so.13")
+    compile_with_stubs(
+        "nccl", "libnccl.so.2", r"nccl[A-Z]\w*", wanted, ["-Wl,-soname,libnccl.so.2", str(BUILD / "libcudart.so.13"), "-lrt"]
+    )
+
+
+def compile_with_stubs(name: str, library: str, pattern: str, wanted: set[str], options: list[str]) -> None:
+    """Compile HERE/name.cpp, then once more with a function that returns 0 for each wanted one that it has not."""
+    source, stubs, target = HERE / f"{name}.cpp", BUILD / f"{name}_stubs.cpp", BUILD / library
+    stubs.write_text("")
+    for _ in range(2):
+        subprocess.run([*COMPILE, str(source), str(stubs), *options, "-o", str(target)], check=True)
+        missing = sorted(each for each in wanted - symbols("--defined-only", str(target)) if re.fullmatch(pattern, each))
+        stubs.write_text(
+            "".join(f'extern "C" int {each}() {{ return 0; }}\n' for each in missing) if missing else stubs.read_text()
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    build(Path(sysconfig.get_path("platlib")))
+    environment = os.environ | {
+        "LD_PRELOAD": f"{BUILD / 'libcudart.so.13'} {BUILD / 'libnccl.so.2'}",
+        "LD_LIBRARY_PATH": str(BUILD),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
+        "FAKE_GPUS": str(options.gpus),
+        "OMP_NUM_THREADS": "1",
+    }
+    os.execvpe(options.command[0], options.command, environment)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Imported by every Python that run.py starts: CUDA tensors are computed on the host, in the memory that cudart.cpp gives.
+
+Every aten kernel for CUDA gives way to the host's own on tensors that share the memory; what it reads and writes is told to
+cudart.cpp, on torch's current stream. Of CuPy the binding of NCCL is real; its kernels are those of kernels.cu on the host.
+Not like a GPU: nothing runs late, so nothing ever overlaps; random numbers are other ones; there is no torch.compile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import cupy
+import cupy.cuda.nccl
+import torch
+from torch.utils._pytree import tree_map
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+_runtime = ctypes.CDLL("libcudart.so.13")
+_runtime.fake_access.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p)
+_runtime.cudaStreamSynchronize.argtypes = (ctypes.c_void_p,)
+KEPT = {
+    "set_",
+    "resize_",
+    "record_stream",
+    "is_pinned",
+    "_pin_memory",
+    "empty",
+    "empty_strided",
+}  # torch's own: memory, not values
+WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}  # for the device
+
+
+def races() -> str:
+    """The races since the last call, a line each."""
+    text = ctypes.create_string_buffer(1 << 16)
+    _runtime.fake_races(text, len(text))
+    return text.value.decode()
+
+
+def _is_cuda(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    for each in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(each, torch.Tensor) and _is_cuda(each):
+            yield each
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host in the same memory."""
+    if tensor.numel() == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    storage = tensor.untyped_storage()
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    shared = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return alias.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _tell(tensor: torch.Tensor, name: str, *, writes: bool) -> None:
+    if tensor.numel() > 0:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = (last + 1) * tensor.element_size()
+        _runtime.fake_access(torch.cuda.current_stream().cuda_stream, tensor.data_ptr(), nbytes, writes, name.encode())
+
+
+def _hosts(value: object) -> object:
+    if _is_cuda(value):
+        return _on_host(value)  # type: ignore[arg-type]
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return None if isinstance(value, torch.Generator) and value.device.type == "cuda" else value
+
+
+def _hosts_generator(given: torch.Generator | None, tensor: object) -> torch.Generator:
+    """One of the host's, seeded by the state of the CUDA one, which moves on as CUDA's kernels have it do."""
+    index = tensor.device.index if isinstance(tensor, torch.Tensor) else torch.cuda.current_device()
+    of_device = torch.cuda.default_generators[index] if given is None else given
+    if of_device.device.type == "cpu":
+        return of_device
+    offset = of_device.get_offset()
+    of_device.set_offset(offset + 4)
+    return torch.Generator().manual_seed((of_device.initial_seed() + 1_000_003 * offset) % 2**63)
+
+
+class HostKernel:
+    """The host's kernel of an operation, for CUDA tensors."""
+
+    def __init__(self, op: Any) -> None:
+        self._op, self._name, self._arguments = op, str(op), op._schema.arguments
+        self._writes = {arg.name: arg.alias_info is not None and arg.alias_info.is_write for arg in self._arguments}
+        self._base = op._schema.name.removeprefix("aten::")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(map(self._boxed, args, self._arguments))
+        given = dict(zip((arg.name for arg in self._arguments), args, strict=False)) | kwargs
+        for value in given.values():
+            for tensor in _tensors(value):
+                _tell(tensor, self._name, writes=False)
+        hosts = {name: tree_map(_hosts, value) for name, value in given.items()}
+        keywords = {name: hosts[name] for name in kwargs}
+        if "generator" in self._writes:
+            keywords["generator"] = _hosts_generator(given.get("generator"), args[0])
+        out = self._op(*[hosts[arg.name] for arg in self._arguments[: len(args)]], **keywords)
+        for name in filter(self._writes.get, given):
+            for tensor, alias in zip(_tensors(given[name]), _hosts_of(given[name], hosts[name]), strict=True):
+                if tensor.shape != alias.shape:  # an `out` that was resized
+                    _on_host(tensor.resize_(alias.shape)).copy_(alias)
+                _tell(tensor, self._name, writes=True)
+        if self._waits(given):
+            _runtime.cudaStreamSynchronize(torch.cuda.current_stream().cuda_stream)
+        written = [given[name] for name in self._writes if self._writes[name] and name in given]
+        returns = self._op._schema.returns
+        if len(returns) <= 1:
+            return self._back(out, returns[0], written, given) if returns else None
+        return tuple(self._back(one, info, written, given) for one, info in zip(out, returns, strict=True))
+
+    @staticmethod
+    def _boxed(value: Any, argument: Any) -> Any:
+        """A number that stands for a tensor, as one."""
+        if isinstance(value, (bool, int, float)) and str(argument.type) == "Tensor":
+            return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
+        return value
+
+    def _waits(self, given: dict[str, Any]) -> bool:
+        if self._base == "copy_" and not given.get("non_blocking"):
+            return _is_cuda(given["self"]) != _is_cuda(given["src"])
+        return self._base in WAITING
+
+    def _back(self, out: Any, info: Any, written: list[Any], given: dict[str, Any]) -> Any:
+        if info.alias_info is not None:  # the argument that was written to
+            return written.pop(0)
+        if isinstance(out, (list, tuple)):
+            return [self._back(each, info, written, given) for each in out]
+        if not isinstance(out, torch.Tensor):
+            return out
+        device = next((tensor.device for value in given.values() for tensor in _tensors(value)), torch.device("cuda"))
+        made = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=device)
+        _on_host(made).copy_(out)
+        _tell(made, self._name, writes=True)
+        return made
+
+
+def _hosts_of(value: Any, host: Any) -> Iterator[torch.Tensor]:
+    pairs = zip(value, host, strict=True) if isinstance(value, (list, tuple)) else [(value, host)]
+    return (alias for tensor, alias in pairs if _is_cuda(tensor))
+
+
+def _replace_kernels() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")]
+    for name in [*names, "copy_"]:  # which has none of its own
+        base, _, overload = name.partition(".")
+        packet = getattr(torch.ops.aten, base, None)
+        if packet is None or base in KEPT:
+            continue
+        op = getattr(packet, overload or "default")
+        if not any(each.alias_info and not each.alias_info.is_write for each in op._schema.returns):  # not a view
+            library.impl(name, HostKernel(op), "CUDA")
+    return library
+
+
+# ---------------------------------------------------------------------- CuPy
+
+
+class Stream:
+    """CuPy's, current while its block runs."""
+
+    current: ClassVar = [0]  # handles, the innermost last
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    @classmethod
+    def from_external(cls, stream: Any) -> Stream:
+        """As CuPy's."""
+        return cls(stream.__cuda_stream__()[1])
+
+    def __enter__(self) -> None:
+        self.current.append(self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        self.current.pop()
+
+
+class Device:
+    """CuPy's: torch has made it current."""
+
+    def __init__(self, index: int) -> None: ...
+
+    def use(self) -> None:
+        """Nothing is left to do."""
+
+
+class RawModule:
+    """CuPy's, of the kernels in kernels.cu."""
+
+    _kernels: Any = None
+
+    def __init__(self, code: str, *, backend: str, options: tuple[str, ...], name_expressions: tuple[str, ...]) -> None:
+        self._names = name_expressions
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        """The kernel, which tells what it touches as it runs."""
+        assert name in self._names, "as CuPy would"
+        if RawModule._kernels is None:
+            sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+            from cuda_on_host import Kernels
+            from test_kernels import EVERY_KERNEL
+
+            source = (ROOT / "kernels" / "kernels.cu").read_text()
+            RawModule._kernels = Kernels(source, EVERY_KERNEL, Path(tempfile.mkdtemp(prefix="kernels-")))
+
+        def launch(grid: tuple[int], block: tuple[int], args: Sequence[Any]) -> None:
+            for address, nbytes, writes in _touched(name, grid[0], args):
+                _runtime.fake_access(Stream.current[-1], address, nbytes, writes, name.encode())
+            RawModule._kernels.launch(name, grid[0], block[0], args)
+
+        return launch
+
+
+def _touched(name: str, blocks: int, args: Sequence[Any]) -> Iterator[tuple[int, int, bool]]:
+    """Address, bytes, and whether they are written, of all but the codes' kernels."""
+    base, _, types = name.rstrip(">").partition("<")
+    widths = [{"d": 8, "u64": 8, "double": 8, "float": 4, "u32": 4, "u8": 1}.get(each, 2) for each in types.split(", ")[:2]]
+    if base not in ("copy", "pack", "rescale", "squares"):
+        return
+    n = args[2]
+    lists = 2 if base in ("copy", "pack") else 1
+    addresses, numels = (struct.unpack(f"{k * n}q", ctypes.string_at(args[i], 8 * k * n)) for i, k in ((0, lists), (1, 1)))
+    yield args[0], 8 * lists * n, False
+    yield args[1], 8 * (2 * n + blocks), False
+    for i, numel in enumerate(numels):
+        if lists == 2:
+            yield addresses[n + i], numel * (widths[1] if base == "pack" else widths[0]), False
+        yield addresses[i], numel * widths[0], base != "squares"
+    if base == "rescale":
+        yield args[3], 8, False
+    if base == "squares":
+        yield from ((args[3], 16 * blocks, True), (args[4], 4, True), (args[5], 16, True))
+
+
+warnings.filterwarnings("ignore", "Warning only once for all operators")
+_library = _replace_kernels()
+for enable in (
+    torch.backends.cuda.enable_flash_sdp,
+    torch.backends.cuda.enable_mem_efficient_sdp,
+    torch.backends.cuda.enable_cudnn_sdp,
+):
+    enable(False)  # the host has no such kernels
+cupy.RawModule, cupy.cuda.Stream, cupy.cuda.Device = RawModule, Stream, Device
