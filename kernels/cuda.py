@@ -188,6 +188,7 @@ def _single_name(tensor: torch.Tensor, kernel: str) -> str | None:
 
 @lru_cache(_TABLES)
 def _arrived(device: torch.device, stream: int) -> torch.Tensor:
+    """Counts the blocks that a launch has finished; 0 between the launches of a stream."""
     return _upload(torch.zeros(1, dtype=torch.int64, device="cpu"), device)
 
 
