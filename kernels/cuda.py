@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-from . import host, reference
+from . import host
 from .reference import BLOCK
 
 CHUNK_NBYTES = 32768  # as in kernels.cu
@@ -74,6 +74,7 @@ def _cupys(stream: _Handle, device: int) -> AbstractContextManager[object]:
 
 
 def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # Hazard: in the capture of a CUDA graph the copy is only recorded; what is captured must have run on that stream before.
     # torch's pinned memory is not used again before the copy has run.
     return table.pin_memory().to(device, non_blocking=True)
 
@@ -201,8 +202,10 @@ def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         arrived = _arrived(device, _stream(device))
         _run(batch, (tensors,), (sums.data_ptr(), arrived.data_ptr(), out.data_ptr(), index))
     if plan.rest:
-        rest = reference.squared_norm([tensors[i] for i in plan.rest])
-        out = torch.stack([out[0] + rest[0], torch.maximum(out[1], rest[1])])
+        rest = [tensors[i] for i in plan.rest]
+        total = host.norms(rest, 2.0).square().sum().to(device)
+        bad = torch.stack([~tensor.isfinite().all() for tensor in rest]).any().to(device)
+        out = torch.stack([out[0] + total, torch.maximum(out[1], bad.double())])
     return out
 
 

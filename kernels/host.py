@@ -57,7 +57,7 @@ def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
 def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """See `reference.decode_sum`."""
     for elements, blocks, size in _pieces(len(out)):
-        total = torch.zeros(out[elements].view(-1, size).shape, device="cpu")
+        total = torch.zeros(out[elements].view(-1, size).shape, dtype=torch.float32, device="cpu")
         for row, scale in zip(codes[:, elements], scales[:, blocks], strict=True):
             values, unit = _floats(row.view(-1, size))
             total += values.mul_((scale * unit)[:, None])

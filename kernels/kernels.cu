@@ -143,8 +143,9 @@ __device__ inline double2 block_sum(double2 x) {
     return x;
 }
 
-// sums[b]: of chunk b the sum of squares, and NaN if an element is not finite, else 0. The last block to arrive adds them all up,
-// in an order of its own: to `out` if ADDS, else they are `out`, with 1 for an element that is not finite. arrived: 0 before and after.
+// sums[b]: of chunk b the sum of squares, and NaN if an element is not finite, else 0. The last block to arrive, whichever it
+// is, adds them up in one order. `out` becomes that, or if `adds` what it was and that; its second number is 1 if an element
+// was not finite, else 0. arrived: 0 before and after.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
 squares(const i64 *addresses, const i64 *geometry, i64 n, double2 *sums, u32 *arrived, double2 *out, i64 adds) {

@@ -31,8 +31,7 @@ def pack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: 
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """(2,) float64: the sum of the squares of all elements, and 1 if one of them is not finite, else 0."""
-    none = torch.zeros(1, dtype=torch.float64, device=tensors[0].device if tensors else None)
-    elements = torch.cat([none, *(tensor.double().flatten() for tensor in tensors)])
+    elements = torch.cat([torch.zeros(1, dtype=torch.float64), *(tensor.double().flatten() for tensor in tensors)])
     return torch.stack([elements.square().sum(), (~elements.isfinite()).any().double()])
 
 
@@ -58,7 +57,10 @@ def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """`out` = the sum over rows of `codes` times their scales, in float32, row by row. scales: (rows, ceil(n / BLOCK))."""
+    """`out` = the sum over rows of `codes` times their scales, in float32, row by row. scales: (rows, ceil(n / BLOCK)).
+
+    Both as `encode` makes them: a code is not NaN, and 256 times a scale is finite, or the scale is NaN.
+    """
     total = torch.zeros(len(out), dtype=torch.float32, device=out.device)
     for row, factors in zip(codes, scales, strict=True):
         total += row.float() * factors.repeat_interleave(BLOCK)[: len(out)]

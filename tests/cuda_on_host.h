@@ -119,7 +119,8 @@ template <typename T, typename F> auto in_warp(T x, F f) {
 static void __syncthreads() { host::meet(host::of_block, host::threads); }
 static void __threadfence() {}
 template <typename T> T __shfl_down_sync(unsigned, T x, unsigned step) {
-    return host::in_warp(x, [=](auto of) { return threadIdx.x % host::WARP + step < host::WARP ? of(threadIdx.x % host::WARP + step) : x; });
+    const unsigned from = threadIdx.x % host::WARP + step;
+    return host::in_warp(x, [=](auto of) { return from < host::WARP ? of(from) : x; });
 }
 static unsigned __reduce_max_sync(unsigned, unsigned x) {
     return host::in_warp(x, [=](auto of) {

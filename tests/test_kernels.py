@@ -102,6 +102,29 @@ def check_layouts(device: torch.device) -> None:
     same(copies(views), copies(tensors))
 
 
+def check_mixture(device: torch.device) -> None:
+    """A norm over several dtypes, with a tensor that torch does; an element of any that is not finite."""
+    tensors = [t for dtype in FLOATS for t in random((5, 9000), dtype, device)]
+    tensors.append(torch.ones(6, 4, device=device).t()[::2])
+    expected = reference.squared_norm(copies(tensors))
+    assert torch.allclose(squared_norm(tensors, device).cpu(), expected, rtol=1e-5)
+    for tensor in tensors:
+        value, tensor[-1] = tensor[-1].clone(), float("nan")
+        assert squared_norm(tensors, device)[1] == 1, f"{tensor.dtype}, {tensor.numel()} elements"
+        tensor[-1] = value
+    complex_one = torch.tensor([3 + 4j], device=device)
+    assert squared_norm([complex_one], device).tolist() == [25, 0]
+
+
+def check_many_chunks(device: torch.device) -> None:
+    """More of them than the last block has threads; always in the same order, though blocks arrive in another."""
+    tensors = [torch.randn(300 * cuda.CHUNK_NBYTES // 8 + 1, dtype=torch.float64, device=device)]
+    found = squared_norm(tensors, device)
+    assert torch.allclose(found.cpu(), reference.squared_norm(copies(tensors)), rtol=1e-12)
+    for _ in range(100 if device.type == "cuda" else 1):
+        assert torch.equal(squared_norm(tensors, device), found)
+
+
 def check_codes(device: torch.device, code: torch.dtype, dtype: torch.dtype) -> None:
     """Three rows of blocks: of every size of numbers, with zeros, a tiny block, and blocks that are not finite."""
     for numel in (0, 1, 255, 256, 2049, 66000):
@@ -109,7 +132,9 @@ def check_codes(device: torch.device, code: torch.dtype, dtype: torch.dtype) -> 
         (x,) = random((3 * numel,), dtype, lead=1)
         x = x.view(3, numel) * 10.0 ** torch.linspace(-6, 3, numel).to(dtype)
         x[0, 256:300], x[1, 512:1024], x[2, 1024:1030], x[2, 2048:2049] = 0, 1e-38, float("nan"), float("-inf")
-        rows = [(torch.zeros(3, numel).to(code).to(d), torch.zeros(3, blocks, device=d)) for d in (CPU, device)]
+        rows = [
+            (torch.zeros(3, numel).to(code).to(d), torch.zeros(3, blocks, dtype=torch.float32, device=d)) for d in (CPU, device)
+        ]
         for encoder, (codes, scales) in zip((reference.encode, encode), rows, strict=True):
             for r in range(3):
                 encoder(codes[r], scales[r], x[r].to(codes.device))
@@ -140,8 +165,17 @@ def test_host_codes(code: torch.dtype, dtype: torch.dtype) -> None:
     check_codes(CPU, code, dtype)
 
 
-def test_host_layouts() -> None:
+def test_host_layouts_and_mixture() -> None:
     check_layouts(CPU)
+    check_mixture(CPU)
+
+
+def test_host_whatever_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        check_codes(CPU, torch.int8, torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_scale_comes_before_the_cast() -> None:
@@ -304,19 +338,13 @@ def test_launched_layouts(double: Double) -> None:
 
 
 def test_launched_mixture(double: Double) -> None:
-    """A norm over several dtypes, with a tensor that torch does."""
-    tensors = [t for dtype in FLOATS for t in random((5, 9000), dtype)] + [torch.ones(6, 4).t()[::2]]
-    got = squared_norm(tensors, CPU)
-    assert torch.allclose(got, reference.squared_norm(tensors), rtol=1e-5)
-    assert len(double.launches) == len(FLOATS)
+    check_mixture(CPU)
+    kernels = [kernel for kernel, _ in double.launches]
+    assert kernels == [f"squares<{one}>" for one in cuda.FLOATS.values()] * (2 + 2 * len(FLOATS))
 
 
 def test_launched_norm_of_many_chunks(double: Double) -> None:
-    """More of them than the last block has threads; always in the same order, though blocks arrive in another."""
-    tensors = [torch.randn(300 * cuda.CHUNK_NBYTES // 8 + 1, dtype=torch.float64)]
-    found = squared_norm(tensors, CPU)
-    assert torch.allclose(found, reference.squared_norm(tensors), rtol=1e-12)
-    assert torch.equal(squared_norm(tensors, CPU), found)
+    check_many_chunks(CPU)
     assert double.launches == [("squares<double>", 301)] * 2
 
 
@@ -453,7 +481,7 @@ ON_GPU = [
     *(pytest.param(check_norm, (dtype,), id=f"norm-{name(dtype)}") for dtype in FLOATS),
     *(pytest.param(check_rescale, (dtype,), id=f"rescale-{name(dtype)}") for dtype in FLOATS),
     *(pytest.param(check_codes, pair, id=f"codes-{name(pair[0])}-{name(pair[1])}") for pair in CODINGS),
-    pytest.param(check_layouts, (), id="layouts"),
+    *(pytest.param(check, (), id=check.__name__) for check in (check_layouts, check_mixture, check_many_chunks)),
 ]
 
 

@@ -174,9 +174,13 @@ class Job:
         for _ in range(4):
             self.step()
 
+    def loss(self) -> torch.Tensor:
+        """Forward."""
+        return next_byte_loss(self.model(self.batch[:, :-1]), self.batch[:, 1:])
+
     def step(self) -> None:
         """Forward, backward, clip, optimizer; nothing in it makes the host wait."""
-        next_byte_loss(self.model(self.batch[:, :-1]), self.batch[:, 1:]).backward()
+        self.loss().backward()
         shardrt.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -254,7 +258,7 @@ class Mark:
 
 
 def overlap(world: World) -> Found:
-    """Events around each gather and each block: gathers run while blocks compute."""
+    """Events around each gather and each block of a forward: gathers run while blocks compute."""
     on_gpu, gather_ahead = world.device.type == "cuda", Runtime.gather_ahead
     with torch.cuda.stream(torch.cuda.Stream(world.device)) if on_gpu else nullcontext():
         job, gathers, blocks = Job(world), list[tuple[Mark, Mark]](), list[tuple[Mark, Mark]]()
@@ -263,7 +267,8 @@ def overlap(world: World) -> Found:
         def marked(runtime: Runtime, groups: list[ParamGroup]) -> None:
             begin = Mark(runtime.streams.gather)
             gather_ahead(runtime, groups)
-            gathers.append((begin, Mark(runtime.streams.gather)))
+            if groups:
+                gathers.append((begin, Mark(runtime.streams.gather)))
 
         for block in job.model.blocks:
             block.register_forward_pre_hook(lambda *_: begun.append(Mark(compute)))
@@ -272,9 +277,10 @@ def overlap(world: World) -> Found:
             if on_gpu:
                 torch.cuda._sleep(50_000_000)  # cycles: the host gets ahead, as above
             first = Mark(compute)
-            job.step()
+            job.loss()
     if on_gpu:
         torch.cuda.synchronize(world.device)
+    assert gathers, "nothing was gathered ahead"
     spans = [[(begin.since(first), end.since(first)) for begin, end in pairs] for pairs in (gathers, blocks)]
     hidden, total = _hidden(*spans), sum(end - begin for begin, end in spans[0])
     found = Found()

@@ -1,7 +1,7 @@
 // The CUDA runtime without a GPU: device memory is host memory, and what a stream is given has run when the call returns.
-// So nothing comes too early here. Whether it could on a GPU is told by vector clocks (Mattern 1989): each stream has one, events
-// carry it to the streams and the host that wait for them, and two accesses to the same bytes, of which one writes, are a race
-// if they were made on two streams and no clock has brought word of the first to the second.
+// So nothing comes too early here. Whether it could on a GPU is told by vector clocks (Mattern 1989): each stream has one,
+// events carry it to the streams and the host that wait for them, and two accesses to the same bytes, of which one writes,
+// are a race if they were made on two streams and no clock has brought word of the first to the second.
 //
 // Kernels that are launched do nothing: whoever replaces them tells of their accesses by fake_access().
 
@@ -33,7 +33,9 @@ void join(Clock &into, const Clock &other) {
     if (into.size() < other.size()) into.resize(other.size());
     for (size_t i = 0; i < other.size(); i++) into[i] = std::max(into[i], other[i]);
 }
-bool knows(const Clock &clock, size_t stream, unsigned long long tick) { return stream < clock.size() && clock[stream] >= tick; }
+bool knows(const Clock &clock, size_t stream, unsigned long long tick) {
+    return stream < clock.size() && clock[stream] >= tick;
+}
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 struct Stream { size_t index; int priority; Clock clock; };
@@ -69,6 +71,13 @@ void compare(const Access &before, const Stream &stream, const char *kind, const
     if (before.stream == 0 || before.stream == stream.index || knows(stream.clock, before.stream, before.tick)) return;
     races[std::string(kind) + ": " + before.by + " on stream " + std::to_string(before.stream) + ", then " + by +
           " on stream " + std::to_string(stream.index)]++;
+}
+
+// The accesses to a block that is freed; whoever gets its memory next knows nothing of them.
+void forget(size_t address, size_t nbytes) {
+    cut(address);
+    cut(address + nbytes);
+    segments.erase(segments.lower_bound(address), segments.lower_bound(address + nbytes));
 }
 
 bool contains(const std::map<size_t, size_t> &blocks, size_t address) {
@@ -135,9 +144,7 @@ cudaError_t cudaFree(void *address) {
     std::lock_guard guard(mutex);
     auto it = on_device.find((size_t)address);
     if (it == on_device.end()) return address == nullptr ? cudaSuccess : cudaErrorInvalidValue;
-    cut(it->first);
-    cut(it->first + it->second);
-    segments.erase(segments.lower_bound(it->first), segments.lower_bound(it->first + it->second));
+    forget(it->first, it->second);
     in_use -= it->second;
     on_device.erase(it);
     free(address);
@@ -151,20 +158,20 @@ cudaError_t cudaHostAlloc(void **address, size_t nbytes, unsigned) {
     pinned[(size_t)*address] = nbytes;
     return cudaSuccess;
 }
-cudaError_t cudaFreeHost(void *address) {
+cudaError_t cudaHostUnregister(void *address) {
     std::lock_guard guard(mutex);
+    forget((size_t)address, pinned[(size_t)address]);
     pinned.erase((size_t)address);
+    return cudaSuccess;
+}
+cudaError_t cudaFreeHost(void *address) {
+    cudaHostUnregister(address);
     free(address);
     return cudaSuccess;
 }
 cudaError_t cudaHostRegister(void *address, size_t nbytes, unsigned) {
     std::lock_guard guard(mutex);
     pinned[(size_t)address] = nbytes;
-    return cudaSuccess;
-}
-cudaError_t cudaHostUnregister(void *address) {
-    std::lock_guard guard(mutex);
-    pinned.erase((size_t)address);
     return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
@@ -333,8 +340,12 @@ cudaError_t cudaDriverGetVersion(int *version) {
     return cudaSuccess;
 }
 cudaError_t cudaRuntimeGetVersion(int *version) { return cudaDriverGetVersion(version); }
-const char *cudaGetErrorName(cudaError_t error) { return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "?"; }
-const char *cudaGetErrorString(cudaError_t error) { return error == cudaErrorMemoryAllocation ? "out of memory" : "an error"; }
+const char *cudaGetErrorName(cudaError_t error) {
+    return error == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "?";
+}
+const char *cudaGetErrorString(cudaError_t error) {
+    return error == cudaErrorMemoryAllocation ? "out of memory" : "an error";
+}
 cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **found, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult *result) {
     *found = nullptr;

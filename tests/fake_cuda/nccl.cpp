@@ -1,6 +1,6 @@
-// NCCL between processes without a GPU: ranks meet in shared memory and read each other's buffers (process_vm_readv), at the call
-// or at the end of its group. Reductions add rank by rank, each step rounded to the dtype. A collective that is not the same on all
-// ranks ends the job with a word of both; ranks in different orders wait for ever, as they would.
+// NCCL between processes without a GPU: ranks meet in shared memory and read each other's buffers (process_vm_readv), at the
+// call or at the end of its group. Reductions add rank by rank, each step rounded to the dtype. A collective that is not the
+// same on all ranks ends the job with a word of both; ranks in different orders wait for ever, as they would.
 
 #include <fcntl.h>
 #include <sched.h>
@@ -157,7 +157,8 @@ void run(Comm *comm) {
     std::vector<std::vector<char>> results;
     for (size_t i = 0; i < collectives.size(); i++) {
         const Call &call = collectives[i];
-        const bool whole = call.kind == REDUCE_SCATTER || call.kind == ALL_TO_ALL, silent = call.kind == BROADCAST && call.peer != comm->rank;
+        const bool whole = call.kind == REDUCE_SCATTER || call.kind == ALL_TO_ALL;
+        const bool silent = call.kind == BROADCAST && call.peer != comm->rank;
         const size_t nbytes = silent ? 0 : call.count * width(call.dtype) * (whole ? comm->size : 1);
         fake_access(call.stream, (size_t)call.inp, nbytes, 0, NAMES[call.kind]);
         results.push_back(result(comm, i));
@@ -200,7 +201,9 @@ int ncclCommInitRank(Comm **comm, int size, UniqueId id, int rank) {
     shm_unlink(id.name);
     return 0;
 }
-int ncclCommInitRankConfig(Comm **comm, int size, UniqueId id, int rank, void *) { return ncclCommInitRank(comm, size, id, rank); }
+int ncclCommInitRankConfig(Comm **comm, int size, UniqueId id, int rank, void *) {
+    return ncclCommInitRank(comm, size, id, rank);
+}
 int ncclCommDestroy(Comm *comm) {
     munmap(comm->shared, sizeof(Shared));
     delete comm;

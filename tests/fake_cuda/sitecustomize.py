@@ -2,7 +2,8 @@
 
 Every aten kernel for CUDA gives way to the host's own on tensors that share the memory; what it reads and writes is told to
 cudart.cpp, on torch's current stream. Of CuPy the binding of NCCL is real; its kernels are those of kernels.cu on the host.
-Not like a GPU: nothing runs late, so nothing ever overlaps; random numbers are other ones; there is no torch.compile.
+Not like a GPU: nothing runs late, so nothing ever overlaps; random numbers are other ones; there is no torch.compile. What
+the host does itself is not told: races between that and copies to or from pinned memory go unseen.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ KEPT = {
     "empty",
     "empty_strided",
 }  # torch's own: memory, not values
+WIDTHS = {"u64": 8, "double": 8, "float": 4, "u32": 4, "u8": 1, "i8": 1, "e4m3": 1}  # bytes of kernels.cu's types; 2 of others
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}  # for the device
 
 
@@ -49,8 +51,9 @@ def _is_cuda(value: object) -> bool:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """In what streams reach: a GPU's memory, and the host's if it is pinned."""
     for each in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(each, torch.Tensor) and _is_cuda(each):
+        if isinstance(each, torch.Tensor) and (_is_cuda(each) or each.is_pinned()):
             yield each
 
 
@@ -112,7 +115,7 @@ class HostKernel:
         out = self._op(*[hosts[arg.name] for arg in self._arguments[: len(args)]], **keywords)
         for name in filter(self._writes.get, given):
             for tensor, alias in zip(_tensors(given[name]), _hosts_of(given[name], hosts[name]), strict=True):
-                if tensor.shape != alias.shape:  # an `out` that was resized
+                if _is_cuda(tensor) and tensor.shape != alias.shape:  # an `out` that was resized
                     _on_host(tensor.resize_(alias.shape)).copy_(alias)
                 _tell(tensor, self._name, writes=True)
         if self._waits(given):
@@ -142,7 +145,8 @@ class HostKernel:
             return [self._back(each, info, written, given) for each in out]
         if not isinstance(out, torch.Tensor):
             return out
-        device = next((tensor.device for value in given.values() for tensor in _tensors(value)), torch.device("cuda"))
+        devices = (tensor.device for value in given.values() for tensor in _tensors(value) if _is_cuda(tensor))
+        device = next(devices, torch.device("cuda"))
         made = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=device)
         _on_host(made).copy_(out)
         _tell(made, self._name, writes=True)
@@ -151,7 +155,7 @@ class HostKernel:
 
 def _hosts_of(value: Any, host: Any) -> Iterator[torch.Tensor]:
     pairs = zip(value, host, strict=True) if isinstance(value, (list, tuple)) else [(value, host)]
-    return (alias for tensor, alias in pairs if _is_cuda(tensor))
+    return (alias for tensor, alias in pairs if any(True for _ in _tensors(tensor)))
 
 
 def _replace_kernels() -> torch.library.Library:
@@ -228,10 +232,15 @@ class RawModule:
 
 
 def _touched(name: str, blocks: int, args: Sequence[Any]) -> Iterator[tuple[int, int, bool]]:
-    """Address, bytes, and whether they are written, of all but the codes' kernels."""
+    """Address, bytes, and whether they are written."""
     base, _, types = name.rstrip(">").partition("<")
-    widths = [{"d": 8, "u64": 8, "double": 8, "float": 4, "u32": 4, "u8": 1}.get(each, 2) for each in types.split(", ")[:2]]
-    if base not in ("copy", "pack", "rescale", "squares"):
+    widths = [WIDTHS.get(each, 2) for each in types.split(", ")[:2]]
+    if base in ("encode", "decode_sum"):
+        rows, n = (1, args[3]) if base == "encode" else args[3:]
+        floats, code, scales = (args[2], args[0], args[1]) if base == "encode" else args[:3]
+        yield floats, n * max(widths), base != "encode"
+        yield code, rows * n, base == "encode"
+        yield scales, 4 * rows * -(-n // 256), base == "encode"
         return
     n = args[2]
     lists = 2 if base in ("copy", "pack") else 1
