@@ -187,7 +187,7 @@ def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
 
 def _differing(found: torch.Tensor, wanted: torch.Tensor) -> int:
     bits = _BITS[wanted.element_size()]
-    return int((found.cpu().view(bits) != wanted.view(bits)).sum())
+    return int((found.view(bits).cpu() != wanted.view(bits)).sum())
 
 
 def bus_factor(name: str, size: int) -> float:
