@@ -198,9 +198,9 @@ def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     plan, device = _plan(_single_name, (tensors,), ("squares",)), tensors[0].device
     out = (torch.empty if plan.batches else torch.zeros)(2, dtype=torch.float64, device=device)
     sums = torch.empty(2 * max((batch.chunks for batch in plan.batches), default=0), dtype=torch.float64, device=device)
+    scratch = (sums.data_ptr(), _arrived(device, _stream(device)).data_ptr(), out.data_ptr())
     for index, batch in enumerate(plan.batches):
-        arrived = _arrived(device, _stream(device))
-        _run(batch, (tensors,), (sums.data_ptr(), arrived.data_ptr(), out.data_ptr(), index))
+        _run(batch, (tensors,), (*scratch, index))
     if plan.rest:
         rest = [tensors[i] for i in plan.rest]
         total = host.norms(rest, 2.0).square().sum().to(device)

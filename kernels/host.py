@@ -71,9 +71,8 @@ def _floats(codes: torch.Tensor) -> tuple[torch.Tensor, float]:
     """
     if codes.dtype is torch.int8:
         return codes.float(), 1.0
-    fields = (
-        codes.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    )  # its sign was extended into the exponent
+    fields = codes.view(torch.int8).short().bitwise_left_shift_(7)
+    fields &= ~0x4000  # the sign was extended into the exponent
     return fields.view(torch.float16).float(), 256.0
 
 

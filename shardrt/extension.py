@@ -104,7 +104,7 @@ class ExtensionGroup(ParamGroup):
 
     def _make_unsharded(self) -> None:
         (param,) = self.params
-        self._streams.gather.wait(self._streams.compute.record())  # which wrote the shard
+        self._streams.begin()  # outside of an iteration: the shard was written on the caller's stream
         self.unshard()
         assert self.ready is not None, "gathered just now"
         self.ready.wait(self._streams.compute)

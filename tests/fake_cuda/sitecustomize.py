@@ -26,15 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _runtime = ctypes.CDLL("libcudart.so.13")
 _runtime.fake_access.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p)
 _runtime.cudaStreamSynchronize.argtypes = (ctypes.c_void_p,)
-KEPT = {
-    "set_",
-    "resize_",
-    "record_stream",
-    "is_pinned",
-    "_pin_memory",
-    "empty",
-    "empty_strided",
-}  # torch's own: memory, not values
+# Of memory, not of values: torch's own.
+KEPT = {"set_", "resize_", "record_stream", "is_pinned", "_pin_memory", "empty", "empty_strided"}
 WIDTHS = {"u64": 8, "double": 8, "float": 4, "u32": 4, "u8": 1, "i8": 1, "e4m3": 1}  # bytes of kernels.cu's types; 2 of others
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}  # for the device
 
