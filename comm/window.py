@@ -114,11 +114,11 @@ class Mailboxes:
         windows.allocate(_WORDS_NBYTES + 2 * capacity)
         self._fence = self._windows.fence
         ranks = range(comm.Get_size())
-        words = [self._part(rank, 0, _WORDS_NBYTES).numpy().data.cast("q") for rank in ranks]
+        words = [_bytes_of(self._part(rank, 0, _WORDS_NBYTES)).cast("q") for rank in ranks]
         self._own = words.pop(comm.Get_rank())
         self._others = words
         starts = (_WORDS_NBYTES, _WORDS_NBYTES + capacity)
-        self._boxes = [[self._part(rank, start, capacity).numpy().data for rank in ranks] for start in starts]
+        self._boxes = [[_bytes_of(self._part(rank, start, capacity)) for rank in ranks] for start in starts]
         self._outgoing = [boxes[comm.Get_rank()] for boxes in self._boxes]
         self._views = lru_cache(maxsize=1024)(self._make_views)
         self._meeting = self._own[0] = 0
@@ -184,3 +184,8 @@ class Mailboxes:
                 return
             if turn > _PROBES:  # Cost: on a busy machine, milliseconds until this rank runs again
                 os.sched_yield()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor, which must outlive it. `Tensor.numpy()` would do, but needs NumPy."""
+    return memoryview(MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes))  # type: ignore[arg-type]

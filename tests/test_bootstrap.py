@@ -1,8 +1,10 @@
 """Jobs of their own: how they start, how they end, and that one rank's failure ends them all."""
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,24 @@ def test_embedding_in_five_lines(size: int, leave: str) -> None:
     assert done.stderr == ""
     for rank in range(size):
         assert f"rank {rank} of {size}, local {rank}, on cpu, mesh {size}" in done.stdout
+
+
+@pytest.mark.parametrize("per_node", ["2", "1"])
+def test_ranks_need_no_numpy(tmp_path: Path, per_node: str) -> None:
+    """torch goes without it, and nothing that shardrt needs brings it."""
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise ModuleNotFoundError('no NumPy here')")
+    rest = """
+state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+model.load_state_dict(state)
+print(shardrt.memory_summary(model))
+world.comm.empty(3, torch.float32)
+"""
+    path = os.pathsep.join([str(tmp_path), rank_environment()["PYTHONPATH"]])
+    done = run_script(FIVE_LINES + rest, 2, PYTHONPATH=path, SHARDRT_RANKS_PER_NODE=per_node)
+    assert done.returncode == 0, done.stderr
+    assert "no NumPy here" in done.stderr, "torch has said so"
+    assert done.stdout.count("mesh 2") == 2
 
 
 def run_alone(source: str, **environment: str) -> subprocess.CompletedProcess[str]:

