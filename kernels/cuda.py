@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 
 from . import host
 from .reference import BLOCK
@@ -101,11 +101,47 @@ class Batch:
     chunks: int
 
 
+class Guards(Protocol):
+    """Tells whether tensors have the dtypes, shapes, strides and devices of those that it was made from."""
+
+    def check(self, *tensors: torch.Tensor) -> bool:
+        """True if they have."""
+
+
+class PythonGuards:
+    """`Guards` in public terms. Cost: 1 us for each tensor, ten times torch's `TensorGuards`."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._expected = list(map(self._properties, tensors))
+
+    def check(self, *tensors: torch.Tensor) -> bool:
+        return list(map(self._properties, tensors)) == self._expected
+
+    @staticmethod
+    def _properties(tensor: torch.Tensor) -> tuple[object, ...]:
+        return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _guards(tensors: Sequence[torch.Tensor]) -> Guards:
+    """torch's own guards, written in C++ and not public; a torch that has them no more, or others, gets `PythonGuards`."""
+    sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        # torch declares one list, and reads one for each tensor.
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+        if guards.check(*tensors):
+            return guards
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        pass
+    return PythonGuards(tensors)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How lists of tensors are done: in batches, and by torch the `rest`. `guards` tells whether tensors are as these were."""
 
-    guards: TensorGuards
+    guards: Guards
     batches: list[Batch]
     rest: list[int]
 
@@ -143,10 +179,7 @@ def _make_plan(
         chunks = len(table) - 2 * len(positions)
         if chunks:
             batches.append(Batch(name, positions, _upload(table, device), chunks))
-    sizes, strides = [list(tensor.shape) for tensor in flat], [list(tensor.stride()) for tensor in flat]
-    # torch declares one list, and reads one for each tensor.
-    guards = TensorGuards(*flat, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
-    return Plan(guards, batches, [position for position in names if names[position] is None])
+    return Plan(_guards(flat), batches, [position for position in names if names[position] is None])
 
 
 def _laid_out_alike(tensors: Sequence[torch.Tensor]) -> bool:

@@ -10,6 +10,7 @@ import ctypes
 import importlib.metadata
 import itertools
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 
 import shardrt  # noqa: F401  (makes shardrt.kernels importable from a checkout)
 from cuda_on_host import Kernels
-from ranks import skip_at_home
+from ranks import rank_environment, skip_at_home
 from shardrt.kernels import add_into, cuda, decode_sum, encode, pack_into, reference, rescale, squared_norm, total_norm
 
 FLOATS = list(cuda.FLOATS)
@@ -379,13 +380,38 @@ def test_tables_are_kept(double: Double) -> None:
     assert [double.streams[0], double.streams[-1]] == [0x5EED, 0xFEED]
 
 
-def test_other_tensors_get_another_plan(double: Double) -> None:
-    """The same views, with sources of another dtype, then shape, then order in memory."""
+@pytest.fixture(params=["torch's guards", "no such module", "another signature"])
+def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What torch offers to compare tensors with."""
+    if request.param == "no such module":
+        monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
+    elif request.param == "another signature":
+        monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", lambda tensors: None)
+    cuda._plans.clear()
+    return str(request.param)
+
+
+def test_other_tensors_get_another_plan(double: Double, guards: str) -> None:
+    """The same views, with sources of another dtype, then shape, then order in memory; whatever torch has private."""
     views = [torch.zeros(4, 6), torch.zeros(9)]
     for first in (torch.ones(4, 6), torch.full((4, 6), 2.0).half(), torch.arange(24.0).view(6, 4).t()):
         pack_into(views, [first, torch.ones(9)])
         assert torch.equal(views[0], first.float())
     assert [kernel for kernel, _ in double.launches] == ["copy<u32>", "pack<float, f16, false>", "copy<u32>", "copy<u32>"]
+    kinds = {type(plan.guards) for plan in cuda._plans.values()}
+    assert (kinds == {cuda.PythonGuards}) == (guards != "torch's guards")
+    (plan,) = cuda._plans.values()
+    cached, tensors = plan.guards, [views[0], views[1], first, torch.ones(9)]
+    assert cached.check(*tensors)
+    assert not cached.check(views[0].half(), *tensors[1:])
+    assert not cached.check(views[0].to("meta"), *tensors[1:])
+    assert not cached.check(views[0].t().contiguous().t(), *tensors[1:])
+
+
+def test_imported_without_what_torch_has_private() -> None:
+    code = "import sys, torch; sys.modules['torch._C._dynamo.guards'] = None; import shardrt.kernels.cuda; print('there')"
+    done = subprocess.run([sys.executable, "-c", code], env=rank_environment(), capture_output=True, text=True, check=False)
+    assert done.stdout == "there\n", done.stderr
 
 
 def test_launched_whatever_the_default_device(double: Double) -> None:
