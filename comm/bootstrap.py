@@ -11,12 +11,14 @@ import ctypes
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from .calls import Hook
 from .communicator import Communicator
 from .mesh import DeviceMesh
 from .streams import Stream, current_stream, new_stream
@@ -152,8 +154,9 @@ def _start(device: str | torch.device | None) -> World:
     node, local_rank = _place_in_node(comm)
     bound = _bind_device(device, local_rank)
     _guards = Guards(comm, node, bound)
-    host = MpiCommunicator(comm.Dup(), "world", node, _guards.hooks)
-    data = _communicator_for(bound, host)
+    # Of a GPU's rank, the communicator above this one tells the hooks, and only once.
+    host = MpiCommunicator(comm.Dup(), "world", node, _guards.hooks if bound.type == "cpu" else ())
+    data = _communicator_for(bound, host, _guards.hooks)
     atexit.register(finalize)
     return World(
         rank=data.rank,
@@ -266,12 +269,12 @@ def _bind_device(device: str | torch.device | None, local_rank: int) -> torch.de
     return torch.device("cuda", index)
 
 
-def _communicator_for(device: torch.device, host: MpiCommunicator) -> Communicator:
+def _communicator_for(device: torch.device, host: MpiCommunicator, hooks: Sequence[Hook]) -> Communicator:
     if device.type == "cpu":
         return host
     from .nccl import NcclCommunicator
 
-    return NcclCommunicator(host, device, "world", host.hooks)
+    return NcclCommunicator(host, device, "world", hooks)
 
 
 def _keep_freed_memory() -> None:

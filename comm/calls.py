@@ -42,8 +42,8 @@ class PreMulSum:
 
 Op = ReduceOp | PreMulSum
 
-# What goes from caller to caller, beside the collectives' order.
-BLOCKING = frozenset({"exchange", "split", "empty", "agree"})
+# Control calls: they block the caller, and run on its thread.
+BLOCKING = frozenset({"create", "exchange", "split", "empty", "pool", "agree", "finalize"})
 
 
 class Counts(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from .calls import BLOCKING, Call, Failure, Hook, PreMulSum, RemoteError, SharedError
+from .calls import Call, Failure, Hook, PreMulSum, RemoteError, SharedError
 
 Told = tuple[int, str, Failure | None]
 
@@ -27,12 +27,14 @@ class CallCheck(Hook):
     """Raises MismatchError on every rank of a communicator when they have not all made the same call.
 
     Compared are name, dtype, elements, op and root; of an all-to-all, whose counts differ by rank, name and dtype. A send or
-    receive is not compared. A rank that failed in `Communicator.agree` makes its error known here, as a RemoteError.
+    receive is not compared. Control calls (exchange, split, empty, ...) are compared with collectives and with each other:
+    each begins when the collectives before it are done, so that at most one call of a communicator is compared at a time.
+    A rank that failed in `Communicator.agree` makes its error known here, as a RemoteError.
     """
 
     def before(self, calls: Sequence[Call]) -> None:
         comm = calls[0].comm
-        if comm.size == 1 or (calls[0].name in BLOCKING and calls[0].name != "agree"):
+        if comm.size == 1 or calls[0].name == "finalize":
             return
         made = calls[0].description or describe(calls)
         if made.shared and (rows := comm.compare(made.mark, lambda: _told(calls[0], made.shared))) is not None:
@@ -44,7 +46,7 @@ class CallCheck(Hook):
 def _told(call: Call, made: str) -> Told:
     """The number of the next call, the one made, and what went wrong before."""
     failure = call.how[0] if call.name == "agree" else None
-    return call.number + (call.name != "agree"), made, failure if isinstance(failure, Failure) else None
+    return call.number + 1, made, failure if isinstance(failure, Failure) else None
 
 
 def _refuse(call: Call, rows: Sequence[Told]) -> NoReturn:
@@ -89,7 +91,12 @@ def describe(calls: Sequence[Call]) -> Description:
 
 def _describe_one(call: Call) -> Description:
     tensor = call.out if call.inp is None or call.name == "scatter" else call.inp
-    if tensor is None or call.name in BLOCKING:
+    if call.name == "empty":
+        dtype, numel = call.how
+        assert isinstance(dtype, torch.dtype)
+        assert isinstance(numel, int)
+        return _kept(call.name, dtype, numel, ())
+    if tensor is None:
         return _kept(call.name, None, 0, ())
     return _kept(call.name, tensor.dtype, tensor.numel(), call.how)
 

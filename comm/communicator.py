@@ -15,7 +15,7 @@ from __future__ import annotations
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -62,6 +62,7 @@ class Communicator(ABC):
         self._closed = False
         self._number = 0
         self._newest: tuple[Stream, Event] | None = None  # call
+        self._newest_collective: Event = PAST
         self._group: _Group | None = None
 
     # ------------------------------------------------------------------ collectives
@@ -213,10 +214,17 @@ class Communicator(ABC):
             self._run(group.calls, group.work)
 
     # ------------------------------------------------------------------ control plane (host, blocking)
+    # These calls stand in the order of the collectives: each begins when the collectives called before it are done (on the
+    # host; on a GPU, have been enqueued), takes a number as they do, and is compared with the other ranks' calls.
 
-    @abstractmethod
     def exchange(self, value: T) -> list[T]:
-        """Every rank's picklable `value`, in rank order, on every rank. Blocks the caller; for set-up, not for steps."""
+        """Every rank's picklable `value`, in rank order, on every rank. Blocks the caller; for set-up, not for steps.
+
+        Raises: RuntimeError after close(), or if a collective called before it has failed in its stream's thread;
+        MismatchError, where calls are compared, if another rank makes another call. So do `split`, `empty` and `pool`.
+        """
+        with self._control_call("exchange"):
+            return self._exchange(value)
 
     @abstractmethod
     def compare(self, mark: int, tell: Callable[[], T]) -> list[T] | None:
@@ -225,14 +233,14 @@ class Communicator(ABC):
         Blocks until every rank has come; to be called in the order of the collectives.
         """
 
-    @abstractmethod
     def split(self, color: int | None, key: int, name: str) -> Communicator | None:
         """One new communicator for each colour, its ranks ordered by (key, old rank); None for a rank without a colour.
 
         Collective over the old communicator, which stays as it is. The new one is the caller's to close.
         """
+        with self._control_call("split"):
+            return self._split(color, key, name)
 
-    @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype, *, symmetric: bool = False) -> torch.Tensor:
         """A (numel,) buffer that this communicator's collectives reach without copying it. Collective; alike on every rank.
 
@@ -241,6 +249,8 @@ class Communicator(ABC):
         in place aside. NCCL may then let the GPUs of a node read and write each other's (NCCL_WIN_COLL_SYMMETRIC).
         Hazard: nobody checks, and a promise that is broken makes numbers wrong.
         """
+        with self._control_call("empty", dtype, numel):
+            return self._empty(numel, dtype, symmetric)
 
     def pool(self) -> Pool | None:
         """Where to take buffers that come and go, to be reached as those of `empty` are; None where plain memory is as good.
@@ -269,7 +279,7 @@ class Communicator(ABC):
                 raise shared from None
             told, cause = Failure(self.rank, f"{type(error).__name__}: {error}", traceback.format_exc()), error
         with self.watched("agree", told):
-            answers = self.exchange((told, self._number))
+            answers = self._exchange((told, self._number))
         self.align(number for _, number in answers)
         for failure, _ in answers:
             if failure is not None:
@@ -279,10 +289,23 @@ class Communicator(ABC):
         """Go on from the highest of the ranks' call numbers: one that failed has made fewer calls."""
         self._number = max(numbers)
 
+    def _control_call(self, name: str, *how: object) -> AbstractContextManager[None]:
+        """`watched`, when the collectives called before are done."""
+        self._check_open(name)
+        if not self.is_async:
+            # Hazard: without this, the stream's thread and the caller would compare at once, each with the other's mark.
+            # Sends and receives are not waited for: what they are for may come after this call on the other rank.
+            self._newest_collective.synchronize()
+        return self.watched(name, *how)
+
     @contextmanager
     def watched(self, name: str, *how: object) -> Iterator[None]:
-        """Let the hooks watch the `with` block, in which the caller waits for the other ranks: one of `BLOCKING`."""
+        """Let the hooks watch the `with` block, in which the caller waits for the other ranks: one of `BLOCKING`.
+
+        It has the next number, as a collective does.
+        """
         calls = [Call(self, self._number, name, self._barrier, None, None, how, INLINE)]
+        self._number += 1
         for tell in self._before:
             tell(calls)
         try:
@@ -290,6 +313,14 @@ class Communicator(ABC):
         finally:
             for tell in self._after:
                 tell(calls)
+
+    def leave(self) -> None:
+        """Wait for every rank to come to the end of its program. Collective, but never compared.
+
+        A rank that ends while others wait for it in a collective is for the watchdog to report, which knows where it ended.
+        """
+        with self.watched("finalize"):
+            self._exchange(None)
 
     def close(self) -> None:
         """Give back what the communicator holds. Collective; idempotent; calls after it raise RuntimeError."""
@@ -339,6 +370,8 @@ class Communicator(ABC):
             stream.submit(partial(self._perform, calls))
         work.event = stream.record()
         self._newest = stream, work.event
+        if self._number > calls[0].number:  # it was not sends and receives only: those take no number
+            self._newest_collective = work.event
 
     def _perform(self, calls: Sequence[Call]) -> None:
         for tell in self._before:
@@ -408,8 +441,17 @@ class Communicator(ABC):
         return tuple(counts)
 
     # ------------------------------------------------------------------ what a backend provides
-    # Each runs in the order of `stream`, which NCCL is to be given; the arguments have been checked. Tensors that a rank has no
-    # use for are None.
+    # A collective runs in the order of `stream`, which NCCL is to be given; a control call on the caller's thread. The
+    # arguments have been checked. Tensors that a rank has no use for are None.
+
+    @abstractmethod
+    def _exchange(self, value: T) -> list[T]: ...
+
+    @abstractmethod
+    def _split(self, color: int | None, key: int, name: str) -> Communicator | None: ...
+
+    @abstractmethod
+    def _empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor: ...
 
     @abstractmethod
     def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:

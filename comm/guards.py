@@ -54,7 +54,7 @@ class Guards:
         if self._watchdog is None:
             return
         self._watchdog.leave()
-        comm.exchange(None)
+        comm.leave()
         self._watchdog.close()
         if self._endings is not None:
             self._endings.close()
@@ -64,7 +64,7 @@ class Guards:
         """MPI knows nothing of a forked child, and its threads are not there: it may do all but communicate."""
         if self._endings is not None:
             self._endings.forget()
-        for name in ("_run", "watched"):
+        for name in ("_run", "_control_call", "watched"):
             setattr(Communicator, name, _refuse)
 
 

@@ -56,7 +56,7 @@ class MpiCommunicator(Communicator):
         super().__init__(comm.Get_rank(), comm.Get_size(), torch.device("cpu"), name, hooks)
         self.ranks = tuple(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
         self._comm = comm
-        self._control = comm.Dup()  # apart, so that the caller may use it while a stream's thread is in a collective
+        self._control = comm.Dup()  # apart, so that the caller may use it while a stream's thread sends or receives
         self._node = node
         nodes = comm.allgather(node)
         self.nodes = len(set(nodes))
@@ -73,10 +73,8 @@ class MpiCommunicator(Communicator):
         shifts = range(1, self._per_node)
         self._partners = [((self._place + s) % self._per_node, (self._place - s) % self._per_node) for s in shifts]
 
-    def exchange(self, value: T) -> list[T]:
-        self._check_open("exchange")
-        with self.watched("exchange"):
-            return self._control.allgather(value)
+    def _exchange(self, value: T) -> list[T]:
+        return self._control.allgather(value)
 
     def compare(self, mark: int, tell: Callable[[], T]) -> list[T] | None:
         if self._mail is not None:
@@ -87,21 +85,15 @@ class MpiCommunicator(Communicator):
             same = marks.count(mark) == self.size
         return None if same else self._comm.allgather(tell())
 
-    def split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
-        self._check_open("split")
-        with self.watched("split"):
-            comm = self._control.Split(MPI.UNDEFINED if color is None else color, key)
-            return None if comm == MPI.COMM_NULL else MpiCommunicator(comm, name, self._node, self.hooks)
+    def _split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
+        comm = self._control.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if comm == MPI.COMM_NULL else MpiCommunicator(comm, name, self._node, self.hooks)
 
-    def empty(self, numel: int, dtype: torch.dtype, *, symmetric: bool = False) -> torch.Tensor:
-        self._check_open("empty")
-        if self._newest is not None:
-            self._newest[1].synchronize()
+    def _empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
-        with self.watched("empty"):
-            if self._windows is None or not min(self._control.allgather(self._windows.has_room(nbytes))):
-                return torch.empty(numel, dtype=dtype, device="cpu")
-            return self._windows.allocate(nbytes).view(dtype)
+        if self._windows is None or not min(self._control.allgather(self._windows.has_room(nbytes))):
+            return torch.empty(numel, dtype=dtype, device="cpu")
+        return self._windows.allocate(nbytes).view(dtype)
 
     def _close(self) -> None:
         if self._mail is not None:

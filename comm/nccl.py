@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -80,7 +80,8 @@ _library = Library(str(sys.modules[nccl.NcclCommunicator.__module__].__file__), 
 class NcclCommunicator(Communicator):
     """One GPU per rank, and the host communicator over the same ranks, which it owns.
 
-    The host communicator carries the unique id, `exchange` and `split`. Creating is collective over it, and makes `device`
+    The host communicator carries the unique id and the control calls, of which this one's hooks are told: it has none itself.
+    Creating is collective over it, and makes `device`
     (with its index) the current one of torch and of CuPy: NCCL binds a communicator to the device that is current.
     Raises: RuntimeError when NCCL cannot connect the ranks.
     """
@@ -100,27 +101,25 @@ class NcclCommunicator(Communicator):
         Device(device.index).use()
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s: NCCL %s from %s", self, _version(nccl.get_version()), _library_paths())
-        mine = self._attempt("create", nccl.get_unique_id) if host.rank == 0 else None
-        unique_id = host.exchange(mine)[0]
-        self._nccl = self._attempt("create", nccl.NcclCommunicator, host.size, unique_id, host.rank)
+        with self.watched("create"):
+            mine = self._attempt("create", nccl.get_unique_id) if host.rank == 0 else None
+            unique_id = host.exchange(mine)[0]
+            self._nccl = self._attempt("create", nccl.NcclCommunicator, host.size, unique_id, host.rank)
         # What a barrier reduces. It has to outlive every barrier; its value is never read.
         self._token = torch.zeros(1, device=device)
 
-    def exchange(self, value: T) -> list[T]:
-        self._check_open("exchange")
+    def _exchange(self, value: T) -> list[T]:
         return self._host.exchange(value)
 
     def compare(self, mark: int, tell: Callable[[], T]) -> list[T] | None:
         self._check_open("compare")
         return self._host.compare(mark, tell)
 
-    def split(self, color: int | None, key: int, name: str) -> NcclCommunicator | None:
-        self._check_open("split")
-        host = self._host.split(color, key, name)
+    def _split(self, color: int | None, key: int, name: str) -> NcclCommunicator | None:
+        host = cast("MpiCommunicator | None", self._host.split(color, key, name))
         return None if host is None else NcclCommunicator(host, self.device, name, self.hooks)
 
-    def empty(self, numel: int, dtype: torch.dtype, *, symmetric: bool = False) -> torch.Tensor:
-        self._check_open("empty")
+    def _empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
         buffer = self._take(nbytes, symmetric) if nbytes > 0 and _library.has_registration else None
         if buffer is None:
@@ -148,8 +147,7 @@ class NcclCommunicator(Communicator):
 
     def _make_known(self, buffer: Buffer, symmetric: bool) -> None:
         if symmetric and _library.has_windows:
-            with self._host.watched("empty"):
-                _library.make_window(self._nccl.comm, buffer)
+            _library.make_window(self._nccl.comm, buffer)
         if buffer.window is None:
             buffer.handle = _library.register(self._nccl.comm, buffer.address, buffer.nbytes)
             if symmetric and self.rank == 0:
@@ -159,7 +157,8 @@ class NcclCommunicator(Communicator):
         self._check_open("pool")
         if not self._asked_for_pool:
             self._asked_for_pool = True
-            allocator, everywhere = self._on_all(_library.allocator)
+            with self._control_call("pool"):
+                allocator, everywhere = self._on_all(_library.allocator)
             if allocator is not None and everywhere:
                 register = partial(self._attempt, "pool", _library.register, self._nccl.comm)
                 self._pool = _RegisteredPool(self.device, allocator, register)

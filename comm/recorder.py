@@ -20,7 +20,7 @@ from time import time
 from types import CodeType, FrameType
 from typing import Any
 
-from .calls import Call, Hook, Work
+from .calls import BLOCKING, Call, Hook, Work
 from .check import describe, name_ranks
 from .streams import PAST, is_capturing
 
@@ -58,7 +58,7 @@ class Recorder(Hook):
 
     def after(self, calls: Sequence[Call]) -> None:
         call = calls[0]
-        if call.entry is not None and not call.comm.is_async:
+        if call.entry is not None and (call.name in BLOCKING or not call.comm.is_async):
             call.entry[_ENDED] = time()
 
     def _add(self, calls: Sequence[Call]) -> Entry:

@@ -1,6 +1,9 @@
 """Calls that differ between ranks, and what the recorder keeps of calls."""
 
 import json
+import time
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 
 from ranks import on_ranks
 from shardrt.comm import Communicator, MismatchError, PreMulSum, ReduceOp, RemoteError, World, new_stream
+from shardrt.comm.check import name_ranks
 from shardrt.comm.recorder import main, merge
 
 
@@ -67,6 +71,61 @@ def test_what_is_compared(world: World) -> None:
     comm.close()
 
 
+@pytest.mark.parametrize("stream", ["inline", "threaded"])
+@on_ranks(2, 3)
+def test_control_calls_are_compared_as_any_other(world: World, stream: str) -> None:
+    control: dict[str, Callable[[Communicator], object]] = {
+        "exchange": lambda comm: comm.exchange(1),
+        "split": lambda comm: comm.split(0, 0, "part"),
+        "empty float32 4": lambda comm: comm.empty(4, torch.float32),
+    }
+    others: dict[str, Callable[[Communicator], object]] = {
+        "all_gather float32 4": lambda comm: gather(comm, stream=stream),
+        "exchange": lambda comm: comm.exchange(1),
+        "empty float32 5": lambda comm: comm.empty(5, torch.float32),
+    }
+    for (name, call), (other, else_call) in product(control.items(), others.items()):
+        if name == other:
+            continue
+        comm = fresh(world)
+        gather(comm, stream=stream)
+        comm.exchange(None)
+        told = f"at #2: rank 0: {name}; {name_ranks(range(1, world.size))}: {other} "
+        with pytest.raises(MismatchError) as caught:
+            (call if world.rank == 0 else else_call)(comm)
+        assert told in str(caught.value)
+        if stream == "inline":  # a thread that has failed does not go on
+            assert comm.exchange(world.rank) == list(range(world.size))
+        comm.close()
+
+
+@on_ranks(2, 3)
+def test_control_calls_keep_their_place_beside_threads(world: World) -> None:
+    """They wait for the collectives before them, which some ranks' threads come to late, but not for sends and receives."""
+    comm, stream = fresh(world), new_stream(world.device, "late", threaded=True)
+    for step in range(6):
+        if step % world.size == world.rank:
+            stream.submit(lambda: time.sleep(0.02))
+        for _ in range(step):
+            comm.all_gather(torch.zeros(comm.size), torch.zeros(1), stream=stream)
+        assert comm.exchange((step, world.rank)) == [(step, rank) for rank in range(world.size)]
+        part = comm.split(0, world.rank, f"part {step}")
+        comm.barrier(stream=stream)
+        comm.empty(step + 1, torch.uint8)
+        assert part is not None
+        part.close()
+    message = torch.full((1 << 18,), float(world.rank))
+    if world.rank == 0:
+        comm.send(message, 1, stream=stream)
+    comm.exchange(None)
+    if world.rank == 1:
+        comm.recv(message, 0, stream=stream)
+    stream.synchronize()
+    assert message[-1] == (0 if world.rank < 2 else 2)
+    stream.close()
+    comm.close()
+
+
 @on_ranks(2, 3)
 def test_a_group_is_compared_as_one(world: World) -> None:
     comm = fresh(world)
@@ -106,6 +165,30 @@ def test_a_failed_rank_is_heard_in_a_collective(world: World) -> None:
         assert len(set(comm.exchange(comm._number))) == 1
     with pytest.raises(MismatchError, match="rank 1: agree"):
         skip()
+    gather(comm)
+    comm.close()
+
+
+@on_ranks(2, 3)
+def test_a_failed_rank_is_heard_in_a_control_call(world: World) -> None:
+    comm = fresh(world)
+
+    @comm.agree()
+    def fail() -> None:
+        if world.rank == 1:
+            raise ArithmeticError("on purpose")
+        comm.exchange(1)
+
+    @comm.agree()
+    def skip() -> None:
+        if world.rank != 1:
+            comm.split(0, 0, "part")
+
+    with pytest.raises(RemoteError, match="rank 1 raised ArithmeticError: on purpose"):
+        fail()
+    with pytest.raises(MismatchError, match="rank 1: agree"):
+        skip()
+    assert len(set(comm.exchange(comm._number))) == 1
     gather(comm)
     comm.close()
 

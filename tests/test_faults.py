@@ -86,7 +86,7 @@ def test_a_rank_that_leaves_early() -> None:
     assert done.returncode == 17, done.stderr
     (account,) = reports(done.stderr, "missing rank 1: host")
     assert "has left its program, after #0 all_reduce float32 4 max on 'world', " in account
-    assert "script.py:12 in all_reduce; in #1 exchange on 'world'" in account
+    assert "script.py:12 in all_reduce; in #1 finalize on 'world'" in account
 
 
 def test_a_rank_that_leaves_through_os_exit() -> None:
@@ -193,6 +193,24 @@ def test_ranks_in_different_operations() -> None:
     assert done.returncode == 17, done.stderr
     (account,) = reports(done.stderr, "missing rank 1: host")
     assert "on 'world', begun" in account
+
+
+@pytest.mark.parametrize("per_node", ["2", "1"])
+def test_a_collective_that_one_rank_leaves_out(per_node: str) -> None:
+    """It begins with the split of the world that makes its communicator."""
+    source = """
+import torch, shardrt
+world = shardrt.init("cpu")
+model = shardrt.fully_shard(torch.nn.Linear(4, 4))
+if world.rank == 0:
+    model.weight.full_tensor()
+world.barrier()
+"""
+    done = run_script(source, 2, deadline_s=40.0, SHARDRT_RANKS_PER_NODE=per_node)
+    assert done.returncode == 1, done.stderr
+    for rank in range(2):
+        told = f"rank 0: split; rank 1: barrier (told rank {rank}). None of them ran"
+        assert reports(done.stderr, told), done.stderr
 
 
 def test_a_forked_child_leaves_mpi_alone() -> None:

@@ -157,11 +157,6 @@ class Host:
     def compare(self, mark: int, tell: Callable[[], object]) -> None:
         self.events.append(("compare", mark))
 
-    @contextmanager
-    def watched(self, name: str) -> Iterator[None]:
-        self.events.append(("watched", name))
-        yield
-
     def split(self, color: int | None, key: int, name: str) -> Host | None:
         self.events.append(("host split", color, key, name))
         return None if color is None else Host(0, 1, self.events)
@@ -741,7 +736,7 @@ def test_a_symmetric_window_is_of_all_ranks(double: Double) -> None:
     comm = double.communicator()
     comm.empty(6, torch.bfloat16, symmetric=True)
     address = ctypes.addressof(double.memory[0])
-    made = [("watched", "empty"), ("ncclCommWindowRegister", COMM, address, 12, 1)]
+    made = [("ncclCommWindowRegister", COMM, address, 12, 1)]
     assert double.events == [("ncclMemAlloc", 12), ("exchange", None), *made, ("exchange", None)]
     double.events.clear()
     comm.close()
@@ -946,7 +941,8 @@ def test_what_goes_into_a_cuda_graph_is_not_waited_for(
     comm = load_backend().NcclCommunicator(Host(0, 2, double.events), DEVICE, "world", [hook])
     comm.all_gather(on_gpu(4), on_gpu(2), stream=cuda_stream())
     hook.poll()
-    (call,) = json.loads(hook.dump().read_text())["calls"]
+    created, call = json.loads(hook.dump().read_text())["calls"]
+    assert (created["what"], created["ended"] > 0) == ("create", True)
     assert (call["ended"] > 0) == (not captured)
 
 
