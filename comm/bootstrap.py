@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import torch
 
@@ -22,6 +22,7 @@ from .calls import Hook
 from .communicator import Communicator
 from .mesh import DeviceMesh
 from .streams import Stream, current_stream, new_stream
+from .totals import Value, reduce_values
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -70,6 +71,39 @@ class World:
         """Block until every rank is here and this rank's device has run what it was given."""
         stream = self.stream
         self.comm.barrier(stream=stream).synchronize()
+
+    @overload
+    def mean(self, value: Value, /) -> torch.Tensor: ...
+
+    @overload
+    def mean(self, *values: Value) -> tuple[torch.Tensor, ...]: ...
+
+    def mean(self, *values: Value) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The mean over all ranks of a value, or of each of several: `loss = world.mean(loss)`. Every rank counts alike.
+
+        values: floating-point tensors of any shape, the same on every rank, or Python's numbers, which count as float64.
+        Returns: a tensor without gradient, of the value's shape, dtype and device, on every rank; a tuple for several values.
+        float16 and bfloat16 are added in float32, and rounded once.
+        Collective. Cost: one all-reduce for each dtype that is added in, whatever the number of values; a copy of the values.
+        On a GPU it is enqueued on the current stream, and the host does not wait; reading the result (`item()`) does.
+        Raises: ValueError for integer tensors; MismatchError, where calls are compared, if ranks give other sizes or dtypes.
+        """
+        means = reduce_values(self.comm, values, self.stream, mean=True)
+        return means[0] if len(means) == 1 else means
+
+    @overload
+    def sum(self, value: Value, /) -> torch.Tensor: ...
+
+    @overload
+    def sum(self, *values: Value) -> tuple[torch.Tensor, ...]: ...
+
+    def sum(self, *values: Value) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The sum over all ranks of a value, or of each of several: `correct, seen = world.sum(correct, seen)`.
+
+        As `mean`, of integers and bool as well: their sums are int64, as those of `torch.sum`.
+        """
+        sums = reduce_values(self.comm, values, self.stream, mean=False)
+        return sums[0] if len(sums) == 1 else sums
 
     def _refuse_threads(self) -> None:
         from mpi4py import MPI
