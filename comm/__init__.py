@@ -1,6 +1,6 @@
 """Collectives on explicit streams: MPI for CPU tensors, NCCL through CuPy for CUDA tensors. Knows nothing of sharding."""
 
-from .bootstrap import World, finalize, init, world
+from .bootstrap import World, finalize, init, init_device_mesh, world
 from .calls import Op, PreMulSum, ReduceOp, RemoteError, Work
 from .check import MismatchError
 from .communicator import Communicator
@@ -24,6 +24,7 @@ __all__ = [
     "current_stream",
     "finalize",
     "init",
+    "init_device_mesh",
     "new_pool",
     "new_stream",
     "world",

@@ -20,7 +20,7 @@ import torch
 
 from .calls import Hook
 from .communicator import Communicator
-from .mesh import DeviceMesh
+from .mesh import DeviceMesh, positional_names
 from .streams import Stream, current_stream, new_stream
 from .totals import Value, reduce_values
 
@@ -143,6 +143,29 @@ def init(device: str | torch.device | None = None) -> World:
     if asked.type != _world.device.type or asked.index not in (None, _world.device.index):
         raise RuntimeError(f"init(device={str(device)!r}): this world's device is {_world.device}, and a process has one world")
     return _world
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] | None = None
+) -> DeviceMesh:
+    """A mesh over all ranks, as torch's function of this name makes it. Starts the world, if `init` has not.
+
+    device_type: "cpu" or "cuda", the world's.   mesh_shape: the ranks along each axis, in all as many as the world has; the
+    last axis is the fastest.   mesh_dim_names: of the axes, or None for axes that have none.
+    The same arguments give the same mesh, a part of `world().mesh`: finalize() closes its communicators.
+    Not collective, but for `init`. Raises: ValueError for another device type than the world's, an index in it, and a shape
+    or names that do not fit.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"init_device_mesh({device_type!r}, ...): expected 'cpu' or 'cuda', without the number of a device")
+    here = init(device_type) if _world is None else _world
+    if device_type != here.device.type:
+        raise ValueError(
+            f"init_device_mesh({device_type!r}, {tuple(mesh_shape)}) on rank {here.rank}: expected {here.device.type!r}, the "
+            "device type of this world, which shardrt.init(device) chooses once in a process"
+        )
+    names = positional_names(len(mesh_shape)) if mesh_dim_names is None else mesh_dim_names
+    return here.mesh.unflatten(tuple(mesh_shape), tuple(names))
 
 
 def finalize() -> None:

@@ -6,6 +6,9 @@ Ranks fill a mesh row by row, the last axis fastest. A mesh of 2 x 3 over ranks 
     dp 0        0   1   2       on rank 4: coordinates (1, 1); mesh["tp"] is ranks 3 4 5, mesh["dp"] is ranks 1 4
        1        3   4   5
 
+torch's names are there as well: `size()` and `size("tp")`, `ndim`, `mesh_dim_names`, `get_rank()`, `get_local_rank("tp")`,
+`get_coordinate()`, `mesh`, `device_type`.
+
 Gather, reduce and all-reduce get a communicator each ("roles"), so that they can progress at once and can never cross-match.
 """
 
@@ -15,9 +18,36 @@ import math
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
+
 from .communicator import Communicator
 
 T = TypeVar("T")
+
+_UNNAMED = "axis "  # what positional names begin with: "axis 0"
+
+
+def positional_names(ndim: int) -> tuple[str, ...]:
+    """What the axes of a mesh without names are called in messages and as communicators."""
+    return tuple(f"{_UNNAMED}{axis}" for axis in range(ndim))
+
+
+class MeshSize(int):
+    """A mesh's number of ranks: the integer `mesh.size`, and torch's `mesh.size()`, `mesh.size(0)` and `mesh.size("dp")`."""
+
+    _mesh: DeviceMesh
+
+    def __new__(cls, mesh: DeviceMesh) -> MeshSize:
+        size = super().__new__(cls, len(mesh.ranks))
+        size._mesh = mesh
+        return size
+
+    def __call__(self, mesh_dim: int | str | None = None) -> int:
+        """The number of ranks along an axis, given by its number or name; without one, of the whole mesh."""
+        return int(self) if mesh_dim is None else self._mesh.shape[self._mesh.axis(mesh_dim)]
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
 
 
 @dataclass(slots=True)
@@ -31,16 +61,20 @@ class _Family:
 class DeviceMesh:
     """A mesh over every rank of `comm` (usually `world.comm`): 1-D and named "dp", unless told otherwise.
 
-    shape, axis_names: of the mesh.   size: its number of ranks.   coordinates: this rank's, one for each axis.
+    shape, axis_names: of the mesh; without names, several axes are called "axis 0", "axis 1", ...
+    size: its number of ranks, see `MeshSize`.   coordinates: this rank's, one for each axis.
     rank: this rank's number in the mesh, row by row.   ranks: the mesh's ranks in `comm`, row by row.
     Creating a mesh or a part of one is not collective. Raises ValueError if shape, names and ranks do not match.
     """
 
-    def __init__(self, comm: Communicator, shape: tuple[int, ...] | None = None, axis_names: tuple[str, ...] = ("dp",)) -> None:
+    def __init__(
+        self, comm: Communicator, shape: tuple[int, ...] | None = None, axis_names: tuple[str, ...] | None = None
+    ) -> None:
         shape = (comm.size,) if shape is None else tuple(shape)
+        if axis_names is None:
+            axis_names = ("dp",) if len(shape) == 1 else positional_names(len(shape))
         axis_names = tuple(axis_names)
-        if len(set(axis_names)) != len(shape) or len(axis_names) != len(shape) or min(shape, default=0) < 1:
-            raise ValueError(f"mesh of shape {shape} with axes {axis_names}: expected ranks and one name for each axis")
+        _check_axes(shape, axis_names)
         if math.prod(shape) != comm.size:
             raise ValueError(
                 f"mesh of shape {shape} has {math.prod(shape)} ranks and does not match the {comm.size} ranks of {comm}; "
@@ -54,7 +88,7 @@ class DeviceMesh:
         self.shape = shape
         self.axis_names = axis_names
         self.ranks = ranks
-        self.size = len(ranks)
+        self.size = MeshSize(self)
         self.rank = ranks.index(base.rank)
         self.coordinates = self._coordinates_of(self.rank)
         self.device = base.device
@@ -74,15 +108,65 @@ class DeviceMesh:
 
     def unflatten(self, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> DeviceMesh:
         """The same ranks, row by row, as a mesh of other axes. Always the same object. Raises ValueError if they do not fit."""
-        if math.prod(shape) != self.size or len(set(axis_names)) != len(shape):
-            raise ValueError(
-                f"{self} as a mesh of shape {shape} with axes {axis_names}: expected {self.size} ranks, a name each"
-            )
-        return self._related(tuple(shape), tuple(axis_names), self.ranks)
+        shape, axis_names = tuple(shape), tuple(axis_names)
+        _check_axes(shape, axis_names)
+        if math.prod(shape) != self.size:
+            raise ValueError(f"{self} as a mesh of shape {shape} with axes {axis_names}: expected {self.size} ranks")
+        return self._related(shape, axis_names, self.ranks)
 
     def flatten(self, name: str | None = None) -> DeviceMesh:
         """The same ranks along one axis, named `name`, or after all axes ("dp_tp"). Always the same object."""
         return self._related((self.size,), (name or "_".join(self.axis_names),), self.ranks)
+
+    def axis(self, mesh_dim: int | str) -> int:
+        """The number of an axis, given by its name or number, which counts from the end if negative. Raises ValueError."""
+        if isinstance(mesh_dim, int) and -self.ndim <= mesh_dim < self.ndim:
+            return mesh_dim % self.ndim
+        if mesh_dim in self.axis_names:
+            return self.axis_names.index(mesh_dim)
+        raise ValueError(f"axis {mesh_dim!r} of {self}: expected one of {self.axis_names}, or a number below {self.ndim}")
+
+    # ------------------------------------------------------------------ torch's names
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """The names of the axes; None for a mesh that was made without."""
+        return None if self.axis_names[0].startswith(_UNNAMED) else self.axis_names
+
+    @property
+    def device_type(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self.device.type
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The ranks in the world, an int32 tensor on the CPU of the mesh's shape; made anew each time."""
+        ranks = [self._base.ranks[rank] for rank in self.ranks]
+        return torch.tensor(ranks, dtype=torch.int32, device="cpu").view(self.shape)
+
+    def get_rank(self) -> int:
+        """This rank's number in the world. `rank` is the one in the mesh."""
+        return self._base.ranks[self._base.rank]
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """This rank's coordinate along an axis, given by its number or name. A mesh of one axis needs none.
+
+        Raises ValueError for an axis that the mesh has not, and without one if it has several.
+        """
+        if mesh_dim is None and self.ndim > 1:
+            raise ValueError(f"get_local_rank() of {self}, which has {self.ndim} axes: say of which, one of {self.axis_names}")
+        return self.coordinates[self.axis(0 if mesh_dim is None else mesh_dim)]
+
+    def get_coordinate(self) -> tuple[int, ...]:
+        """This rank's coordinates, one for each axis: `coordinates`. Every rank that has the mesh is in it."""
+        return self.coordinates
+
+    # ------------------------------------------------------------------ communication
 
     def communicator(self, role: str) -> Communicator:
         """This mesh's own communicator for `role` ("gather", "reduce", ...), its ranks in the mesh's order.
@@ -125,3 +209,8 @@ class DeviceMesh:
 
     def _shares(self, coordinates: tuple[int, ...], axes: list[int]) -> bool:
         return all(coordinates[axis] == self.coordinates[axis] for axis in axes)
+
+
+def _check_axes(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> None:
+    if len(set(axis_names)) != len(shape) or len(axis_names) != len(shape) or min(shape, default=0) < 1:
+        raise ValueError(f"mesh of shape {shape} with axes {axis_names}: expected ranks and one name for each axis")

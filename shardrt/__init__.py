@@ -10,7 +10,7 @@ _here = _Path(__file__).resolve().parent
 if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py").is_file():
     __path__.append(str(_here.parent))
 
-from .comm import DeviceMesh, World, finalize, init, world
+from .comm import DeviceMesh, World, finalize, init, init_device_mesh, world
 from .fully_shard import fully_shard, replicate
 from .memory import memory_summary
 from .module import (
@@ -49,6 +49,7 @@ __all__ = [
     "finalize",
     "fully_shard",
     "init",
+    "init_device_mesh",
     "memory_summary",
     "offload_state_to_disk",
     "register_fsdp_forward_method",

@@ -181,6 +181,16 @@ assert shardrt.init() is shardrt.init() is shardrt.world()
     assert done.returncode == 0, done.stderr
 
 
+def test_a_mesh_starts_the_world() -> None:
+    source = """
+import shardrt
+mesh = shardrt.init_device_mesh("cpu", (1,))
+assert mesh.size() == shardrt.world().size == 1
+"""
+    done = run_alone(source)
+    assert done.returncode == 0, done.stderr
+
+
 def test_import_starts_nothing() -> None:
     source = "import sys, shardrt, shardrt.comm, shardrt.kernels; print('mpi4py' in sys.modules, 'cupy' in sys.modules)"
     assert run_alone(source).stdout == "False False\n"

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ranks import on_ranks
-from shardrt.comm import Communicator, DeviceMesh, ReduceOp, World
+from shardrt import DTensor, fully_shard
+from shardrt.comm import Communicator, DeviceMesh, ReduceOp, World, init_device_mesh
 
 
-def seen_by(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def seen_by(rank: int, shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
     """The mesh as `rank` has it; its geometry needs no job."""
     size = int(torch.tensor(shape).prod())
-    return DeviceMesh(cast(Communicator, SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"))), shape, names)
+    comm = SimpleNamespace(rank=rank, size=size, ranks=tuple(range(size)), device=torch.device("cpu"))
+    return DeviceMesh(cast(Communicator, comm), shape, names)
 
 
 def test_geometry_of_the_drawn_example() -> None:
@@ -42,6 +48,64 @@ def test_three_axes_against_numbers_of_a_tensor() -> None:
         assert mesh["pp", "tp"]["tp"] is mesh["tp"]
         outer = mesh["pp", "tp"].flatten("world")
         assert (outer.shape, outer.axis_names, outer.rank) == ((4,), ("world",), 2 * pp + tp)
+
+
+def test_torchs_names() -> None:
+    mesh = seen_by(4, (2, 3), ("dp", "tp"))
+    torchs = TorchMesh("cpu", torch.arange(6).view(2, 3), mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=4)
+    for name in ("shape", "ndim", "mesh_dim_names", "device_type"):
+        assert getattr(mesh, name) == getattr(torchs, name), name
+    assert [mesh.size(axis) for axis in (None, 0, 1, -1)] == [torchs.size(axis) for axis in (None, 0, 1, -1)]
+    assert mesh.get_coordinate() == torchs.get_coordinate()
+    assert (mesh.mesh.dtype, mesh.mesh.tolist()) == (torchs.mesh.dtype, torchs.mesh.tolist())
+    assert (mesh.size, mesh.size(), mesh.size(0), mesh.size("tp"), mesh.size(-1)) == (6, 6, 2, 3, 3)
+    assert type(mesh.size + 1) is type(mesh.size("dp")) is int
+    assert copy.deepcopy(mesh.size) == pickle.loads(pickle.dumps(mesh.size)) == int(json.dumps(mesh.size)) == 6
+    assert (mesh.get_rank(), mesh.get_local_rank("tp"), mesh.get_local_rank(0)) == (4, 1, 1)
+    part = mesh["tp"]
+    assert (part.size(), part.ndim, part.mesh_dim_names, part.mesh.tolist()) == (3, 1, ("tp",), [3, 4, 5])
+    assert (part.get_rank(), part.get_local_rank()) == (4, 1)
+    for ask in (mesh.size, mesh.get_local_rank):
+        for axis in (2, -3, "pp"):
+            with pytest.raises(ValueError, match=rf"axis {axis!r} of DeviceMesh.*expected one of \('dp', 'tp'\)"):
+                ask(axis)
+    with pytest.raises(ValueError, match=r"which has 2 axes: say of which, one of \('dp', 'tp'\)"):
+        mesh.get_local_rank()
+
+
+def test_axes_without_names() -> None:
+    mesh = seen_by(4, (2, 3), None)
+    assert (mesh.mesh_dim_names, mesh.axis_names) == (None, ("axis 0", "axis 1"))
+    assert (mesh.size(1), mesh.get_local_rank(1), mesh["axis 1"].ranks) == (3, 1, [3, 4, 5])
+    assert mesh["axis 1"].mesh_dim_names is mesh.flatten().mesh_dim_names is None
+    assert mesh.flatten("dp").mesh_dim_names == ("dp",)
+    assert seen_by(0, (4,), None).mesh_dim_names == ("dp",)
+    with pytest.raises(ValueError, match="expected ranks and one name for each axis"):
+        mesh.unflatten((2, 3), ("dp", "dp", "tp"))
+
+
+@on_ranks(4)
+def test_init_device_mesh(world: World) -> None:
+    kind = world.device.type
+    mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("replicate", "shard"))
+    assert mesh is init_device_mesh(kind, (2, 2), mesh_dim_names=("replicate", "shard"))
+    assert mesh["replicate", "shard"] is mesh
+    assert (mesh.shape, mesh.mesh_dim_names, mesh.get_rank()) == ((2, 2), ("replicate", "shard"), world.rank)
+    assert mesh["shard"].exchange(world.rank) == mesh["shard"].mesh.tolist()
+    assert init_device_mesh(kind, (4,)).mesh_dim_names is None
+    unnamed = init_device_mesh(kind, (2, 2))
+    assert (unnamed.mesh_dim_names, unnamed.get_coordinate()) == (None, (world.rank // 2, world.rank % 2))
+    model = fully_shard(torch.nn.Linear(3, 5), mesh=unnamed)  # on two replicas of two ranks
+    model(torch.ones(2, 3)).sum().backward()
+    grad = model.weight.grad
+    assert isinstance(grad, DTensor)
+    assert grad.full_tensor().tolist() == [[2.0] * 3] * 5
+    with pytest.raises(ValueError, match=rf"init_device_mesh\('.*', \(4,\)\) on rank {world.rank}: expected '{kind}'"):
+        init_device_mesh("cuda" if kind == "cpu" else "cpu", (4,))
+    with pytest.raises(ValueError, match="expected 'cpu' or 'cuda', without the number of a device"):
+        init_device_mesh("cuda:0", (4,))
+    with pytest.raises(ValueError, match=r"as a mesh of shape \(3,\) with axes \('dp',\): expected 4 ranks"):
+        init_device_mesh(kind, (3,), mesh_dim_names=("dp",))
 
 
 def test_bad_meshes_and_axes_are_refused() -> None:
