@@ -4,6 +4,7 @@ from .bootstrap import World, finalize, init, init_device_mesh, world
 from .calls import Op, PreMulSum, ReduceOp, RemoteError, Work
 from .check import MismatchError
 from .communicator import Communicator
+from .environment import without_launcher_variables
 from .mesh import DeviceMesh
 from .pool import Pool, new_pool
 from .streams import Event, Stream, current_stream, new_stream
@@ -27,5 +28,6 @@ __all__ = [
     "init_device_mesh",
     "new_pool",
     "new_stream",
+    "without_launcher_variables",
     "world",
 ]

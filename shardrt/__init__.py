@@ -10,7 +10,7 @@ _here = _Path(__file__).resolve().parent
 if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py").is_file():
     __path__.append(str(_here.parent))
 
-from .comm import DeviceMesh, World, finalize, init, init_device_mesh, world
+from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
 from .fully_shard import fully_shard, replicate
 from .memory import memory_summary
 from .module import (
@@ -55,5 +55,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",
+    "without_launcher_variables",
     "world",
 ]

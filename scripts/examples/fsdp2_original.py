@@ -1,0 +1,114 @@
+"""Train a small transformer, sharded: python -m torch.distributed.run --nproc-per-node 2 fsdp2_original.py"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm_1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.norm_2(x))
+
+
+class Model(nn.Module):
+    def __init__(self, tokens: int = 64, width: int = 32, depth: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, tokens)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float()
+
+
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Whole tensors, in one file that rank 0 writes; every rank calls this."""
+    named = dict(model.named_parameters())
+    params = {name: param.full_tensor() for name, param in named.items()}
+    states = {
+        name: {
+            key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in optimizer.state[param].items()
+        }
+        for name, param in named.items()
+    }
+    if rank == 0:
+        torch.save((params, states), path)
+
+
+@torch.no_grad()
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    params, states = torch.load(path)
+    for name, param in model.named_parameters():
+        mesh, placements = param.device_mesh, param.placements
+        param.copy_(distribute_tensor(params[name], mesh, placements))
+        optimizer.state[param] = {
+            key: distribute_tensor(value, mesh, placements) if value.shape == param.shape else value
+            for key, value in states[name].items()
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--load", type=Path)
+    options = parser.parse_args()
+
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
+
+    torch.manual_seed(0)
+    model = Model()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if options.load:
+        load(options.load, model, optimizer)
+
+    data = torch.randint(64, (options.steps, options.accumulate, 4 * size, 17), generator=torch.Generator().manual_seed(1))
+    for step, batch in enumerate(data.to(device)):
+        total = torch.zeros((), device=device)
+        for number, part in enumerate(batch):
+            model.set_requires_gradient_sync(number == options.accumulate - 1)
+            tokens = part[rank::size]
+            logits = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / options.accumulate
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        if rank == 0:
+            print(f"step {step} loss {total.item() / size:.6f}", flush=True)
+    if options.save:
+        save(options.save, model, optimizer, rank)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""An `accelerate.Accelerator` over the ranks of shardrt's world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import accelerate
+import torch
+from accelerate.utils import recursively_apply
+from torch import nn
+
+from .. import comm
+from ..comm import ReduceOp, without_launcher_variables
+from ..optim import clip_grad_norm_
+from .world import full_state_dict, gather, no_gradient_sync, reduce
+
+_OPERATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.AVG, "max": ReduceOp.MAX}
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's, with the ranks of `shardrt.init()` for its processes. It starts no process group.
+
+    Shard the model with `fully_shard` before the optimizer is made. `prepare` then leaves both as they are, gives each rank its
+    part of the batches, and applies autocast. `gather`, `reduce`, `pad_across_processes`, `gather_for_metrics`, `no_sync`,
+    `accumulate`, `clip_grad_norm_`, `wait_for_everyone` and `get_state_dict` span the ranks.
+    Refused with a RuntimeError: `save_state` and `load_state`, other plugins for distributed training, and a process group that
+    is there already.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        with without_launcher_variables():
+            super().__init__(cpu=comm.world().device.type == "cpu", **options)
+        self._join_world()
+
+    def _join_world(self) -> None:
+        """Let Accelerate know this process by its rank."""
+        refuse_process_group("shardrt.integrations.accelerate.Accelerator")
+        if self.distributed_type != accelerate.DistributedType.NO:
+            raise RuntimeError(
+                f"Accelerator on rank {self.process_index}: distributed_type is {self.distributed_type}; expected none, since "
+                "shardrt distributes the model; leave out FSDP, DeepSpeed and other plugins for it"
+            )
+        if self.dataloader_config.dispatch_batches:
+            raise RuntimeError(
+                f"Accelerator(dispatch_batches=True) on rank {self.process_index}: each rank reads its own batches"
+            )
+        self.dataloader_config.dispatch_batches = False
+        world = comm.world()
+        # Accelerate's own helpers, such as its logger, ask the state that its objects share.
+        for state in (accelerate.PartialState(), self.state):
+            state.num_processes, state.process_index, state.local_process_index = world.size, world.rank, world.local_rank
+            state.device = world.device
+
+    # Properties, since the shared state is emptied by whoever makes another `TrainingArguments`.
+
+    @property
+    def num_processes(self) -> int:
+        return comm.world().size
+
+    @property
+    def process_index(self) -> int:
+        return comm.world().rank
+
+    @property
+    def local_process_index(self) -> int:
+        return comm.world().local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def device(self) -> torch.device:
+        return comm.world().device
+
+    def gather(self, tensor: Any) -> Any:
+        """The ranks' tensors, one after the other along dim 0; a 0-dim one counts as one row. Collective."""
+        return recursively_apply(lambda one: gather(torch.atleast_1d(one)).flatten(0, 1), tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As Accelerate's, for tensors: without what was repeated to fill the last batch."""
+        if use_gather_object:
+            raise RuntimeError(
+                f"gather_for_metrics(use_gather_object=True) on rank {self.process_index}: gather tensors instead"
+            )
+        return super().gather_for_metrics(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum, mean or maximum of the ranks' tensors. Collective."""
+        if reduction == "none":
+            return tensor
+        return recursively_apply(lambda one: reduce(one, _OPERATIONS[reduction]) * scale, tensor, error_on_other_type=True)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """The tensors padded to the size of the longest among the ranks along `dim`. Collective."""
+
+        def pad(one: torch.Tensor) -> torch.Tensor:
+            if not -one.dim() <= dim < one.dim():
+                return one
+            missing = int(reduce(torch.tensor(one.size(dim)), ReduceOp.MAX)) - one.size(dim)
+            if not missing:
+                return one
+            shape = list(one.shape)
+            shape[dim] = missing
+            padding = one.new_full(shape, pad_index)
+            return torch.cat([padding, one] if pad_first else [one, padding], dim)
+
+        return recursively_apply(pad, tensor, error_on_other_type=True)
+
+    def wait_for_everyone(self) -> None:
+        comm.world().barrier()
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Accumulate gradients in the `with` block without reducing them."""
+        return no_gradient_sync(model)
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state on rank 0, an empty one elsewhere. Collective."""
+        return full_state_dict(self.unwrap_model(model) if unwrap else model, keep=self.is_main_process)
+
+    def save_state(self, *args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(
+            f"save_state on rank {self.process_index}: save get_state_dict(model), which spans the ranks, instead"
+        )
+
+    def load_state(self, *args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(f"load_state on rank {self.process_index}: load a whole state with model.load_state_dict() instead")
+
+
+def refuse_process_group(who: str) -> None:
+    """Raise RuntimeError if somebody has started a process group of torch.distributed: ranks would be counted twice."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise RuntimeError(
+            f"{who} on rank {comm.world().rank}: torch.distributed has a process group, which Accelerate starts when it "
+            "sees a launcher's variables; make TrainingArguments and the like in `with shardrt.without_launcher_variables():`"
+        )

@@ -1,0 +1,203 @@
+"""A strategy for `lightning.pytorch.Trainer` that trains a `LightningModule` sharded over shardrt's world."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities import rank_zero_only
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+
+from .. import comm
+from ..comm import ReduceOp
+from ..module import register_fsdp_forward_method
+from ..optim import clip_grad_norm_
+from .world import (
+    full_optimizer_state,
+    full_state_dict,
+    gather,
+    is_sharded,
+    load_full_optimizer_state,
+    no_gradient_sync,
+    reduce,
+    repeated_blocks,
+    shard_blocks,
+)
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_OPERATIONS = {"mean": ReduceOp.AVG, **{op.value: op for op in ReduceOp}}
+
+
+def shard_module(module: LightningModule, **options: Any) -> None:
+    """`fully_shard` the repeated blocks of `module`, then `module`. In place, collective.
+
+    Blocks are the modules of a class that occurs more than once in an `nn.ModuleList` or `nn.Sequential`.
+    options: as `fully_shard` takes them.
+    """
+    shard_blocks(module, repeated_blocks(module), **options)
+
+
+class ShardedStrategy(ParallelStrategy):
+    """Pass it as `Trainer(strategy=ShardedStrategy())` on every rank, after `shardrt.init()`. It starts no process group.
+
+    - The module is sharded in `fit` and the like, once `configure_model` has run, unless that sharded it, or a part of it.
+    - Each rank gets its part of the batches, by a `DistributedSampler`.
+    - `self.log(..., sync_dist=True)`, `self.all_gather`, early stopping and gradient clipping by norm span the ranks.
+    - Checkpoints are whole, written by rank 0, and can be loaded by any number of ranks, or without shardrt.
+
+    shard: shards the module in place; None: `shard_module`.
+    Raises RuntimeError before `shardrt.init()`.
+    """
+
+    def __init__(self, shard: Callable[[LightningModule], None] | None = None, **options: Any) -> None:
+        """options: `precision_plugin` and `checkpoint_io`, as Lightning's strategies take them."""
+        device = comm.world().device
+        super().__init__(parallel_devices=[device], cluster_environment=_WorldEnvironment(), **options)
+        self._shard = shard_module if shard is None else shard
+
+    # ------------------------------------------------------------------ ranks
+
+    is_distributed = True  # asked by the Trainer, which then gives each rank a sampler of its own
+
+    @property
+    def root_device(self) -> torch.device:
+        return comm.world().device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer: only rank 0 logs and shows progress."""
+        vars(rank_zero_only)["rank"] = self.global_rank
+
+    def reduce(self, tensor: Any, group: object = None, reduce_op: Any = "mean") -> Any:
+        """The ranks' tensors as one; anything else as it is. Collective for tensors.
+
+        reduce_op: "mean", "sum", "min", "max", "product" or torch.distributed's ReduceOp of these names.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        name = str(reduce_op).rpartition(".")[2].lower()
+        if name not in _OPERATIONS:
+            raise ValueError(
+                f"ShardedStrategy.reduce on rank {self.global_rank}: {reduce_op!r}; expected {', '.join(_OPERATIONS)}"
+            )
+        return reduce(tensor, _OPERATIONS[name])
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        decisions = comm.world().comm.exchange(bool(decision))
+        return False not in decisions if all else True in decisions
+
+    def barrier(self, name: str | None = None) -> None:
+        comm.world().barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return comm.world().comm.exchange(obj if self.global_rank == src else None)[src]
+
+    def all_gather(self, tensor: torch.Tensor, group: object = None, sync_grads: bool = False) -> torch.Tensor:
+        """The ranks' tensors, of shape (...): (N, ...). Collective. Raises RuntimeError if gradients are to go through it."""
+        if sync_grads and tensor.requires_grad:
+            raise RuntimeError(
+                f"all_gather(sync_grads=True) on rank {self.global_rank}: gradients do not go through all_gather"
+            )
+        return gather(tensor)
+
+    # ------------------------------------------------------------------ the module
+
+    def model_to_device(self) -> None:
+        """Shard the module, if nobody did, and move what stayed whole. Collective."""
+        module = self._module
+        if not is_sharded(module):
+            self._shard(module)
+        for name in _STEPS:
+            if name not in vars(module):
+                register_fsdp_forward_method(module, name)
+        if any(tensor.device != self.root_device for tensor in itertools.chain(module.parameters(), module.buffers())):
+            module.to(self.root_device)
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+
+        def clip(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+            clip_grad_norm_(plugin.main_params(optimizer), clip_val)
+
+        vars(plugin)["clip_grad_by_norm"] = clip  # instead of the method
+
+    def block_backward_sync(self) -> Any:
+        return no_gradient_sync(self._module)
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError(
+                f"ShardedStrategy on rank {self.global_rank}: no module yet; the Trainer's fit() and the like give one"
+            )
+        return module
+
+    # ------------------------------------------------------------------ checkpoints
+
+    restore_checkpoint_after_setup = True  # parameters are sharded by then
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state on rank 0, an empty one elsewhere. Collective."""
+        return full_state_dict(self._module, keep=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole state on rank 0, an empty one elsewhere. Collective."""
+        return full_optimizer_state(_plain(optimizer), keep=self.is_global_zero)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_full_optimizer_state(_plain(optimizer), state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        with comm.world().comm.agree():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def teardown(self) -> None:
+        """The end of `fit` and the like. The module stays sharded, where it is; others' strategies move it to the host."""
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+class _WorldEnvironment(ClusterEnvironment):
+    """Tells Lightning the ranks of `shardrt.init()`, whatever launched them."""
+
+    creates_processes_externally = True
+    main_address, main_port = "", 0  # where a process group would meet
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return comm.world().size
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return comm.world().rank
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return comm.world().local_rank
+
+    def node_rank(self) -> int:
+        return int(self.local_rank() != self.global_rank())  # Lightning asks for nothing but whether it is 0
+
+
+def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

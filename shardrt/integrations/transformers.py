@@ -1,0 +1,169 @@
+"""`transformers.Trainer` on a model that is sharded over shardrt's world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import PartialState
+from accelerate.state import SharedDict
+from torch import nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from .. import comm
+from ..comm import ReduceOp, without_launcher_variables
+from .accelerate import Accelerator, refuse_process_group
+from .world import full_optimizer_state, full_state_dict, is_sharded, load_full_optimizer_state, reduce, shard_blocks
+
+_REFUSED = ("fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size")
+
+
+def shard_model(model: nn.Module, **options: Any) -> None:
+    """`fully_shard` every block of a `PreTrainedModel`, then the model. In place, collective.
+
+    Blocks are the modules of the classes that the model names in `_no_split_modules`. options: as `fully_shard` takes them.
+    Raises ValueError for a model that names none.
+    """
+    blocks = getattr(model, "_no_split_modules", None)
+    if not blocks:
+        raise ValueError(
+            f"shard_model on rank {comm.world().rank}: '{type(model).__name__}' names no blocks in _no_split_modules; call "
+            "fully_shard on its blocks and on it, before or in ShardedTrainer.shard_model()"
+        )
+    shard_blocks(model, blocks, **options)
+
+
+class ShardedTrainerMixin:
+    """Put before `transformers.Trainer`, or a class derived from it: trains a sharded model on the ranks of `shardrt.init()`.
+
+    - The model is sharded when the trainer is made, by `shard_model`, unless it is sharded already.
+    - Each rank gets its part of the batches; sizes and steps in `TrainingArguments` mean what they mean for several processes.
+    - Losses are averaged over all ranks' tokens, in training and in the logs; metrics are computed from all ranks' predictions.
+    - Rank 0 logs, and saves whole models and optimizers, which `from_pretrained` and any number of ranks can load.
+
+    Every rank makes the model alike and calls the trainer's methods alike: most are collective.
+    Raises RuntimeError for a process group of torch.distributed; ValueError for arguments that ask for other ways to distribute
+    training, and for auto_find_batch_size.
+    """
+
+    args: Any
+    model: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    control: Any
+    current_flos: Any
+    _tr_loss: torch.Tensor
+    _globalstep_last_logged: int
+
+    def shard_model(self, model: nn.Module) -> None:
+        """Shard `model`, in place. Override it to shard otherwise, or with options of `fully_shard`."""
+        shard_model(model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The first thing that the Trainer does with its arguments: join the world, and shard the model."""
+        _join_world(self.args)
+        with without_launcher_variables():
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.__class__ = Accelerator
+        self.accelerator._join_world()
+        if self.model is not None:
+            self._shard(self.model)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        model: nn.Module = super().call_model_init(trial)  # type: ignore[misc]
+        self._shard(model)
+        return model
+
+    def _shard(self, model: nn.Module) -> None:
+        if is_sharded(model):
+            return
+        name = type(model).__name__
+        self.shard_model(model)
+        # The Trainer looks up by this name whether labels are shifted.
+        model._get_name = lambda: name  # type: ignore[method-assign]
+
+    # ------------------------------------------------------------------ logs
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            tr_loss.copy_(reduce(tr_loss, ReduceOp.AVG))  # the Trainer's own sum, which it logs and empties
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._tr_loss.copy_(reduce(self._tr_loss, ReduceOp.AVG))
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+
+    def store_flos(self) -> None:
+        self.current_flos = float(reduce(torch.tensor(self.current_flos, dtype=torch.float64), ReduceOp.SUM))
+        super().store_flos()  # type: ignore[misc]
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None:
+            state_dict = full_state_dict(self.model, keep=self.args.should_save)
+        with comm.world().comm.agree():
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        comm.world().barrier()  # nobody reads a checkpoint that rank 0 still writes
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = full_optimizer_state(self._plain_optimizer(), keep=self.args.should_save)
+        with comm.world().comm.agree():
+            if self.args.should_save:
+                torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not all((Path(checkpoint) / name).is_file() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)):
+            return
+        load: Callable[..., Any] = torch.load
+        # mmap: each rank reads its own parts only
+        state = load(os.path.join(checkpoint, OPTIMIZER_NAME), map_location="cpu", mmap=True, weights_only=True)
+        load_full_optimizer_state(self._plain_optimizer(), state)
+        self.lr_scheduler.load_state_dict(load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """Without Accelerate's wrapper."""
+        optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer
+
+
+class ShardedTrainer(ShardedTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` that trains a sharded model. See `ShardedTrainerMixin`."""
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+class _WorldState(PartialState):
+    """What `TrainingArguments` ask for world size and rank."""
+
+    _shared_state = SharedDict()  # not PartialState's, which any other TrainingArguments empty
+
+
+def _join_world(args: transformers.TrainingArguments) -> None:
+    """Let `args` know this process by its rank. Raises for arguments that do not go with a sharded model."""
+    world = comm.world()
+    refuse_process_group("ShardedTrainer")
+    asked = [name for name in _REFUSED if getattr(args, name, None)]
+    if asked:
+        raise ValueError(f"ShardedTrainer on rank {world.rank}: expected no {', '.join(asked)} in TrainingArguments; leave out")
+    with without_launcher_variables():
+        args.device  # noqa: B018  # made here, not on a device of Accelerate's choice later
+        state = _WorldState(cpu=world.device.type == "cpu")
+    state.num_processes, state.process_index, state.local_process_index = world.size, world.rank, world.local_rank
+    state.device = world.device
+    args.distributed_state = state
+    args.__dict__["_setup_devices"] = world.device  # a cached property
+    args._n_gpu = int(world.device.type == "cuda")  # more would wrap the model in nn.DataParallel
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)  # TrainingArguments set the first
