@@ -63,6 +63,13 @@ def test_launcher_variables_are_not_hidden_before_init() -> None:
         pass
 
 
+def run_documentation(page: str, folder: Path) -> None:
+    """Run the first Python block of a page of docs/."""
+    text = (Path(__file__).parent.parent / "docs" / page).read_text()
+    os.chdir(folder)
+    exec(compile(text.split("```python\n")[1].split("```")[0], page, "exec"), {"__name__": "__main__"})
+
+
 def compare_parameters(model: nn.Module, reference: nn.Module, tolerance: float) -> None:
     for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         whole = param.full_tensor() if isinstance(param, shardrt.DTensor) else param
@@ -74,6 +81,51 @@ def compare_parameters(model: nn.Module, reference: nn.Module, tolerance: float)
 
 def test_transformers(tmp_path: Path) -> None:
     run_on_ranks("train_with_transformers", tmp_path, "transformers", "accelerate")
+
+
+def train_with_accelerate(world: World) -> None:
+    from shardrt.integrations.accelerate import Accelerator
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        if sharded:
+            shardrt.fully_shard(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    rows = torch.randn(15, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    sharded = False
+    whole, step = make()
+    for part in rows[:8], torch.cat([rows[8:], rows[:1]]):  # the last batch is filled from the first
+        whole(part).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        step.step()
+        step.zero_grad()
+
+    sharded = True
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=rf"parameter '0.weight' of 'Sequential' on rank {world.rank} is not sharded"):
+        accelerator.prepare(whole)
+    model, optimizer, loader = accelerator.prepare(*make(), torch.utils.data.DataLoader(rows, batch_size=2))
+    seen = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(accelerator.gather_for_metrics(batch))
+    compare_parameters(model, whole, 1e-12)
+    assert torch.equal(torch.cat(seen), rows)
+    state = accelerator.get_state_dict(model)
+    assert list(state) == (list(whole.state_dict()) if world.rank == 0 else [])
+    assert accelerator.gather({"rank": torch.tensor(world.rank)})["rank"].tolist() == [0, 1]
+    assert accelerator.reduce(torch.tensor([world.rank + 1]), "mean").tolist() == [1.5]
+    padded = accelerator.pad_across_processes(torch.ones(2, world.rank + 1), dim=1, pad_index=7)
+    assert padded.tolist() == [[1.0, 7.0 if world.rank == 0 else 1.0]] * 2
+    with pytest.raises(RuntimeError, match=rf"save_state on rank {world.rank}"):
+        accelerator.save_state("nowhere")
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -104,6 +156,8 @@ def train_with_transformers(world: World, folder: Path) -> None:
     from transformers import TrainingArguments
 
     from shardrt.integrations.transformers import ShardedTrainer
+
+    train_with_accelerate(world)
 
     def accuracy(prediction: Any) -> dict[str, float]:
         assert prediction.predictions.shape == (7, 8, 50)
@@ -165,6 +219,8 @@ def train_with_transformers(world: World, folder: Path) -> None:
 
     with pytest.raises(ValueError, match=r"rank \d: expected no auto_find_batch_size in TrainingArguments"):
         make(ShardedTrainer, "refused", accumulate=1, auto_find_batch_size=True)
+    run_documentation("transformers.md", folder)
+    transformers.GPT2LMHeadModel.from_pretrained(folder / "runs" / "tiny" / "final")
     assert not torch.distributed.is_initialized()
 
 
@@ -251,4 +307,8 @@ def train_with_lightning(world: World, folder: Path) -> None:
     assert int(strategy.reduce(torch.tensor(world.rank + 1), reduce_op=torch.distributed.ReduceOp.SUM)) == 3
     assert float(strategy.reduce(torch.tensor(world.rank + 1))) == 1.5
     assert module.all_gather(torch.tensor([world.rank])).tolist() == [[0], [1]]
+    with pytest.raises(ValueError, match=rf"parameter 'scale' of 'Regression' on rank {world.rank} is not sharded"):
+        fit("part", ShardedStrategy(lambda module: shardrt.fully_shard(module.blocks)), epochs=1)
+    run_documentation("lightning.md", folder)
+    assert (folder / "runs" / "lightning.ckpt").is_file()
     assert not torch.distributed.is_initialized()

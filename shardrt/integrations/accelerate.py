@@ -14,7 +14,7 @@ from torch import nn
 from .. import comm
 from ..comm import ReduceOp, without_launcher_variables
 from ..optim import clip_grad_norm_
-from .world import full_state_dict, gather, no_gradient_sync, reduce
+from .world import full_state_dict, gather, no_gradient_sync, reduce, refuse_unsharded
 
 _OPERATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.AVG, "max": ReduceOp.MAX}
 
@@ -25,6 +25,7 @@ class Accelerator(accelerate.Accelerator):
     Shard the model with `fully_shard` before the optimizer is made. `prepare` then leaves both as they are, gives each rank its
     part of the batches, and applies autocast. `gather`, `reduce`, `pad_across_processes`, `gather_for_metrics`, `no_sync`,
     `accumulate`, `clip_grad_norm_`, `wait_for_everyone` and `get_state_dict` span the ranks.
+    `prepare` raises ValueError for a trainable parameter that is not sharded.
     Refused with a RuntimeError: `save_state` and `load_state`, other plugins for distributed training, and a process group that
     is there already.
     """
@@ -82,6 +83,11 @@ class Accelerator(accelerate.Accelerator):
     @property
     def device(self) -> torch.device:
         return comm.world().device
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        if not evaluation_mode:
+            refuse_unsharded(model)
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
     def gather(self, tensor: Any) -> Any:
         """The ranks' tensors, one after the other along dim 0; a 0-dim one counts as one row. Collective."""

@@ -25,6 +25,7 @@ from .world import (
     load_full_optimizer_state,
     no_gradient_sync,
     reduce,
+    refuse_unsharded,
     repeated_blocks,
     shard_blocks,
 )
@@ -111,10 +112,14 @@ class ShardedStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ the module
 
     def model_to_device(self) -> None:
-        """Shard the module, if nobody did, and move what stayed whole. Collective."""
+        """Shard the module, if nobody did, and move its buffers. Collective.
+
+        Raises ValueError for a trainable parameter that is not sharded.
+        """
         module = self._module
         if not is_sharded(module):
             self._shard(module)
+        refuse_unsharded(module)
         for name in _STEPS:
             if name not in vars(module):
                 register_fsdp_forward_method(module, name)

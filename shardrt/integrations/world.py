@@ -50,6 +50,16 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def refuse_unsharded(model: nn.Module) -> None:
+    """Raise ValueError, on every rank alike, for a parameter that would train on this rank's batches alone."""
+    for name, param in model.named_parameters():
+        if param.requires_grad and not isinstance(param, DTensor):
+            raise ValueError(
+                f"parameter '{name}' of '{type(model).__name__}' on rank {comm.world().rank} is not sharded, so its gradient "
+                "would not be averaged: call fully_shard on its blocks and then on the whole, before the optimizer is made"
+            )
+
+
 def shard_blocks(model: nn.Module, blocks: Collection[str], **options: Any) -> None:
     """`fully_shard` each module in `model` whose class has one of these names, the innermost first, then `model`. Collective.
 
