@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardrt
-from shardrt import DTensor, MixedPrecisionPolicy, distribute_tensor, fully_shard
+from shardrt import DTensor, FSDPModule, MixedPrecisionPolicy, distribute_tensor, fully_shard
 
 
 class Block(nn.Module):
@@ -20,7 +20,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm_1(x)
         x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.mlp(self.norm_2(x))
+        mixed: torch.Tensor = x + self.mlp(self.norm_2(x))
+        return mixed
 
 
 class Model(nn.Module):
@@ -34,33 +35,36 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x).float()
+        logits: torch.Tensor = self.head(x)
+        return logits.float()
 
 
-def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
     """Whole tensors, in one file that rank 0 writes; every rank calls this."""
-    named = dict(model.named_parameters())
-    params = {name: param.full_tensor() for name, param in named.items()}
-    states = {
-        name: {
-            key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in optimizer.state[param].items()
-        }
-        for name, param in named.items()
-    }
+    params, states = {}, {}
+    for name, param in model.named_parameters():
+        params[name] = whole(param.detach())
+        states[name] = {key: whole(value) for key, value in optimizer.state[param].items()}
     if rank == 0:
-        torch.save((params, states), path)
+        torch.save((step, params, states), path)
 
 
 @torch.no_grad()
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    params, states = torch.load(path)
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    step, params, states = torch.load(path)
     for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
         mesh, placements = param.device_mesh, param.placements
         param.copy_(distribute_tensor(params[name], mesh, placements))
         optimizer.state[param] = {
             key: distribute_tensor(value, mesh, placements) if value.shape == param.shape else value
             for key, value in states[name].items()
         }
+    return int(step)
 
 
 def main() -> None:
@@ -82,15 +86,15 @@ def main() -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    if options.load:
-        load(options.load, model, optimizer)
+    first = load(options.load, model, optimizer) if options.load else 0
 
-    data = torch.randint(64, (options.steps, options.accumulate, 4 * size, 17), generator=torch.Generator().manual_seed(1))
-    for step, batch in enumerate(data.to(device)):
+    for step in range(first, options.steps):
+        batch = torch.randint(64, (options.accumulate, 4 * size, 17), generator=torch.Generator().manual_seed(step))
         total = torch.zeros((), device=device)
-        for number, part in enumerate(batch):
+        for number, part in enumerate(batch.to(device)):
             model.set_requires_gradient_sync(number == options.accumulate - 1)
             tokens = part[rank::size]
             logits = model(tokens[:, :-1])
@@ -104,7 +108,7 @@ def main() -> None:
         if rank == 0:
             print(f"step {step} loss {total.item() / size:.6f}", flush=True)
     if options.save:
-        save(options.save, model, optimizer, rank)
+        save(options.save, model, optimizer, options.steps, rank)
     shardrt.finalize()
 
 
