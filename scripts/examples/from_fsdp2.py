@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardrt
-from shardrt import DTensor, FSDPModule, MixedPrecisionPolicy, distribute_tensor, fully_shard
+from shardrt import DTensor, FSDPModule, MixedPrecisionPolicy, distribute_tensor, fully_shard, init_device_mesh
 
 
 class Block(nn.Module):
@@ -78,7 +78,7 @@ def main() -> None:
     world = shardrt.init()
     rank, size = world.rank, world.size
     device = world.device
-    mesh = world.mesh
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
 
     torch.manual_seed(0)
     model = Model()
@@ -104,7 +104,7 @@ def main() -> None:
         shardrt.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        world.comm.all_reduce(total, total, shardrt.comm.ReduceOp.SUM, stream=world.stream).wait(world.stream)
+        total = world.sum(total)
         if rank == 0:
             print(f"step {step} loss {total.item() / size:.6f}", flush=True)
     if options.save:

@@ -15,9 +15,9 @@ from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .. import comm
-from ..comm import ReduceOp, without_launcher_variables
+from ..comm import without_launcher_variables
 from .accelerate import Accelerator, refuse_process_group
-from .world import full_optimizer_state, full_state_dict, is_sharded, load_full_optimizer_state, reduce, shard_blocks
+from .world import full_optimizer_state, full_state_dict, is_sharded, load_full_optimizer_state, shard_blocks
 
 _REFUSED = ("fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size")
 
@@ -92,15 +92,15 @@ class ShardedTrainerMixin:
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
-            tr_loss.copy_(reduce(tr_loss, ReduceOp.AVG))  # the Trainer's own sum, which it logs and empties
+            tr_loss.copy_(comm.world().mean(tr_loss))  # the Trainer's own sum, which it logs and empties
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._tr_loss.copy_(reduce(self._tr_loss, ReduceOp.AVG))
+        self._tr_loss.copy_(comm.world().mean(self._tr_loss))
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     def store_flos(self) -> None:
-        self.current_flos = float(reduce(torch.tensor(self.current_flos, dtype=torch.float64), ReduceOp.SUM))
+        self.current_flos = float(comm.world().sum(float(self.current_flos)))
         super().store_flos()  # type: ignore[misc]
 
     # ------------------------------------------------------------------ checkpoints
