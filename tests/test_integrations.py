@@ -58,6 +58,20 @@ def test_launcher_variables_are_hidden(world: World) -> None:
     del os.environ["RANK"]
 
 
+def test_repeated_blocks_are_those_of_lists() -> None:
+    from shardrt.integrations.world import repeated_blocks
+
+    def make_block() -> nn.Module:
+        return nn.ModuleDict({"mixed": nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))})
+
+    model = nn.Module()
+    model.body = nn.Module()
+    model.body.blocks = nn.ModuleList(make_block() for _ in range(2))
+    model.head = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())
+    model.last = nn.Linear(2, 2)
+    assert repeated_blocks(model) == [*model.body.blocks, model.head[1], model.head[3]]
+
+
 def test_launcher_variables_are_not_hidden_before_init() -> None:
     with pytest.raises(RuntimeError, match=r"call shardrt\.init\(\) first"), shardrt.without_launcher_variables():
         pass

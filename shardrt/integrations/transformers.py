@@ -28,13 +28,13 @@ def shard_model(model: nn.Module, **options: Any) -> None:
     Blocks are the modules of the classes that the model names in `_no_split_modules`. options: as `fully_shard` takes them.
     Raises ValueError for a model that names none.
     """
-    blocks = getattr(model, "_no_split_modules", None)
-    if not blocks:
+    names = getattr(model, "_no_split_modules", None)
+    if not names:
         raise ValueError(
             f"shard_model on rank {comm.world().rank}: '{type(model).__name__}' names no blocks in _no_split_modules; call "
             "fully_shard on its blocks and on it, before or in ShardedTrainer.shard_model()"
         )
-    shard_blocks(model, blocks, **options)
+    shard_blocks(model, [module for module in model.modules() if type(module).__name__ in names], **options)
 
 
 class ShardedTrainerMixin:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,28 +60,26 @@ def refuse_unsharded(model: nn.Module) -> None:
             )
 
 
-def shard_blocks(model: nn.Module, blocks: Collection[str], **options: Any) -> None:
-    """`fully_shard` each module in `model` whose class has one of these names, the innermost first, then `model`. Collective.
+def shard_blocks(model: nn.Module, blocks: Iterable[nn.Module], **options: Any) -> None:
+    """`fully_shard` each of `blocks`, the innermost first, then `model`. Collective.
 
-    options: as `fully_shard` takes them.
+    blocks: in the order of `model.modules()`.   options: as `fully_shard` takes them.
     """
-    for module in reversed(list(model.modules())):  # those inside come after those around them
-        if module is not model and type(module).__name__ in blocks:
-            fully_shard(module, **options)
+    for block in reversed(list(dict.fromkeys(blocks))):  # those inside come after those around them
+        if block is not model:
+            fully_shard(block, **options)
     fully_shard(model, **options)
 
 
-def repeated_blocks(model: nn.Module) -> set[str]:
-    """The classes of which an `nn.ModuleList` or `nn.Sequential`, outside of other such blocks, has several with parameters."""
-    found: set[str] = set()
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules with parameters of which an `nn.ModuleList` or `nn.Sequential` has several of one class; the outermost."""
+    found: list[nn.Module] = []
     for child in model.children():
-        names = (
-            Counter(type(module).__name__ for module in child if any(True for _ in module.parameters()))
-            if isinstance(child, (nn.ModuleList, nn.Sequential))
-            else Counter()
-        )
-        repeated = {name for name, count in names.items() if count > 1}
-        found |= repeated or repeated_blocks(child)
+        listed = list(child) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
+        blocks = [module for module in listed if any(True for _ in module.parameters())]
+        count = Counter(type(module) for module in blocks)
+        repeated = [module for module in blocks if count[type(module)] > 1]
+        found += repeated or repeated_blocks(child)
     return found
 
 
