@@ -10,6 +10,7 @@ _here = _Path(__file__).resolve().parent
 if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py").is_file():
     __path__.append(str(_here.parent))
 
+from . import dispatch as dispatch  # says what operations do with a DTensor
 from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
 from .fully_shard import fully_shard, replicate
 from .memory import memory_summary

@@ -182,6 +182,11 @@ class Spec:
             raise ValueError(f"placements {placements}: reductions of several kinds depend on their order; expected one kind")
         return cls(mesh, tuple(checked), whole)
 
+    @property
+    def replicated(self) -> tuple[Placement, ...]:
+        """The placements of the whole tensor on every rank."""
+        return (Replicate(),) * len(self.placements)
+
     def local_part(self, full: torch.Tensor, axis: int = 0) -> torch.Tensor:
         """This rank's part of a whole tensor, or of its part by the axes before `axis`: a view where it can be one."""
         axes = zip(self.placements, self.mesh.shape, self.mesh.coordinates, strict=True)

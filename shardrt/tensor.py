@@ -1,19 +1,6 @@
 """`DTensor`: a tensor spread over a mesh, that optimizers can step on.
 
-It has the shape of the whole tensor and holds this rank's part. What an operation does with it is one table:
-
-| operations                                         | done                                             |
-|----------------------------------------------------|--------------------------------------------------|
-| elementwise (torch's `pointwise` tag), `*_like`, copies, `_foreach_*`, `_fused_*` | on the local parts, no communication |
-| sum, mean, norm, max, min, any, all of everything  | on the local parts, then one all-reduce of a scalar |
-| `normal_`, `uniform_` and the like                 | the same whole tensor on any number of ranks (`rng.py`) |
-| the few others that torch's optimizers use (`mm`, reductions along a dim, `view`, ...) | on the whole tensors, gathered |
-| anything else                                      | refused, by name                                 |
-
-All of it counts replicas once. With a `Partial` placement only copies, and of sums and averages what is linear, are done on
-the local parts; the gathered operations reduce first, and everything else is refused.
-Plain tensors may take part: 0-dim ones as they are, ones of the global shape by this rank's part of them.
-Results of reductions and gathered operations are plain tensors, the same on every rank.
+It has the shape of the whole tensor and holds this rank's part. `dispatch.py` has the table of what operations do with it.
 """
 
 from __future__ import annotations
@@ -24,14 +11,25 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map
 
-from .comm import DeviceMesh, ReduceOp, current_stream
+from .comm import DeviceMesh, ReduceOp
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
 from .redistribute import redistribute
-from .rng import agree_on_seed, fill
 
-aten = torch.ops.aten
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Rules(dict[Any, Rule]):
+    """What is done for each operation on a `DTensor`: looked up by `find`, which `dispatch.py` sets, at its first use."""
+
+    find: Callable[[Any], Rule]
+
+    def __missing__(self, func: Any) -> Rule:
+        rule = self[func] = self.find(func)
+        return rule
+
+
+RULES = Rules()
 
 
 class DTensor(torch.Tensor):
@@ -62,10 +60,7 @@ class DTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        rule = _RULES.get(func)
-        if rule is None:
-            rule = _RULES[func] = _find_rule(func)
-        return rule(func, args, kwargs or {})
+        return RULES[func](func, args, kwargs or {})
 
     @staticmethod
     def from_local(
@@ -114,7 +109,7 @@ class DTensor(torch.Tensor):
         grad_placements: how the gradients of the ranks' results make up the whole gradient; None: each rank has all of it.
         Cost: an all-gather for each sharded axis, an all-reduce for each partial one.
         """
-        return self.redistribute(_replicated(self.spec)).to_local(grad_placements)
+        return self.redistribute(self.spec.replicated).to_local(grad_placements)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -157,15 +152,6 @@ def _shape_of_equal_parts(local: torch.Size, mesh: DeviceMesh, placements: Seque
         elif isinstance(placement, Sharded):
             raise ValueError(f"from_local with {placement} of a part of shape {tuple(local)}: give the shape of the whole")
     return shape
-
-
-def _replicated(spec: Spec) -> list[Placement]:
-    return [Replicate() for _ in spec.placements]
-
-
-def _whole(value: Any) -> Any:
-    """A tensor's whole, detached; anything else as it is. Collective."""
-    return redistribute(value._local_tensor, value.spec, _replicated(value.spec)) if isinstance(value, DTensor) else value
 
 
 # ---------------------------------------------------------------------- autograd: the gradient is of the whole tensor
@@ -262,299 +248,3 @@ def _directly(name: str) -> Callable[..., torch.Tensor]:
 
 for _name in (*_IN_PLACE, *_OUT_OF_PLACE):
     setattr(DTensor, _name, _directly(_name))
-
-
-# ---------------------------------------------------------------------- rules
-
-Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-_COPIES = {
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.copy_.default,
-    aten._to_copy.default,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.zero_.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-}
-_GATHERED = {
-    aten._local_scalar_dense.default,
-    aten._unsafe_view.default,
-    aten.addmm.default,
-    aten.cat.default,
-    aten.dot.default,
-    aten.mean.dim,
-    aten.mm.default,
-    aten.new_zeros.default,
-    aten.permute.default,
-    aten.sum.dim_IntList,
-    aten.t.default,
-    aten.transpose.int,
-    aten.view.default,
-}
-_NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_powsum"}
-_TO_SCALAR = {
-    aten.sum.default: ReduceOp.SUM,
-    aten.mean.default: ReduceOp.SUM,
-    aten.max.default: ReduceOp.MAX,
-    aten.min.default: ReduceOp.MIN,
-    aten.any.default: ReduceOp.MAX,
-    aten.all.default: ReduceOp.MIN,
-    aten.equal.default: ReduceOp.MIN,
-}
-_RANDOM = {
-    aten.bernoulli_.float,
-    aten.cauchy_.default,
-    aten.exponential_.default,
-    aten.geometric_.default,
-    aten.log_normal_.default,
-    aten.normal_.default,
-    aten.random_.default,
-    aten.random_.to,
-    aten.random_.__getattr__("from"),
-    aten.uniform_.default,
-}
-# What may be done to each part of what a reduction will make one tensor of.
-_PARTIAL_COPIES = {
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.copy_.default,
-    aten.empty_like.default,
-    aten.zero_.default,
-    aten.zeros_like.default,
-}
-_PARTIAL_SUMS = {aten.add.Tensor, aten.add_.Tensor, aten.neg.default, aten.neg_.default, aten.sub.Tensor, aten.sub_.Tensor}
-
-
-def _find_rule(func: Any) -> Rule:
-    name = func._schema.name.removeprefix("aten::")
-    if func in _TO_SCALAR:
-        return _to_scalar
-    if name == "linalg_vector_norm":
-        return _vector_norm
-    if name == "_foreach_norm":
-        return _foreach_norm
-    if func in _GATHERED:
-        return _gathered
-    if func in _RANDOM:
-        return _random
-    if func is aten.index_put_.default:
-        return _masked_put
-    if torch.Tag.pointwise in func.tags or func in _COPIES:
-        return _elementwise
-    if name.startswith(("_foreach_", "_fused_")) and name not in _NOT_ELEMENTWISE:
-        return _local
-    return _refuse
-
-
-def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shapes = [tuple(x.shape) for x in _tensors(args)]
-    raise NotImplementedError(
-        f"{func} is not defined on sharded tensors (shapes {shapes}): its result would depend on other ranks' parts. "
-        "Use .full_tensor() for the whole tensor, or .to_local() for this rank's part"
-    )
-
-
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`_local` for what optimizers call most: sharded tensors that lie alike, numbers and 0-dim tensors, no lists."""
-    spec: Spec | None = None
-    local_args = []
-    for arg in args:
-        if type(arg) is DTensor:
-            spec = arg.spec if spec is None else spec
-            if arg.spec is not spec:
-                return _local(func, args, kwargs)
-            local_args.append(arg._local_tensor)
-        elif isinstance(arg, torch.Tensor) and arg.dim() != 0:
-            return _local(func, args, kwargs)
-        else:
-            local_args.append(arg)
-    if spec is None or spec.partial or type(args[0]) is not DTensor or "out" in kwargs:
-        return _local(func, args, kwargs)
-    out = func(*local_args, **kwargs)
-    if not isinstance(out, torch.Tensor):
-        return out
-    return args[0] if out is local_args[0] else DTensor(out, spec)
-
-
-def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run on the local parts; what comes out has the placement of the first sharded argument (list: element by element)."""
-    destination = kwargs.get("out", args[0])
-    if func._schema.is_mutable and not isinstance(_first_of(destination), DTensor):
-        return _gathered(func, args, kwargs)  # a plain tensor is written: it needs all of the values
-    specs = _specs(args)
-    if any(spec.partial for spec in specs):
-        _check_partial(func, args, kwargs)
-    local_args = [_unwrap(arg, specs, func) for arg in args]
-    local_kwargs = {key: _unwrap(value, specs, func) for key, value in kwargs.items()}
-    out = func(*local_args, **local_kwargs)
-    if func._schema.is_mutable and isinstance(destination, (list, tuple)):
-        increment_version(destination)  # of lists the dispatcher does not
-    if isinstance(out, torch.Tensor):
-        written = local_kwargs.get("out", local_args[0])
-        return destination if out is written else DTensor(out, specs[0])
-    if isinstance(out, (list, tuple)):
-        return [DTensor(part, spec) for part, spec in zip(out, specs, strict=True)]
-    return out
-
-
-def _check_partial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what does not commute with the reductions that are still to be made."""
-    if func in _PARTIAL_COPIES:
-        return
-    summed = func in _PARTIAL_SUMS and all(isinstance(arg, DTensor) for arg in args)
-    if not summed or not all(p.linear for arg in args for p in arg.placements if isinstance(p, Partial)):
-        _refuse(func, args, kwargs)
-
-
-def _first_of(value: Any) -> Any:
-    return value[0] if isinstance(value, (list, tuple)) and value else value
-
-
-def _masked_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[mask] = scalar`, which is elementwise; other indices are not."""
-    whole, indices, values = args[:3]
-    mask = indices[0]
-    if len(indices) == 1 and isinstance(mask, DTensor) and mask.dtype == torch.bool and values.dim() == 0:
-        return _local(func, args, kwargs)
-    return _refuse(func, (whole, *indices, values), kwargs)
-
-
-def _specs(args: tuple[Any, ...]) -> list[Spec]:
-    """The specs of the first argument that has any: of one tensor, or of each in a list."""
-    for arg in args:
-        if isinstance(arg, DTensor):
-            return [arg.spec]
-        if isinstance(_first_of(arg), DTensor):
-            return [part.spec for part in arg]
-    raise AssertionError("dispatched without a sharded argument")
-
-
-def _unwrap(value: Any, specs: list[Spec], func: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _local_of(value, specs[0], func)
-    if isinstance(_first_of(value), torch.Tensor):
-        return [
-            part._local_tensor if type(part) is DTensor and part.spec is spec else _local_of(part, spec, func)
-            for part, spec in zip(value, specs, strict=True)
-        ]
-    return value
-
-
-def _local_of(value: torch.Tensor, spec: Spec, func: Any) -> torch.Tensor:
-    if isinstance(value, DTensor):
-        if value.spec is spec or value.spec == spec:
-            return value._local_tensor
-        how = "that lie differently" if value.spec.mesh is spec.mesh else "of different meshes"
-        raise ValueError(f"{func} on tensors {how}: {value.spec} against {spec}; use redistribute() or full_tensor()")
-    if value.dim() == 0:
-        return value
-    if value.shape == spec.shape:
-        return spec.local_part(value)
-    raise ValueError(
-        f"{func}: a plain tensor of shape {tuple(value.shape)} with a sharded one of shape {tuple(spec.shape)}; "
-        "expected a 0-dim tensor or one of the same shape"
-    )
-
-
-def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run on the whole tensors, on every rank alike. Cost: an all-gather of every sharded argument."""
-    full_args, full_kwargs = tree_map(_whole, (args, kwargs))
-    return func(*full_args, **full_kwargs)
-
-
-def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, given = args[0], kwargs.get("generator")
-    if tensor.spec.partial or tensor.device.type == "meta":
-        raise NotImplementedError(
-            f"{func} on a tensor of {tensor.spec} on {tensor.device}: it has no values of its own to draw"
-        )
-    func(tensor._local_tensor.new_empty(0), *args[1:], generator=given)  # bad arguments raise here, on every rank alike
-    seed = agree_on_seed(tensor.spec.mesh, given)
-    fill(tensor._local_tensor, tensor.spec, seed, lambda block, generator: func(block, *args[1:], generator=generator))
-    return tensor
-
-
-def _to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    spec, op = _specs(args)[0], _TO_SCALAR[func]
-    if spec.partial:
-        _refuse(func, args, kwargs)
-    locals_ = [_unwrap(arg, [spec], func) for arg in args]
-    local = locals_[0]
-    if func is aten.equal.default:
-        return bool(combine(torch.tensor(func(*locals_), device=spec.mesh.device), op, spec.parts))
-    if func is aten.mean.default:
-        return combine(local.sum(**kwargs), op, spec.parts) / spec.shape.numel()
-    if local.numel() == 0 and op is not ReduceOp.SUM and spec.shape.numel():
-        return combine(_neutral(func, op, local), op, spec.parts)
-    return combine(func(local, **kwargs), op, spec.parts)
-
-
-def _neutral(func: Any, op: ReduceOp, local: torch.Tensor) -> torch.Tensor:
-    """What a rank without elements contributes to a maximum or minimum."""
-    if func in (aten.any.default, aten.all.default):
-        return local.new_full((), op is ReduceOp.MIN, dtype=torch.bool)
-    limits = torch.finfo(local.dtype) if local.dtype.is_floating_point else torch.iinfo(local.dtype)
-    lowest = float("-inf") if local.dtype.is_floating_point else limits.min
-    highest = float("inf") if local.dtype.is_floating_point else limits.max
-    return local.new_full((), lowest if op is ReduceOp.MAX else highest)
-
-
-def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    dim = args[2] if len(args) > 2 else kwargs.get("dim")
-    if dim is not None and len(dim) != args[0].dim():
-        return _gathered(func, args, kwargs)
-    return _norms(func, [args[0]], order)[0]
-
-
-def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _norms(func, args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2))
-
-
-def _norms(func: Any, tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """The norm of each whole tensor, combined in float64. Cost: one all-reduce for all that are spread over the same ranks."""
-    if order <= 0:
-        raise NotImplementedError(f"the {order}-norm of sharded tensors is not defined here: use full_tensor()")
-    spread: dict[DeviceMesh | None, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor) and tensor.spec.partial:
-            _refuse(func, (tensor,), {})
-        spread.setdefault(tensor.spec.parts if isinstance(tensor, DTensor) else None, []).append(index)
-    parts = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    norms = [torch.linalg.vector_norm(part.double(), order) if part.numel() else part.new_zeros(()).double() for part in parts]
-    for mesh, indices in spread.items():
-        local = torch.stack([norms[index] for index in indices])
-        if order == float("inf"):
-            whole = combine(local, ReduceOp.MAX, mesh)
-        else:
-            whole = combine(local**order, ReduceOp.SUM, mesh) ** (1.0 / order)
-        for index, norm in zip(indices, whole, strict=True):
-            norms[index] = norm.to(tensors[index].dtype)
-    return norms
-
-
-def combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh | None) -> torch.Tensor:
-    """All-reduce a small local result over the mesh, on whose device it comes out; as it is without one."""
-    if mesh is None:
-        return value
-    sent = value.to(mesh.device, torch.uint8 if value.dtype == torch.bool else value.dtype).contiguous()
-    out = torch.empty_like(sent)
-    stream = current_stream(mesh.device)
-    mesh.communicator("tensor").all_reduce(out, sent, op, stream=stream).wait(stream)
-    return out.to(value.dtype)
-
-
-def _tensors(args: object) -> list[torch.Tensor]:
-    if isinstance(args, torch.Tensor):
-        return [args]
-    return [t for arg in args for t in _tensors(arg)] if isinstance(args, (list, tuple)) else []
-
-
-_RULES: dict[Any, Rule] = {}

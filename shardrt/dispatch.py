@@ -1,0 +1,181 @@
+"""What an operation does with `DTensor`s: one table.
+
+| operations                                         | done                                             |
+|----------------------------------------------------|--------------------------------------------------|
+| elementwise (torch's `pointwise` tag), `*_like`, copies, `_foreach_*`, `_fused_*` | on the local parts, no communication |
+| sum, mean, norm, max, min, any, all of everything  | on the local parts, then one all-reduce of a scalar |
+| `normal_`, `uniform_` and the like                 | the same whole tensor on any number of ranks (`rng.py`) |
+| the few others that torch's optimizers use (`mm`, reductions along a dim, `view`, ...) | on the whole tensors, gathered |
+| anything else                                      | refused, by name                                 |
+
+All of it counts replicas once. With a `Partial` placement only copies, and of sums and averages what is linear, are done on
+the local parts; the gathered operations reduce first, and everything else is refused.
+Plain tensors may take part: 0-dim ones as they are, ones of the global shape by this rank's part of them.
+Results of reductions and gathered operations are plain tensors, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from .operands import first_of, gathered, localized, refuse, specs_of
+from .placement import Partial, Spec
+from .reductions import TO_SCALAR, foreach_norm, to_scalar, vector_norm
+from .rng import agree_on_seed, fill
+from .tensor import RULES, DTensor, Rule
+
+aten = torch.ops.aten
+
+_COPIES = {
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+}
+_GATHERED = {
+    aten._local_scalar_dense.default,
+    aten._unsafe_view.default,
+    aten.addmm.default,
+    aten.cat.default,
+    aten.dot.default,
+    aten.mean.dim,
+    aten.mm.default,
+    aten.new_zeros.default,
+    aten.permute.default,
+    aten.sum.dim_IntList,
+    aten.t.default,
+    aten.transpose.int,
+    aten.view.default,
+}
+_NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_powsum"}
+_RANDOM = {
+    aten.bernoulli_.float,
+    aten.cauchy_.default,
+    aten.exponential_.default,
+    aten.geometric_.default,
+    aten.log_normal_.default,
+    aten.normal_.default,
+    aten.random_.default,
+    aten.random_.to,
+    aten.random_.__getattr__("from"),
+    aten.uniform_.default,
+}
+# What may be done to each part of what a reduction will make one tensor of.
+_PARTIAL_COPIES = {
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.copy_.default,
+    aten.empty_like.default,
+    aten.zero_.default,
+    aten.zeros_like.default,
+}
+_PARTIAL_SUMS = {aten.add.Tensor, aten.add_.Tensor, aten.neg.default, aten.neg_.default, aten.sub.Tensor, aten.sub_.Tensor}
+
+
+def _find_rule(func: Any) -> Rule:
+    name = func._schema.name.removeprefix("aten::")
+    if func in TO_SCALAR:
+        return to_scalar
+    if name == "linalg_vector_norm":
+        return vector_norm
+    if name == "_foreach_norm":
+        return foreach_norm
+    if func in _GATHERED:
+        return gathered
+    if func in _RANDOM:
+        return _random
+    if func is aten.index_put_.default:
+        return _masked_put
+    if torch.Tag.pointwise in func.tags or func in _COPIES:
+        return _elementwise
+    if name.startswith(("_foreach_", "_fused_")) and name not in _NOT_ELEMENTWISE:
+        return _local
+    return refuse
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`_local` for what optimizers call most: sharded tensors that lie alike, numbers and 0-dim tensors, no lists."""
+    spec: Spec | None = None
+    local_args = []
+    for arg in args:
+        if type(arg) is DTensor:
+            spec = arg.spec if spec is None else spec
+            if arg.spec is not spec:
+                return _local(func, args, kwargs)
+            local_args.append(arg._local_tensor)
+        elif isinstance(arg, torch.Tensor) and arg.dim() != 0:
+            return _local(func, args, kwargs)
+        else:
+            local_args.append(arg)
+    if spec is None or spec.partial or type(args[0]) is not DTensor or "out" in kwargs:
+        return _local(func, args, kwargs)
+    out = func(*local_args, **kwargs)
+    if not isinstance(out, torch.Tensor):
+        return out
+    return args[0] if out is local_args[0] else DTensor(out, spec)
+
+
+def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on the local parts; what comes out has the placement of the first sharded argument (list: element by element)."""
+    destination = kwargs.get("out", args[0])
+    if func._schema.is_mutable and not isinstance(first_of(destination), DTensor):
+        return gathered(func, args, kwargs)  # a plain tensor is written: it needs all of the values
+    specs = specs_of(args)
+    if any(spec.partial for spec in specs):
+        _check_partial(func, args, kwargs)
+    local_args = [localized(arg, specs, func) for arg in args]
+    local_kwargs = {key: localized(value, specs, func) for key, value in kwargs.items()}
+    out = func(*local_args, **local_kwargs)
+    if func._schema.is_mutable and isinstance(destination, (list, tuple)):
+        increment_version(destination)  # of lists the dispatcher does not
+    if isinstance(out, torch.Tensor):
+        written = local_kwargs.get("out", local_args[0])
+        return destination if out is written else DTensor(out, specs[0])
+    if isinstance(out, (list, tuple)):
+        return [DTensor(part, spec) for part, spec in zip(out, specs, strict=True)]
+    return out
+
+
+def _check_partial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what does not commute with the reductions that are still to be made."""
+    if func in _PARTIAL_COPIES:
+        return
+    summed = func in _PARTIAL_SUMS and all(isinstance(arg, DTensor) for arg in args)
+    if not summed or not all(p.linear for arg in args for p in arg.placements if isinstance(p, Partial)):
+        refuse(func, args, kwargs)
+
+
+def _masked_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x[mask] = scalar`, which is elementwise; other indices are not."""
+    whole, indices, values = args[:3]
+    mask = indices[0]
+    if len(indices) == 1 and isinstance(mask, DTensor) and mask.dtype == torch.bool and values.dim() == 0:
+        return _local(func, args, kwargs)
+    return refuse(func, (whole, *indices, values), kwargs)
+
+
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, given = args[0], kwargs.get("generator")
+    if tensor.spec.partial or tensor.device.type == "meta":
+        raise NotImplementedError(
+            f"{func} on a tensor of {tensor.spec} on {tensor.device}: it has no values of its own to draw"
+        )
+    func(tensor._local_tensor.new_empty(0), *args[1:], generator=given)  # bad arguments raise here, on every rank alike
+    seed = agree_on_seed(tensor.spec.mesh, given)
+    fill(tensor._local_tensor, tensor.spec, seed, lambda block, generator: func(block, *args[1:], generator=generator))
+    return tensor
+
+
+RULES.find = _find_rule

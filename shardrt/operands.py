@@ -1,0 +1,78 @@
+"""What the operations on `DTensor`s do with their arguments: take this rank's part, gather the whole, or refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .placement import Spec
+from .redistribute import redistribute
+from .tensor import DTensor
+
+
+def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shapes = [tuple(x.shape) for x in tensors_in(args)]
+    raise NotImplementedError(
+        f"{func} is not defined on sharded tensors (shapes {shapes}): its result would depend on other ranks' parts. "
+        "Use .full_tensor() for the whole tensor, or .to_local() for this rank's part"
+    )
+
+
+def first_of(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) and value else value
+
+
+def specs_of(args: tuple[Any, ...]) -> list[Spec]:
+    """The specs of the first argument that has any: of one tensor, or of each in a list."""
+    for arg in args:
+        if isinstance(arg, DTensor):
+            return [arg.spec]
+        if isinstance(first_of(arg), DTensor):
+            return [part.spec for part in arg]
+    raise AssertionError("dispatched without a sharded argument")
+
+
+def localized(value: Any, specs: list[Spec], func: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return local_of(value, specs[0], func)
+    if isinstance(first_of(value), torch.Tensor):
+        return [
+            part._local_tensor if type(part) is DTensor and part.spec is spec else local_of(part, spec, func)
+            for part, spec in zip(value, specs, strict=True)
+        ]
+    return value
+
+
+def local_of(value: torch.Tensor, spec: Spec, func: Any) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        if value.spec is spec or value.spec == spec:
+            return value._local_tensor
+        how = "that lie differently" if value.spec.mesh is spec.mesh else "of different meshes"
+        raise ValueError(f"{func} on tensors {how}: {value.spec} against {spec}; use redistribute() or full_tensor()")
+    if value.dim() == 0:
+        return value
+    if value.shape == spec.shape:
+        return spec.local_part(value)
+    raise ValueError(
+        f"{func}: a plain tensor of shape {tuple(value.shape)} with a sharded one of shape {tuple(spec.shape)}; "
+        "expected a 0-dim tensor or one of the same shape"
+    )
+
+
+def whole_of(value: Any) -> Any:
+    """A tensor's whole, detached; anything else as it is. Collective."""
+    return redistribute(value._local_tensor, value.spec, value.spec.replicated) if isinstance(value, DTensor) else value
+
+
+def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on the whole tensors, on every rank alike. Cost: an all-gather of every sharded argument."""
+    full_args, full_kwargs = tree_map(whole_of, (args, kwargs))
+    return func(*full_args, **full_kwargs)
+
+
+def tensors_in(args: object) -> list[torch.Tensor]:
+    if isinstance(args, torch.Tensor):
+        return [args]
+    return [t for arg in args for t in tensors_in(arg)] if isinstance(args, (list, tuple)) else []

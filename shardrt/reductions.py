@@ -1,0 +1,93 @@
+"""Reductions of whole sharded tensors: of this rank's part, then over the ranks that hold the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .comm import DeviceMesh, ReduceOp, current_stream
+from .operands import gathered, localized, refuse, specs_of
+from .tensor import DTensor
+
+aten = torch.ops.aten
+
+TO_SCALAR = {
+    aten.sum.default: ReduceOp.SUM,
+    aten.mean.default: ReduceOp.SUM,
+    aten.max.default: ReduceOp.MAX,
+    aten.min.default: ReduceOp.MIN,
+    aten.any.default: ReduceOp.MAX,
+    aten.all.default: ReduceOp.MIN,
+    aten.equal.default: ReduceOp.MIN,
+}
+
+
+def to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    spec, op = specs_of(args)[0], TO_SCALAR[func]
+    if spec.partial:
+        refuse(func, args, kwargs)
+    locals_ = [localized(arg, [spec], func) for arg in args]
+    local = locals_[0]
+    if func is aten.equal.default:
+        return bool(combine(torch.tensor(func(*locals_), device=spec.mesh.device), op, spec.parts))
+    if func is aten.mean.default:
+        return combine(local.sum(**kwargs), op, spec.parts) / spec.shape.numel()
+    if local.numel() == 0 and op is not ReduceOp.SUM and spec.shape.numel():
+        return combine(_neutral(func, op, local), op, spec.parts)
+    return combine(func(local, **kwargs), op, spec.parts)
+
+
+def _neutral(func: Any, op: ReduceOp, local: torch.Tensor) -> torch.Tensor:
+    """What a rank without elements contributes to a maximum or minimum."""
+    if func in (aten.any.default, aten.all.default):
+        return local.new_full((), op is ReduceOp.MIN, dtype=torch.bool)
+    limits = torch.finfo(local.dtype) if local.dtype.is_floating_point else torch.iinfo(local.dtype)
+    lowest = float("-inf") if local.dtype.is_floating_point else limits.min
+    highest = float("inf") if local.dtype.is_floating_point else limits.max
+    return local.new_full((), lowest if op is ReduceOp.MAX else highest)
+
+
+def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    if dim is not None and len(dim) != args[0].dim():
+        return gathered(func, args, kwargs)
+    return _norms(func, [args[0]], order)[0]
+
+
+def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _norms(func, args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2))
+
+
+def _norms(func: Any, tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of each whole tensor, combined in float64. Cost: one all-reduce for all that are spread over the same ranks."""
+    if order <= 0:
+        raise NotImplementedError(f"the {order}-norm of sharded tensors is not defined here: use full_tensor()")
+    spread: dict[DeviceMesh | None, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor) and tensor.spec.partial:
+            refuse(func, (tensor,), {})
+        spread.setdefault(tensor.spec.parts if isinstance(tensor, DTensor) else None, []).append(index)
+    parts = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    norms = [torch.linalg.vector_norm(part.double(), order) if part.numel() else part.new_zeros(()).double() for part in parts]
+    for mesh, indices in spread.items():
+        local = torch.stack([norms[index] for index in indices])
+        if order == float("inf"):
+            whole = combine(local, ReduceOp.MAX, mesh)
+        else:
+            whole = combine(local**order, ReduceOp.SUM, mesh) ** (1.0 / order)
+        for index, norm in zip(indices, whole, strict=True):
+            norms[index] = norm.to(tensors[index].dtype)
+    return norms
+
+
+def combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh | None) -> torch.Tensor:
+    """All-reduce a small local result over the mesh, on whose device it comes out; as it is without one."""
+    if mesh is None:
+        return value
+    sent = value.to(mesh.device, torch.uint8 if value.dtype == torch.bool else value.dtype).contiguous()
+    out = torch.empty_like(sent)
+    stream = current_stream(mesh.device)
+    mesh.communicator("tensor").all_reduce(out, sent, op, stream=stream).wait(stream)
+    return out.to(value.dtype)
