@@ -2,15 +2,17 @@
 
 | operations                                         | done                                             |
 |----------------------------------------------------|--------------------------------------------------|
-| elementwise (torch's `pointwise` tag), `*_like`, copies, `_foreach_*`, `_fused_*` | on the local parts, no communication |
+| elementwise (torch's `pointwise` tag; of lists: `_LISTS`), copies, `*_like` without random numbers | on the local parts |
 | sum, mean, norm, max, min, any, all of everything  | on the local parts, then one all-reduce of a scalar |
+| `GradScaler`'s scaling of gradients                | on the local parts, then one all-reduce of a number for each mesh |
 | `normal_`, `uniform_` and the like                 | the same whole tensor on any number of ranks (`rng.py`) |
 | the few others that torch's optimizers use (`mm`, reductions along a dim, `view`, ...) | on the whole tensors, gathered |
 | anything else                                      | refused, by name                                 |
 
 All of it counts replicas once. With a `Partial` placement only copies, and of sums and averages what is linear, are done on
 the local parts; the gathered operations reduce first, and everything else is refused.
-Plain tensors may take part: 0-dim ones as they are, ones of the global shape by this rank's part of them.
+Plain tensors may take part: 0-dim ones as they are, ones of the global shape by this rank's part of them. In lists of
+sharded and plain tensors, the plain ones are dealt with as always.
 Results of reductions and gathered operations are plain tensors, the same on every rank.
 """
 
@@ -23,7 +25,7 @@ from torch.autograd.graph import increment_version
 
 from .operands import first_of, gathered, localized, refuse, specs_of
 from .placement import Partial, Spec
-from .reductions import TO_SCALAR, foreach_norm, to_scalar, vector_norm
+from .reductions import TO_SCALAR, foreach_norm, to_scalar, unscale, vector_norm
 from .rng import agree_on_seed, fill
 from .tensor import RULES, DTensor, Rule
 
@@ -58,7 +60,13 @@ _GATHERED = {
     aten.transpose.int,
     aten.view.default,
 }
-_NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_powsum"}
+# What `_foreach_*` and `_fused_*` do to each element alone; other operations of such names are refused.
+_FOREACH = (
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 floor frac "
+    "lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh sqrt sub "
+    "tan tanh trunc zero"
+)
+_LISTS = {f"_foreach_{name}" for name in _FOREACH.split()} | {f"_fused_{name}" for name in ("adagrad", "adam", "adamw", "sgd")}
 _RANDOM = {
     aten.bernoulli_.float,
     aten.cauchy_.default,
@@ -92,6 +100,8 @@ def _find_rule(func: Any) -> Rule:
         return vector_norm
     if name == "_foreach_norm":
         return foreach_norm
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        return unscale
     if func in _GATHERED:
         return gathered
     if func in _RANDOM:
@@ -100,7 +110,7 @@ def _find_rule(func: Any) -> Rule:
         return _masked_put
     if torch.Tag.pointwise in func.tags or func in _COPIES:
         return _elementwise
-    if name.startswith(("_foreach_", "_fused_")) and name not in _NOT_ELEMENTWISE:
+    if name.removesuffix("_") in _LISTS:
         return _local
     return refuse
 
@@ -129,10 +139,12 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on the local parts; what comes out has the placement of the first sharded argument (list: element by element)."""
+    specs = specs_of(args)
+    if not all(specs):
+        return _apart(func, args, kwargs)
     destination = kwargs.get("out", args[0])
     if func._schema.is_mutable and not isinstance(first_of(destination), DTensor):
         return gathered(func, args, kwargs)  # a plain tensor is written: it needs all of the values
-    specs = specs_of(args)
     if any(spec.partial for spec in specs):
         _check_partial(func, args, kwargs)
     local_args = [localized(arg, specs, func) for arg in args]
@@ -146,6 +158,23 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(out, (list, tuple)):
         return [DTensor(part, spec) for part, spec in zip(out, specs, strict=True)]
     return out
+
+
+def _apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+    """Lists of sharded and of plain tensors: one call for those places of the lists that are sharded in the same lists."""
+    numbers = range(len(specs_of(args)))
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) == len(numbers)]
+    alike: dict[tuple[bool, ...], list[int]] = {}
+    for number in numbers:
+        alike.setdefault(tuple(isinstance(values[number], DTensor) for values in lists), []).append(number)
+    made: dict[int, torch.Tensor] = {}
+    for chosen in alike.values():
+        some = (
+            [arg[number] for number in chosen] if isinstance(arg, (list, tuple)) and len(arg) == len(numbers) else arg
+            for arg in args
+        )
+        made.update(zip(chosen, func(*some, **kwargs) or (), strict=False))
+    return [made[number] for number in numbers] if made else None
 
 
 def _check_partial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

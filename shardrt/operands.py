@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
 from .placement import Spec
@@ -25,12 +26,14 @@ def first_of(value: Any) -> Any:
 
 
 def specs_of(args: tuple[Any, ...]) -> list[Spec]:
-    """The specs of the first argument that has any: of one tensor, or of each in a list."""
+    """The specs of the first argument that has any: of one tensor, or of each in a list, where plain tensors have None."""
     for arg in args:
         if isinstance(arg, DTensor):
             return [arg.spec]
-        if isinstance(first_of(arg), DTensor):
-            return [part.spec for part in arg]
+        if isinstance(arg, (list, tuple)):
+            specs = [getattr(part, "spec", None) for part in arg]
+            if any(specs):
+                return specs  # type: ignore[return-value]  # Cost: of checking for None in every step of an optimizer
     raise AssertionError("dispatched without a sharded argument")
 
 
@@ -67,9 +70,36 @@ def whole_of(value: Any) -> Any:
 
 
 def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run on the whole tensors, on every rank alike. Cost: an all-gather of every sharded argument."""
+    """Run on the whole tensors, on every rank alike; of what it writes each rank keeps its part.
+
+    Cost: an all-gather of every sharded argument.
+    """
     full_args, full_kwargs = tree_map(whole_of, (args, kwargs))
-    return func(*full_args, **full_kwargs)
+    if not func._schema.is_mutable:
+        return func(*full_args, **full_kwargs)
+    pairs = zip(written(func, args, kwargs), written(func, full_args, full_kwargs), strict=True)
+    wholes = {id(full): (tensor, full) for tensor, full in pairs if isinstance(tensor, DTensor)}
+    if any(tensor.spec.partial for tensor, _ in wholes.values()):
+        refuse(func, args, kwargs)
+    out = func(*full_args, **full_kwargs)
+    for tensor, full in wholes.values():
+        keep_part(tensor, full)
+        increment_version(tensor)  # of lists the dispatcher does not
+    return tree_map(lambda value: wholes[id(value)][0] if id(value) in wholes else value, out)
+
+
+def keep_part(tensor: DTensor, whole: torch.Tensor) -> None:
+    """Write this rank's part of a whole tensor into `tensor`."""
+    tensor._local_tensor.copy_(tensor.spec.local_part(whole))
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation writes, in the order of its arguments."""
+    given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
+    to = (
+        given.get(argument.name) for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
+    )
+    return tensors_in(list(to))
 
 
 def tensors_in(args: object) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .comm import DeviceMesh, ReduceOp, current_stream
 from .operands import gathered, localized, refuse, specs_of
@@ -80,6 +81,23 @@ def _norms(func: Any, tensors: list[torch.Tensor], order: float) -> list[torch.T
         for index, norm in zip(indices, whole, strict=True):
             norms[index] = norm.to(tensors[index].dtype)
     return norms
+
+
+def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What `GradScaler` does to gradients: scale them, and note in `found_inf` whether one is infinite on any rank.
+
+    Cost: one all-reduce of a number for each mesh that the gradients lie on, whatever this rank holds of them.
+    """
+    tensors, found_inf, inv_scale = args
+    if any(isinstance(tensor, DTensor) and tensor.spec.partial for tensor in tensors):
+        refuse(func, args, kwargs)
+    func([tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors], found_inf, inv_scale)
+    increment_version(tensors)
+    # Replicas agree as well. Smaller meshes first, and as often as there are meshes: so it comes from any mesh to all that
+    # share ranks with it.
+    meshes = sorted({tensor.spec.mesh: None for tensor in tensors if isinstance(tensor, DTensor)}, key=lambda mesh: mesh.size)
+    for mesh in meshes * len(meshes):
+        found_inf.copy_(combine(found_inf, ReduceOp.MAX, mesh))
 
 
 def combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh | None) -> torch.Tensor:
