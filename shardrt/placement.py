@@ -93,9 +93,10 @@ class Shard(Sharded):
 
 
 @dataclass(frozen=True, slots=True)
-class RaggedShard(Sharded):
+class RaggedShard(Shard):
     """Rank r holds `rows[r]` consecutive rows (slices along `dim`), possibly none."""
 
+    dim: int  # no default: rows are of one dim
     rows: tuple[int, ...]
 
     def on(self, shape: torch.Size, size: int) -> RaggedShard:

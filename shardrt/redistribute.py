@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from .comm import Communicator, current_stream
+from .comm import Communicator, ReduceOp, current_stream
 from .placement import Cut, FlatShard, Partial, Placement, Replicate, Sharded, Spec, flattened, local_shape, unflattened
 
 REPLICATE = Replicate()
@@ -43,6 +43,21 @@ def redistribute(local: torch.Tensor, source: Spec, target: Sequence[Placement])
             local = _change(comm, local_shape(mesh, placements, source.shape), local, old, placement)
             placements[axis] = placement
     return local
+
+
+def check_replicas(local: torch.Tensor, spec: Spec) -> None:
+    """Raise ValueError, on every rank alike, unless replicas hold the same bits. Collective."""
+    mesh, differ = spec.mesh, torch.zeros(1, device=spec.mesh.device)
+    stream = current_stream(mesh.device)
+    for name, placement in zip(mesh.axis_names, spec.placements, strict=True):
+        if placement == REPLICATE:
+            first = local.clone(memory_format=torch.contiguous_format)
+            mesh[name].communicator("tensor").broadcast(first, first, 0, stream=stream).wait(stream)
+            if not torch.equal(first.reshape(-1).view(torch.uint8), local.reshape(-1).view(torch.uint8)):
+                differ.fill_(1)
+    mesh.communicator("tensor").all_reduce(differ, differ, ReduceOp.MAX, stream=stream).wait(stream)
+    if differ:
+        raise ValueError(f"from_local, run_check: replicas of {spec} hold different values; give all of them the same")
 
 
 def _plan(source: Sequence[Placement], target: Sequence[Placement]) -> list[tuple[int, Placement]]:

@@ -5,6 +5,7 @@ It has the shape of the whole tensor and holds this rank's part. `dispatch.py` h
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from .comm import DeviceMesh, ReduceOp
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
-from .redistribute import redistribute
+from .redistribute import check_replicas, redistribute
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -64,24 +65,40 @@ class DTensor(torch.Tensor):
 
     @staticmethod
     def from_local(
-        local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int] | None = None,
+        *,
+        run_check: bool = False,
+        stride: Sequence[int] | None = None,
     ) -> DTensor:
-        """The tensor of which this rank's part is `local`, sharing its memory. No communication.
+        """The tensor of which this rank's part is `local_tensor`, sharing its memory. No communication without `run_check`.
 
         placements: one for each mesh axis.   shape: of the whole; None: every rank's part has the shape of this one.
-        Replicas must hold the same values; nobody checks. The gradient of `local` is its part of the whole gradient; through
-        a `Partial` it is the whole one, divided by N of an average; through other reductions there is none.
-        Raises ValueError for placements that do not fit the mesh or the shape, and for a part of another shape or device.
+        stride: of the whole; only that of a contiguous tensor.
+        run_check: compare replicas, which must hold the same values. Collective. Cost: a broadcast along each replicated axis.
+        The gradient of `local_tensor` is its part of the whole gradient; through a `Partial` it is the whole one, divided by N
+        of an average; through other reductions there is none.
+        Raises ValueError for placements that do not fit the mesh or the shape, for a part of another shape or device, for
+        another stride, and on every rank for replicas that differ.
         """
-        whole = _shape_of_equal_parts(local.shape, mesh, placements) if shape is None else shape
-        spec = Spec.of(mesh, placements, whole)
-        expected = local_shape(mesh, spec.placements, spec.shape)
-        if local.shape != expected or local.device != mesh.device:
+        whole = _shape_of_equal_parts(local_tensor.shape, device_mesh, placements) if shape is None else shape
+        spec = Spec.of(device_mesh, placements, whole)
+        expected = local_shape(device_mesh, spec.placements, spec.shape)
+        if local_tensor.shape != expected or local_tensor.device != device_mesh.device:
             raise ValueError(
-                f"from_local on rank {mesh.rank}: expected a part of shape {tuple(expected)} on {mesh.device}, by {spec}; "
-                f"found {tuple(local.shape)} on {local.device}; give the shape of the whole if the parts differ"
+                f"from_local on rank {device_mesh.rank}: expected a part of shape {tuple(expected)} on {device_mesh.device}, "
+                f"by {spec}; found {tuple(local_tensor.shape)} on {local_tensor.device}; give the shape of the whole if the "
+                "parts differ"
             )
-        return _FromLocal.apply(local, spec)
+        if stride is not None and tuple(stride) != torch.empty(spec.shape, device="meta").stride():
+            raise ValueError(
+                f"from_local with stride {tuple(stride)} of shape {tuple(spec.shape)}: expected a contiguous tensor's"
+            )
+        if run_check:
+            check_replicas(local_tensor.detach(), spec)
+        return _FromLocal.apply(local_tensor, spec)
 
     def to_local(self, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, sharing memory: rows of a `RaggedShard` or `Shard`, 1-D of a `FlatShard`, what is to be reduced
@@ -94,13 +111,21 @@ class DTensor(torch.Tensor):
         spec = _grad_spec(self.spec) if grad_placements is None else Spec.of(self.spec.mesh, grad_placements, self.shape)
         return _ToLocal.apply(self, spec)
 
-    def redistribute(self, placements: Sequence[Placement]) -> DTensor:
+    def redistribute(
+        self, device_mesh: DeviceMesh | Sequence[Placement] | None = None, placements: Sequence[Placement] | None = None
+    ) -> DTensor:
         """The same tensor, lying otherwise on the same mesh; itself if it lies so already. Collective.
 
+        Takes the placements alone, or the tensor's mesh and the placements; None: replicated.
         Cost: of the axes that change, as in the table of `redistribute.py`; an outer change of a dim that inner axes cut too
-        gathers along those first.   Raises ValueError for placements that do not fit the mesh or the shape.
+        gathers along those first.
+        Raises ValueError for another mesh, and for placements that do not fit the mesh or the shape.
         """
-        spec = Spec.of(self.spec.mesh, placements, self.shape)
+        if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+            device_mesh, placements = None, device_mesh
+        if device_mesh is not None and device_mesh is not self.spec.mesh:
+            raise ValueError(f"redistribute to {device_mesh} of a tensor of {self.spec}: expected its own mesh")
+        spec = Spec.of(self.spec.mesh, self.spec.replicated if placements is None else placements, self.shape)
         return self if spec == self.spec else _Redistribute.apply(self, spec)
 
     def full_tensor(self, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -124,22 +149,35 @@ class DTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor(shape={tuple(self.shape)}, {self.spec.placements}, local={self._local_tensor})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """A leaf tensor with a copy of this rank's part and of the gradient; they lie on the same mesh. No communication."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(f"deepcopy of a DTensor of shape {tuple(self.shape)} that autograd computed: detach() it first")
+        made = memo[id(self)] = DTensor(self._local_tensor.detach().clone(), self.spec)
+        made.requires_grad = self.requires_grad
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)  # it says what is an nn.Parameter
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
     def __reduce_ex__(self, protocol: object) -> Any:
         raise RuntimeError(
-            f"a DTensor holds one rank's part, here of {self.spec}, and cannot be pickled: save full_tensor(), or to_local() "
-            "of every rank"
+            f"a DTensor, here of shape {tuple(self.shape)}, cannot be pickled, since a rank holds only a part of it: call "
+            "full_tensor() on every rank, and torch.save a state dict of such whole tensors on one"
         )
 
 
-def distribute_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A new leaf tensor on `mesh` with the values of `tensor`, which every rank passes whole. No communication.
+def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A new leaf tensor on the mesh with the values of `tensor`, which every rank passes whole. No communication.
 
     Of a `Partial` each rank holds what `Partial.part_of` gives it. Cost: a copy of the part, moved to the mesh's device.
     Raises ValueError for placements that do not fit the mesh or the shape. Not differentiable.
     """
-    spec = Spec.of(mesh, placements, tensor.shape)
+    spec = Spec.of(device_mesh, placements, tensor.shape)
     part = spec.local_part(tensor.detach())
-    made = DTensor(part.to(mesh.device, copy=True, memory_format=torch.contiguous_format), spec)
+    made = DTensor(part.to(device_mesh.device, copy=True, memory_format=torch.contiguous_format), spec)
     made.requires_grad = tensor.requires_grad
     return made
 
@@ -147,7 +185,7 @@ def distribute_tensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequen
 def _shape_of_equal_parts(local: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
     shape = list(local)
     for placement, size in zip(placements, mesh.shape, strict=False):
-        if isinstance(placement, Shard) and -len(shape) <= placement.dim < len(shape):
+        if type(placement) is Shard and -len(shape) <= placement.dim < len(shape):
             shape[placement.dim] *= size
         elif isinstance(placement, Sharded):
             raise ValueError(f"from_local with {placement} of a part of shape {tuple(local)}: give the shape of the whole")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 import shardrt
 from ranks import on_ranks
-from shardrt import DTensor, FlatShard, Partial, RaggedShard, Shard, distribute_tensor
+from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
 from toys import batch, loss_of
 
@@ -142,3 +144,76 @@ def test_what_one_mesh_found_reaches_all(world: World) -> None:
 def compare_parameters(whole: nn.Module, sharded: nn.Module) -> None:
     for expected, param in zip(whole.parameters(), sharded.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor(), expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- copies
+
+
+@on_ranks(2)
+def test_deepcopy(world: World) -> None:
+    """Of tensors, parameters and state dicts: the parts are copied, what is shared among them stays shared."""
+    model = shardrt.fully_shard(nn.Linear(7, 5).double())
+    model(torch.ones(2, 7, dtype=torch.float64)).sum().backward()
+    model.weight.note = ["mine"]
+    copied = copy.deepcopy({"a": model.weight, "again": model.weight, **model.state_dict()})
+    for name, original in {"a": model.weight, **model.state_dict()}.items():
+        found = copied[name]
+        assert (type(found), found.spec) == (DTensor, original.spec)
+        assert torch.equal(found.full_tensor(), original.full_tensor())
+        assert found.to_local().data_ptr() != original.to_local().data_ptr() or not original.to_local().numel()
+    assert copied["a"] is copied["again"]
+    assert isinstance(copied["a"], nn.Parameter)
+    assert not isinstance(copied["weight"], nn.Parameter)
+    assert copied["a"].requires_grad
+    assert copied["a"].note == ["mine"]
+    assert copied["a"].note is not model.weight.note
+    assert torch.equal(copied["a"].grad.full_tensor(), model.weight.grad.full_tensor())
+    before = model.weight.full_tensor()
+    with torch.no_grad():
+        copied["a"].add_(1)
+        copied["a"].grad.zero_()
+    assert torch.equal(model.weight.full_tensor(), before)
+    assert model.weight.grad.full_tensor().all()
+    frozen = copy.deepcopy(distribute_tensor(torch.ones(4), world.mesh, [Partial()]))
+    assert torch.equal(frozen.full_tensor(), torch.ones(4))
+    with pytest.raises(
+        RuntimeError, match=r"deepcopy of a DTensor of shape \(5, 7\) that autograd computed: detach\(\) it first"
+    ):
+        copy.deepcopy(model.weight * 2)
+
+
+@on_ranks(2)
+def test_pickling_is_refused_in_a_line(world: World) -> None:
+    tensor = distribute_tensor(torch.ones(4, 2), world.mesh, [Shard(0)])
+    for refused in (lambda: pickle.dumps(tensor), lambda: torch.save({"weight": nn.Parameter(tensor)}, io.BytesIO())):
+        with pytest.raises(RuntimeError, match=r"of shape \(4, 2\), cannot be pickled.*full_tensor\(\).*torch\.save") as caught:
+            refused()
+        assert len(str(caught.value)) < 250
+
+
+# ---------------------------------------------------------------------- names of torch's DTensor
+
+
+@on_ranks(4)
+def test_names_and_arguments_of_torch(world: World) -> None:
+    mesh = DeviceMesh(world.comm, (2, 2), ("replicate", "shard"))
+    whole = drawn(5, 6)
+    lies = [Replicate(), RaggedShard(0, (2, 3))]
+    tensor = distribute_tensor(whole, device_mesh=mesh, placements=lies)
+    assert isinstance(tensor.placements[1], Shard)
+    assert tensor.placements[1] != Shard(0)
+    for moved in (tensor.redistribute(mesh, [Shard(0), Shard(1)]), tensor.redistribute(placements=[Shard(0), Shard(1)])):
+        assert moved.placements == (Shard(0), Shard(1))
+        assert torch.equal(moved.redistribute(device_mesh=mesh).to_local(), whole)
+    with pytest.raises(ValueError, match=r"redistribute to DeviceMesh\(replicate=2, rank.*expected its own mesh"):
+        tensor.redistribute(mesh["replicate"], [Shard(0)])
+    local = tensor.to_local().clone()
+    again = DTensor.from_local(local, mesh, lies, run_check=True, shape=whole.size(), stride=whole.stride())
+    assert torch.equal(again.full_tensor(), whole)
+    with pytest.raises(ValueError, match=r"stride \(1, 5\) of shape \(5, 6\): expected a contiguous tensor's"):
+        DTensor.from_local(local, mesh, lies, shape=(5, 6), stride=(1, 5))
+    if world.rank == 3:
+        local[-1, -1] += 1
+    with pytest.raises(ValueError, match=r"run_check: replicas of Spec.*hold different values"):  # on every rank
+        DTensor.from_local(local, mesh, lies, (5, 6), run_check=True)
+    mesh.close()

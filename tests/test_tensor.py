@@ -292,6 +292,4 @@ def test_different_meshes_and_placements_do_not_mix(world: World) -> None:
             mix(here, across)
     for norm in torch._foreach_norm([here, there, across]):  # each of its own mesh
         assert norm == whole.norm()
-    with pytest.raises(RuntimeError, match=r"here of Spec\(mesh=DeviceMesh\(other=2.*cannot be pickled"):
-        pickle.dumps(there)
     other.close()
