@@ -56,12 +56,13 @@ def local_of(value: torch.Tensor, spec: Spec, func: Any) -> torch.Tensor:
         raise ValueError(f"{func} on tensors {how}: {value.spec} against {spec}; use redistribute() or full_tensor()")
     if value.dim() == 0:
         return value
-    if value.shape == spec.shape:
-        return spec.local_part(value)
-    raise ValueError(
-        f"{func}: a plain tensor of shape {tuple(value.shape)} with a sharded one of shape {tuple(spec.shape)}; "
-        "expected a 0-dim tensor or one of the same shape"
-    )
+    try:
+        return spec.local_part(value.expand(spec.shape))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{func}: a plain tensor of shape {tuple(value.shape)} with a sharded one of shape {tuple(spec.shape)}; "
+            "expected one that can be expanded to the same shape"
+        ) from error
 
 
 def whole_of(value: Any) -> Any:
@@ -90,7 +91,9 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def keep_part(tensor: DTensor, whole: torch.Tensor) -> None:
     """Write this rank's part of a whole tensor into `tensor`."""
-    tensor._local_tensor.copy_(tensor.spec.local_part(whole))
+    part = tensor.spec.local_part(whole)
+    if part is not tensor._local_tensor:  # as it is of a replicated tensor
+        tensor._local_tensor.copy_(part)
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

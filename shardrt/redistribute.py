@@ -35,6 +35,8 @@ def redistribute(local: torch.Tensor, source: Spec, target: Sequence[Placement])
     Raises ValueError, on every rank alike, for a `Partial` whose op the dtype has not.
     """
     mesh, placements = source.mesh, list(source.placements)
+    if source.placements != tuple(target):
+        local = plain(local)
     local = local.to(mesh.device)  # offloaded parts are on the host
     for axis, placement in _plan(source.placements, target):
         if placements[axis] != placement:
@@ -43,6 +45,13 @@ def redistribute(local: torch.Tensor, source: Spec, target: Sequence[Placement])
             local = _change(comm, local_shape(mesh, placements, source.shape), local, old, placement)
             placements[axis] = placement
     return local
+
+
+def plain(values: torch.Tensor) -> torch.Tensor:
+    """The values in memory that can be sent: a subclass of Tensor may hold them elsewhere, or in another form."""
+    if type(values) is torch.Tensor:
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
 
 
 def check_replicas(local: torch.Tensor, spec: Spec) -> None:

@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 
 from .comm import DeviceMesh, ReduceOp, current_stream
 from .operands import gathered, localized, refuse, specs_of
+from .redistribute import plain
 from .tensor import DTensor
 
 aten = torch.ops.aten
@@ -42,11 +43,11 @@ def to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _neutral(func: Any, op: ReduceOp, local: torch.Tensor) -> torch.Tensor:
     """What a rank without elements contributes to a maximum or minimum."""
     if func in (aten.any.default, aten.all.default):
-        return local.new_full((), op is ReduceOp.MIN, dtype=torch.bool)
+        return torch.full((), op is ReduceOp.MIN, dtype=torch.bool, device=local.device)
     limits = torch.finfo(local.dtype) if local.dtype.is_floating_point else torch.iinfo(local.dtype)
     lowest = float("-inf") if local.dtype.is_floating_point else limits.min
     highest = float("inf") if local.dtype.is_floating_point else limits.max
-    return local.new_full((), lowest if op is ReduceOp.MAX else highest)
+    return torch.full((), lowest if op is ReduceOp.MAX else highest, dtype=local.dtype, device=local.device)
 
 
 def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,7 +105,7 @@ def combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh | None) -> torch
     """All-reduce a small local result over the mesh, on whose device it comes out; as it is without one."""
     if mesh is None:
         return value
-    sent = value.to(mesh.device, torch.uint8 if value.dtype == torch.bool else value.dtype).contiguous()
+    sent = plain(value).to(mesh.device, torch.uint8 if value.dtype == torch.bool else value.dtype).contiguous()
     out = torch.empty_like(sent)
     stream = current_stream(mesh.device)
     mesh.communicator("tensor").all_reduce(out, sent, op, stream=stream).wait(stream)

@@ -10,7 +10,7 @@ blocks of BLOCK_NUMEL. Block b is drawn whole, from a generator seeded with seed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,6 +18,20 @@ from .comm import DeviceMesh, current_stream
 from .placement import Shard, Sharded, Spec, unflattened
 
 BLOCK_NUMEL = 2**16
+aten = torch.ops.aten
+
+RANDOM = {
+    aten.bernoulli_.float,
+    aten.cauchy_.default,
+    aten.exponential_.default,
+    aten.geometric_.default,
+    aten.log_normal_.default,
+    aten.normal_.default,
+    aten.random_.default,
+    aten.random_.to,
+    aten.random_.__getattr__("from"),
+    aten.uniform_.default,
+}
 
 
 def agree_on_seed(mesh: DeviceMesh, generator: torch.Generator | None) -> int:
@@ -27,6 +41,17 @@ def agree_on_seed(mesh: DeviceMesh, generator: torch.Generator | None) -> int:
     stream = current_stream(mesh.device)
     mesh.communicator("tensor").broadcast(seed, seed, 0, stream=stream).synchronize()
     return int(seed.item())
+
+
+def agreed(mesh: DeviceMesh, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Rank 0's of these plain tensors on every rank, since they may have been drawn. Collective: a broadcast of each."""
+    stream, made = current_stream(mesh.device), []
+    for index in indices:
+        if index is not None and type(index) is torch.Tensor:
+            index = index.to(mesh.device, memory_format=torch.contiguous_format, copy=True)
+            mesh.communicator("tensor").broadcast(index, index, 0, stream=stream).wait(stream)
+        made.append(index)
+    return made
 
 
 def fill(local: torch.Tensor, spec: Spec, seed: int, draw: Callable[[torch.Tensor, torch.Generator], object]) -> None:
@@ -40,12 +65,12 @@ def fill(local: torch.Tensor, spec: Spec, seed: int, draw: Callable[[torch.Tenso
     cut = outermost.on(spec.shape, size)
     numels, numel = cut.numels_of(spec.shape), spec.shape.numel()
     start, stop = sum(numels[:rank]), sum(numels[: rank + 1])
-    drawn = local.new_empty(stop - start)
+    drawn = torch.empty(stop - start, dtype=local.dtype, device=local.device)  # `local` may be of a subclass
     # Hazard: torch's CPU generator keeps 32 bits of its seed. Seeds that follow each other never give a tensor the same
     # block twice; hashed ones would, among the blocks of a large model.
     generator = torch.Generator(local.device)
     for first in range(start // BLOCK_NUMEL * BLOCK_NUMEL, stop, BLOCK_NUMEL):
-        block = local.new_empty(min(BLOCK_NUMEL, numel - first))
+        block = drawn.new_empty(min(BLOCK_NUMEL, numel - first))
         draw(block, generator.manual_seed(seed + first // BLOCK_NUMEL))
         begin, end = max(start, first), min(stop, first + block.numel())
         drawn[begin - start : end - start] = block[begin - first : end - first]

@@ -149,6 +149,10 @@ class DTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor(shape={tuple(self.shape)}, {self.spec.placements}, local={self._local_tensor})"
 
+    def tolist(self) -> Any:
+        """The whole tensor as nested lists, on every rank. Collective."""
+        return self.full_tensor().tolist()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """A leaf tensor with a copy of this rank's part and of the gradient; they lie on the same mesh. No communication."""
         if id(self) in memo:

@@ -5,21 +5,42 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import shardrt
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
+from shardrt.placement import Placement
+from test_module import Narrow
+from test_redistribute import uneven
 from toys import batch, loss_of
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     """Values that are the same on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def cuts(shape: tuple[int, ...], size: int) -> list[Placement]:
+    """Every kind of placement of a whole tensor on one axis, parts without elements included."""
+    numel = torch.Size(shape).numel()
+    last = len(shape) - 1
+    return [
+        Replicate(),
+        Shard(0),
+        Shard(last),
+        RaggedShard(0, uneven(shape[0], size)),
+        RaggedShard(last, uneven(shape[last], size)),
+        FlatShard(0, uneven(numel, size)),
+        FlatShard(last, uneven(numel, size)),
+    ]
 
 
 # ---------------------------------------------------------------------- lists of tensors
@@ -217,3 +238,303 @@ def test_names_and_arguments_of_torch(world: World) -> None:
     with pytest.raises(ValueError, match=r"run_check: replicas of Spec.*hold different values"):  # on every rank
         DTensor.from_local(local, mesh, lies, (5, 6), run_check=True)
     mesh.close()
+
+
+# ---------------------------------------------------------------------- looking at tensors
+
+Look = Callable[[torch.Tensor, torch.Tensor], Any]  # of a sharded tensor, and of the same whole one as a plain tensor
+LOOKS: dict[str, Look] = {
+    "row": lambda w, p: w[0],
+    "slice": lambda w, p: w[1:3, ::2],
+    "indices": lambda w, p: w[torch.tensor([0, 3])],
+    "sharded mask": lambda w, p: w[w > 0],
+    "plain mask": lambda w, p: w[p > 0],
+    "element": lambda w, p: w[0, 0].item(),
+    "tolist": lambda w, p: w.tolist(),
+    "tolist of a row": lambda w, p: w[0].tolist(),
+    "iteration": lambda w, p: list(w),
+    "std": lambda w, p: (w.std(), w.std(0)),
+    "var": lambda w, p: w.var(1, keepdim=True),
+    "amax, amin": lambda w, p: (w.amax(), w.amax(1), w.amin(0), w.aminmax()),
+    "argmax, argmin": lambda w, p: (w.argmax(), w.argmin(1)),
+    "max, min": lambda w, p: (*w.max(0), *w.min(1)),
+    "all, any": lambda w, p: ((w > 0).all(1), (w > 0).any(0)),
+    "topk, kthvalue": lambda w, p: (*w.topk(2), *w.flatten().kthvalue(3)),
+    "sort": lambda w, p: (*w.sort(), w.argsort(0)),
+    "median, quantile, mode": lambda w, p: (w.median(), *w.median(0), w.quantile(0.3), w.nanquantile(0.3), *w.round().mode(0)),
+    "split, chunk, unbind": lambda w, p: (*w.split(2), *w.split([1, 4]), *w.chunk(3, dim=1), *w.unbind(), *w.tensor_split(2)),
+    "stack, cat": lambda w, p: (torch.stack([w, p]), torch.cat([w, w], 1), torch.vstack([p, w])),
+    "shapes": lambda w, p: (
+        w.unsqueeze(0),
+        w.unsqueeze(0).squeeze(),
+        w.flatten(),
+        w.reshape(3, 10),
+        w.view_as(p),
+        w.expand(2, 5, 6),
+    ),
+    "dims": lambda w, p: (w.T, w.mT, w.movedim(0, 1), w.permute(1, 0), torch.select(w, 0, 1), w.narrow(1, 2, 3)),
+    "diagonals": lambda w, p: (w.diagonal(), w.diag(), w.tril(), w.triu(1), w[:5, :5].trace()),
+    "softmax": lambda w, p: (w.softmax(-1), w.log_softmax(0), w.logsumexp(1)),
+    "allclose": lambda w, p: (torch.allclose(w, p), torch.allclose(p, w + 1e-12), torch.allclose(w, w + 1)),
+    "isclose": lambda w, p: torch.isclose(w, p),
+    "count_nonzero": lambda w, p: (w.count_nonzero(), (w > 0).count_nonzero(1), (w > 0).nonzero()),
+    "histogram, unique": lambda w, p: (w.histc(4, -1, 1), *torch.histogram(w, 3), w.sign().unique()),
+    "cumsum, prod": lambda w, p: (w.cumsum(0), w.prod(), w.nansum(), w.diff()),
+    "flip, roll, repeat": lambda w, p: (w.flip(0), w.roll(1), w.repeat(2, 1), w.rot90()),
+    "norms": lambda w, p: (
+        w.norm(dim=1),
+        torch.linalg.matrix_norm(w, "nuc"),
+        torch.linalg.svdvals(w),
+        torch.linalg.matrix_rank(w),
+    ),
+    "products": lambda w, p: (w @ w.T, w.T @ p, w @ p[0], torch.einsum("ij,kj->ik", w, w), torch.outer(w[0], w[1])),
+    "inverse": lambda w, p: (torch.linalg.inv(w[:5, :5]), torch.linalg.det(w[:5, :5]), torch.linalg.pinv(w)),
+    "rows and columns": lambda w, p: (w - w.mean(0), w / w.norm(dim=1, keepdim=True), nn.functional.normalize(w, dim=1)),
+    "similarity": lambda w, p: (torch.cosine_similarity(w, w.flip(0)), torch.cov(w), torch.dist(w, p.flip(0))),
+    "gather": lambda w, p: (w.gather(1, torch.zeros(5, 1, dtype=torch.long)), w.index_select(0, torch.tensor([1, 2]))),
+    "two results": lambda w, p: torch.frexp(w),
+    "text": lambda w, p: str(w[0]),
+    "numpy": lambda w, p: torch.from_numpy(w[0].numpy().copy()),
+}
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@on_ranks(3)
+def test_what_people_look_at(world: World) -> None:
+    """As of the whole tensor, and the same on every rank."""
+    plain = drawn(5, 6)
+    for placement in (RaggedShard(1, (4, 0, 2)), FlatShard(0, (0, 7, 23))):
+        tensor = distribute_tensor(plain, world.mesh, [placement])
+        for name, look in LOOKS.items():
+            found, expected = tree_leaves(look(tensor, plain)), tree_leaves(look(plain, plain))
+            assert len(found) == len(expected), name
+            for one, other in zip(found, expected, strict=True):
+                if isinstance(other, torch.Tensor):
+                    torch.testing.assert_close(whole(one) + 0, other + 0, msg=f"{name} {placement}")
+                else:
+                    assert one == other, name
+        assert torch.equal(tensor.full_tensor(), plain)
+
+
+@on_ranks(2)
+def test_views_are_of_the_moment_and_read_by_any_rank_alone(world: World) -> None:
+    plain = drawn(5, 6)
+    tensor = distribute_tensor(plain, world.mesh, [Shard(0)])
+    row = tensor[4]
+    tensor.zero_()
+    if world.rank == 0:  # no communication
+        assert torch.equal(row + 0, plain[4])
+        assert type(row + 0) is torch.Tensor
+        assert row.sum() == plain[4].sum()
+        assert row[2:].tolist() == plain[4, 2:].tolist()
+    for copied in (copy.deepcopy(row), pickle.loads(pickle.dumps(row)), row.clone()):
+        assert type(copied) is torch.Tensor
+        assert torch.equal(copied, plain[4])
+    with pytest.raises(ValueError, match="read-only"):
+        row.numpy()[0] = 1
+    partial = DTensor.from_local(plain, world.mesh, [Partial()])
+    assert torch.equal(partial[0] + 0, 2 * plain[0])
+    with pytest.raises(NotImplementedError, match=r"aten.fill_.Tensor is not defined on sharded tensors"):
+        partial[0] = 1
+    weight = shardrt.fully_shard(nn.Linear(6, 5).double()).weight
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):  # as of a plain parameter
+        weight[0] = 1
+    (weight[1] * plain[0]).sum().backward()
+    assert torch.equal(whole(weight.grad), torch.cat([torch.zeros_like(plain[:1]), plain[:1], torch.zeros_like(plain[:3])]))
+
+
+# ---------------------------------------------------------------------- writing to parts of a tensor
+
+
+def swap(w: torch.Tensor) -> None:
+    w[[0, 1]] = w[[1, 0]]
+
+
+def set_to(*key: Any, value: Any) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    return lambda w, p: w.__setitem__(key if len(key) > 1 else key[0], value)
+
+
+def two_views(w: torch.Tensor, p: torch.Tensor) -> None:
+    first, second = w[0], w[1]
+    first.fill_(1)
+    second.mul_(2)
+
+
+def old_views(w: torch.Tensor, p: torch.Tensor) -> None:
+    row, column = w[0], w[:, 1]
+    w.add_(1)
+    row.mul_(2)
+    column.cumsum_(0)
+
+
+def turned_in_place(w: torch.Tensor, p: torch.Tensor) -> None:
+    square, row = w[:, :5], w[1]
+    square.t_()
+    square[0].zero_()
+    row.unsqueeze_(0)
+    assert row.shape == (1, 6)
+    row.add_(1)
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "row": set_to(0, value=1),
+    "row of values": set_to(0, value=torch.arange(6.0)),
+    "element": set_to(1, 2, value=7),
+    "slice": set_to(slice(1, 3), slice(None, None, 2), value=4),
+    "indices": set_to(torch.tensor([0, 3]), value=2),
+    "pairs of indices": set_to(torch.tensor([0, 3]), torch.tensor([1, 2]), value=torch.tensor([8.0, 9.0], dtype=torch.float64)),
+    "indices and a column": set_to(torch.tensor([0, 3]), 2, value=5),
+    "sharded mask": lambda w, p: w.__setitem__(w > 0, 0),
+    "plain mask": lambda w, p: w.__setitem__(p > 0, 0),
+    "swapped rows": lambda w, p: swap(w),
+    "everything": lambda w, p: w.__setitem__(..., p * 2),
+    "fill_": lambda w, p: w[0].fill_(3),
+    "data": lambda w, p: w.data[0].zero_(),
+    "detach": lambda w, p: w.detach()[0].zero_(),
+    "view_as": lambda w, p: w.view_as(p).copy_(p + 1),
+    "flatten": lambda w, p: w.flatten()[3:5].mul_(2),
+    "t": lambda w, p: w.t().add_(1),
+    "chunk": lambda w, p: [part.mul_(index) for index, part in enumerate(w.chunk(2))],
+    "unbind": lambda w, p: [part.mul_(index) for index, part in enumerate(w.unbind())],
+    "two views": two_views,
+    "old views": old_views,
+    "turned in place": turned_in_place,
+    "lists of views": lambda w, p: torch._foreach_add_([w[0], w[1]], 1.0),
+    "copy among rows": lambda w, p: w[0].copy_(w[1]),
+    "diagonal": lambda w, p: w.diagonal().fill_(9),
+    "out": lambda w, p: torch.add(p, 1, out=w),
+    "out is a view": lambda w, p: torch.add(p[0], 1, out=w[2]),
+    "clamp_": lambda w, p: w[2:].clamp_(min=0),
+    "cumsum_": lambda w, p: w.cumsum_(0),
+    "tril_, triu_": lambda w, p: w.tril_().triu_(-1),
+    "fill_diagonal_": lambda w, p: w.fill_diagonal_(4),
+    "index_add_": lambda w, p: w.index_add_(0, torch.tensor([1, 1]), p[:2]),
+    "index_copy_": lambda w, p: w.index_copy_(0, torch.tensor([1]), p[:1]),
+    "index_fill_": lambda w, p: w.index_fill_(0, torch.tensor([1]), 5.0),
+    "scatter_": lambda w, p: w.scatter_(1, torch.zeros(5, 1, dtype=torch.long), 3.0),
+    "masked_fill_": lambda w, p: w.masked_fill_(p > 0, 3.0),
+    "masked_scatter_": lambda w, p: w.masked_scatter_(p > 0, p.sort()[0]),
+    "smaller operand": lambda w, p: w.sub_(p[0]),
+}
+
+
+@on_ranks(2, 3)
+def test_no_write_is_lost(world: World) -> None:
+    for placement in cuts((5, 6), world.size):
+        for name, write in WRITES.items():
+            expected, values = drawn(5, 6), drawn(5, 6, seed=1)
+            tensor = distribute_tensor(expected, world.mesh, [placement])
+            write(expected, values)
+            before = tensor._version
+            write(tensor, values)
+            assert torch.equal(tensor.full_tensor(), expected), f"{name} {placement}"
+            assert tensor._version > before or name == "data", f"{name}: unnoticed"  # torch's .data has a version of its own
+
+
+@on_ranks(4)
+def test_views_on_two_axes(world: World) -> None:
+    mesh = DeviceMesh(world.comm, (2, 2), ("a", "b"))
+    for placements in ((Shard(0), Shard(1)), (Shard(1), FlatShard(0, (7, 8))), (Replicate(), Shard(0)), (Shard(0), Shard(0))):
+        expected = drawn(5, 6)
+        tensor = distribute_tensor(expected, mesh, placements)
+        for w in (tensor, expected):
+            w[1] += 1
+            w[:, 2].cumsum_(0)
+            w[torch.tensor([0, 4]), 3] = 2
+        assert torch.equal(tensor.full_tensor(), expected), placements
+    mesh.close()
+
+
+# ---------------------------------------------------------------------- initialisation
+
+
+def embedding_with_padding(w: torch.Tensor) -> None:
+    """As models do in their own code."""
+    w.data.normal_()
+    w.data[2].zero_()
+
+
+INITS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], object]]] = {
+    "eye_": ((5, 6), nn.init.eye_),
+    "dirac_ 1d": ((6, 4, 3), nn.init.dirac_),
+    "dirac_ 2d": ((6, 2, 3, 3), lambda w: nn.init.dirac_(w, 3)),
+    "dirac_ 3d": ((3, 2, 1, 2, 3), nn.init.dirac_),
+    "orthogonal_ wide": ((5, 6), nn.init.orthogonal_),
+    "orthogonal_ tall": ((6, 5), lambda w: nn.init.orthogonal_(w, 2.0)),
+    "orthogonal_ convolution": ((6, 2, 3), nn.init.orthogonal_),
+    "sparse_": ((5, 6), lambda w: nn.init.sparse_(w, 0.5)),
+    "embedding": ((5, 6), embedding_with_padding),
+    "part": ((5, 6), lambda w: nn.init.uniform_(w[1:3])),
+    "trunc_normal_ of tails": ((5, 6), lambda w: nn.init.trunc_normal_(w[1:], 0.0, 1.0, 1.5, 2.0)),
+    "trunc_normal_ of a part": ((5, 6), lambda w: nn.init.trunc_normal_(w[:, 2:], std=2.0)),
+    "orthogonal_ of parts": ((8, 4), lambda w: [nn.init.orthogonal_(part) for part in w.chunk(2)]),
+    "rand_like": ((5, 6), lambda w: w.add_(torch.rand_like(w)).add_(torch.randn_like(w)).add_(torch.randint_like(w, 2, 9))),
+    "randint_like": ((5, 6), lambda w: w.copy_(torch.randint_like(w, 9, dtype=torch.long))),
+    "rand_like of a part": ((5, 6), lambda w: w[1].copy_(torch.rand_like(w[1]))),
+}
+
+
+@on_ranks(2, 3)
+def test_initialisation_is_that_of_one_rank(world: World) -> None:
+    """Of every placement, with other seeds on other ranks; and with torch's own properties."""
+    alone = world.comm.split(world.rank, 0, "alone")
+    assert alone is not None
+    for name, (shape, init) in INITS.items():
+        torch.manual_seed(7)
+        expected = distribute_tensor(torch.full(shape, 0.5), DeviceMesh(alone), [Shard(0)])
+        with torch.no_grad():
+            init(expected)
+        for placement in cuts(shape, world.size):
+            tensor = distribute_tensor(torch.full(shape, 0.5), world.mesh, [placement])
+            torch.manual_seed(7 + world.rank)
+            with torch.no_grad():
+                init(tensor)
+            # Elements are drawn in the order in which the tensor is cut; what is put together on every rank has but one order.
+            if getattr(placement, "dim", 0) == 0 or not draws_elements(name):
+                assert torch.equal(tensor.full_tensor(), expected.full_tensor()), f"{name} {placement}"
+        check_init(name, expected.full_tensor())
+    alone.close()
+
+
+def draws_elements(name: str) -> bool:
+    return name in ("sparse_", "embedding", "rand_like", "randint_like")
+
+
+@on_ranks(2)
+def test_parts_that_are_subclasses(world: World) -> None:
+    """Of which the values lie elsewhere than in the memory of the tensor itself."""
+    model = nn.Linear(4, 5, bias=False).double()
+    model.weight = nn.Parameter(Narrow(model.weight.detach().clone()))
+    expected = model.weight.detach().data64
+    weight = shardrt.fully_shard(model).weight.detach()
+    assert (weight > 0).any() == (expected > 0).any()
+    assert weight.max() == expected.max()
+    assert torch.equal(weight.full_tensor() + 0, expected)
+    assert torch.equal(weight[3] + 0, expected[3])
+    torch.manual_seed(3)
+    plain = nn.init.trunc_normal_(distribute_tensor(expected, world.mesh, [Shard(0)]))
+    torch.manual_seed(3)
+    assert torch.equal(nn.init.trunc_normal_(weight).full_tensor() + 0, plain.full_tensor())
+    assert type(weight.to_local()) is Narrow
+
+
+def check_init(name: str, found: torch.Tensor) -> None:
+    """The values, of what is not drawn; else what the initialisation promises."""
+    if name.startswith(("eye_", "dirac_")):
+        plain = torch.empty_like(found)
+        INITS[name][1](plain)
+        assert torch.equal(found, plain), name
+    elif name.startswith("orthogonal_"):
+        parts = found.chunk(2) if name == "orthogonal_ of parts" else [found]
+        for matrix in (part.flatten(1) for part in parts):
+            wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T
+            gain = 4.0 if name == "orthogonal_ tall" else 1.0
+            torch.testing.assert_close(wide @ wide.T, gain * torch.eye(len(wide)))
+    elif name == "sparse_":
+        assert (found == 0).sum(0).tolist() == [3] * 6
+    elif name == "embedding":
+        assert (found[2] == 0).all()
+        assert found[3].all()

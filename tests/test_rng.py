@@ -148,6 +148,3 @@ def test_what_cannot_be_drawn_is_refused(world: World) -> None:
     meta = DTensor(torch.empty(1, device="meta"), empty(world.mesh, [Shard(0)], (2,)).spec)
     with pytest.raises(NotImplementedError, match=r"on meta: it has no values of its own"):
         meta.uniform_()
-    for init in (nn.init.orthogonal_, nn.init.eye_):
-        with pytest.raises(NotImplementedError, match="is not defined on sharded tensors"):
-            init(tensor)
