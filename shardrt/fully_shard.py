@@ -114,12 +114,18 @@ def _make_group(
         owners = [(registry(holder), attribute) for holder, attribute, _ in owned]
         params.append(ShardedParam(owned[0][2], original, owners, _dim(wanted, original), rows_only=wanted is not None))
     group = kind(modules, params, mesh, policy, offload, reshard_after_forward)
-    for taken in (*originals, *(param.sharded for param in params)):
-        _taken[taken] = group.name
+    mark_taken(group, originals)
     for holder in {holder for original in originals for holder, *_ in found.owners[original]}:
-        holder.register_state_dict_pre_hook(lambda *_: group.reshard())
+        # Partials, not closures: a deepcopy of the module finds the group in them.
+        holder.register_state_dict_pre_hook(functools.partial(_before_save, group))
         holder.register_load_state_dict_pre_hook(functools.partial(_before_load, group))
     return group
+
+
+def mark_taken(group: ParamGroup, originals: Sequence[nn.Parameter] = ()) -> None:
+    """The group has these parameters, and its sharded ones: no other `fully_shard` call may take them."""
+    for taken in (*originals, *(param.sharded for param in group.params)):
+        _taken[taken] = group.name
 
 
 def replicate(module: ModuleOrModules, *, mesh: DeviceMesh | None = None, **options: Any) -> ModuleOrModules:
@@ -132,6 +138,10 @@ def replicate(module: ModuleOrModules, *, mesh: DeviceMesh | None = None, **opti
         raise ValueError(f"replicate(mesh={mesh}): expected one axis; name it, as in mesh['{mesh.axis_names[-1]}']")
     name = mesh.axis_names[0]
     return fully_shard(module, mesh=mesh.unflatten((mesh.size, 1), (name, f"{name}_shard")), **options)
+
+
+def _before_save(group: ParamGroup, *_: object) -> None:
+    group.reshard()
 
 
 def _before_load(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Of a sharded module's class only plain modules are made, as a container's slice is."""
-        original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        original = plain_class(cls)
         made = original.__new__(original)  # type: ignore[call-overload]
         if _new_inits:
             made.__init__(*args, **kwargs)
@@ -233,11 +233,16 @@ class FSDPModule:
             group.take_applied(self)
         return self
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise RuntimeError(
-            f"deepcopy of the sharded module '{self.param_group.name}': its parameters are parts, tied to buffers and "
-            "communicators; copy the module before fully_shard, or build another and load this one's state_dict()"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A sharded module with the same settings whose parameters and buffers share nothing with this one's.
+
+        Not copied: gradients of the sharded parameters, and what an iteration leaves. The copy of a module inside another
+        sharded one is a root of its own. All ranks copy alike. Cost: the memory of another copy of the shards.
+        Raises RuntimeError during an iteration, and for a part only of modules that were sharded together.
+        """
+        from .copies import deepcopied  # which sets modules up as `fully_shard` does
+
+        return deepcopied(cast(nn.Module, self), memo)
 
 
 def adopt(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
@@ -257,6 +262,11 @@ def adopt(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
     for module in modules:
         module.__class__ = _sharded_class(cast(type, type(module)))
         cast(FSDPModule, module).param_groups = tuple(groups)
+
+
+def plain_class(kind: type[FSDPModule]) -> type[Any]:
+    """What the class was before `fully_shard`."""
+    return kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
 
 
 @functools.cache
@@ -290,11 +300,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(method):
         raise ValueError(f"register_fsdp_forward_method: '{type(module).__name__}' has no method '{method_name}'")
 
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return _run_forward(module, method, args, kwargs)
+    setattr(module, method_name, _ForwardMethod(module, method))
 
-    setattr(module, method_name, run)
+
+class _ForwardMethod:
+    """A method that sees full parameters. (Not a closure: in a deepcopy of the module it is that copy's.)"""
+
+    def __init__(self, module: FSDPModule, method: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, method)
+        self._module, self._method = module, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _run_forward(self._module, self._method, args, kwargs)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,6 +77,13 @@ class ShardedParam:
         assert applied is not None, "only parameters are sharded"
         made = ShardedParam(self.name, applied, self.owners, self.dim, rows_only=self.rows_only)
         made.before = self.sharded
+        return made
+
+    def copied(self, memo: dict[int, Any]) -> ShardedParam:
+        """The parameter of a deep copy, before shard(). memo: that of `copy.deepcopy`, which has the holders' copies."""
+        alias = memo[id(self.sharded)]
+        made = ShardedParam(self.name, alias, copy.deepcopy(self.owners, memo), self.dim, rows_only=self.rows_only)
+        made.before = alias
         return made
 
     def make_unsharded(self, full: FlatBuffer, offset: int, dtype: torch.dtype) -> None:

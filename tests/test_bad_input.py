@@ -127,13 +127,6 @@ def test_forward_of_a_child_before_the_root(world: World) -> None:
 
 
 @on_ranks(1, 2)
-def test_deepcopy(world: World) -> None:
-    model = shard_blocks(OddMLP())
-    refused("deepcopy of the sharded module 'OddMLP'", lambda: copy.deepcopy(model), RuntimeError)
-    refused("deepcopy of the sharded module 'OddBlock'", lambda: copy.deepcopy(nn.Sequential(model.blocks[0])), RuntimeError)
-
-
-@on_ranks(1, 2)
 def test_policy(world: World) -> None:
     refused("param_dtype=torch.int32", lambda: shardrt.MixedPrecisionPolicy(param_dtype=torch.int32))
 
