@@ -13,6 +13,8 @@ if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py")
 from . import dispatch as dispatch  # says what operations do with a DTensor
 from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
 from .fully_shard import fully_shard, replicate
+from .local_ops import register_local_op
+from .local_optimizers import register_local_optimizer
 from .memory import memory_summary
 from .module import (
     FSDPModule,
@@ -22,6 +24,7 @@ from .module import (
     share_comm_ctx,
 )
 from .optim import clip_grad_norm_, offload_state_to_disk
+from .optimizer_state import shard_optimizer_state
 from .placement import FlatShard, Partial, RaggedShard, Replicate, Shard
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, ShardPlacementResult
 from .tensor import DTensor, distribute_tensor
@@ -54,7 +57,10 @@ __all__ = [
     "memory_summary",
     "offload_state_to_disk",
     "register_fsdp_forward_method",
+    "register_local_op",
+    "register_local_optimizer",
     "replicate",
+    "shard_optimizer_state",
     "share_comm_ctx",
     "without_launcher_variables",
     "world",
