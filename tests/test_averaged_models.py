@@ -168,7 +168,7 @@ def averages(model: nn.Module, kind: str) -> Any:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("kind", ["mean", "function", "timm"])
+@pytest.mark.parametrize("kind", ["mean", "function", "ema", "timm", "timm foreach"])
 def test_averages_are_those_of_a_plain_model(world: World, kind: str) -> None:
     torch.manual_seed(0)
     whole = WithBuffers().double()
