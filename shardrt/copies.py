@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from .fully_shard import mark_taken
 from .group import ParamGroup, Phase
 from .module import FSDPModule, adopt, plain_class
 from .policy import Settings
@@ -75,7 +74,7 @@ def _set_up(group: ParamGroup, modules: Sequence[nn.Module], memo: dict[int, Any
     options = (group.device_mesh, group.mp_policy, group.offload_policy, group.settings.reshard_after_forward)
     made.__init__(modules, [param.copied(memo) for param in group.params], *options)  # type: ignore[misc]
     made.settings = _settings(group.settings, memo)
-    mark_taken(made)
+    made.ignored = copy.deepcopy(group.ignored, memo)
     return made
 
 

@@ -73,7 +73,8 @@ class ExtensionGroup(ParamGroup):
         return self._inner.nbytes
 
     @property
-    def _on_meta(self) -> bool:
+    def on_meta(self) -> bool:
+        """The shard has no values yet."""
         return self._inner.is_meta
 
     @property

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from . import comm
 from .comm import DeviceMesh
 from .extension import AllGatherExtension, ExtensionGroup
 from .group import ParamGroup
 from .module import FSDPModule, adopt
-from .param import ShardedParam, registry
+from .param import Owner, ShardedParam, registry
 from .placement import Shard
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
+from .registered import agree, group_of, refuse_to_load, take, watch_registrations
+from .tensor import DTensor
 
 _log = logging.getLogger("shardrt")
-
-# Which group has a parameter, by the original and by the sharded one: finds those that a module outside still holds.
-_taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound=nn.Module | Sequence[nn.Module])
 
@@ -37,7 +34,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
-    ignored_params: Iterable[nn.Parameter] = (),
+    ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> ModuleOrModules:
     """Shard the parameters of `module` that no earlier `fully_shard` inside it has taken, as one group. In place.
 
@@ -56,6 +53,7 @@ def fully_shard(
     mp_policy: dtypes of compute, reduction and outputs.
     offload_policy: a `CPUOffloadPolicy` keeps shards and gradients on the host.
     ignored_params: parameters that stay as they are: whole, where they are, their gradients not reduced.
+    Parameters may be replaced until the first forward: by `DTensor`s of the same shape on the same mesh.
     Returns: the module, its class now `FSDP<class>`, an `FSDPModule`.
     Raises, on every rank alike: TypeError or ValueError for a module that cannot be sharded, or that is not the same on
     all ranks; both name the ranks that see it.
@@ -65,24 +63,28 @@ def fully_shard(
         raise TypeError(f"fully_shard(mesh={mesh!r}): expected a DeviceMesh, such as shardrt.world().mesh")
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     policy, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
-    found: _Found = _Found({}, [])
+    found: _Found = _Found({}, [], set())
     asked: dict[nn.Parameter, ShardPlacementResult] = {}
     error: Exception | None = None
     try:
         _check_mesh(mesh, reshard_after_forward)
-        found = _collect(modules, mesh, set(ignored_params))
+        found = _collect(modules, mesh, set(ignored_params or ()))
         asked = {param: _asked(owned[0][2], param, shard_placement_fn, mesh) for param, owned in found.owners.items()}
     except Exception as caught:  # the user's function may raise anything, on one rank alone
-        found, error = _Found({}, []), caught
-    _agree(mesh, _kinds(modules), [repr((policy, offload, reshard_after_forward)), *_describe(found.owners, asked)], error)
+        found, error = _Found({}, [], set()), caught
+    kinds = _kinds(modules)
+    options = repr((policy, offload, reshard_after_forward))
+    agree(mesh, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, asked)], error)
     groups = []
     for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in asked.values())]):
         here = [param for param, wanted in asked.items() if wanted.mesh is group_mesh]
         flat = [param for param in here if not isinstance(param, AllGatherExtension)]
-        options = (found, asked, group_mesh, policy, offload, reshard_after_forward)
+        given = (found, asked, group_mesh, policy, offload, reshard_after_forward)
         if flat or group_mesh is mesh:
-            groups.append(_make_group(ParamGroup, modules, flat, *options))
-        groups += [_make_group(ExtensionGroup, modules, [param], *options) for param in here if param not in set(flat)]
+            groups.append(_make_group(ParamGroup, modules, flat, *given))
+        groups += [_make_group(ExtensionGroup, modules, [param], *given) for param in here if param not in set(flat)]
+    groups[0].ignored = found.ignored
+    watch_registrations()
     for holder, attribute, buffer in found.buffers:
         if not buffer.is_meta:
             holder._buffers[attribute] = buffer.to(mesh.device)
@@ -111,21 +113,16 @@ def _make_group(
     params = []
     for original in originals:
         owned, wanted = found.owners[original], asked[original].placement
-        owners = [(registry(holder), attribute) for holder, attribute, _ in owned]
+        owners = [Owner(holder, attribute, registry(holder)) for holder, attribute, _ in owned]
         params.append(ShardedParam(owned[0][2], original, owners, _dim(wanted, original), rows_only=wanted is not None))
     group = kind(modules, params, mesh, policy, offload, reshard_after_forward)
-    mark_taken(group, originals)
+    for original in originals:  # a module outside may still hold it
+        take(original, group)
     for holder in {holder for original in originals for holder, *_ in found.owners[original]}:
         # Partials, not closures: a deepcopy of the module finds the group in them.
         holder.register_state_dict_pre_hook(functools.partial(_before_save, group))
         holder.register_load_state_dict_pre_hook(functools.partial(_before_load, group))
     return group
-
-
-def mark_taken(group: ParamGroup, originals: Sequence[nn.Parameter] = ()) -> None:
-    """The group has these parameters, and its sharded ones: no other `fully_shard` call may take them."""
-    for taken in (*originals, *(param.sharded for param in group.params)):
-        _taken[taken] = group.name
 
 
 def replicate(module: ModuleOrModules, *, mesh: DeviceMesh | None = None, **options: Any) -> ModuleOrModules:
@@ -141,15 +138,14 @@ def replicate(module: ModuleOrModules, *, mesh: DeviceMesh | None = None, **opti
 
 
 def _before_save(group: ParamGroup, *_: object) -> None:
-    group.reshard()
+    group.show_shards()
 
 
 def _before_load(
-    group: ParamGroup, module: nn.Module, state_dict: object, prefix: str, metadata: dict[str, Any], *_: Any
+    group: ParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    if metadata.get("assign_to_params_buffers", False):
-        raise RuntimeError(f"load_state_dict(assign=True) on the sharded module '{group.name}': load with assign=False")
-    group.reshard()
+    refuse_to_load(group, module, state_dict, prefix, assign=metadata.get("assign_to_params_buffers", False))
+    group.show_shards()
 
 
 # ---------------------------------------------------------------------- set-up, and what is refused there
@@ -158,10 +154,11 @@ _Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]  # holder, attrib
 
 
 class _Found(NamedTuple):
-    """The parameters and buffers that a call takes."""
+    """The parameters and buffers that a call takes, and where those are that it was told to ignore."""
 
     owners: _Owners
     buffers: list[tuple[nn.Module, str, torch.Tensor]]
+    ignored: set[tuple[nn.Module, str]]
 
 
 def _check_mesh(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> None:
@@ -177,28 +174,27 @@ def _check_mesh(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> N
 
 def _collect(modules: tuple[nn.Module, ...], mesh: DeviceMesh, ignored: set[nn.Parameter]) -> _Found:
     """The parameters and buffers that this call takes: those of the modules outside of sharded modules in them."""
-    found = _Found({}, [])
-    kinds = _kinds(modules)
+    found = _Found({}, [], set())
     if not modules:
         raise ValueError("fully_shard: expected a module, found an empty list")
     for module in modules:
         _check_module(module)
     _check_apart(modules)
     _check_inside(modules)
-    if next((param for module in modules for param in module.parameters()), None) is None:
-        raise ValueError(f"'{kinds}' has no parameters to shard")
     for place, module in enumerate(modules):
         for name, holder in _outside_sharded(module, str(place) if len(modules) > 1 else ""):
             for attribute, param in holder._parameters.items():
-                if param is not None and param not in ignored:
+                if param in ignored:
+                    found.ignored.add((holder, attribute))
+                elif param is not None:
                     full_name = f"{name}.{attribute}" if name else attribute
-                    _check_param(full_name, param, mesh)
+                    _check_param(full_name, param, modules, mesh)
                     found.owners.setdefault(param, []).append((holder, attribute, full_name))
             found.buffers.extend((holder, key, buffer) for key, buffer in holder._buffers.items() if buffer is not None)
     devices = {param.device.type: owned[0][2] for param, owned in found.owners.items()}
     if len(devices) > 1:
         places = ", ".join(f"'{name}' on {device}" for device, name in sorted(devices.items()))
-        raise ValueError(f"'{kinds}' has parameters on several devices ({places}); move the module to one of them")
+        raise ValueError(f"'{_kinds(modules)}' has parameters on several devices ({places}); move the module to one of them")
     return found
 
 
@@ -250,10 +246,17 @@ def _outside_sharded(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Mod
             yield from _outside_sharded(child, f"{name}.{child_name}" if name else child_name)
 
 
-def _check_param(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
-    if param in _taken:
+def _check_param(name: str, param: nn.Parameter, modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> None:
+    group = group_of(param)
+    if group is not None and any(module in modules for outer in group.modules for module in outer.modules()):
+        kinds = _kinds(modules)
         raise ValueError(
-            f"parameter '{name}' is shared with '{_taken[param]}', which is sharded already: tied parameters belong in one "
+            f"'{kinds}' is inside '{group.name}', which is sharded already, parameter '{name}' with it: call fully_shard "
+            f"bottom-up, on '{kinds}' before '{group.name}'"
+        )
+    if group is not None:
+        raise ValueError(
+            f"parameter '{name}' is shared with '{group.name}', which is sharded already: tied parameters belong in one "
             "group; shard neither module on its own, so that the module around both takes the parameter"
         )
     if not param.is_meta and param.device not in (torch.device("cpu"), mesh.device):
@@ -276,6 +279,11 @@ def _asked(
     if isinstance(param, AllGatherExtension) and wanted.placement not in (None, Shard(0)):
         raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a {type(param).__name__}; expected Shard(0)")
     _check_mesh(wanted.mesh, None)
+    if isinstance(param, DTensor) and param.device_mesh is not wanted.mesh:
+        raise ValueError(
+            f"parameter '{name}' is a DTensor on {param.device_mesh}, which sharding it over {wanted.mesh} would undo: "
+            "expected one on the same mesh (the same object), or a plain parameter, such as nn.Parameter(param.full_tensor())"
+        )
     return wanted
 
 
@@ -291,22 +299,3 @@ def _describe(owners: _Owners, asked: dict[nn.Parameter, ShardPlacementResult]) 
         f"requires_grad {param.requires_grad}"
         for param, owned in owners.items()
     ]
-
-
-def _agree(mesh: DeviceMesh, kind: str, description: list[str], error: Exception | None) -> None:
-    """Raise on every rank if any rank has an error, or if the ranks describe different modules. Collective."""
-    digest = hashlib.sha256("\n".join([kind, *description]).encode()).hexdigest()
-    kept = type(error) if isinstance(error, (TypeError, ValueError)) else RuntimeError
-    answers = mesh.exchange((digest, None if error is None else (kept, str(error) or repr(error))))
-    failed = {rank: answer[1] for rank, answer in enumerate(answers) if answer[1] is not None}
-    if failed:
-        (raised, message), ranks = next(iter(failed.values())), sorted(failed)
-        raise raised(f"{message} (on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})") from error
-    if len({answer[0] for answer in answers}) == 1:
-        return
-    everyone = mesh.exchange([kind, *description])
-    lines = max(len(lines) for lines in everyone)
-    padded = [lines_of + ["nothing"] * (lines - len(lines_of)) for lines_of in everyone]
-    differing = next(line for line in zip(*padded, strict=True) if len(set(line)) > 1)
-    found = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(differing))
-    raise ValueError(f"fully_shard of '{kind}': the ranks have different modules; the first difference is {found}")

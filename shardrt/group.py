@@ -26,11 +26,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from . import registered
 from .buffers import Account, FlatBuffer, Slot, SlotBuffer
 from .comm import Communicator, DeviceMesh, Event, Pool, Work, world
 from .kernels import pack_into
 from .layout import Layout, ParamSpec, plan
-from .param import ShardedParam, local_geometry, placement_of
+from .param import GatheredParameter, ShardedParam, local_geometry, placement_of
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
 from .prefetch import is_large
 from .reduction import GradientReduction, reduce_layout
@@ -125,11 +126,14 @@ class ParamGroup:
         self.running = False  # one of the modules is in its forward
         self._not_run: set[object] = set(modules)  # since all had run
         self.trainable: list[ShardedParam] = []
+        self._plain: list[ShardedParam] = []  # whose unsharded parameter is of no subclass
         self.reduction: GradientReduction | None = None
         self._parts: dict[int, Part] = {}  # by the number of ranks that share
         self._part: Part | None = None  # the one that a forward has left
         self._watches: list[RemovableHandle] = []  # on the gradients of the trainable parameters, if they are watched
         self._unapplied: set[object] = set(modules)  # by `to()` and the like, which come to one module after the other
+        self.guarded = False  # the user can reach the unsharded parameters
+        self.ignored: set[tuple[nn.Module, str]] = set()  # parameters, by where they are registered
         self._versions: list[int] = []  # of the shards; what is gathered was gathered since
         # Made here, where every rank is: later, those of another stage of a pipeline may wait for this one's output.
         self.gather_comm = self.mesh.communicator("gather")
@@ -151,7 +155,9 @@ class ParamGroup:
         self.layout = self._plan(specs)
         self.nbytes = self.layout.nbytes
         self._shard_params()
-        self._owners = [(*owner, param) for param in params for owner in param.owners]
+        self._owners = [(owner.registry, owner.attribute, param) for param in params for owner in param.owners]
+        for param in params:
+            registered.take(param.sharded, self)
 
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
         return plan(specs, self.mesh.size)
@@ -185,14 +191,17 @@ class ParamGroup:
         assert isinstance(self.offload_policy, CPUOffloadPolicy)
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self.offload_policy.pin_memory)
 
-    def refuse_unready(self) -> None:
-        """RuntimeError if the parameters have no values yet, or only some of its modules were moved or cast."""
+    def refuse_partly_applied(self) -> None:
+        """RuntimeError if only some of its modules were moved or cast."""
         if len(self._unapplied) < len(self.modules):
             raise RuntimeError(
                 f"'{self.name}' (rank {self.mesh.rank}): to(), to_empty() or the like came to some of these modules, which "
                 "were sharded together; call it on the others as well, or on a module around all of them"
             )
-        if self._on_meta:
+
+    def refuse_meta(self) -> None:
+        """RuntimeError if the parameters have no values yet."""
+        if self.on_meta:
             raise RuntimeError(
                 f"'{self.name}' runs while its parameters are on the meta device (rank {self.mesh.rank}): call to_empty() and "
                 "initialise them, or load a state dict"
@@ -204,6 +213,9 @@ class ParamGroup:
         self._streams = runtime.streams
         self._note = world().recorder.note
         self._make_full(runtime)
+        self._plain = [param for param in self.params if type(param.unsharded) is nn.Parameter]
+        for param in self._plain:
+            param.unsharded.sharded = param.sharded  # type: ignore[attr-defined]
 
     def _make_full(self, runtime: Runtime) -> None:
         nbytes, custom = self.layout.nbytes, self.settings.all_gather
@@ -229,7 +241,8 @@ class ParamGroup:
         return (self.settings.comm_memory and self.gather_comm.pool()) or runtime.pool
 
     @property
-    def _on_meta(self) -> bool:
+    def on_meta(self) -> bool:
+        """The shards have no values yet."""
         return self._shard.is_meta
 
     @property
@@ -254,6 +267,9 @@ class ParamGroup:
                     "like come between iterations, after zero_grad()"
                 )
             group._leave()
+        if len(self._unapplied) == len(self.modules):  # to none of them yet
+            for param in self.params:
+                param.follow()
 
     def _leave(self) -> None:
         self._drop_part()
@@ -262,6 +278,12 @@ class ParamGroup:
         self._parts.clear()
         while self._watches:
             self._watches.pop().remove()
+
+    def take_registered(self, replaced: dict[ShardedParam, nn.Parameter]) -> None:
+        """Take these sharded parameters, which are registered in place of the group's. Collective if they lie otherwise."""
+        for param, found in replaced.items():
+            param.sharded = found
+        self._take([param.again() for param in self.params])
 
     def take_applied(self, module: object) -> None:
         """Take the parameters again after `to()` and the like have replaced those of `module`, the last one, by others."""
@@ -342,6 +364,37 @@ class ParamGroup:
         large = is_large(self)
         return GradientReduction(self.params, self.layout, *comms, self.settings, dtype, account, slot, gives_back=large)
 
+    # ------------------------------------------------------------------ what is registered on the modules
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where the shards are, once they have values."""
+        return torch.device("cpu") if self.offloads else self.mesh.device
+
+    def check_registered(self) -> None:
+        """RuntimeError if something else is registered on the modules than this group's parameters."""
+        installed = self.installed
+        for registry, attribute, param in self._owners:
+            if registry.get(attribute) is not (param.unsharded if installed else param.sharded):
+                registered.put_back(self)
+                break
+        if self.guarded:
+            self.guard(False)
+
+    def guard(self, on: bool = True) -> None:
+        """The user can reach the unsharded parameters from now on, or no more."""
+        # Cost: operations on a subclass take 0.2 us longer, so inside forward and backward the parameters are none.
+        self.guarded, kind = on, GatheredParameter if on else nn.Parameter
+        for param in self._plain:
+            param.unsharded.__class__ = kind
+
+    def show_shards(self) -> None:
+        """Reshard; the modules see the shards even where a temporary exchange of parameters has put the others back."""
+        self.reshard()
+        for registry, attribute, param in self._owners:
+            if self.runtime is not None and registry.get(attribute) is param.unsharded:
+                registry[attribute] = param.sharded
+
     # ------------------------------------------------------------------ a step, in order
 
     def move(self, phase: Phase) -> None:
@@ -381,7 +434,8 @@ class ParamGroup:
             return
         self.ready.wait(self._streams.compute)
         for registry, attribute, param in self._owners:
-            registry[attribute] = param.unsharded
+            if registry.get(attribute) is param.sharded:
+                registry[attribute] = param.unsharded
         self.installed = True
 
     def reshard(self) -> None:
@@ -398,7 +452,8 @@ class ParamGroup:
     def _show_shards(self) -> None:
         if self.installed:
             for registry, attribute, param in self._owners:
-                registry[attribute] = param.sharded
+                if registry.get(attribute) is param.unsharded:  # another one stays, for the next forward to refuse
+                    registry[attribute] = param.sharded
             self.installed = False
 
     def all_have_run(self, module: object) -> bool:

@@ -38,6 +38,8 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not _in_backward():
         if group is runtime.root:
             runtime.begin_forward()
+        else:
+            group.check_registered()
         group.move(Phase.FORWARD)
         ahead = runtime.prefetch.forward_starts(group)
     else:

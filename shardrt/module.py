@@ -28,6 +28,7 @@ class UnshardHandle:
         """Let compute wait for the gather, and the module see its full parameters. Once is enough."""
         for group in self._groups:
             group.wait_unsharded()
+            group.guard()
 
 
 class FSDPModule:
@@ -63,6 +64,7 @@ class FSDPModule:
         runtime = self.param_group.runtime or hooks.start(self.param_group.root)
         runtime.streams.begin()
         for group in self.param_groups:
+            group.check_registered()
             group.drop_stale()
             group.unshard()
         handle = UnshardHandle(self.param_groups)
@@ -103,7 +105,7 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Leave parameters gathered after a backward (False), for the next microbatch; an optimizer step frees them.
 
-        A change of shards through `.data` or `to_local()` is not noticed: call `reshard()` after it.
+        A change of shards in place through `.data` or `to_local()` is not noticed: call `reshard()` after it.
         """
         for settings in self._settings(recurse):
             settings.reshard_after_backward = reshard_after_backward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,19 @@ from .comm import DeviceMesh
 from .layout import Layout
 from .placement import Cut, FlatShard, RaggedShard, Replicate, Spec
 from .tensor import DTensor
+
+
+class Owner(NamedTuple):
+    """A place where a parameter is registered; `registry` is how it is exchanged there."""
+
+    module: nn.Module
+    attribute: str
+    registry: dict[str, nn.Parameter | None] | Attributes
+
+    @property
+    def registered(self) -> nn.Parameter | None:
+        """What is registered there now."""
+        return self.module._parameters.get(self.attribute)
 
 
 class ShardedParam:
@@ -27,7 +40,7 @@ class ShardedParam:
         self,
         name: str,
         original: nn.Parameter,
-        owners: Sequence[tuple[dict[str, nn.Parameter | None] | Attributes, str]],
+        owners: Sequence[Owner],
         dim: int,
         *,
         rows_only: bool,
@@ -67,13 +80,19 @@ class ShardedParam:
             self.sharded = before
             before._local_tensor, before.spec = sharded._local_tensor, sharded.spec  # type: ignore[attr-defined]
         del self.original, self.before
-        for registry, attribute in self.owners:
-            registry[attribute] = self.sharded
+        self.sharded.full_name = self.name  # type: ignore[attr-defined]
+        for owner in self.owners:
+            owner.registry[owner.attribute] = self.sharded
+
+    def follow(self) -> None:
+        """Before to() and the like: one that was registered in place of the sharded parameter keeps its identity."""
+        found = self.owners[0].registered
+        if found is not None and getattr(found, "device_mesh", None) is self.sharded.device_mesh:  # type: ignore[attr-defined]
+            self.sharded = found
 
     def again(self) -> ShardedParam:
         """The same parameter before shard(), the original being what is registered now."""
-        registry, attribute = self.owners[0]
-        applied = registry[attribute]
+        applied = self.owners[0].registered
         assert applied is not None, "only parameters are sharded"
         made = ShardedParam(self.name, applied, self.owners, self.dim, rows_only=self.rows_only)
         made.before = self.sharded
@@ -101,11 +120,37 @@ class ShardedParam:
         return DTensor(local, self.sharded.spec)  # type: ignore[attr-defined]
 
 
+class GatheredParameter(nn.Parameter):
+    """What an unsharded parameter is while the user can reach it, such as between a forward and its backward.
+
+    What is assigned to its `data` is written to the sharded parameter as well.
+    """
+
+    sharded: DTensor | None = None  # a copy has none
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, without autograd."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Hazard: torch would give this tensor the memory of the other one. That of a DTensor is none: to read it is a crash.
+        if self.sharded is None:
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            return
+        self.sharded.data = value
+        with torch.no_grad():
+            self.data.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
 def part_of(original: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's part of a parameter, whole or sharded. Collective if it is sharded in another way."""
     if not isinstance(original, DTensor):
         return spec.local_part(original)
-    return original.to_local() if original.spec == spec else spec.local_part(original.full_tensor())
+    if original.spec.mesh is spec.mesh:
+        return original.redistribute(spec.placements).to_local()
+    return spec.local_part(original.full_tensor())
 
 
 class Attributes:
@@ -117,8 +162,9 @@ class Attributes:
     def __setitem__(self, attribute: str, param: nn.Parameter) -> None:
         setattr(self._module, attribute, param)
 
-    def __getitem__(self, attribute: str) -> nn.Parameter | None:
-        return self._module._parameters[attribute]
+    def get(self, attribute: str) -> nn.Parameter | None:
+        """What is registered under that name."""
+        return self._module._parameters.get(attribute)
 
 
 def registry(module: nn.Module) -> dict[str, nn.Parameter | None] | Attributes:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.autograd.graph import Node
 
-from . import comm, prefetch
+from . import comm, prefetch, registered
 from .buffers import Account, Slot
 from .group import Call, ParamGroup
 from .reduction import Handoff
@@ -101,17 +101,21 @@ class Runtime:
         self._reduced: set[ParamGroup] = set()  # in this backward
         self._end_queued = False
         for group in self.groups:
-            group.name = ", ".join(names[module] for module in group.modules) or group.name
+            group.name = ", ".join(names.get(module, type(module).__name__) for module in group.modules) or group.name
             if group.runtime is not None:
                 raise RuntimeError(
                     f"'{group.name}' ran as a root of its own before '{root.name}' around it was sharded (rank "
                     f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
                 )
-            group.refuse_unready()
+            group.refuse_partly_applied()
+        registered.follow(root, self.groups)
+        for group in self.groups:
+            group.refuse_meta()
         for group in self.groups:
             group.attach(self)
         sent = [group for group in self.groups if prefetch.is_large(group) and group.mesh.size > 1]
         nbytes = max((group.packed_nbytes() for group in sent), default=0)
+        self._added = registered.Watch(root)
         self._slot = Slot.of(root.mesh.communicator("reduce"), nbytes) if nbytes else None
         for group in self.groups:
             group.refresh_trainable()
@@ -127,6 +131,9 @@ class Runtime:
                 f"the last backward through '{self.root.name}' did not end (rank {self.root.mesh.rank}): an exception "
                 "cut it short; call reset_iter_state() on the root to drop its gradients and go on"
             )
+        for group in self.groups:
+            group.check_registered()
+        self._added.look()
         settings = self.root.settings
         done, settings.post_optim_event = settings.post_optim_event, None
         self.streams.begin(done)
@@ -140,6 +147,8 @@ class Runtime:
         for group in self.groups:
             if not (group.installed and (torch.is_grad_enabled() or not group.lends)):
                 group.reshard()
+            else:
+                group.guard()
         if not torch.is_grad_enabled() and any(group.offloads for group in self.groups):
             self.streams.gather.synchronize()  # the caller may write to the shards, on the host
 
@@ -160,6 +169,9 @@ class Runtime:
         """The first gradient of a backward comes in: have its end announced."""
         if not self._end_queued:
             self._end_queued = True
+            for group in self.groups:
+                if group.guarded:
+                    group.guard(False)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def reduce(self, group: ParamGroup) -> None:

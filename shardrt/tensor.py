@@ -43,6 +43,7 @@ class DTensor(torch.Tensor):
     __slots__ = ("_local_tensor", "spec")  # Cost: an optimizer's for-loop makes two of these per parameter
     _local_tensor: torch.Tensor
     spec: Spec
+    full_name: str | None = None  # of a sharded parameter
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, spec: Spec) -> DTensor:
@@ -135,6 +136,33 @@ class DTensor(torch.Tensor):
         Cost: an all-gather for each sharded axis, an all-reduce for each partial one.
         """
         return self.redistribute(self.spec.replicated).to_local(grad_placements)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, without autograd. Assigned to, the tensor keeps its memory and takes the values.
+
+        Collective if what is assigned is a `DTensor` that lies otherwise; a plain tensor is the whole, the same on every
+        rank. Raises ValueError for another shape or dtype, RuntimeError while there is no memory (meta).
+        """
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        name = "a DTensor" if self.full_name is None else f"parameter '{self.full_name}'"
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ValueError(
+                f".data of {name} (rank {self.spec.mesh.rank}): expected a tensor of shape {tuple(self.shape)} and "
+                f"{self.dtype}, the whole or a DTensor; found {tuple(value.shape)} {value.dtype}; to() changes a module's dtype"
+            )
+        if self.is_meta and not value.is_meta:
+            raise RuntimeError(f".data of {name} (rank {self.spec.mesh.rank}): it is on the meta device; call to_empty() first")
+        with torch.no_grad():
+            if isinstance(value, DTensor) and value.spec.mesh is self.spec.mesh:
+                part = redistribute(value._local_tensor, value.spec, self.spec.placements)
+            else:
+                part = self.spec.local_part(value.full_tensor() if isinstance(value, DTensor) else value)
+            self._local_tensor.copy_(part)
+        increment_version(self)  # what is gathered is gathered anew
 
     @property
     def placements(self) -> tuple[Placement, ...]:

@@ -27,7 +27,6 @@ def test_modules_that_cannot_be_sharded(world: World) -> None:
     refused("'Linear' is inside 'Sequential', which is in the same", lambda: shardrt.fully_shard([nn.Sequential(inner), inner]))
     refused("'Linear' is in the list twice", lambda: shardrt.fully_shard([inner, inner]))
     refused("expected a module, found an empty list", lambda: shardrt.fully_shard([]))
-    refused("'ReLU' has no parameters to shard", lambda: shardrt.fully_shard(nn.ReLU()))
     refused("'ModuleList' has no forward", lambda: shardrt.fully_shard(nn.ModuleList([nn.Linear(2, 2)])))
     once = shardrt.fully_shard(nn.Linear(2, 2))
     refused("'FSDPLinear' is sharded already", lambda: shardrt.fully_shard(once))
@@ -54,12 +53,37 @@ def test_parameter_shared_across_groups(world: World) -> None:
     refused("parameter '0.weight' is shared with 'Sequential'", lambda: shardrt.fully_shard(shared_module))
 
 
+@on_ranks(2)
+def test_a_block_after_the_stage_around_it(world: World) -> None:
+    model = OddMLP()
+    shardrt.fully_shard(model)
+    expected = "'OddBlock' is inside 'OddMLP', which is sharded already, parameter 'gate' with it: call fully_shard bottom-up"
+    refused(expected, lambda: shardrt.fully_shard(model.blocks[0]))
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_sharded_otherwise(world: World) -> None:
+    """A DTensor on the mesh to shard over is taken; on another mesh it would lose its sharding."""
+    meshes = [shardrt.DeviceMesh(world.comm, (world.size,), (name,)) for name in ("tp", "dp")]
+    for mesh in meshes:
+        model = nn.Linear(4, 6)
+        whole = model.weight.detach().clone()
+        model.weight = nn.Parameter(shardrt.distribute_tensor(whole, mesh, [shardrt.Shard(1)]))
+        if mesh is meshes[1]:
+            shardrt.fully_shard(model, mesh=mesh)
+            assert torch.equal(model.weight.full_tensor(), whole)
+        else:
+            expected = r"parameter 'weight' is a DTensor on DeviceMesh\(tp=2.*over DeviceMesh\(dp=2.*would undo"
+            refused(expected, lambda model=model: shardrt.fully_shard(model, mesh=meshes[1]))
+        mesh.close()
+
+
 @on_ranks(2, 4)
 def test_one_rank_is_wrong(world: World) -> None:
     """The other ranks raise as well, and say which rank it was."""
     last = world.size - 1
-    module = nn.ReLU() if world.rank == last else nn.Linear(2, 2)
-    refused(rf"has no parameters to shard \(on rank {last}\)", lambda: shardrt.fully_shard(module))
+    module = nn.ModuleList() if world.rank == last else nn.Linear(2, 2)
+    refused(rf"'ModuleList' has no forward .* \(on rank {last}\)", lambda: shardrt.fully_shard(module))
     world.barrier()
 
 
@@ -233,7 +257,8 @@ def test_what_would_tear_shards_from_their_buffer(world: World) -> None:
     model(batch(0).float()).sum().backward()
     refused("'OddMLP' has gradients or is running.*after zero_grad", model.double, RuntimeError)
     whole = OddMLP().state_dict()
-    refused("assign=True. on the sharded module", lambda: model.load_state_dict(whole, assign=True), RuntimeError)
+    expected = "assign=True. of 'inp.weight' after the first forward .*: load with assign=False$"
+    refused(expected, lambda: model.load_state_dict(whole, assign=True), RuntimeError)
 
 
 @on_ranks(2)

@@ -81,6 +81,26 @@ def test_a_list_of_modules_is_one_group(world: World, reshard: bool | None) -> N
 
 
 @on_ranks(2)
+def test_modules_without_parameters(world: World) -> None:
+    """As a root, as a block, and in a list: a group of nothing."""
+    x = batch(0)
+    relu = shardrt.fully_shard(nn.ReLU(), ignored_params=None)
+    for _ in range(2):
+        wanting = x.clone().requires_grad_()
+        relu(wanting).sum().backward()
+        assert torch.equal(wanting.grad, (x > 0).to(x.dtype))
+
+    def shard(model: nn.Module) -> None:
+        shardrt.fully_shard(model[1])
+        shardrt.fully_shard([model[2], model[3]])
+        shardrt.fully_shard([model[4], model[5]])
+        shardrt.fully_shard(model)
+
+    layers = (nn.Linear(5, 7), nn.Tanh(), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Identity())
+    train_side_by_side(world, nn.Sequential(*layers).double(), map(batch, range(3)), shard=shard)
+
+
+@on_ranks(2)
 def test_a_list_needs_a_root_around_it(world: World) -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     shardrt.fully_shard([first, second])

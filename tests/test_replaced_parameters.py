@@ -1,0 +1,352 @@
+"""Parameters that users put in the place of those that were sharded, write to through `.data`, or add later."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import shardrt
+from ranks import on_ranks
+from shardrt.comm import World
+from test_bad_input import refused
+from toys import OddMLP, TiedGPT, batch, compare, loss_of, shard_blocks, tokens
+
+# ---------------------------------------------------------------------- before the first forward
+
+
+def distributed(value: torch.Tensor, mesh: shardrt.DeviceMesh, dim: int = 0) -> nn.Parameter:
+    others = [shardrt.Replicate()] * (len(mesh.shape) - 1)
+    return nn.Parameter(shardrt.distribute_tensor(value, mesh, [*others, shardrt.Shard(dim)]))
+
+
+def replace_all(model: nn.Module, source: nn.Module, mesh: shardrt.DeviceMesh) -> None:
+    """Register the values of `source`, each lying as the user likes."""
+    for name, value in source.named_parameters():
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, distributed(value.detach(), mesh, dim=-1 if value.dim() else 0))
+
+
+def train_alike(world: World, whole: nn.Module, sharded: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Three steps, compared; `optimizer` was made before the first forward."""
+    reference = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(3):
+        x = batch(step)
+        loss_of(whole, x).backward()
+        loss_of(sharded, x.chunk(world.size)[world.rank]).backward()
+        compare(whole, sharded, 1e-12, f"step {step}")
+        for one in (reference, optimizer):
+            one.step()
+            one.zero_grad()
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@on_ranks(2, 3)
+def test_registered_before_the_first_forward(world: World, meta: bool) -> None:
+    """They become the model's own, wherever they were cut, and an optimizer that holds them trains them."""
+    whole = OddMLP().double()
+    with torch.device("meta" if meta else "cpu"):
+        model = OddMLP().double()
+    shard_blocks(model)
+    replace_all(model, whole, world.mesh)
+    ours = list(model.parameters())
+    train_alike(world, whole, model, torch.optim.AdamW(ours, lr=1e-2, eps=1e-3))
+    assert all(found is param for found, param in zip(model.parameters(), ours, strict=True))
+
+
+@on_ranks(4)
+def test_registered_on_a_mesh_of_two_axes(world: World) -> None:
+    mesh = shardrt.DeviceMesh(world.comm, (2, 2), ("replicate", "shard"))
+    whole, model = OddMLP().double(), shard_blocks(OddMLP().double(), mesh=mesh)
+    replace_all(model, whole, mesh)
+    train_alike(world, whole, model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+    mesh.close()
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@on_ranks(2)
+def test_of_another_dtype(world: World, cast: bool) -> None:
+    """The layout follows the dtype; `to()` before the first forward keeps what was registered."""
+    model, value = nn.Linear(5, 3), torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shardrt.fully_shard(model)
+    x = batch(0)
+    model.weight = replaced = distributed(value, world.mesh)
+    model.bias = distributed(torch.zeros(3, dtype=torch.float64), world.mesh)
+    if cast:
+        model.to(torch.float64)
+    assert torch.equal(model(x), nn.functional.linear(x, value))
+    model.zero_grad()
+    model.reshard()
+    assert model.weight is replaced
+
+
+@on_ranks(2)
+def test_ties_before_the_first_forward(world: World) -> None:
+    """A tie that is kept is followed, one that is broken or new is refused."""
+    new = distributed(torch.randn(11, 12), world.mesh)
+    model = shard_blocks(TiedGPT())
+    model.tokens.weight = new
+    expected = "'tokens.weight' and 'head.weight' were one when .* two now: register the same nn.Parameter under both names"
+    refused(expected, lambda: model(tokens(0)), RuntimeError)
+    model.head.weight = new
+    model(tokens(0)).sum().backward()
+    assert model.head.weight is new
+    assert new.grad is not None
+    untied = TiedGPT()
+    untied.head.weight = nn.Parameter(untied.head.weight.detach().clone())
+    shard_blocks(untied)
+    untied.head.weight = untied.tokens.weight
+    refused("'tokens.weight' and 'head.weight' have become one since fully_shard", lambda: untied(tokens(0)), RuntimeError)
+
+
+class Marked(torch.Tensor):
+    """Whatever is made of it is one as well."""
+
+
+@on_ranks(2, 3)
+def test_what_cannot_be_registered(world: World) -> None:
+    """Named on every rank, also by those that see nothing wrong; put right, the model runs."""
+
+    def refused_with(match: str, param: nn.Parameter | None, kind: type[Exception] = RuntimeError) -> None:
+        before = model.blocks[1].up.weight
+        model.blocks[1].up.weight = param
+        refused(match, lambda: model(batch(0).float()), kind)
+        model.blocks[1].up.weight = before
+
+    model = shard_blocks(OddMLP())
+    shape = model.blocks[1].up.weight.shape
+    name = "parameter 'blocks.1.up.weight' was"
+    refused_with(rf"{name} replaced after fully_shard by a plain Parameter.*distribute_tensor", nn.Parameter(torch.ones(shape)))
+    refused_with(f"{name} removed after fully_shard: remove it before", None)
+    refused_with(rf"{name} .* shape \(2, 3\); expected \(40, 13\)", distributed(torch.ones(2, 3), world.mesh), ValueError)
+    other = shardrt.DeviceMesh(world.comm, axis_names=("other",))
+    refused_with(rf"{name} .* on DeviceMesh\(other=", distributed(torch.ones(shape), other), ValueError)
+    inner = nn.Parameter(shardrt.distribute_tensor(torch.ones(shape).as_subclass(Marked), world.mesh, [shardrt.Shard(0)]))
+    refused_with(f"{name} .* of Marked parts; expected parts that are a Tensor", inner, ValueError)
+    before = model.out.bias
+    if world.rank == 1:
+        model.out.bias = nn.Parameter(torch.ones(3))
+    refused(r"parameter 'out.bias' was replaced .* \(on rank 1\)", lambda: model(batch(0).float()), RuntimeError)
+    model.out.bias = distributed(torch.ones(3), world.mesh) if world.rank == 1 else before
+    refused(
+        "first forward of 'OddMLP': the ranks have different modules.*nothing.*out.bias: replaced by torch.float32",
+        lambda: model(batch(0).float()),
+    )
+    model.out.bias = before
+    model(batch(0).float()).sum().backward()
+    other.close()
+
+
+# ---------------------------------------------------------------------- afterwards
+
+
+@on_ranks(2)
+def test_replaced_after_the_first_forward(world: World) -> None:
+    """Between steps, and between a forward and its backward: the next forward says so, and goes on with what was there."""
+    model, x = shard_blocks(OddMLP()), batch(0).float()
+    model(x).sum().backward()
+    for holder, name in ((model.blocks[0].down, "blocks.0.down.weight"), (model.inp, "inp.weight")):
+        for between in (False, True):
+            before = holder.weight
+            if between:
+                loss = model(x).sum()
+            holder.weight = distributed(torch.zeros(before.shape), world.mesh)
+            if between:
+                loss.backward()
+            expected = (
+                f"parameter '{name}' of '.*' was replaced after the first forward, found a DTensor of shape .*param.data = new"
+            )
+            refused(expected, lambda: model(x), RuntimeError)
+            holder.weight = before
+            model(x).sum().backward()
+    del model.inp.bias
+    refused(
+        "parameter 'inp.bias' of 'OddMLP' was replaced after the first forward, found nothing", lambda: model(x), RuntimeError
+    )
+
+
+@pytest.mark.parametrize("first", [False, True])
+@on_ranks(2)
+def test_functional_call(world: World, first: bool) -> None:
+    """Parameters of its own are taken, others refused by name, and the model is as it was."""
+    whole, x = OddMLP(), batch(0).float()
+    model = shard_blocks(copy.deepcopy(whole))
+    if not first:
+        model(x)  # leaves the root's parameters gathered
+    plain = {name: torch.zeros_like(param) for name, param in whole.named_parameters()}
+    other = dict(shard_blocks(OddMLP()).named_parameters())
+    for given in (plain, {"out.bias": plain["out.bias"]}, other):
+        expected = f"torch.func.functional_call with another '{next(iter(given))}'"
+        refused(expected, lambda given=given: torch.func.functional_call(model, given, (x,)), RuntimeError)
+    if not first:
+        hidden = torch.zeros(2, 13)
+        given = {"gate": torch.zeros(1)}
+        expected = "torch.func.functional_call with another 'blocks.0.gate'"
+        refused(expected, lambda: torch.func.functional_call(model.blocks[0], given, (hidden,)), RuntimeError)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            assert torch.equal(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), whole(x))
+        assert all(torch.equal(value.full_tensor(), whole.state_dict()[key]) for key, value in model.state_dict().items())
+    mine = slice(world.rank * 6, world.rank * 6 + 6)
+    loss_of(model, x[mine]).backward()
+    loss_of(whole, x).backward()
+    compare(whole, model, 1e-5, "afterwards")
+
+
+# ---------------------------------------------------------------------- load_state_dict
+
+
+@pytest.mark.parametrize("kind", [OddMLP, TiedGPT])
+@on_ranks(2, 3)
+def test_a_meta_model_takes_a_sharded_state(world: World, kind: type[nn.Module]) -> None:
+    """With assign=True, and then shares no memory with where it came from; ties stay ties."""
+    whole, x = kind(), batch(0).float() if kind is OddMLP else tokens(0)
+    source = shard_blocks(copy.deepcopy(whole))
+    with torch.device("meta"):
+        model = kind()
+    shard_blocks(model)
+    expected = (
+        "load_state_dict of '.*weight', which is on the meta device.*: call to_empty.. first, or load DTensors with assign"
+    )
+    refused(expected, lambda: model.load_state_dict(whole.state_dict()), RuntimeError)
+    expected = "assign=True. of '.*weight' with a whole tensor.*distribute_tensor.*or call to_empty.. first, then load"
+    refused(expected, lambda: model.load_state_dict(whole.state_dict(), assign=True), RuntimeError)
+    some = {key: value for key, value in source.state_dict().items() if not key.endswith("bias")}
+    model.load_state_dict(some, assign=True, strict=False)
+    refused("has values for some of its parameters, but none for '.*bias'", lambda: model(x), RuntimeError)
+    model.load_state_dict(source.state_dict(), assign=True)
+    loss_of(whole, x).backward()
+    loss_of(model, x.chunk(world.size)[world.rank]).backward()
+    compare(whole, model, 1e-5, "assigned")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    compare(kind_without_grad(whole), source, 0.0, "the source")
+    expected = "assign=True. of '.*weight' after the first forward .*: load with assign=False"
+    refused(expected, lambda: model.load_state_dict(source.state_dict(), assign=True), RuntimeError)
+    model.load_state_dict(source.state_dict())
+    assert torch.equal(next(model.parameters()).full_tensor(), next(whole.parameters()))
+
+
+def kind_without_grad(whole: nn.Module) -> nn.Module:
+    whole.zero_grad()
+    return whole
+
+
+# ---------------------------------------------------------------------- .data
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2, 3)
+def test_data_of_parameters(world: World, dtype: torch.dtype | None) -> None:
+    """Whole tensors, sharded ones and slices of a vector, while sharded and while gathered, are what the next forward uses."""
+    policy = shardrt.MixedPrecisionPolicy(param_dtype=dtype)
+    whole, fresh, x = OddMLP(), OddMLP(), batch(0).float()
+    model, expected = shard_blocks(copy.deepcopy(whole), mp_policy=policy), shard_blocks(copy.deepcopy(fresh), mp_policy=policy)
+    distribute = lambda value: distributed(value, world.mesh).detach()  # noqa: E731
+    for forward in (False, True, None):
+        for make in (torch.clone, distribute):
+            model.load_state_dict(whole.state_dict())
+            if forward is None:
+                model.unshard()
+            elif forward:
+                model(x)  # leaves the root's parameters gathered, and those of the last block
+                assert not isinstance(model.out.weight, shardrt.DTensor)
+            for param, value in zip(model.parameters(), fresh.parameters(), strict=True):
+                param.data = make(value.detach())
+                assert param.requires_grad
+            assert torch.equal(model(x), expected(x))
+    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(whole.parameters()), model.parameters())
+    state = model.state_dict()
+    assert all(torch.equal(state[key].full_tensor(), value) for key, value in whole.state_dict().items())
+
+
+@on_ranks(2)
+def test_data_that_does_not_fit(world: World) -> None:
+    model = shard_blocks(OddMLP())
+
+    def assign(value: torch.Tensor) -> None:
+        model.inp.weight.data = value
+
+    for forward in (False, True):
+        if forward:
+            model(batch(0).float())
+        name = ".data of parameter 'inp.weight' .rank .*: expected a tensor of shape .13, 5. and torch.float32"
+        refused(rf"{name}.* found \(5, 13\)", lambda: assign(torch.ones(5, 13)))
+        refused(f"{name}.* found .* torch.float64", lambda: assign(torch.ones(13, 5).double()))
+    with torch.device("meta"):
+        model = shardrt.fully_shard(nn.Linear(2, 2))
+    refused(
+        "parameter 'weight'.* on the meta device; call to_empty",
+        lambda: setattr(model.weight, "data", torch.ones(2, 2)),
+        RuntimeError,
+    )
+
+
+# ---------------------------------------------------------------------- added
+
+
+@contextmanager
+def warnings_of_shardrt() -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("shardrt").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("shardrt").removeHandler(handler)
+
+
+@on_ranks(2)
+def test_parameters_added_later(world: World) -> None:
+    """Named once, whatever is done to the model; a parameter of the model's own under another name is refused."""
+    ignoring = OddMLP(layers=8)
+    model, x = shard_blocks(ignoring, ignored_params=[ignoring.out.bias]), batch(0).float()
+    with warnings_of_shardrt() as messages:
+        model(x).sum().backward()
+        assert not messages
+        model.blocks[0].extra = nn.Parameter(torch.ones(3))
+        for block in model.blocks:
+            block.adapter = nn.Linear(2, 2)
+        model(x).sum().backward()
+        model.zero_grad()
+        model.double()
+        model(x.double()).sum().backward()
+    assert len(messages) == (world.rank == 0)
+    for message in messages:
+        names = "'blocks.0.extra', 'blocks.0.adapter.weight', 'blocks.0.adapter.bias', 'blocks.1.adapter.weight'"
+        assert f"registered after fully_shard of 'OddMLP': {names}" in message
+        assert "and 12 more; they are not sharded" in message
+    model.blocks[1].gate_again = model.blocks[1].gate
+    expected = "'blocks.1.gate_again' has become one with 'blocks.1.gate' since fully_shard"
+    refused(expected, lambda: model(x.double()), RuntimeError)
+
+
+@on_ranks(2, deadline_s=240)
+def test_adapters_added_later(world: World) -> None:
+    """PEFT's LoRA around a sharded model of transformers: the warning names its parameters; before, all is well."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    x = tokens(world.rank, rows=2)
+    for first in (True, False):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        adapted = peft.get_peft_model(model, lora) if first else model
+        for layer in model.model.layers:
+            shardrt.fully_shard(layer)
+        shardrt.fully_shard(model)
+        with warnings_of_shardrt() as messages:
+            adapted = adapted if first else peft.get_peft_model(model, lora)
+            adapted(input_ids=x, labels=x).loss.backward()
+        assert len(messages) == (world.rank == 0 and not first)
+        assert all("after fully_shard of 'LlamaForCausalLM': 'model.layers.0.self_attn.q_proj.lora_A" in m for m in messages)
+        grads = [param.grad for name, param in adapted.named_parameters() if "lora_B" in name]
+        assert len(grads) == 2
+        assert all(isinstance(grad, shardrt.DTensor) == first for grad in grads)
