@@ -26,7 +26,14 @@ from .module import (
 from .optim import clip_grad_norm_, offload_state_to_disk
 from .optimizer_state import shard_optimizer_state
 from .placement import FlatShard, Partial, RaggedShard, Replicate, Shard
-from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, ShardPlacementResult
+from .policy import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    PrefetchPolicy,
+    ShardPlacementResult,
+)
 from .tensor import DTensor, distribute_tensor
 
 __version__ = "0.1.0"
@@ -34,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CPUOffloadPolicy",
     "DTensor",
+    "DataParallelMeshDims",
     "DeviceMesh",
     "FSDPModule",
     "FlatShard",

@@ -99,10 +99,39 @@ class FlatBuffer:
             self._in_use = False
 
 
+class FlatBuffers(FlatBuffer):
+    """Several flat buffers, each a storage of its own, that come and go as one. Views are made of the parts."""
+
+    def __init__(self, parts: Sequence[FlatBuffer]) -> None:
+        self.parts = parts
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    @property
+    def available(self) -> bool:
+        return all(part.available for part in self.parts)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(part.holds(tensor) for part in self.parts)
+
+    def seal(self) -> None:
+        for part in self.parts:
+            part.seal()
+
+    def allocate(self) -> None:
+        for part in self.parts:
+            part.allocate()
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()
+
+
 class Slot:
     """Memory that a communicator reaches without a copy (`Communicator.empty`), for one buffer at a time."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, *, symmetric: bool = False) -> None:
+        self.memory = memory
+        self.symmetric = symmetric
         self.nbytes = memory.numel()
         self.storage = memory.untyped_storage()
         self.offset = int(memory.storage_offset()) * memory.element_size()  # in the storage
@@ -121,11 +150,14 @@ class Slot:
         return cls(memory)
 
     @classmethod
-    def of(cls, comm: Communicator, nbytes: int) -> Slot:
-        """The slot of `comm`, made or made anew if it is smaller. Collective. Never freed before `comm` is, so shared."""
+    def of(cls, comm: Communicator, nbytes: int, *, symmetric: bool = False) -> Slot:
+        """The slot of `comm`, made, or made anew if it is smaller or not `symmetric`. Collective.
+
+        Never freed before `comm` is, so shared.
+        """
         slot = _slots.get(comm)
-        if slot is None or slot.nbytes < nbytes:
-            slot = _slots[comm] = cls(comm.empty(nbytes, torch.uint8))
+        if slot is None or slot.nbytes < nbytes or (symmetric and not slot.symmetric):
+            slot = _slots[comm] = cls(comm.empty(nbytes, torch.uint8, symmetric=symmetric), symmetric=symmetric)
         return slot
 
 

@@ -12,13 +12,13 @@ from torch import nn
 
 from . import comm
 from .comm import DeviceMesh
-from .extension import AllGatherExtension, ExtensionGroup
+from .extension import ExtensionGroup, check_methods, has_methods
 from .group import ParamGroup
 from .module import FSDPModule, adopt
 from .param import Owner, ShardedParam, registry
 from .placement import Shard
-from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
-from .registered import agree, group_of, refuse_to_load, take, watch_registrations
+from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
+from .registered import agree, group_of, hook_state_dicts, take, watch_registrations
 from .tensor import DTensor
 
 _log = logging.getLogger("shardrt")
@@ -35,6 +35,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> ModuleOrModules:
     """Shard the parameters of `module` that no earlier `fully_shard` inside it has taken, as one group. In place.
 
@@ -53,6 +54,7 @@ def fully_shard(
     mp_policy: dtypes of compute, reduction and outputs.
     offload_policy: a `CPUOffloadPolicy` keeps shards and gradients on the host.
     ignored_params: parameters that stay as they are: whole, where they are, their gradients not reduced.
+    dp_mesh_dims: which axes of `mesh`, then a larger one, to shard over and to replicate over. ValueError if it lacks them.
     Parameters may be replaced until the first forward: by `DTensor`s of the same shape on the same mesh.
     Returns: the module, its class now `FSDP<class>`, an `FSDPModule`.
     Raises, on every rank alike: TypeError or ValueError for a module that cannot be sharded, or that is not the same on
@@ -61,6 +63,8 @@ def fully_shard(
     mesh = comm.world().mesh if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard(mesh={mesh!r}): expected a DeviceMesh, such as shardrt.world().mesh")
+    if dp_mesh_dims is not None:
+        mesh = dp_mesh_dims.of(mesh)
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     policy, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     found: _Found = _Found({}, [], set())
@@ -78,7 +82,7 @@ def fully_shard(
     groups = []
     for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in asked.values())]):
         here = [param for param, wanted in asked.items() if wanted.mesh is group_mesh]
-        flat = [param for param in here if not isinstance(param, AllGatherExtension)]
+        flat = [param for param in here if not has_methods(param)]
         given = (found, asked, group_mesh, policy, offload, reshard_after_forward)
         if flat or group_mesh is mesh:
             groups.append(_make_group(ParamGroup, modules, flat, *given))
@@ -92,6 +96,14 @@ def fully_shard(
     if isinstance(offload, CPUOffloadPolicy) and not offload.applies_to(mesh.device) and mesh.rank == 0:
         _say_nothing_to_offload()
     return module
+
+
+def _state(module: nn.Module) -> tuple[ParamGroup, ...] | None:
+    """The groups of a sharded module, of those sharded in a list with it as well; None for one that is not sharded."""
+    return module.param_groups if isinstance(module, FSDPModule) else None
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]  # where FSDP2 has it
 
 
 @functools.cache
@@ -118,10 +130,7 @@ def _make_group(
     group = kind(modules, params, mesh, policy, offload, reshard_after_forward)
     for original in originals:  # a module outside may still hold it
         take(original, group)
-    for holder in {holder for original in originals for holder, *_ in found.owners[original]}:
-        # Partials, not closures: a deepcopy of the module finds the group in them.
-        holder.register_state_dict_pre_hook(functools.partial(_before_save, group))
-        holder.register_load_state_dict_pre_hook(functools.partial(_before_load, group))
+    hook_state_dicts({holder for original in originals for holder, *_ in found.owners[original]}, group)
     return group
 
 
@@ -135,17 +144,6 @@ def replicate(module: ModuleOrModules, *, mesh: DeviceMesh | None = None, **opti
         raise ValueError(f"replicate(mesh={mesh}): expected one axis; name it, as in mesh['{mesh.axis_names[-1]}']")
     name = mesh.axis_names[0]
     return fully_shard(module, mesh=mesh.unflatten((mesh.size, 1), (name, f"{name}_shard")), **options)
-
-
-def _before_save(group: ParamGroup, *_: object) -> None:
-    group.show_shards()
-
-
-def _before_load(
-    group: ParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
-) -> None:
-    refuse_to_load(group, module, state_dict, prefix, assign=metadata.get("assign_to_params_buffers", False))
-    group.show_shards()
 
 
 # ---------------------------------------------------------------------- set-up, and what is refused there
@@ -261,6 +259,7 @@ def _check_param(name: str, param: nn.Parameter, modules: tuple[nn.Module, ...],
         )
     if not param.is_meta and param.device not in (torch.device("cpu"), mesh.device):
         raise ValueError(f"parameter '{name}' is on {param.device}; expected the CPU or the mesh's device, {mesh.device}")
+    check_methods(name, param)
 
 
 def _asked(
@@ -276,7 +275,7 @@ def _asked(
         raise TypeError(f"shard_placement_fn of '{name}': expected a Shard, a ShardPlacementResult or None, found {wanted!r}")
     if wanted.placement is not None and not -max(1, param.dim()) <= wanted.placement.dim < max(1, param.dim()):
         raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a parameter of shape {tuple(param.shape)}")
-    if isinstance(param, AllGatherExtension) and wanted.placement not in (None, Shard(0)):
+    if has_methods(param) and wanted.placement not in (None, Shard(0)):
         raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a {type(param).__name__}; expected Shard(0)")
     _check_mesh(wanted.mesh, None)
     if isinstance(param, DTensor) and param.device_mesh is not wanted.mesh:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum, auto
 from functools import partial, reduce
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,12 +29,13 @@ from torch.utils.hooks import RemovableHandle
 
 from . import registered
 from .buffers import Account, FlatBuffer, Slot, SlotBuffer
-from .comm import Communicator, DeviceMesh, Event, Pool, Work, world
+from .comm import Communicator, DeviceMesh, Event, Pool, Stream, Work, world
 from .kernels import pack_into
 from .layout import Layout, ParamSpec, plan
 from .param import GatheredParameter, ShardedParam, local_geometry, placement_of
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
 from .prefetch import is_large
+from .ranges import ranged
 from .reduction import GradientReduction, reduce_layout
 
 if TYPE_CHECKING:
@@ -74,20 +76,30 @@ def _neighbours(mesh: DeviceMesh, ranks: int) -> Communicator:
 
 
 class Part:
-    """A k-th of a gathered buffer that a rank keeps, such that k neighbouring ranks have all of it."""
+    """A k-th of each gathered buffer that a rank keeps, such that k neighbouring ranks have all of them."""
 
-    def __init__(self, ranks: int, mesh: DeviceMesh, full_bytes: torch.Tensor, account: Account) -> None:
-        self.comm = _neighbours(mesh, ranks)
-        nbytes, place = full_bytes.numel() // ranks, mesh.rank % ranks
-        self.buffer = FlatBuffer(nbytes, mesh.device, account)
-        self.bytes = self.buffer.view(torch.uint8, 0, (nbytes,))
+    def __init__(self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], account: Account) -> None:
+        self._comm = _neighbours(mesh, ranks)
+        self._gathered = gathered
+        place, sizes = mesh.rank % ranks, [full_bytes.numel() // ranks for full_bytes in gathered]
+        self.buffer = FlatBuffer(sum(sizes), mesh.device, account)
+        self._kept = [
+            self.buffer.view(torch.uint8, end - size, (size,)) for size, end in zip(sizes, accumulate(sizes), strict=True)
+        ]
         self.buffer.seal()
-        self._source = full_bytes[place * nbytes : (place + 1) * nbytes]
+        self._sources = [full_bytes.narrow(0, place * size, size) for full_bytes, size in zip(gathered, sizes, strict=True)]
 
     def fill(self) -> None:
-        """Copy the part out of the gathered buffer."""
+        """Copy the part out of the gathered buffers."""
         self.buffer.allocate()
-        self.bytes.copy_(self._source)
+        for kept, source in zip(self._kept, self._sources, strict=True):
+            kept.copy_(source)
+
+    def gather(self, stream: Stream) -> Work:
+        """Make the gathered buffers whole again."""
+        for full_bytes, kept in zip(self._gathered, self._kept, strict=True):
+            work = self._comm.all_gather(full_bytes, kept, stream=stream)
+        return work
 
 
 class ParamGroup:
@@ -96,6 +108,8 @@ class ParamGroup:
     device_mesh: as given, of one axis or two.   mesh: its last axis, the ranks that the parameters are cut over.
     replicas: its first of two axes, the ranks that hold the same part.
     """
+
+    stages = True  # what it gathers can go through a window
 
     def __init__(
         self,
@@ -119,6 +133,7 @@ class ParamGroup:
         self.children: list[ParamGroup] = []
         self.runtime: Runtime | None = None
         self.phase = Phase.RESTING
+        self.custom_gather: Callable[[torch.Tensor, torch.Tensor, Communicator, Stream], Work] | None = None
         self.ready: Work | None = None  # done when `full` is gathered; None while sharded
         self.installed = False  # the modules see the unsharded parameters
         self.open_calls: set[Call] = set()  # whose backward is under way
@@ -210,6 +225,7 @@ class ParamGroup:
     def attach(self, runtime: Runtime) -> None:
         """Join the runtime of a root: streams, buffers; everything a step only replays."""
         self.runtime = runtime
+        self.custom_gather = runtime.gathers.get(self) or self.settings.all_gather
         self._streams = runtime.streams
         self._note = world().recorder.note
         self._make_full(runtime)
@@ -223,10 +239,10 @@ class ParamGroup:
         if custom is not None:
             slot = Slot.given(custom.allocate(nbytes, self.mesh.device), nbytes, self.mesh.device, self.name)
             self.full = SlotBuffer(nbytes, slot, runtime.account)
-        self._full_bytes = self.full.view(torch.uint8, 0, (nbytes,))
+        full_bytes = self.full.view(torch.uint8, 0, (nbytes,))
         first, size = self.mesh.rank * self.layout.segment_nbytes, self.layout.segment_nbytes
         own_bytes = self._shard if self._sends_shard else self.full.view(torch.uint8, first, (size,))
-        self._gathers = [(self._full_bytes, own_bytes)]
+        self._gathers = [(full_bytes, own_bytes)]
         self._own_views = [own_bytes]
         for index, (param, dtype) in enumerate(zip(self.params, self._gather_dtypes, strict=True)):
             param.make_unsharded(self.full, self.layout.slots[index].offset, dtype)
@@ -408,22 +424,25 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Gather the shards, or the parts that were kept, into `full`. No-op if that is done or under way (prefetch)."""
-        if self.ready is not None or not self.params:
-            return
+        if self.ready is None and self.params:
+            with ranged("FSDP::all_gather", self):
+                self._gather()
+
+    def _gather(self) -> None:
         self._note("gather", self.name)
         gather = self._streams.gather
         gather.submit(self.full.allocate)
         if self._part is not None:
-            self.ready = self._part.comm.all_gather(self._full_bytes, self._part.bytes, stream=gather)
+            self.ready = self._part.gather(gather)
             self._drop_part()
             return
         if not self._sends_shard:
             gather.submit(self._fill_own)
         for full_bytes, own_bytes in self._gathers:
-            if self.settings.all_gather is None:
+            if self.custom_gather is None:
                 self.ready = self.gather_comm.all_gather(full_bytes, own_bytes, stream=gather)
             else:
-                self.ready = self.settings.all_gather(full_bytes, own_bytes, self.gather_comm, gather)
+                self.ready = self.custom_gather(full_bytes, own_bytes, self.gather_comm, gather)
 
     def _fill_own(self) -> None:
         pack_into(self._own_views, self._locals if self._casts else [self._shard])
@@ -432,11 +451,16 @@ class ParamGroup:
         """Let compute wait for the gather and the module see full parameters. No-op if it does."""
         if self.installed or self.ready is None:
             return
-        self.ready.wait(self._streams.compute)
-        for registry, attribute, param in self._owners:
-            if registry.get(attribute) is param.sharded:
-                registry[attribute] = param.unsharded
+        with ranged("FSDP::all_gather_copy_out", self):
+            self.ready.wait(self._streams.compute)
+            self._fill_unsharded()
+            for registry, attribute, param in self._owners:
+                if registry.get(attribute) is param.sharded:
+                    registry[attribute] = param.unsharded
         self.installed = True
+
+    def _fill_unsharded(self) -> None:
+        """Make the unsharded parameters of what was gathered: nothing to do for views of it."""
 
     def reshard(self) -> None:
         """Let the module see the shards and free the full buffer. No-op while sharded."""
@@ -480,7 +504,8 @@ class ParamGroup:
             return
         assert self.runtime is not None, "gathered, so attached"
         if ranks not in self._parts:
-            self._parts[ranks] = Part(ranks, self.mesh, self._full_bytes, self.runtime.account)
+            gathered = [full_bytes for full_bytes, _ in self._gathers]
+            self._parts[ranks] = Part(ranks, self.mesh, gathered, self.runtime.account)
         self._part = self._parts[ranks]
         self._note("keep a part of", self.name)
         self._streams.gather.submit(self._part.fill)
@@ -548,10 +573,13 @@ class ParamGroup:
 
     def rest(self) -> None:
         """Used for the last time in a backward: reshard, or if told not to keep the full parameters out of sight."""
-        if self.settings.reshard_after_backward:
-            self.reshard()
-        else:
-            self._show_shards()
+        if self.ready is None:
+            return
+        with ranged("FSDP::post_backward_reshard", self):
+            if self.settings.reshard_after_backward:
+                self.reshard()
+            else:
+                self._show_shards()
 
     def reset(self) -> None:
         """Back to rest and sharded; the gradients of the failed iteration are dropped."""

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from .group import Call, ParamGroup, Phase
+from .ranges import ranged
 from .runtime import Boundary, Runtime
 
 # ---------------------------------------------------------------------- forward
@@ -46,7 +47,7 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
         ahead = []
     group.unshard()
     group.wait_unsharded()
-    runtime.gather_ahead(ahead)
+    runtime.gather_ahead(ahead, "FSDP::forward_prefetch for")
     dtype = group.mp_policy.param_dtype
     if dtype is not None and group.mp_policy.cast_forward_inputs:
         args, kwargs = _map_tensors(partial(_cast, dtype), args), _map_tensors(partial(_cast, dtype), kwargs)
@@ -143,10 +144,11 @@ def _pre_backward(group: ParamGroup, call: Call) -> None:
     group.open_calls.add(call)
     call.inputs_left = call.inputs
     group.move(Phase.BACKWARD)
-    if group.settings.unshard_in_backward:
-        group.unshard()
-        group.wait_unsharded()
-    runtime.gather_ahead(runtime.prefetch.backward_starts(group))
+    with ranged("FSDP::pre_backward", group):
+        if group.settings.unshard_in_backward:
+            group.unshard()
+            group.wait_unsharded()
+        runtime.gather_ahead(runtime.prefetch.backward_starts(group), "FSDP::backward_prefetch for")
 
 
 def on_gradient(group: ParamGroup, unsharded: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from math import gcd, lcm, prod
+from math import lcm, prod
 
 ALIGNMENT = 16  # bytes, one vector load. Invariant: a multiple of every item size
 ITEM_SIZES = (1, 2, 4, 8, 16)
@@ -113,7 +113,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A planned buffer. Invariant: segment_nbytes is a positive multiple of 16."""
+    """A planned buffer. Invariant: segment_nbytes is positive, and a multiple of 16 if `plan` made it."""
 
     world_size: int
     segment_nbytes: int
@@ -169,10 +169,12 @@ def plan(specs: Sequence[ParamSpec], world_size: int) -> Layout:
 
 
 def equal_runs(spec: ParamSpec, world_size: int) -> Layout:
-    """One parameter in equal runs of rows, the last ones shorter or empty, as many rows that segments stay aligned."""
-    step = ALIGNMENT // gcd(ALIGNMENT, spec.row_nbytes)
-    rows = max(1, _ceil(-(-spec.rows // world_size), step))
-    return Layout(world_size, max(rows * spec.row_nbytes, ALIGNMENT), (Slot(spec, 0, flat=False),))
+    """One parameter in runs of ceil(rows / world_size) rows, the last ones shorter or empty, as torch's `Shard(0)` cuts it.
+
+    Segments are not aligned: they are those rows and no more.
+    """
+    rows = -(-spec.rows // world_size)
+    return Layout(world_size, rows * spec.row_nbytes or ALIGNMENT, (Slot(spec, 0, flat=False),))
 
 
 def fsdp2_padding(specs: Sequence[ParamSpec], world_size: int) -> int:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from . import hooks
-from .comm import Event
+from .comm import Event, Stream, current_stream
 from .group import ParamGroup
 from .policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, Settings
+from .ranges import ranged
 
 _new_inits = True  # written by disable_fsdp_module_new_init alone
 
@@ -134,6 +135,8 @@ class FSDPModule:
         for settings in self._settings(recurse=False):
             settings.divide_factor = factor
 
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # FSDP2's older name
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let collectives sum only, and divide after: for networks that sum in hardware, such as NVLink SHARP."""
         for settings in self._settings(recurse=False):
@@ -147,29 +150,50 @@ class FSDPModule:
         for settings in self._settings(recurse):
             settings.reduce_unused = reduce_scatter_unused_params
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int) -> None:
-        """On the root. How many lots of packed gradients may be in flight. TypeError, ValueError unless an int >= 1.
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many lots of packed gradients may be in flight. TypeError, ValueError unless an int >= 1.
 
+        All groups under a root share them: the most that any of them was told holds for all, from the next forward on.
         Cost: as many buffers. More than 1 helps when a reduce-scatter takes longer than the backward beside it.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): expected an int")
         if max_input_buffers < 1:
             raise ValueError(f"set_reduce_scatter_max_input_buffers({max_input_buffers}): expected at least 1")
-        self._root_settings("set_reduce_scatter_max_input_buffers").reductions_in_flight = max_input_buffers
+        for settings in self._settings(recurse):
+            settings.reductions_in_flight = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reductions have a communicator of their own, always. Raises ValueError for False."""
         if not enable:
             raise ValueError("set_separate_reduce_scatter_group(False): gathers and reductions never share a communicator here")
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Stream | torch.cuda.Stream | None = None
+    ) -> None:
         """Call `hook(reduced)` on this rank's reduced flat gradient segment, on the stream that reduced it, before it is used.
 
         reduced: 1-D, in the reduce dtype, padding included; averaged over the replicas if there are any. May be changed; its
         memory is used again: clone it to keep it.
+        stream: where to call it instead, such as that of a collective of yours. What was reduced is there when it is called,
+        and gradients are published once that stream has run it.
+        Raises TypeError for what is no stream; ValueError for one of another device, or for one where there are replicas.
         """
-        self._only_group("set_all_reduce_hook").settings.reduce_hook = hook
+        group = self._only_group("set_all_reduce_hook")
+        if isinstance(stream, torch.cuda.Stream):
+            with torch.cuda.stream(stream):
+                stream = current_stream(stream.device)
+        if not isinstance(stream, Stream | None):
+            raise TypeError(f"set_all_reduce_hook(stream={stream!r}): expected a shardrt.comm.Stream or a torch.cuda.Stream")
+        if stream is not None and stream.device != group.mesh.device:
+            raise ValueError(
+                f"set_all_reduce_hook on '{group.name}': a stream of {stream.device}, expected {group.mesh.device}"
+            )
+        if stream is not None and group.replicas is not None:
+            raise ValueError(
+                f"set_all_reduce_hook(stream=...) on '{group.name}': replicas are reduced on a stream of their own"
+            )
+        group.settings.reduce_hook, group.settings.reduce_hook_stream = hook, stream
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Gather into memory that the communicator knows, so that NCCL may copy less. FSDP2's name: here it is a communicator.
@@ -178,6 +202,23 @@ class FSDPModule:
         itself, on the host, and where NCCL cannot (a warning is logged). What large groups reduce lies there always.
         """
         self._only_group("set_allocate_memory_from_process_group_for_comm", before_forward=True).settings.comm_memory = enable
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather through, and reduce from, NCCL's symmetric windows, which GPUs of a node may read and write for each other.
+
+        The ranks agree on it in the first forward; RuntimeError there, on every rank alike, if they differ or if a custom
+        collective is set as well. RuntimeError after the first forward, ValueError for another backend.
+        Windows stay, so gathers go through one, as large as the largest group: two copies of a group's bytes more. Large
+        groups reduce from a window without a copy; small ones, gathers from kept parts, all-gather extensions and reductions
+        over replicas do as ever. No effect on the host. Where NCCL makes no windows a warning is logged, and the
+        memory is registered on each rank.
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm({backend!r}) on '{self.param_group.name}': expected 'NCCL'")
+        if self.param_group.runtime is not None:
+            raise RuntimeError(f"set_symm_mem_for_comm on '{self.param_group.name}': call it before the first forward")
+        for settings in self._settings(recurse=False):
+            settings.symmetric = True
 
     def set_custom_all_gather(self, all_gather: CustomAllGather) -> None:
         """Gather with this, into memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
@@ -341,15 +382,19 @@ def _run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[An
     first = module.param_group
     if first.running:  # the module calls itself, or a registered method its forward: the outer call has seen to it
         return forward(*args, **kwargs)
+    if first.runtime is None:
+        hooks.start(first)  # which may give parameters groups of their own
     for group in module.param_groups:
-        args, kwargs = hooks.pre_forward(group, args, kwargs)
+        with ranged("FSDP::pre_forward", group):
+            args, kwargs = hooks.pre_forward(group, args, kwargs)
     first.running = True
     try:
         output = forward(*args, **kwargs)
     finally:
         first.running = False
     for group in reversed(module.param_groups):
-        output = hooks.post_forward(group, module, output)
+        with ranged("FSDP::post_forward", group):
+            output = hooks.post_forward(group, module, output)
     return output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -97,6 +98,53 @@ class ShardPlacementResult:
     mesh: DeviceMesh
 
 
+@dataclass(frozen=True, slots=True)
+class DataParallelMeshDims:
+    """Which axes of a larger mesh, by name, `fully_shard` shards over and which it replicates over; one of both at least.
+
+    Several are taken as one axis. Axes that are not named take no part: this rank's parameters are its own along them.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise ValueError("DataParallelMeshDims(): name at least one axis, in shard or in replicate")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The axes to shard over."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The axes to replicate over."""
+        return _names(self.replicate)
+
+    def of(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The part of `mesh` with these axes, as `fully_shard` takes it: of one axis to shard over, or of two.
+
+        Raises ValueError for axes that `mesh` has not, or not in this order, those to replicate over before the others.
+        """
+        names = (*self.replicate_names, *self.shard_names)
+        if [name for name in mesh.axis_names if name in names] != list(names):
+            raise ValueError(
+                f"dp_mesh_dims={self} of {mesh}: expected axes in the mesh's order, those to replicate over before those to "
+                "shard over"
+            )
+        part = mesh[names]
+        if not self.replicate_names:
+            return part.flatten()
+        shards = math.prod(part.shape[len(self.replicate_names) :])
+        both = ("_".join(self.replicate_names), "_".join(self.shard_names) or f"{'_'.join(self.replicate_names)}_shard")
+        return part.unflatten((part.size // shards, shards), both)
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
 class CustomAllGather(Protocol):
     """What `set_custom_all_gather` takes."""
 
@@ -119,7 +167,7 @@ class CustomReduceScatter(Protocol):
 
 @dataclass(slots=True)
 class Settings:
-    """What the setters of `FSDPModule` change, one each; read at the next use. The last four are the root's."""
+    """What the setters of `FSDPModule` change, one each; read at the next use. The last three are the root's."""
 
     reshard_after_forward: bool | int | None
     sync_gradients: bool = True
@@ -132,10 +180,12 @@ class Settings:
     force_sum: bool = False
     reduce_unused: bool = False
     reduce_hook: Callable[[torch.Tensor], None] | None = None
+    reduce_hook_stream: Stream | None = None  # None: the one that reduced
     comm_memory: bool = False  # gather into memory that the communicator knows
+    symmetric: bool = False  # gather through, and reduce from, symmetric windows
     all_gather: CustomAllGather | None = None
     reduce_scatter: CustomReduceScatter | None = None
+    reductions_in_flight: int = 1  # the most that any group of a root has
     prefetch: PrefetchPolicy = PrefetchPolicy()
-    reductions_in_flight: int = 1
     is_last_backward: bool = True
     post_optim_event: Event | None = None

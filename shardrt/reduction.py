@@ -17,7 +17,7 @@ forward begins and nobody has one: activations need it then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -351,7 +351,7 @@ class GradientReduction:
         if self._scaling.after != 1.0:
             stream.submit(partial(self._out.mul_, self._scaling.after))
         if self._settings.reduce_hook is not None:
-            stream.submit(partial(self._settings.reduce_hook, self._out))
+            self._call_hook(self._settings.reduce_hook, stream)
         if self._out is not self._segment:
             older = {p: self._sharded[p].grad.to_local() for p in positions if p not in self._fresh}  # type: ignore[union-attr]
             stream.submit(partial(self._fold, self._fresh, older))
@@ -363,6 +363,14 @@ class GradientReduction:
                     stream.synchronize()  # offloaded: the hook reads it on the host
                 for hook in tuple(hooks.values()):
                     stream.submit(partial(hook, self._sharded[position]))
+
+    def _call_hook(self, hook: Callable[[torch.Tensor], None], stream: Stream) -> None:
+        where = self._settings.reduce_hook_stream or stream
+        if where is not stream:
+            where.wait(stream.record())
+        where.submit(partial(hook, self._out))
+        if where is not stream:
+            stream.wait(where.record())
 
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""

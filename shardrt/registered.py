@@ -6,7 +6,7 @@
 |                          | a plain parameter, none, ties that changed   | refused, on every rank alike               |
 | a forward                | anything but the group's parameters          | refused, before a gather (`put_back`)      |
 | a forward of the root    | parameters that no group has                 | a warning, once (`Watch`)                  |
-| `load_state_dict`        | what would load nothing, or plain parameters | refused (`refuse_to_load`)                 |
+| `load_state_dict`        | what would load nothing, or plain parameters | refused (`hook_state_dicts`)               |
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import hashlib
 import inspect
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -286,9 +286,26 @@ def _listed(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------------- load_state_dict
 
 
-def refuse_to_load(
-    group: ParamGroup, module: nn.Module, state_dict: Mapping[str, object], prefix: str, *, assign: bool
+def hook_state_dicts(holders: Iterable[nn.Module], group: ParamGroup) -> None:
+    """Have `state_dict()` and `load_state_dict()` of modules that hold parameters of `group` see the shards."""
+    for holder in holders:
+        # Partials, not closures: a deepcopy of the module finds the group in them.
+        holder.register_state_dict_pre_hook(functools.partial(_before_save, group))
+        holder.register_load_state_dict_pre_hook(functools.partial(_before_load, group))
+
+
+def _before_save(group: ParamGroup, *_: object) -> None:
+    group.show_shards()
+
+
+def _before_load(
+    group: ParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
+    _check_load(group, module, state_dict, prefix, assign=metadata.get("assign_to_params_buffers", False))
+    group.show_shards()
+
+
+def _check_load(group: ParamGroup, module: nn.Module, state_dict: Mapping[str, object], prefix: str, *, assign: bool) -> None:
     """RuntimeError if loading the parameters of `module` would have no effect, or tear them from their group."""
     mine = [owner.attribute for param in group.params for owner in param.owners if owner.module is module]
     for name in (prefix + attribute for attribute in mine):

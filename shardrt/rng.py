@@ -74,4 +74,4 @@ def fill(local: torch.Tensor, spec: Spec, seed: int, draw: Callable[[torch.Tenso
         draw(block, generator.manual_seed(seed + first // BLOCK_NUMEL))
         begin, end = max(start, first), min(stop, first + block.numel())
         drawn[begin - start : end - start] = block[begin - first : end - first]
-    local.copy_(spec.local_part(unflattened(drawn, cut.part_shape(spec.shape, rank), cut.dim), axis + 1).view_as(local))
+    local.copy_(spec.local_part(unflattened(drawn, cut.part_shape(spec.shape, rank), cut.dim), axis + 1).view(local.shape))

@@ -9,9 +9,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.autograd.graph import Node
 
-from . import comm, prefetch, registered
-from .buffers import Account, Slot
+from . import comm, prefetch, registered, symmetric_windows
+from .buffers import Account, FlatBuffer, Slot
+from .extension import split_hooked
 from .group import Call, ParamGroup
+from .ranges import ranged
 from .reduction import Handoff
 
 
@@ -98,6 +100,7 @@ class Runtime:
         self._to_reduce: dict[ParamGroup, None] = {}  # whose gradients are ready, in order; small ones wait for more
         self._to_reduce_nbytes = 0
         self._in_flight: deque[tuple[Set[ParamGroup], Handoff]] = deque()  # the newest reductions, and what they use
+        self._reductions_in_flight = 1  # at most, beside the newest
         self._reduced: set[ParamGroup] = set()  # in this backward
         self._end_queued = False
         for group in self.groups:
@@ -109,14 +112,19 @@ class Runtime:
                 )
             group.refuse_partly_applied()
         registered.follow(root, self.groups)
+        self.groups = split_hooked(root)
         for group in self.groups:
             group.refuse_meta()
+        symmetric_windows.agree(root, self.groups)
+        self.gathers = symmetric_windows.gathers(self.groups)
         for group in self.groups:
             group.attach(self)
         sent = [group for group in self.groups if prefetch.is_large(group) and group.mesh.size > 1]
         nbytes = max((group.packed_nbytes() for group in sent), default=0)
+        reducer = root.mesh.communicator("reduce")
+        symmetric = symmetric_windows.useful(reducer) and any(group.settings.symmetric for group in sent)
+        self._slot = Slot.of(reducer, nbytes, symmetric=symmetric) if nbytes else None
         self._added = registered.Watch(root)
-        self._slot = Slot.of(root.mesh.communicator("reduce"), nbytes) if nbytes else None
         for group in self.groups:
             group.refresh_trainable()
 
@@ -134,12 +142,17 @@ class Runtime:
         for group in self.groups:
             group.check_registered()
         self._added.look()
+        with ranged("FSDP::root_pre_forward"):
+            self._begin_iteration()
+
+    def _begin_iteration(self) -> None:
         settings = self.root.settings
         done, settings.post_optim_event = settings.post_optim_event, None
         self.streams.begin(done)
         read = [self.streams.finish.record(), self.streams.compute.record(), *([done] if done is not None else [])]
         for group in self.groups:
             group.begin(read)
+        self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
         self.prefetch.begin(settings.prefetch)
 
     def end_forward(self) -> None:
@@ -152,17 +165,20 @@ class Runtime:
         if not torch.is_grad_enabled() and any(group.offloads for group in self.groups):
             self.streams.gather.synchronize()  # the caller may write to the shards, on the host
 
-    def gather_ahead(self, groups: list[ParamGroup]) -> None:
-        """Start gathering what the prefetch queue names."""
-        if not groups:
-            return
+    def gather_ahead(self, groups: list[ParamGroup], label: str) -> None:
+        """Start gathering what the prefetch queue names. label: of the range in a profile."""
+        if groups:
+            with ranged(label, *groups):
+                self._gather_ahead(groups)
+
+    def _gather_ahead(self, groups: list[ParamGroup]) -> None:
         # A custom collective may go on with what it gathered: not inside of a group of calls.
-        ours = [group for group in groups if group.settings.all_gather is None]
+        ours = [group for group in groups if group.custom_gather is None]
         with _together(group.gather_comm for group in ours):
             for group in ours:
                 group.unshard()
         for group in groups:
-            if group.settings.all_gather is not None:
+            if group.custom_gather is not None:
                 group.unshard()
 
     def begin_backward(self) -> None:
@@ -189,16 +205,28 @@ class Runtime:
     def _reduce_waiting(self) -> None:
         """Reduce what waits. Few lots at a time are in flight, so that packed gradients take a bounded amount of memory."""
         again = any(groups & self._to_reduce.keys() for groups, _ in self._in_flight)  # with the same buffers
-        self._retire(0 if again else self.root.settings.reductions_in_flight - 1)
+        with ranged("FSDP::post_backward_rs_wait", *self._to_reduce):
+            self._retire(0 if again else self._reductions_in_flight - 1)
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
-            for group in self._to_reduce:
-                group.pack_grads()
+            with ranged("FSDP::post_backward_accumulate", *self._to_reduce):
+                for group in self._to_reduce:
+                    group.pack_grads()
             self._send([group for group in self._to_reduce if group.settings.sync_gradients])
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
 
     def _send(self, groups: list[ParamGroup]) -> None:
         """Reduce what these have packed, over the shards and over the replicas, and publish it."""
+        streams = self.streams
+        with ranged("FSDP::post_backward_reduce", *groups):
+            used = self._reduce(groups)
+        with ranged("FSDP::post_backward_publish", *groups):
+            for group in groups:
+                group.publish_grads()
+        self._in_flight.append((set(groups), Handoff(used, streams.finish.record(), streams.compute)))
+        self._reduced.update(groups)
+
+    def _reduce(self, groups: list[ParamGroup]) -> list[FlatBuffer]:
         streams = self.streams
         streams.reduce.wait(streams.compute.record())
         ours = [group for group in groups if group.settings.reduce_scatter is None]
@@ -211,10 +239,7 @@ class Runtime:
         with _together(group.all_reduce_comm for group in groups if group.all_reduce_comm is not None):
             for group in groups:
                 group.reduce_over_replicas()
-        for group in groups:
-            group.publish_grads()
-        self._in_flight.append((set(groups), Handoff(used, streams.finish.record(), streams.compute)))
-        self._reduced.update(groups)
+        return used
 
     def _retire(self, but: int) -> None:
         """Give back the buffers of all but the newest `but` lots of reductions, once those have run."""
@@ -224,6 +249,10 @@ class Runtime:
     def _end_backward(self) -> None:
         """Reduce what is left (parameters without a gradient kept their groups waiting), and let compute see it all."""
         self._end_queued = False
+        with ranged("FSDP::root_post_backward_callback"):
+            self._finish_backward()
+
+    def _finish_backward(self) -> None:
         for group in self.groups:
             if group.has_gradients() or group.owes_reduction(group in self._reduced):
                 self._enqueue(group)
@@ -248,6 +277,9 @@ class Runtime:
         self._to_reduce_nbytes = 0
         self._reduced.clear()
         self._retire(0)
+        for group in self.groups:
+            if group.settings.reduce_hook_stream is not None:
+                group.settings.reduce_hook_stream.recover()
         for group in self.groups:
             group.reset()
 

@@ -269,8 +269,24 @@ def test_reductions_in_flight(world: World, in_flight: int) -> None:
     for wrong, kind in ((0, ValueError), (True, TypeError)):
         with pytest.raises(kind, match="set_reduce_scatter_max_input_buffers"):
             model.set_reduce_scatter_max_input_buffers(wrong)
-    with pytest.raises(RuntimeError, match=r"on 'blocks.0': call it on the root, 'OddMLP'"):
-        model.blocks[0].set_reduce_scatter_max_input_buffers(2)
+
+
+@on_ranks(2)
+@lots_of(0)
+def test_reductions_in_flight_by_group(world: World) -> None:
+    """The most that any group was told holds for all of the root."""
+    model = shard_blocks(OddMLP(layers=4).double(), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    model.blocks[1].set_reduce_scatter_max_input_buffers(2)
+    model.set_reduce_scatter_max_input_buffers(1, recurse=False)
+    gathered = sum(group.nbytes for group in model.param_group.with_descendants())
+    for expected in (2, 1):
+        if model.param_group.runtime is not None:
+            model.param_group.runtime.account.peak = 0
+        loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
+        assert model.param_group.runtime.account.peak == gathered + expected * model.blocks[0].param_group.nbytes
+        model.set_reduce_scatter_max_input_buffers(1)
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])

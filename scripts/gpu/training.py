@@ -264,9 +264,9 @@ def overlap(world: World) -> Found:
         job, gathers, blocks = Job(world), list[tuple[Mark, Mark]](), list[tuple[Mark, Mark]]()
         compute, begun = current_stream(world.device), list[Mark]()
 
-        def marked(runtime: Runtime, groups: list[ParamGroup]) -> None:
+        def marked(runtime: Runtime, groups: list[ParamGroup], label: str) -> None:
             begin = Mark(runtime.streams.gather)
-            gather_ahead(runtime, groups)
+            gather_ahead(runtime, groups, label)
             if groups:
                 gathers.append((begin, Mark(runtime.streams.gather)))
 

@@ -1,0 +1,46 @@
+"""Named ranges of the host's time in a profile, NVTX ranges under `torch.autograd.profiler.emit_nvtx`. The names are FSDP2's.
+
+| range                                                 | around                                                   |
+|-------------------------------------------------------|----------------------------------------------------------|
+| `FSDP::root_pre_forward`                              | an iteration begins                                      |
+| `FSDP::pre_forward`, `FSDP::post_forward`, `FSDP::pre_backward` | what is done around a module                   |
+| `FSDP::all_gather`                                    | the launch of a gather                                   |
+| `FSDP::forward_prefetch for`, `FSDP::backward_prefetch for` | gathers ahead of use, small groups together        |
+| `FSDP::all_gather_copy_out`                           | the wait for a gather; here nothing is copied            |
+| `FSDP::post_backward_accumulate`                      | gradients are packed                                     |
+| `FSDP::post_backward_reshard`                         | the full parameters are freed                            |
+| `FSDP::post_backward_rs_wait`                         | earlier reductions give their buffers back               |
+| `FSDP::post_backward_reduce`                          | the launch of reductions, small groups together          |
+| `FSDP::post_backward_publish`                         | what was reduced becomes gradients (not in FSDP2)        |
+| `FSDP::root_post_backward_callback`                   | the backward ends                                        |
+
+Groups follow in parentheses, by their modules' full names.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from torch.autograd import profiler
+
+_NOTHING = nullcontext()
+
+
+class Named(Protocol):
+    """Has a name to show."""
+
+    name: str
+
+
+def ranged(label: str, *whose: Named) -> AbstractContextManager[object]:
+    """A range named `label (names)` around the `with` block, if a profiler runs.
+
+    Cost: 0.15 us without a profiler, where `record_function` itself costs 5.
+    """
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    names = ", ".join(each.name for each in whose)
+    if label.endswith(" for"):
+        return profiler.record_function(f"{label} {names}")
+    return profiler.record_function(f"{label} ({names})" if names else label)

@@ -1,0 +1,350 @@
+"""Parameters that say themselves what is gathered: FSDP2's scenarios, and the subclasses of other packages, as they come."""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.testing._internal.two_tensor import TwoTensor
+
+import shardrt
+from ranks import on_ranks
+from shardrt import extension
+from shardrt.comm import World
+
+Parts = tuple[torch.Tensor, ...]
+
+
+def pre_of_one(self: Any, mesh: shardrt.DeviceMesh) -> tuple[Parts, None]:
+    return (self.a, self.b), None
+
+
+def pre_of_five(
+    self: Any, mesh: shardrt.DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: object
+) -> tuple[Parts, None]:
+    assert isinstance(module, nn.Linear), "the module that owns the parameter, not the sharded one around it"
+    assert (module.out_features, module.in_features) == tuple(size)
+    assert stride == (size[1], 1)
+    return (self.a, self.b), None
+
+
+def post_of_two(
+    self: Any, outputs: Parts, metadata: None, param_dtype: torch.dtype, *, out: TwoTensor | None = None
+) -> tuple[torch.Tensor, Parts] | None:
+    a, b = outputs
+    for tensor in outputs:
+        assert tensor.storage_offset() == 0
+    assert a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
+    if out is None:
+        return TwoTensor(a, b).to(param_dtype), (a, b)
+    if a.dtype == param_dtype:
+        assert [t.untyped_storage().data_ptr() for t in (out.a, out.b)] == [t.untyped_storage().data_ptr() for t in outputs]
+    else:
+        out.a.copy_(a)
+        out.b.copy_(b)
+    return None
+
+
+@contextmanager
+def two_tensors_gather_both(pre: Any) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TwoTensor, "fsdp_pre_all_gather", pre, raising=False)
+        patch.setattr(TwoTensor, "fsdp_post_all_gather", post_of_two, raising=False)
+        yield
+
+
+def two_tensor_mlp(width: int, device: str = "cpu") -> nn.Sequential:
+    with torch.device(device):
+        model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in ((5, width), (width, 3 * width), (3 * width, 3))))
+    for linear in model:
+        linear.weight = nn.Parameter(TwoTensor(linear.weight.detach(), linear.weight.detach().clone()))
+    return model
+
+
+def inputs(rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, 5, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("pre", [pre_of_one, pre_of_five], ids=["mesh", "everything"])
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2, 3)
+def test_two_tensors_train_as_one(world: World, reshard: bool, pre: Any) -> None:
+    """Both tensors of every weight are gathered; the training is that of the plain model. Rows that divide, and that do not."""
+    torch.manual_seed(0)
+    with two_tensors_gather_both(pre):
+        model = two_tensor_mlp(width=4)
+        whole = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 12, bias=False), nn.Linear(12, 3, bias=False))
+        for linear, twin in zip(whole, model, strict=True):
+            linear.weight.data = twin.weight.detach().a.clone()
+        for linear in model:
+            shardrt.fully_shard(linear, reshard_after_forward=reshard)
+        shardrt.fully_shard(model)
+        for linear, twin in zip(whole, model, strict=True):
+            rows = -(-linear.out_features // world.size)
+            expected = linear.weight.detach().split(rows)[world.rank : world.rank + 1]
+            local = twin.weight._local_tensor
+            assert type(local) is TwoTensor
+            assert torch.equal(local.a, expected[0] if expected else linear.weight.detach()[:0])
+        optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, foreach=True) for m in (whole, model)]
+        for _ in range(3):
+            losses = [m(inputs()).square().sum() for m in (whole, model)]
+            torch.testing.assert_close(losses[1].a if isinstance(losses[1], TwoTensor) else losses[1], losses[0])
+            for loss in losses:
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for linear, twin in zip(whole, model, strict=True):
+            rows = -(-linear.out_features // world.size)
+            mine = linear.weight.detach()[rows * world.rank : rows * (world.rank + 1)]
+            torch.testing.assert_close(twin.weight._local_tensor.a, mine)
+            torch.testing.assert_close(twin.weight._local_tensor.b, mine)
+
+
+def pre_bfloat16(
+    self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+) -> tuple[Parts, torch.dtype]:
+    return (self.to(torch.bfloat16),), self.dtype
+
+
+@torch.no_grad()
+def post_bfloat16(
+    self: Any, outputs: Parts, metadata: torch.dtype, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Parts] | None:
+    (tensor,) = outputs
+    assert (tensor.dtype, metadata) == (torch.bfloat16, torch.float32)
+    if out is not None:
+        with _unsafe_preserve_version_counter(out):
+            out.copy_(tensor)
+        return None
+    whole = tensor.to(param_dtype)
+    return whole, (tensor, whole)
+
+
+def set_on_locals(model: nn.Module, name: str = "weight", post: Any = post_bfloat16) -> None:
+    for param_name, param in model.named_parameters():
+        if name in param_name:
+            local = param._local_tensor
+            local.fsdp_pre_all_gather = pre_bfloat16.__get__(local)
+            if post is not None:
+                local.fsdp_post_all_gather = post.__get__(local)
+
+
+def rounded(model: nn.Module) -> nn.Module:
+    """The model as its weights are gathered."""
+    made = copy.deepcopy(model)
+    for name, param in made.named_parameters():
+        if "weight" in name:
+            param.data = param.data.bfloat16().float()
+    return made
+
+
+@pytest.mark.parametrize("reshard", [True, False, 1])
+@on_ranks(1, 2, 3)
+def test_methods_of_local_tensors(world: World, reshard: bool | int) -> None:
+    """Set after fully_shard, on plain tensors, with an optimizer that is there already; also in a hybrid mesh."""
+    torch.manual_seed(2)
+    whole = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    mesh = shardrt.DeviceMesh(world.comm, (1, world.size), ("replicate", "shard"))
+    shardrt.fully_shard(model[0], mesh=mesh, reshard_after_forward=reshard)
+    shardrt.fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    model.load_state_dict(whole.state_dict())
+    params = list(model.parameters())
+    optimizer, plain = torch.optim.SGD(params, lr=0.1), torch.optim.SGD(whole.parameters(), lr=0.1)
+    set_on_locals(model)
+    hooked = [param._local_tensor for param in params]
+    for _ in range(3):
+        seen = rounded(whole)
+        out = model(inputs())
+        torch.testing.assert_close(out, seen(inputs()), rtol=1e-6, atol=1e-6)
+        out.square().sum().backward()
+        seen(inputs()).square().sum().backward()
+        for param, twin in zip(whole.parameters(), seen.parameters(), strict=True):
+            param.grad = twin.grad
+        state = model.state_dict()
+        for name, param in whole.named_parameters():
+            torch.testing.assert_close(
+                state[name].grad.full_tensor() if state[name].grad is not None else param.grad, param.grad
+            )
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+        for (name, param), twin in zip(whole.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(twin.full_tensor(), param.detach(), msg=lambda text, name=name: f"{name}: {text}")
+    assert all(param is twin for param, twin in zip(params, model.parameters(), strict=True))
+    assert [len(module.param_groups) for module in (model[0], model)] == [2, 2]
+    weight = model[0].weight
+    assert weight._local_tensor is hooked[0], "the methods are bound to it"
+    assert weight._local_tensor.shape[0] == min(7, -(-7 // world.size) * (world.rank + 1)) - -(-7 // world.size) * world.rank
+
+
+class PadsItself(torch.Tensor):
+    """Gathered in bfloat16. Ranks with fewer rows return as many as the others, as FSDP2 asks of them."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> "PadsItself":
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, data.stride(), dtype=data.dtype, device=data.device)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.inner = data
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        ranks = len(mesh.ranks)
+        padded = torch.zeros(math.ceil(outer_size[0] / ranks), *outer_size[1:], dtype=torch.bfloat16)
+        padded[: self.inner.shape[0]] = self.inner
+        return (padded, torch.tensor(1.0)), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        tensor, ones = outputs
+        assert torch.equal(ones, torch.ones_like(ones)), "a value of each rank, whatever its rows"
+        if out is None:
+            made = tensor.to(param_dtype)
+            return made, (made,)
+        out.copy_(tensor)
+        return None
+
+
+@on_ranks(2, 3)
+def test_rows_that_the_user_pads(world: World) -> None:
+    """Fewer rows than ranks, rows that do not divide: the padding is not seen afterwards."""
+    torch.manual_seed(3)
+    whole = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+    model = copy.deepcopy(whole)
+    for linear in model:
+        linear.weight = nn.Parameter(PadsItself(linear.weight.detach()))
+        shardrt.fully_shard(linear)
+    shardrt.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        model(inputs()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.load_state_dict(whole.state_dict())
+    torch.testing.assert_close(model(inputs()), rounded(whole)(inputs()))
+
+
+def whole_scales(linears: list[nn.Module], target: torch.dtype) -> None:
+    """A float8 weight's scale is that of the whole weight: before the first forward, and after each optimizer step."""
+    amaxes = torch._foreach_norm([linear.weight for linear in linears], ord=math.inf)
+    for linear, amax in zip(linears, amaxes, strict=True):
+        linear.weight._local_tensor._precomputed_scale = (torch.finfo(target).max / amax.double().clamp(min=1e-12)).float()
+
+
+@on_ranks(2)
+def test_float8_weights_of_torchao(world: World) -> None:
+    """torchao's own linear and weight: the weights travel as float8, and the step is that of one process."""
+    float8 = pytest.importorskip("torchao.float8")
+    torch.manual_seed(4)
+    config = float8.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+    whole = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 16, bias=False))
+    model = float8.convert_to_float8_training(copy.deepcopy(whole), config=config)
+    float8.convert_to_float8_training(whole, config=float8.Float8LinearConfig(emulate=True))
+    for linear in model:
+        shardrt.fully_shard(linear)
+    shardrt.fully_shard(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, model)]
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(5))
+    for _ in range(3):
+        whole_scales(list(model), torch.float8_e4m3fn)
+        losses = [m(x).square().mean() for m in (whole, model)]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+        for loss in losses:
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert type(model[0].weight._local_tensor).__name__ == "WeightWithDynamicFloat8CastTensor"
+    (output,) = model[0].param_groups[1]._outputs
+    assert output.dtype == torch.float8_e4m3fn
+    for linear, twin in zip(whole, model, strict=True):
+        rows = -(-linear.out_features // world.size)
+        mine = linear.weight.detach()[rows * world.rank : rows * (world.rank + 1)]
+        torch.testing.assert_close(twin.weight._local_tensor._tensor, mine, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_extensions_that_are_refused(world: World) -> None:
+    def linear(set_up: Any) -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 7))
+        shardrt.fully_shard(model)
+        set_up(model)
+        return model
+
+    with pytest.raises(TypeError, match=r"parameter '0.weight' has fsdp_pre_all_gather alone"):
+        linear(lambda model: set_on_locals(model, post=None))(inputs())
+    with pytest.raises(RuntimeError, match=r"not the same on all ranks; found rank 0: \['0.weight: .*'\]; rank 1: none"):
+        linear(lambda model: set_on_locals(model, "weight" if world.rank == 0 else "nothing"))(inputs())
+
+    def post_of_rows(self: Any, outputs: Parts, *_: Any, **__: Any) -> Any:
+        return outputs[0][1:], outputs
+
+    with pytest.raises(
+        ValueError, match=r"fsdp_post_all_gather of '0.weight' .* shape \(7, 5\) .* found one of shape \(6, 5\)"
+    ):
+        linear(lambda model: set_on_locals(model, post=post_of_rows))(inputs())
+
+    def cut(self: Any, mesh: Any) -> Any:
+        return (self[: 1 + world.rank],), None
+
+    def other_rows(model: nn.Module) -> None:
+        set_on_locals(model)
+        model[0].weight._local_tensor.fsdp_pre_all_gather = cut.__get__(model[0].weight._local_tensor)
+
+    with pytest.raises(ValueError, match=r"fsdp_pre_all_gather of '0.weight': .* of \(4, 3\) rows, padded to 4 or not; found"):
+        linear(other_rows)(inputs())
+
+    def own_metadata(model: nn.Module) -> None:
+        set_on_locals(model)
+        local = model[0].weight._local_tensor
+        local.fsdp_pre_all_gather = lambda mesh: ((local.bfloat16(),), torch.tensor([world.rank]))
+
+    with mock.patch.object(extension._log, "warning") as warn, pytest.raises(AssertionError):
+        linear(own_metadata)(inputs())
+    said = [str(call.args[0]) for call in warn.call_args_list]
+    assert len(said) == (world.rank == 0)
+    assert all("fsdp_pre_all_gather of '0.weight' returns other metadata on each rank" in text for text in said)
+
+    model = linear(set_on_locals)
+    model(inputs())
+    model.double()
+    with pytest.raises(RuntimeError, match=r"'0.weight' of .* has lost fsdp_pre_all_gather and fsdp_post_all_gather"):
+        model(inputs().double())
+
+
+@on_ranks(2)
+def test_two_tensors_from_the_meta_device(world: World) -> None:
+    """Made on the meta device, computed in bfloat16, into which the outputs are cast."""
+    with two_tensors_gather_both(pre_of_one):
+        model = two_tensor_mlp(width=4, device="meta")
+        for linear in model:
+            shardrt.fully_shard(linear, mp_policy=shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        shardrt.fully_shard(model, mp_policy=shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.normal_(param)
+            param._local_tensor.b.copy_(param._local_tensor.a)  # each drew for itself
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+        losses = []
+        for _ in range(3):
+            out = model(inputs())
+            assert out.dtype == torch.bfloat16
+            loss = out.float().square().mean()
+            loss.backward()
+            losses.append(float(loss.a if isinstance(loss, TwoTensor) else loss))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[2] < losses[0]

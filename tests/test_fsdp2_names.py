@@ -1,0 +1,242 @@
+"""What FSDP2 calls by other names, or has besides: its older setters, larger meshes, symmetric memory, ranges in a profile."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import profiler
+
+import shardrt
+from ranks import on_ranks
+from shardrt import ranges, symmetric_windows
+from shardrt.buffers import Slot
+from shardrt.comm import Communicator, World, new_stream
+from toys import OddMLP, batch, compare, loss_of, lots_of, shard_blocks, train_side_by_side
+
+
+def test_axes_of_a_larger_mesh_are_named() -> None:
+    with pytest.raises(ValueError, match=r"name at least one axis"):
+        shardrt.DataParallelMeshDims()
+    assert shardrt.DataParallelMeshDims("a").shard_names == ("a",)
+    assert shardrt.DataParallelMeshDims(replicate=("a", "b")).replicate_names == ("a", "b")
+
+
+@on_ranks(4)
+def test_axes_of_a_larger_mesh(world: World) -> None:
+    """Parameters are sharded and replicated over the axes named; along others every rank has its own."""
+    mesh = shardrt.DeviceMesh(world.comm, (2, 1, 2), ("outer", "one", "inner"))
+    dims = shardrt.DataParallelMeshDims
+    for axes, shape in (
+        (dims(("outer", "one", "inner")), (4,)),
+        (dims("inner", "outer"), (2, 2)),
+        (dims(("one", "inner"), "outer"), (2, 2)),
+        (dims(replicate=("outer", "inner")), (4, 1)),
+    ):
+        model = train_side_by_side(
+            world,
+            OddMLP(layers=1).double(),
+            map(batch, range(1)),
+            shard=lambda m, axes=axes: shard_blocks(m, mesh=mesh, dp_mesh_dims=axes),
+        )
+        assert model.param_group.device_mesh.shape == shape
+    linear = nn.Linear(4, 4)
+    shardrt.fully_shard(linear, mesh=mesh, dp_mesh_dims=dims("inner"))
+    assert linear.param_group.mesh.ranks == [world.rank - world.rank % 2, world.rank - world.rank % 2 + 1]
+    for wrong in (dims("outer", "inner"), dims("tp"), dims(("inner", "outer")), dims("inner", "inner")):
+        with pytest.raises(ValueError, match=r"expected axes in the mesh's order, those to replicate over before"):
+            shardrt.fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=wrong)
+
+
+@on_ranks(2)
+def test_the_state_of_a_module(world: World) -> None:
+    state: Any = shardrt.fully_shard.state
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    shardrt.fully_shard([model[0], model[1]])
+    shardrt.fully_shard(model)
+    assert state(model) == (model.param_group,)
+    assert state(model[0]) == state(model[1]) != state(model)
+    assert state(model[2]) is None
+
+
+@on_ranks(2)
+def test_a_hook_on_a_stream_of_its_own(world: World) -> None:
+    """It runs there, after the reduction and before the gradients are published; also by the divide factor's older name."""
+    for threaded in (True, False):
+        whole = OddMLP(layers=2).double()
+        model = shard_blocks(copy.deepcopy(whole))
+        stream = new_stream(world.device, "hook", threaded=threaded)
+        seen: list[torch.Tensor] = []
+
+        def third(reduced: torch.Tensor, seen: list[torch.Tensor] = seen) -> None:
+            seen.append(reduced.clone())
+            reduced.div_(3)
+
+        for module in (model, *model.blocks):
+            module.set_all_reduce_hook(third, stream=stream)
+            module.set_reduce_scatter_divide_factor(1.0)
+        for _ in range(2):
+            (loss_of(whole, batch(0)) * world.size / 3).backward()
+            loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
+        compare(whole, model, 1e-12, "hooked")
+        assert len(seen) == 6
+        stream.close()
+    with pytest.raises(TypeError, match=r"expected a shardrt.comm.Stream or a torch.cuda.Stream"):
+        model.set_all_reduce_hook(third, stream=1)
+    hybrid = shardrt.fully_shard(nn.Linear(3, 3), mesh=shardrt.DeviceMesh(world.comm, (2, 1), ("replicate", "shard")))
+    with pytest.raises(ValueError, match=r"replicas are reduced on a stream of their own"):
+        hybrid.set_all_reduce_hook(third, stream=new_stream(world.device, "hook"))
+
+
+def parts_of_windows(kind: type[Communicator], patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """A list that grows with every call that is given a part of a symmetric window: its name, the window's number, the part."""
+    windows: list[torch.Tensor] = []
+    parts: list[tuple[str, int, int]] = []
+    empty, gather, reduce = kind.empty, kind.all_gather, kind.reduce_scatter
+
+    def spy_empty(self: Communicator, numel: int, dtype: torch.dtype, *, symmetric: bool = False) -> torch.Tensor:
+        made = empty(self, numel, dtype, symmetric=symmetric)
+        windows.extend([made] if symmetric else [])
+        return made
+
+    def note(name: str, tensor: torch.Tensor) -> None:
+        for index, window in enumerate(windows):
+            if 0 <= tensor.data_ptr() - window.data_ptr() < window.nbytes:
+                parts.append((f"{name} {index}", tensor.data_ptr() - window.data_ptr(), tensor.nbytes))
+
+    def spy_gather(self: Communicator, out: torch.Tensor, inp: torch.Tensor, **options: Any) -> Any:
+        note("all_gather", out)
+        return gather(self, out, inp, **options)
+
+    def spy_reduce(self: Communicator, out: torch.Tensor, inp: torch.Tensor, *options: Any, **named: Any) -> Any:
+        note("reduce_scatter", inp)
+        return reduce(self, out, inp, *options, **named)
+
+    for name, spy in (("empty", spy_empty), ("all_gather", spy_gather), ("reduce_scatter", spy_reduce)):
+        patch.setattr(kind, name, spy)
+    return parts
+
+
+@on_ranks(2, 3)
+def test_symmetric_windows(world: World) -> None:
+    """On the host no effect; as on GPUs, all ranks give a call the same part of a window, and the training is the same."""
+
+    def shard(model: nn.Module) -> nn.Module:
+        shard_blocks(model)
+        for module in (model, *model.blocks):
+            module.set_symm_mem_for_comm()
+        return model
+
+    plain = train_side_by_side(world, OddMLP().double(), map(batch, range(1)), shard=shard)
+    assert plain.param_group.custom_gather is None
+    with pytest.raises(RuntimeError, match=r"set_symm_mem_for_comm on 'OddMLP'|call it before the first forward"):
+        plain.set_symm_mem_for_comm()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric_windows, "useful", lambda comm: True)
+        patch.setattr("shardrt.group.is_large", lambda group: True)
+        patch.setattr("shardrt.prefetch.is_large", lambda group: True)
+        parts = parts_of_windows(type(world.comm), patch)
+        model = train_side_by_side(world, OddMLP().double(), map(batch, range(3)), shard=shard)
+        assert Slot.of(model.param_group.gather_comm, 1).symmetric
+        assert {part[0].split()[0] for part in parts} == {"all_gather", "reduce_scatter"}
+        assert len({tuple(each) for each in world.comm.exchange(parts)}) == 1, "the same parts on all ranks"
+
+
+@on_ranks(2)
+def test_symmetric_windows_that_are_refused(world: World) -> None:
+    differing = shard_blocks(OddMLP())
+    if world.rank == 0:
+        differing.blocks[1].set_symm_mem_for_comm()
+    with pytest.raises(RuntimeError, match=r"set_symm_mem_for_comm .* found rank 0: \['blocks.1'\]; rank 1: none"):
+        differing(batch(0).float())
+    with pytest.raises(ValueError, match=r"set_symm_mem_for_comm\('NVSHMEM'\) .* expected 'NCCL'"):
+        differing.set_symm_mem_for_comm("NVSHMEM")
+    both = shardrt.fully_shard(nn.Linear(5, 5))
+    both.set_symm_mem_for_comm()
+    both.param_group.settings.all_gather = object()
+    with pytest.raises(RuntimeError, match=r"'.*' has both set_symm_mem_for_comm and a custom collective"):
+        both(batch(0).float())
+
+
+def ranges_of(profile: profiler.profile) -> list[tuple[str, float, float]]:
+    events = [(e.name, e.time_range.start, e.time_range.end) for e in profile.function_events if e.name.startswith("FSDP::")]
+    return sorted(events, key=lambda event: (event[1], -event[2]))
+
+
+def around(events: Sequence[tuple[str, float, float]], inner: str) -> list[str]:
+    """The ranges that the first range of this name lies in, the outermost first."""
+    start, end = next(event[1:] for event in events if event[0] == inner)
+    return [name for name, first, last in events if first <= start and end <= last and name != inner]
+
+
+@on_ranks(2)
+def test_ranges_in_a_profile(world: World) -> None:
+    """Named and nested as FSDP2's, in the order of a step; none stays open after an exception; none without a profiler."""
+    model = shard_blocks(OddMLP(layers=2))
+    x = batch(0).float()
+    with lots_of(0):
+        loss_of(model, x).backward()
+        model.zero_grad()
+        with torch.autograd.profiler.profile() as profile:
+            loss_of(model, x).backward()
+    events = ranges_of(profile)
+    names = [event[0] for event in events]
+    step = [
+        "FSDP::root_pre_forward",
+        "FSDP::all_gather (OddMLP)",
+        "FSDP::all_gather_copy_out (OddMLP)",
+        "FSDP::forward_prefetch for blocks.0, blocks.1",
+        "FSDP::pre_forward (blocks.0)",
+        "FSDP::all_gather_copy_out (blocks.0)",
+        "FSDP::post_forward (blocks.0)",
+        "FSDP::pre_forward (blocks.1)",
+        "FSDP::post_forward (blocks.1)",
+        "FSDP::post_forward (OddMLP)",
+        "FSDP::pre_backward (OddMLP)",
+        "FSDP::pre_backward (blocks.1)",
+        "FSDP::backward_prefetch for blocks.0",
+        "FSDP::post_backward_rs_wait (blocks.1)",
+        "FSDP::post_backward_accumulate (blocks.1)",
+        "FSDP::post_backward_reduce (blocks.1)",
+        "FSDP::post_backward_publish (blocks.1)",
+        "FSDP::post_backward_reshard (blocks.1)",
+        "FSDP::pre_backward (blocks.0)",
+        "FSDP::post_backward_reduce (blocks.0)",
+        "FSDP::root_post_backward_callback",
+    ]
+    left = iter(names)
+    assert all(name in left for name in step), names
+    assert around(events, "FSDP::all_gather (blocks.0)") == [
+        "FSDP::pre_forward (OddMLP)",
+        "FSDP::forward_prefetch for blocks.0, blocks.1",
+    ]
+    assert ranges.ranged("FSDP::all_gather", model.param_group) is ranges.ranged("FSDP::x")
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("stop")
+
+    with torch.autograd.profiler.profile() as profile:
+        model.blocks[1].register_forward_pre_hook(lambda module, args: args[0].register_hook(fail) and None)
+        with pytest.raises(ValueError, match="stop"):
+            loss_of(model, x).backward()
+        with profiler.record_function("FSDP::after"):
+            torch.ones(1)
+    assert around(ranges_of(profile), "FSDP::after") == []
+    model.reset_iter_state()
+
+
+@on_ranks(2)
+def test_ranges_around_compiled_blocks(world: World) -> None:
+    """They lie outside of the graphs: a profiler makes nothing compile again."""
+    model = shard_blocks(OddMLP(layers=2))
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with lots_of(0):
+        loss_of(model, batch(0).float()).backward()
+        with torch.compiler.set_stance("fail_on_recompile"), torch.autograd.profiler.profile() as profile:
+            loss_of(model, batch(0).float()).backward()
+    names = [name for name, *_ in ranges_of(profile)]
+    assert {"FSDP::pre_forward (blocks.1)", "FSDP::post_backward_reduce (blocks.1)"} <= set(names)
