@@ -99,6 +99,7 @@ def test_control_calls_are_compared_as_any_other(world: World, stream: str) -> N
         comm.close()
 
 
+@pytest.mark.mpi
 @on_ranks(2, 3)
 def test_control_calls_keep_their_place_beside_threads(world: World) -> None:
     """They wait for the collectives before them, which some ranks' threads come to late, but not for sends and receives."""

@@ -195,6 +195,7 @@ def test_ranks_in_different_operations() -> None:
     assert "on 'world', begun" in account
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("per_node", ["2", "1"])
 def test_a_collective_that_one_rank_leaves_out(per_node: str) -> None:
     """It begins with the split of the world that makes its communicator."""
