@@ -22,6 +22,7 @@ from .module import (
     disable_fsdp_module_new_init,
     register_fsdp_forward_method,
     share_comm_ctx,
+    unsharded,
 )
 from .optim import clip_grad_norm_, offload_state_to_disk
 from .optimizer_state import shard_optimizer_state
@@ -70,6 +71,7 @@ __all__ = [
     "replicate",
     "shard_optimizer_state",
     "share_comm_ctx",
+    "unsharded",
     "without_launcher_variables",
     "world",
 ]

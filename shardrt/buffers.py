@@ -69,8 +69,12 @@ class FlatBuffer:
         return made.set_(self._storage, (self._offset + offset) // made.element_size(), shape, stride)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor that lies in this storage."""
-        return tensor.untyped_storage()._cdata == self._storage._cdata
+        """True for a tensor that lies in this storage, also if a transform of `torch.func` has wrapped it."""
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # of a wrapper
+            storage = torch.func.debug_unwrap(tensor).untyped_storage()
+        return storage._cdata == self._storage._cdata
 
     @property
     def available(self) -> bool:

@@ -129,6 +129,13 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return [DTensor(part, spec) for part in out]  # mantissas and exponents
 
 
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A copy of the parts, in the memory format that they have: channels_last is a format of whole tensors."""
+    if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
+        kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+    return _elementwise(func, args, kwargs)
+
+
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on the local parts; what comes out has the placement of the first sharded argument (list: element by element)."""
     specs = specs_of((*args, *kwargs.values()) if kwargs else args)
@@ -205,6 +212,8 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _BY_NAME: dict[str, Rule] = {
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
     "_foreach_norm": foreach_norm,
+    "_to_copy": _copy,
+    "clone": _copy,
     "index_put_": _index_put,
     "linalg_vector_norm": vector_norm,
     "new_empty": new_empty,

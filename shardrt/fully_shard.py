@@ -18,8 +18,8 @@ from .module import FSDPModule, adopt
 from .param import Owner, ShardedParam, registry
 from .placement import Shard
 from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
-from .registered import agree, group_of, hook_state_dicts, take, watch_registrations
-from .tensor import DTensor
+from .registered import agree, hook_state_dicts, watch_registrations
+from .tensor import DTensor, group_of, set_group
 
 _log = logging.getLogger("shardrt")
 
@@ -129,7 +129,7 @@ def _make_group(
         params.append(ShardedParam(owned[0][2], original, owners, _dim(wanted, original), rows_only=wanted is not None))
     group = kind(modules, params, mesh, policy, offload, reshard_after_forward)
     for original in originals:  # a module outside may still hold it
-        take(original, group)
+        set_group(original, group)
     hook_state_dicts({holder for original in originals for holder, *_ in found.owners[original]}, group)
     return group
 

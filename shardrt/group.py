@@ -37,6 +37,7 @@ from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Setti
 from .prefetch import is_large
 from .ranges import ranged
 from .reduction import GradientReduction, reduce_layout
+from .tensor import set_group
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -146,7 +147,6 @@ class ParamGroup:
         self._parts: dict[int, Part] = {}  # by the number of ranks that share
         self._part: Part | None = None  # the one that a forward has left
         self._watches: list[RemovableHandle] = []  # on the gradients of the trainable parameters, if they are watched
-        self._unapplied: set[object] = set(modules)  # by `to()` and the like, which come to one module after the other
         self.guarded = False  # the user can reach the unsharded parameters
         self.ignored: set[tuple[nn.Module, str]] = set()  # parameters, by where they are registered
         self._versions: list[int] = []  # of the shards; what is gathered was gathered since
@@ -172,7 +172,7 @@ class ParamGroup:
         self._shard_params()
         self._owners = [(owner.registry, owner.attribute, param) for param in params for owner in param.owners]
         for param in params:
-            registered.take(param.sharded, self)
+            set_group(param.sharded, self)
 
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
         return plan(specs, self.mesh.size)
@@ -205,14 +205,6 @@ class ParamGroup:
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.mesh.device)
         assert isinstance(self.offload_policy, CPUOffloadPolicy)
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self.offload_policy.pin_memory)
-
-    def refuse_partly_applied(self) -> None:
-        """RuntimeError if only some of its modules were moved or cast."""
-        if len(self._unapplied) < len(self.modules):
-            raise RuntimeError(
-                f"'{self.name}' (rank {self.mesh.rank}): to(), to_empty() or the like came to some of these modules, which "
-                "were sharded together; call it on the others as well, or on a module around all of them"
-            )
 
     def refuse_meta(self) -> None:
         """RuntimeError if the parameters have no values yet."""
@@ -273,19 +265,22 @@ class ParamGroup:
     def detach(self) -> None:
         """Leave the runtime, and have all groups under its root leave it: the next forward makes another.
 
-        Raises RuntimeError in the middle of an iteration, or while there are gradients.
+        Raises RuntimeError in the middle of an iteration, or while there are gradients that are not reduced.
         """
         for group in self.root.with_descendants():
-            pending = group.reduction is not None and group.reduction.pending
-            if group.phase is not Phase.RESTING or pending or any(p.sharded.grad is not None for p in group.params):
+            if group.phase is not Phase.RESTING:
                 raise RuntimeError(
-                    f"'{group.name}' has gradients or is running (rank {self.mesh.rank}): to(), half(), to_empty() and the "
-                    "like come between iterations, after zero_grad()"
+                    f"'{group.name}' is running (rank {self.mesh.rank}): another dtype or device, by to(), half(), to_empty() "
+                    "and the like, comes between iterations; after an exception call reset_iter_state() on the root first"
                 )
+            if group.reduction is not None and group.reduction.pending:
+                raise RuntimeError(
+                    f"'{group.name}' has accumulated gradients that are not reduced (rank {self.mesh.rank}): before another "
+                    "dtype or device, by to(), half(), to_empty() and the like, run a backward with "
+                    "set_requires_gradient_sync(True) (and set_requires_all_reduce(True)), or reset_iter_state() on the root"
+                )
+        for group in self.root.with_descendants():
             group._leave()
-        if len(self._unapplied) == len(self.modules):  # to none of them yet
-            for param in self.params:
-                param.follow()
 
     def _leave(self) -> None:
         self._drop_part()
@@ -301,11 +296,9 @@ class ParamGroup:
             param.sharded = found
         self._take([param.again() for param in self.params])
 
-    def take_applied(self, module: object) -> None:
-        """Take the parameters again after `to()` and the like have replaced those of `module`, the last one, by others."""
-        self._unapplied.discard(module)
-        if not self._unapplied:
-            self._unapplied.update(self.modules)
+    def take_moved(self) -> None:
+        """Take the parameters again after `to()` and the like have registered others, unless some only left the meta device."""
+        if len({param.registered.is_meta for param in self.params if param.registered is not None}) == 1:
             self._take([param.again() for param in self.params])
 
     @property

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,8 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
         output = _map_tensors(partial(_cast, dtype), output)
     tensors = _tensors(output)
     if torch.is_grad_enabled():
-        _watch_outputs(group, runtime, tensors)
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        _watch_outputs(group, runtime, _of_every_level(tensors) if transformed else tensors)
         if group.call.inputs and not tensors:
             _refuse_opaque(group, output)
     if not _in_backward():
@@ -84,7 +85,7 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
     return output
 
 
-def _watch_outputs(group: ParamGroup, runtime: Runtime, tensors: Sequence[torch.Tensor]) -> None:
+def _watch_outputs(group: ParamGroup, runtime: Runtime, tensors: Iterable[torch.Tensor]) -> None:
     enter = partial(_pre_backward, group, group.call)
     for tensor in tensors:
         if tensor.grad_fn is not None:
@@ -92,6 +93,15 @@ def _watch_outputs(group: ParamGroup, runtime: Runtime, tensors: Sequence[torch.
             if boundary.left is not group.call:  # an input that is passed on does not begin the module's backward
                 runtime.newest_output = boundary
                 boundary.enter.append(enter)
+
+
+def _of_every_level(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, and what the transforms of `torch.func` have wrapped in them: each level has a graph of its own."""
+    for tensor in tensors:
+        yield tensor
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+            yield tensor
 
 
 def _refuse_opaque(group: ParamGroup, output: object) -> None:
@@ -128,7 +138,10 @@ def start(group: ParamGroup) -> Runtime:
             f"forward of '{group.name}' before that of its root (rank {group.mesh.rank}): it is part of "
             f"'{group.root.name}', which was sharded after it; run the first forward through that module"
         )
-    with torch.inference_mode(False), torch.no_grad():  # what is made now outlives the caller's mode
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    # What is made now outlives the caller's mode: inference, torch.func's transforms, forward-mode AD.
+    with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
         return Runtime(group)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -10,8 +11,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from . import hooks
+from . import hooks, moves
 from .comm import Event, Stream, current_stream
+from .dcp import refuse_full_state_dict
 from .group import ParamGroup
 from .policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, Settings
 from .ranges import ranged
@@ -260,21 +262,31 @@ class FSDPModule:
         return group
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
-        """`to()`, `to_empty()`, `half()` and the like. Collective if the dtype of gathered parameters changes.
+        """`to()`, `to_empty()`, `half()` and the like: on parameters, their reduced gradients, and buffers.
 
-        A parameter whose dtype or device changes becomes another object: make optimizers and hooks afterwards.
+        A parameter whose dtype or device changes becomes another object: make optimizers and hooks afterwards. Others stay,
+        and nothing happens to what `fn` leaves as it is. `memory_format` concerns buffers only.
+        Collective if the dtype of gathered parameters changes.   Raises RuntimeError if a dtype or device changes in the middle
+        of an iteration, or while there are gradients that are not reduced.
         """
-        for group in self.param_groups:
-            group.detach()
-        before = torch.__future__.get_overwrite_module_params_on_conversion()
-        torch.__future__.set_overwrite_module_params_on_conversion(True)
-        try:
+        inside = list(cast(nn.Module, self).modules()) if recurse else [cast(nn.Module, self)]
+        groups = list(
+            dict.fromkeys(group for module in inside if isinstance(module, FSDPModule) for group in module.param_groups)
+        )
+        if self.param_group.runtime is not None:
+            self.param_group.runtime.settle()
+        for group in groups:
+            moves.move(group, inside, fn)
+        without_values = moves.buffers_on_meta(inside)
+        with moves.hidden(groups):
             super()._apply(fn, recurse)  # type: ignore[misc]
-        finally:
-            torch.__future__.set_overwrite_module_params_on_conversion(before)
-        for group in self.param_groups:
-            group.take_applied(self)
+        moves.note_unwritten(without_values)
         return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As any module's. Raises RuntimeError to torch's checkpoint helpers if they want what they cannot have (`dcp.py`)."""
+        refuse_full_state_dict(self.param_group.root.name, self.param_group.mesh.rank, sys._getframe(1))
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A sharded module with the same settings whose parameters and buffers share nothing with this one's.
@@ -355,6 +367,31 @@ class _ForwardMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _run_forward(self._module, self._method, args, kwargs)
+
+
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Inside, all sharded modules in `module`, itself included, stay gathered, so that forwards communicate nothing.
+
+    Ranks may then run different numbers of forwards without gradients, or different parts of the model: texts that end at
+    different lengths can be generated. Entering is collective, leaving is not.
+    Cost: the memory of all parameters in their compute dtypes. If parameters are written to inside, the next forward gathers
+    them again, which is collective.   Raises ValueError if no module is sharded.
+    """
+    sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    if not sharded:
+        raise ValueError(f"unsharded('{type(module).__name__}'): no module in it is sharded; call fully_shard first")
+    kept = {group: group.settings.reshard_after_forward for group in _groups_of(sharded)}
+    for group in kept:
+        group.settings.reshard_after_forward = False
+    try:
+        for handle in [child.unshard(async_op=True) for child in sharded]:
+            cast(UnshardHandle, handle).wait()
+        yield
+    finally:
+        for group, reshard_after_forward in kept.items():
+            group.settings.reshard_after_forward = reshard_after_forward
+            group.reshard()
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,15 +11,39 @@ from torch.utils._pytree import tree_map
 
 from .placement import Spec
 from .redistribute import redistribute
-from .tensor import DTensor
+from .tensor import DTensor, group_of
 
 
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    check_no_parameters(func, tensors_in(args))
     shapes = [tuple(x.shape) for x in tensors_in(args)]
     raise NotImplementedError(
         f"{func} is not defined on sharded tensors (shapes {shapes}): its result would depend on other ranks' parts. "
         "Use .full_tensor() for the whole tensor, or .to_local() for this rank's part"
     )
+
+
+def check_no_parameters(func: Any, tensors: Iterable[torch.Tensor]) -> None:
+    """NotImplementedError for a parameter of a sharded module: its forward was meant, most likely."""
+    for tensor in tensors:
+        group = group_of(tensor)
+        if group is not None:
+            name = getattr(tensor, "full_name", None) or "unnamed"
+            raise NotImplementedError(
+                f"{func} on parameter '{name}' of the sharded module '{group.name}' (rank {group.mesh.rank}), outside of the "
+                "module's forward, where this rank has only a part of it: run what uses it inside the forward; or let another "
+                "method gather as forward does, with shardrt.register_fsdp_forward_method(module, method_name), for generate() "
+                "say; or gather everything for a while, with shardrt.unsharded(model); or use .full_tensor()"
+            )
+
+
+def check_gradients(func: Any, args: object, tensors: Iterable[torch.Tensor]) -> None:
+    """As `check_no_parameters`, of those of `tensors` that want gradients, if `func` takes plain tensors too.
+
+    Each rank may have other plain tensors: the gradient would be of this rank's alone, and nobody would reduce it.
+    """
+    if torch.is_grad_enabled() and any(type(tensor) is torch.Tensor and tensor.dim() for tensor in tensors_in(args)):
+        check_no_parameters(func, [tensor for tensor in tensors if tensor.requires_grad])
 
 
 def first_of(value: Any) -> Any:
@@ -75,6 +100,7 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Cost: an all-gather of every sharded argument.
     """
+    check_gradients(func, args, tensors_in(args))
     full_args, full_kwargs = tree_map(whole_of, (args, kwargs))
     if not func._schema.is_mutable:
         return func(*full_args, **full_kwargs)

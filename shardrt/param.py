@@ -79,22 +79,19 @@ class ShardedParam:
         else:
             self.sharded = before
             before._local_tensor, before.spec = sharded._local_tensor, sharded.spec  # type: ignore[attr-defined]
+        if before is not None and self.original.grad is not None:
+            grad = part_of(self.original.grad, sharded.spec)
+            self.sharded.grad = self.sharded_like(grad.to(sharded._local_tensor.device).clone())
         del self.original, self.before
         self.sharded.full_name = self.name  # type: ignore[attr-defined]
         for owner in self.owners:
             owner.registry[owner.attribute] = self.sharded
 
-    def follow(self) -> None:
-        """Before to() and the like: one that was registered in place of the sharded parameter keeps its identity."""
-        found = self.owners[0].registered
-        if found is not None and getattr(found, "device_mesh", None) is self.sharded.device_mesh:  # type: ignore[attr-defined]
-            self.sharded = found
-
     def again(self) -> ShardedParam:
         """The same parameter before shard(), the original being what is registered now."""
-        applied = self.owners[0].registered
-        assert applied is not None, "only parameters are sharded"
-        made = ShardedParam(self.name, applied, self.owners, self.dim, rows_only=self.rows_only)
+        original = self.registered
+        assert original is not None, "only parameters are sharded"
+        made = ShardedParam(self.name, original, self.owners, self.dim, rows_only=self.rows_only)
         made.before = self.sharded
         return made
 
@@ -104,6 +101,11 @@ class ShardedParam:
         made = ShardedParam(self.name, alias, copy.deepcopy(self.owners, memo), self.dim, rows_only=self.rows_only)
         made.before = alias
         return made
+
+    @property
+    def registered(self) -> nn.Parameter | None:
+        """What its modules have in its place."""
+        return self.owners[0].registered
 
     def make_unsharded(self, full: FlatBuffer, offset: int, dtype: torch.dtype) -> None:
         """Make the view of the full buffer that the module will compute with."""
@@ -159,7 +161,7 @@ class Attributes:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def __setitem__(self, attribute: str, param: nn.Parameter) -> None:
+    def __setitem__(self, attribute: str, param: nn.Parameter | None) -> None:
         setattr(self._module, attribute, param)
 
     def get(self, attribute: str) -> nn.Parameter | None:

@@ -33,6 +33,7 @@ from .layout import Layout
 from .param import ShardedParam, local_geometry, outermost_stride, placement_of
 from .placement import Cut
 from .policy import Settings
+from .tensor import DTensor
 
 _ALIGN = 4  # elements between gradients of a repacked segment: 16 bytes in float32
 
@@ -353,7 +354,7 @@ class GradientReduction:
         if self._settings.reduce_hook is not None:
             self._call_hook(self._settings.reduce_hook, stream)
         if self._out is not self._segment:
-            older = {p: self._sharded[p].grad.to_local() for p in positions if p not in self._fresh}  # type: ignore[union-attr]
+            older = {p: self._older(p) for p in positions if p not in self._fresh}
             stream.submit(partial(self._fold, self._fresh, older))
         for position in self._fresh:
             self._sharded[position].grad = self._grads[position]
@@ -363,6 +364,13 @@ class GradientReduction:
                     stream.synchronize()  # offloaded: the hook reads it on the host
                 for hook in tuple(hooks.values()):
                     stream.submit(partial(hook, self._sharded[position]))
+
+    def _older(self, position: int) -> torch.Tensor:
+        """This rank's part of a gradient from before: a whole one, if autograd made it of a view of the gathered parameter."""
+        param, sharded = self.params[position], self._sharded[position]
+        if not isinstance(sharded.grad, DTensor):
+            sharded.grad = param.sharded_like(sharded.spec.local_part(sharded.grad).clone())  # type: ignore[attr-defined]
+        return sharded.grad.to_local()
 
     def _call_hook(self, hook: Callable[[torch.Tensor], None], stream: Stream) -> None:
         where = self._settings.reduce_hook_stream or stream

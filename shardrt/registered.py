@@ -18,35 +18,22 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .comm import DeviceMesh
 from .param import Owner, ShardedParam
-from .tensor import DTensor
+from .tensor import DTensor, group_of
 
 if TYPE_CHECKING:
     from .group import ParamGroup
 
 _log = logging.getLogger("shardrt")
-_taken: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weak references to groups, by their parameters
 _COPY = "copy the values into it, as in `param.data = new` or load_state_dict() with assign=False"
 _DISTRIBUTE = "nn.Parameter(shardrt.distribute_tensor(tensor, mesh, placements))"
-
-
-def take(param: nn.Parameter, group: ParamGroup) -> None:
-    """Let `group_of` find the group by this parameter."""
-    _taken[param] = ref(group)
-
-
-def group_of(param: nn.Parameter) -> ParamGroup | None:
-    """The group that has taken this parameter, as the original or as the sharded one."""
-    taken = _taken.get(param)
-    return None if taken is None else taken()
 
 
 def agree(mesh: DeviceMesh, what: str, description: list[str], error: Exception | None) -> None:
@@ -166,12 +153,12 @@ def _same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _check_values(group: ParamGroup, replaced: dict[ShardedParam, nn.Parameter]) -> None:
-    """A group has values or has none: RuntimeError if replacing these would leave it with some."""
+    """A group has values or has none: RuntimeError if these replacements leave it with some."""
     on_meta = [param.name for param in group.params if replaced.get(param, param.sharded).is_meta]
-    if replaced and 0 < len(on_meta) < len(group.params):
+    if 0 < len(on_meta) < len(group.params):
         raise RuntimeError(
-            f"'{group.name}' has values for some of its parameters, but none for {_listed(on_meta)}, on the meta device: load "
-            "all of them with assign=True, or call to_empty() before loading with assign=False"
+            f"'{group.name}' has values for some of its parameters, but none for {_listed(on_meta)}, on the meta device: call "
+            "to_empty() on a module around all of them, or load all of them with assign=True"
         )
 
 

@@ -13,6 +13,7 @@ from . import comm, prefetch, registered, symmetric_windows
 from .buffers import Account, FlatBuffer, Slot
 from .extension import split_hooked
 from .group import Call, ParamGroup
+from .moves import warn_of_unwritten
 from .ranges import ranged
 from .reduction import Handoff
 
@@ -110,11 +111,12 @@ class Runtime:
                     f"'{group.name}' ran as a root of its own before '{root.name}' around it was sharded (rank "
                     f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
                 )
-            group.refuse_partly_applied()
         registered.follow(root, self.groups)
         self.groups = split_hooked(root)
         for group in self.groups:
             group.refuse_meta()
+        if root.mesh.rank == 0:
+            warn_of_unwritten(names)
         symmetric_windows.agree(root, self.groups)
         self.gathers = symmetric_windows.gathers(self.groups)
         for group in self.groups:
@@ -262,12 +264,16 @@ class Runtime:
         for group in self.groups:
             group.end_backward()
         if self.root.settings.is_last_backward:
-            self._retire(0)
-            done = self.streams.finish.record()
-            self.streams.compute.wait(done)
-            comm.current_stream(self.streams.device).wait(done)  # where the optimizer runs
-            if any(group.offloads for group in self.groups):
-                self.streams.synchronize()  # the optimizer reads the gradients on the host, whatever the streams do
+            self.settle()
+
+    def settle(self) -> None:
+        """Let compute and the caller's stream see all reduced gradients, and give back what the reductions used."""
+        self._retire(0)
+        done = self.streams.finish.record()
+        self.streams.compute.wait(done)
+        comm.current_stream(self.streams.device).wait(done)  # where the optimizer runs
+        if any(group.offloads for group in self.groups):
+            self.streams.synchronize()  # the optimizer reads the gradients on the host, whatever the streams do
 
     def reset(self) -> None:
         """Forget a failed iteration: everything under way is waited for, everything is sharded again."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
-from torch import is_grad_enabled
+from torch import is_grad_enabled, nn
 from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .comm import DeviceMesh, ReduceOp
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
@@ -31,6 +33,28 @@ class Rules(dict[Any, Rule]):
 
 
 RULES = Rules()
+
+
+class Group(Protocol):
+    """What has taken parameters of modules, to shard them."""
+
+    name: str
+    mesh: DeviceMesh
+    modules: Sequence[nn.Module]
+
+
+_groups: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weak references to groups, by their parameters
+
+
+def set_group(param: torch.Tensor, group: Group) -> None:
+    """Let `group_of` find the group by this parameter."""
+    _groups[param] = ref(group)
+
+
+def group_of(param: torch.Tensor) -> Group | None:
+    """The group that has taken this parameter, as the original or as the sharded one."""
+    found = _groups.get(param)
+    return None if found is None else found()
 
 
 class DTensor(torch.Tensor):

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map, tree_map_only
 
 from .comm import DeviceMesh
-from .operands import refuse, tensors_in, whole_of, written
+from .operands import check_gradients, refuse, tensors_in, whole_of, written
 from .placement import Replicate, Spec
 from .rng import RANDOM, agree_on_seed, agreed
 from .tensor import DTensor
@@ -70,10 +70,11 @@ class GatheredView(torch.Tensor):
             return new_empty(func, args, kwargs)
         if func.overloadpacket in _DRAWS:
             return random_like(func, args, kwargs)
+        views = [view for view in tensors_in(args) if isinstance(view, GatheredView)]
+        check_gradients(func, args, [view._origin for view in views if view.requires_grad])
         out = func(*_plain(args), **_plain(kwargs))
         if func.is_view:
             return args[0]._alike(out)
-        views = (view for view in tensors_in(args) if isinstance(view, GatheredView))
         drawn = next((view for view in views if view._whole is view._origin._local_tensor), None)
         return _fresh(out, drawn._origin.spec.mesh) if drawn is not None and torch.Tag.pointwise in func.tags else out
 

@@ -1,0 +1,37 @@
+"""What `torch.distributed.checkpoint.state_dict` asks of sharded modules.
+
+Its functions (`get_model_state_dict`, `set_optimizer_state_dict` and so on) pass tensors of classes they do not know through
+unchanged. Sharded state dicts therefore work in both directions, and whole ones can be loaded if every rank has them. Two
+options cannot work and are refused: `full_state_dict=True` when getting, which would return sharded tensors, and
+`broadcast_from_rank0=True`, which needs a process group.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+
+
+def refuse_full_state_dict(module: str, rank: int, caller: FrameType) -> None:
+    """Raise RuntimeError if `caller`, who asks for parameters, is one of these functions with options that cannot work.
+
+    torch passes the options to nothing but its own functions, so they are read from its frames.
+    """
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code.co_name != "_verify_options":
+        frame = frame.f_back if frame.f_globals.get("__name__") == _MODULE else None
+    if frame is None or frame.f_back is None:
+        return
+    options, function = frame.f_locals["options"], frame.f_back.f_code.co_name
+    if options.broadcast_from_rank0:
+        raise RuntimeError(
+            f"{function}(broadcast_from_rank0=True) on the sharded module '{module}' (rank {rank}): the broadcast needs a "
+            "process group of torch.distributed; give every rank the whole tensors and leave the option out"
+        )
+    if options.full_state_dict and function.startswith("get_"):
+        raise RuntimeError(
+            f"{function}(full_state_dict=True) on the sharded module '{module}' (rank {rank}): it would return sharded "
+            "tensors; take state_dict() of the model or the optimizer and call full_tensor() on every shardrt.DTensor in it, "
+            "on all ranks"
+        )

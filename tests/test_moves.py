@@ -1,0 +1,376 @@
+"""What models go through besides training: transforms of torch.func, `to()` and the like, generation, checkpoint helpers."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+import shardrt
+from ranks import on_ranks
+from shardrt.comm import World
+from toys import OddMLP, batch, compare, loss_of, shard_blocks, tokens
+
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+
+
+def tiny_llama() -> Any:
+    """Two layers over the vocabulary of `tokens`, with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=11, **sizes, bos_token_id=0, eos_token_id=None))
+
+
+def tiny_t5() -> Any:
+    """Its generate() calls the encoder, not the model."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes: Any = {"d_model": 16, "d_kv": 8, "d_ff": 20, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=11, **sizes, pad_token_id=0, eos_token_id=None))
+
+
+def shard_lists(model: nn.Module) -> Any:
+    """A group for each module in a ModuleList that is not inside another, and one for the rest."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    for name, modules in lists:
+        if not any(name.startswith(f"{other}.") for other, _ in lists):
+            for module in modules:
+                shardrt.fully_shard(module)
+    return shardrt.fully_shard(model)
+
+
+def dual_level(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    with forward_ad.dual_level():
+        out, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(batch(0), batch(1))))
+    return out, tangent
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "dual_level": dual_level,
+    "jvp": lambda model: torch.func.jvp(model, (batch(0),), (batch(1),)),
+    "vmap": lambda model: torch.func.vmap(model)(batch(0)),
+    "grad": lambda model: torch.func.grad(lambda x: model(x).square().sum())(batch(0)),
+    "hessian": lambda model: torch.func.hessian(lambda x: model(x).square().sum())(batch(0)[:1]),
+}
+
+
+@on_ranks(2, 3)
+def test_the_first_forward_inside_a_transform(world: World) -> None:
+    """Its values are a plain model's; so are the gradients of a backward through its result, and those of a step after it."""
+    torch.manual_seed(0)
+    whole = OddMLP(layers=1).double()
+    for name, transform in TRANSFORMS.items():
+        model, plain = shard_blocks(copy.deepcopy(whole)), copy.deepcopy(whole)
+        results, expected = transform(model), transform(plain)
+        torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
+        if name in ("dual_level", "jvp", "vmap"):
+            for result in (results, expected):
+                sum(tensor.square().sum() for tensor in ([result] if name == "vmap" else result)).backward()
+            compare(plain, model, 1e-12, f"backward through {name}")
+            model.zero_grad()
+            plain.zero_grad()
+        loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
+        loss_of(plain, batch(0)).backward()
+        compare(plain, model, 1e-12, f"a step after {name}")
+
+
+def train(models: list[nn.Module], step: int, world: World, dtype: torch.dtype = torch.float64) -> None:
+    """The first of the models is whole, the others are sharded."""
+    x = batch(step).to(dtype)
+    for number, model in enumerate(models):
+        loss_of(model, x if number == 0 else x.chunk(world.size)[world.rank]).backward()
+
+
+@on_ranks(2, 3)
+def test_a_move_that_changes_nothing(world: World) -> None:
+    """Whatever there is stays as it is: objects, gradients, gradients not reduced yet, an iteration under way."""
+    torch.manual_seed(0)
+    whole = OddMLP().double()
+    model = shard_blocks(copy.deepcopy(whole))
+
+    def is_left_alone() -> None:
+        params = list(model.parameters())
+        grads = [param.grad for param in params]
+        runtime = model.param_group.runtime
+        assert model.cpu().to(torch.float64).double().to("cpu") is model
+        assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
+        assert all(one is param.grad for one, param in zip(grads, params, strict=True))
+        assert model.param_group.runtime is runtime
+
+    is_left_alone()
+    train([whole, model], 0, world)
+    is_left_alone()
+    model.set_requires_gradient_sync(False)
+    train([whole, model], 1, world)
+    is_left_alone()
+    with pytest.raises(RuntimeError, match=r"accumulated gradients that are not reduced.*set_requires_gradient_sync"):
+        model.float()
+    model.set_requires_gradient_sync(True)
+    loss = loss_of(model, batch(2).chunk(world.size)[world.rank])
+    is_left_alone()
+    loss.backward()
+    loss_of(whole, batch(2)).backward()
+    compare(whole, model, 1e-12, "trained")
+
+
+@on_ranks(2, 3)
+def test_gradients_move_with_parameters(world: World) -> None:
+    """To other dtypes, in which the layout differs, of some groups only, and back; the next backward adds to them."""
+    torch.manual_seed(0)
+    whole = OddMLP().double()
+    models = [whole, shard_blocks(copy.deepcopy(whole)), shard_blocks(copy.deepcopy(whole))]
+    models[1].set_is_last_backward(False)
+    for step, dtype in enumerate((torch.float32, torch.float64, torch.float32)):
+        train(models, step, world, models[0].inp.weight.dtype)
+        for model in models:
+            model.blocks[1].to(dtype)  # its runtime is the root's
+            model.to(dtype)
+        for model in models[1:]:
+            compare(whole, model, 1e-6 if step else 1e-7, f"to {dtype}")
+
+
+@on_ranks(2)
+def test_torch_swaps_what_is_not_sharded(world: World) -> None:
+    """With torch's flag, or without, parameters that stay whole are moved torch's way, and the flag stays as it was."""
+    for flag in (True, False):
+        torch.__future__.set_swap_module_params_on_conversion(flag)
+        try:
+            model = OddMLP()
+            ignored = model.out.weight
+            shard_blocks(model, ignored_params=[ignored])
+            model.double()
+            assert torch.__future__.get_swap_module_params_on_conversion() is flag
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        assert model.out.weight is ignored
+        assert {param.dtype for param in model.parameters()} == {torch.float64}
+        model(batch(0)).sum().backward()
+        assert model.inp.weight.grad is not None
+
+
+class Recurrent(nn.Module):
+    """Keeps a list of its weights, and has a 5-D one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.conv3d = nn.Conv3d(1, 2, 1)
+        self.rnn = nn.GRU(5, 4, batch_first=True)
+        self.register_buffer("image", torch.ones(1, 3, 2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.conv3d(self.conv(x)[:, None]).sum(1).flatten(2).transpose(1, 2)
+        return self.rnn(features)[0]
+
+
+@on_ranks(2, 3)
+def test_a_memory_format(world: World) -> None:
+    """It is that of buffers; parameters lie as the layout has planned, and keep their values, gradients and identity."""
+    torch.manual_seed(0)
+    whole = Recurrent().double()
+    model = shardrt.fully_shard(copy.deepcopy(whole))
+    images = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    params = list(model.parameters())
+    for step in range(2):
+        model.to(memory_format=torch.channels_last)
+        for one in (whole, model):
+            one(images).square().mean().backward()
+        assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
+        compare(whole, model, 1e-12, f"step {step}")
+    assert model.image.is_contiguous(memory_format=torch.channels_last)
+    model.float()
+    whole.float()
+    compare(whole, model, 1e-6, "cast")
+    torch.testing.assert_close(model(images.float()), whole(images.float()), rtol=1e-5, atol=1e-6)
+
+
+class Rotary(OddMLP):
+    """With tables that are computed, not saved, in a sharded block and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self, self.blocks[0].norm, self.blocks[1]):
+            module.register_buffer("table", torch.ones(3), persistent=False)
+        self.register_buffer("saved", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.table
+
+
+@contextmanager
+def log() -> Iterator[list[str]]:
+    """What shardrt logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("shardrt").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("shardrt").removeHandler(handler)
+
+
+@on_ranks(1, 2)
+def test_buffers_that_nobody_has_written(world: World) -> None:
+    """Named once, by the first forward after to_empty(); those that were written or replaced are not, nor saved ones."""
+    with torch.device("meta"):
+        model = Rotary()
+    shard_blocks(model)
+    model.to_empty(device=world.device)
+    model.load_state_dict(Rotary().state_dict())
+    model.blocks[1].table = torch.ones(3)
+    with log() as lines:
+        model(batch(0).float())
+        model.to_empty(device=world.device)
+        model(batch(0).float())
+    assert len(lines) == (world.rank == 0)
+    assert all("without values: 'table', 'blocks.0.norm.table': to_empty" in line for line in lines)
+    with torch.device("meta"):
+        model = Rotary()
+    shard_blocks(model)
+    model.to_empty(device=world.device)
+    with torch.no_grad(), log() as lines:
+        for name, buffer in model.named_buffers():
+            if name != "saved":
+                buffer.fill_(1.0)
+        model(batch(0).float())
+    assert not lines
+
+
+@needs_transformers
+@on_ranks(2)
+def test_rotary_tables_of_a_model_on_meta(world: World) -> None:
+    """Garbage by to_empty() and load_state_dict() alone; written by the model's own initialisation."""
+    torch.manual_seed(0)
+    whole = tiny_llama()
+    with torch.device("meta"):
+        model = tiny_llama()
+    shard_lists(model)
+    for initialises in (False, True):
+        model.to_empty(device=world.device)
+        if initialises:
+            model.to("meta").to_empty(device=world.device)
+            model.init_weights()
+        model.load_state_dict(whole.state_dict())
+        with log() as lines:
+            logits = model(tokens(0)).logits
+        named = "'model.rotary_emb.inv_freq', 'model.rotary_emb.original_inv_freq'"
+        assert [line for line in lines if named in line] == lines
+        assert len(lines) == (world.rank == 0 and not initialises)
+    torch.testing.assert_close(logits, whole(tokens(0)).logits)
+
+
+@needs_transformers
+@on_ranks(2)
+def test_generation(world: World) -> None:
+    """As a plain model's, token by token: registered, or with all gathered, when ranks may stop at different lengths."""
+    prompt = tokens(0, rows=1)[:, :4]
+    for make in (tiny_llama, tiny_t5):
+        torch.manual_seed(0)
+        whole = make().eval()
+        for param in whole.parameters():
+            nn.init.normal_(param)
+        expected = whole.generate(prompt, do_sample=False, max_new_tokens=3 + world.rank * 4)
+        model = shard_lists(copy.deepcopy(whole))
+        if make is tiny_t5:
+            with pytest.raises(
+                NotImplementedError,
+                match=r"'shared.weight' of the sharded module 'T5For.*\(rank .*register_fsdp_forward_method",
+            ):
+                model.generate(prompt, do_sample=False, max_new_tokens=3)
+        for _ in range(2):
+            with shardrt.unsharded(model):
+                assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=3 + world.rank * 4), expected)
+            assert model.param_group.runtime.account.in_use == 0
+            model(input_ids=prompt, labels=prompt).loss.backward()
+            model.zero_grad()
+        shardrt.register_fsdp_forward_method(model, "generate")
+        out = model.generate(prompt, do_sample=False, max_new_tokens=3)
+        assert torch.equal(out, expected[:, : out.shape[1]])
+
+
+class Features(OddMLP):
+    """Methods beside forward: one on parameters of its own and a block's, one on what its forward does before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](self.inp(self.norm(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.forward_features(x))
+
+
+@on_ranks(2, 3)
+def test_methods_beside_forward(world: World) -> None:
+    """Refused by the parameter's name, also where each rank's gradient would stay its own; right once they are registered."""
+    torch.manual_seed(0)
+    whole = Features().double()
+    model = shard_blocks(copy.deepcopy(whole))
+    mine = batch(0).chunk(world.size)[world.rank]
+    cure = rf"of the sharded module 'Features' \(rank {world.rank}\).*outside of the module.*register_fsdp_forward_method"
+    with pytest.raises(NotImplementedError, match=f"native_layer_norm.* on parameter 'norm.weight' {cure}"):
+        model.forward_features(mine)
+    with pytest.raises(NotImplementedError, match=f"addmm.* on parameter 'inp.bias' {cure}"):
+        model.inp(mine)
+    with torch.no_grad():
+        torch.testing.assert_close(model.inp(mine), whole.inp(mine), rtol=1e-12, atol=1e-12)
+    shardrt.register_fsdp_forward_method(model, "forward_features")
+    model.forward_features(mine).square().mean().backward()
+    whole.forward_features(batch(0)).square().mean().backward()
+    compare(whole, model, 1e-12, "features")
+    with pytest.raises(NotImplementedError, match=f"on parameter 'norm.weight' {cure}"):
+        model.norm(mine)
+    with shardrt.unsharded(nn.Sequential(model)), torch.no_grad():
+        assert torch.equal(model.norm(mine), whole.norm(mine))
+        for _ in range(world.rank):
+            model(mine)
+    with pytest.raises(ValueError, match=r"'Linear'.: no module in it is sharded"), shardrt.unsharded(nn.Linear(2, 2)):
+        pass
+
+
+@on_ranks(2)
+def test_checkpoint_helpers_of_torch(world: World) -> None:
+    """Sharded and whole state dicts go in, sharded ones come out; whole ones are refused, of the model and the optimizer."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    torch.manual_seed(0)
+    whole = OddMLP().double()
+    model, other = shard_blocks(copy.deepcopy(whole)), shard_blocks(OddMLP().double())
+    train([whole, model], 0, world)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (whole, model, other)]
+    for optimizer in optimizers[:2]:
+        optimizer.step()
+    for options in (dcp.StateDictOptions(full_state_dict=True), dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)):
+        for outer in (model, nn.Sequential(model)):
+            say = rf"full_state_dict=True.*'OddMLP' \(rank {world.rank}\).*state_dict.*full_tensor"
+            with pytest.raises(RuntimeError, match=f"get_model_state_dict.{say}"):
+                dcp.get_model_state_dict(outer, options=options)
+            with pytest.raises(RuntimeError, match=f"get_optimizer_state_dict.{say}"):
+                dcp.get_optimizer_state_dict(outer, optimizers[1], options=options)
+    broadcast = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(RuntimeError, match=r"broadcast_from_rank0=True.*'OddMLP'.*process group"):
+        dcp.set_model_state_dict(model, whole.state_dict(), options=broadcast)
+    options = dcp.StateDictOptions(cpu_offload=True)
+    state, optimizer_state = dcp.get_state_dict(model, optimizers[1], options=options)
+    assert all(isinstance(value, shardrt.DTensor) for value in state.values())
+    dcp.set_state_dict(other, optimizers[2], model_state_dict=state, optim_state_dict=optimizer_state)
+    whole.zero_grad()
+    compare(whole, other, 1e-12, "sharded")
+    train([whole, other], 1, world)
+    for optimizer in (optimizers[0], optimizers[2]):
+        optimizer.step()
+        optimizer.zero_grad()
+    compare(whole, other, 1e-9, "a step on")
+    dcp.set_model_state_dict(model, whole.state_dict(), options=dcp.StateDictOptions(full_state_dict=True))
+    model.zero_grad()
+    compare(whole, model, 0.0, "whole")
