@@ -98,7 +98,7 @@ class FSDPModule:
         """On the root. When more backwards follow (False), the end of one does not wait for its reductions."""
         self._root_settings("set_is_last_backward").is_last_backward = is_last_backward
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Keep parameters gathered between forward and backward (False), or free and gather them again (True)."""
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"set_reshard_after_forward({reshard_after_forward!r}): expected a bool; give fully_shard a number")

@@ -538,3 +538,19 @@ def check_init(name: str, found: torch.Tensor) -> None:
     elif name == "embedding":
         assert (found[2] == 0).all()
         assert found[3].all()
+
+
+@pytest.mark.parametrize("first", ["view", "model"])
+@on_ranks(2, 3)
+def test_gradients_through_views_add_to_those_of_the_model(world: World, first: str) -> None:
+    """Autograd gives the whole gradient of what is computed of a view: the model's is added to this rank's part of it."""
+    whole = nn.Linear(4, 3).double()
+    model = copy.deepcopy(whole)
+    shardrt.fully_shard(model)
+    x = torch.randn(2 * world.size, 4, dtype=torch.float64)
+    losses = [lambda: model.weight.view(-1).pow(2).sum(), lambda: model(x.chunk(world.size)[world.rank]).pow(2).mean()]
+    for loss in losses if first == "view" else reversed(losses):
+        loss().backward()
+    (whole.weight.pow(2).sum() + whole(x).pow(2).mean()).backward()
+    assert isinstance(model.weight.grad, shardrt.DTensor)
+    torch.testing.assert_close(model.weight.grad.full_tensor(), whole.weight.grad, rtol=1e-12, atol=1e-12)
