@@ -266,6 +266,7 @@ class Communicator(ABC):
         Blocks at the end of the block until every rank has come there. Ranks that wait in a collective of the block, which the
         failed rank will never make, are told as well, by the cross-rank check of calls where that is on (`comm.check`).
         """
+        self._check_open("agree")
         told, cause = None, None
         try:
             try:

@@ -110,6 +110,9 @@ class Watchdog(Hook):
         self._channel = SideChannel(comm, self._table, nodes) if len(nodes) > 1 else None
         if self._channel is not None and self._channel.missing and self._rank == 0:
             say(self._rank, f"no connection from the nodes of {name_ranks(self._channel.missing)} for the watchdog")
+        if threading.current_thread() is threading.main_thread():
+            # Hazard: others save and restore every handler that Python knows, and this signal's default is to kill the process.
+            signal.signal(_STACKS_SIGNAL, lambda *_: None)
         faulthandler.register(_STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardrt-watchdog", daemon=True)

@@ -189,7 +189,8 @@ def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x[mask] = scalar` is elementwise; other indices, of which rank 0's count, are those of the whole."""
     whole, indices, values = args[:3]
     mask = indices[0]
-    if len(indices) == 1 and isinstance(mask, DTensor) and mask.dtype == torch.bool and values.dim() == 0:
+    masked = len(indices) == 1 and isinstance(mask, DTensor) and mask.dtype == torch.bool
+    if masked and isinstance(whole, DTensor) and mask.spec == whole.spec and values.dim() == 0:
         return _local(func, args, kwargs)
     mesh = next(value.spec.mesh for value in (whole, *indices, values) if isinstance(value, DTensor))
     return gathered(func, (whole, agreed(mesh, indices), *args[2:]), kwargs)

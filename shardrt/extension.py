@@ -172,8 +172,8 @@ class ExtensionGroup(ParamGroup):
         (param,) = self.params
         if not has_methods(self._inner):
             raise RuntimeError(
-                f"parameter '{param.name}' of '{self.name}' has lost {' and '.join(_METHODS)} (rank {self.mesh.rank}): to() "
-                "and the like make another local tensor; set them on that one again"
+                f"parameter '{param.name}' of '{self.name}' has lost {' and '.join(_METHODS)} (rank {self.mesh.rank}): to(), "
+                "deepcopy and the like make another local tensor; set them on that one again"
             )
 
     @property

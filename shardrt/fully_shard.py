@@ -271,7 +271,7 @@ def _asked(
     wanted = placement_fn(param) if placement_fn is not None else None
     if not isinstance(wanted, ShardPlacementResult):
         wanted = ShardPlacementResult(wanted, mesh)
-    if not isinstance(wanted.placement, Shard | None) or not isinstance(wanted.mesh, DeviceMesh):
+    if type(wanted.placement) not in (Shard, type(None)) or not isinstance(wanted.mesh, DeviceMesh):
         raise TypeError(f"shard_placement_fn of '{name}': expected a Shard, a ShardPlacementResult or None, found {wanted!r}")
     if wanted.placement is not None and not -max(1, param.dim()) <= wanted.placement.dim < max(1, param.dim()):
         raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a parameter of shape {tuple(param.shape)}")

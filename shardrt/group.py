@@ -148,6 +148,7 @@ class ParamGroup:
         self._part: Part | None = None  # the one that a forward has left
         self._watches: list[RemovableHandle] = []  # on the gradients of the trainable parameters, if they are watched
         self.guarded = False  # the user can reach the unsharded parameters
+        self._guarded_versions: list[int] = []  # of the unsharded parameters, since when
         self.ignored: set[tuple[nn.Module, str]] = set()  # parameters, by where they are registered
         self._versions: list[int] = []  # of the shards; what is gathered was gathered since
         # Made here, where every rank is: later, those of another stage of a pipeline may wait for this one's output.
@@ -391,11 +392,16 @@ class ParamGroup:
             self.guard(False)
 
     def guard(self, on: bool = True) -> None:
-        """The user can reach the unsharded parameters from now on, or no more."""
+        """The user can reach the unsharded parameters from now on, or no more: what was written to them is kept."""
+        if self.guarded and not on:
+            for param, version in zip(self._plain, self._guarded_versions, strict=True):
+                if param.unsharded._version != version:
+                    param.keep_writes()
         # Cost: operations on a subclass take 0.2 us longer, so inside forward and backward the parameters are none.
         self.guarded, kind = on, GatheredParameter if on else nn.Parameter
         for param in self._plain:
             param.unsharded.__class__ = kind
+        self._guarded_versions = [param.unsharded._version for param in self._plain] if on else []
 
     def show_shards(self) -> None:
         """Reshard; the modules see the shards even where a temporary exchange of parameters has put the others back."""
@@ -459,6 +465,8 @@ class ParamGroup:
         """Let the module see the shards and free the full buffer. No-op while sharded."""
         if self.ready is None:
             return
+        if self.guarded:
+            self.guard(False)
         self._note("free", self.name)
         self._show_shards()
         # Hazard: compute may still read `full`; its storage must outlive those reads.

@@ -53,6 +53,11 @@ class _LocalOp:
         if any(tensor.spec.partial for tensor in sharded):
             refuse(func, tuple(given.values()), {})
         specs = specs_of(tuple(value for name, value in given.items() if name not in self._plain))
+        if not all(specs):
+            raise ValueError(
+                f"{func.name()}, registered with register_local_op, on a list of sharded and plain tensors: expected "
+                "either; call it for each kind"
+            )
         local = {name: value if name in self._plain else localized(value, specs, func.name()) for name, value in given.items()}
         if not func._schema.returns and not any(tensor._local_tensor.numel() for tensor in sharded):
             return None

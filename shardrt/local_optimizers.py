@@ -47,7 +47,8 @@ def register_local_optimizer(kind: type[Optimizer]) -> None:
     _registered.add(kind)
 
 
-def _steps_locally(kind: type) -> bool:
+def steps_locally(kind: type) -> bool:
+    """Whether optimizers of this class step on this rank's parts as on plain parameters."""
     if kind not in _kinds:
         _kinds[kind] = any(base in _registered or base.__module__.startswith(_PACKAGES) for base in kind.__mro__)
     return _kinds[kind]
@@ -128,7 +129,7 @@ def _localize(state: dict[str, Any], param: DTensor, stand_in: _StandIn) -> None
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _steps_locally(type(optimizer)):
+    if not steps_locally(type(optimizer)):
         return follow(optimizer)
     if interrupted := _under_way.pop(optimizer, None):
         interrupted.end(optimizer)

@@ -283,6 +283,15 @@ class FSDPModule:
         moves.note_unwritten(without_values)
         return self
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As any module's: between a forward and its backward as well, while the module has its full parameters."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for group in _groups_of([child for child in cast(nn.Module, self).modules() if isinstance(child, FSDPModule)]):
+            for grad in [param.sharded.grad for param in group.params if param.sharded.grad is not None and not set_to_none]:
+                grad.zero_()
+            for param in group.params if set_to_none else ():
+                param.sharded.grad = None
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As any module's. Raises RuntimeError to torch's checkpoint helpers if they want what they cannot have (`dcp.py`)."""
         refuse_full_state_dict(self.param_group.root.name, self.param_group.mesh.rank, sys._getframe(1))

@@ -26,7 +26,8 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     """
     if norm_type <= 0:
         raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): expected a positive number or inf")
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    listed = [getattr(param, "sharded", param) for param in given]  # of those that are gathered at the moment
     grads = [param.grad for param in listed if param.grad is not None]
     # A rank without gradients takes part all the same.
     meshes: dict[DeviceMesh, list[torch.Tensor]] = {p.spec.parts: [] for p in listed if isinstance(p, DTensor) and p.spec.parts}

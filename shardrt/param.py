@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from .buffers import FlatBuffer
 from .comm import DeviceMesh
@@ -112,6 +113,15 @@ class ShardedParam:
         view = full.view(dtype, offset, self.shape, outermost_stride(self.shape, self.dim))
         self.unsharded = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
 
+    @torch.no_grad()
+    def keep_writes(self) -> None:
+        """Write to this rank's part what the user has written in place to the unsharded parameter."""
+        sharded, local = cast(DTensor, self.sharded), self.local.detach()
+        part = sharded.spec.local_part(self.unsharded.detach()).to(local.device)
+        # Only what differs: the unsharded parameter may be of a lower precision.
+        local.copy_(torch.where(part == local.to(part.dtype), local, part.to(local.dtype)))
+        increment_version(sharded)
+
     @property
     def local(self) -> torch.Tensor:
         """This rank's part."""
@@ -125,15 +135,15 @@ class ShardedParam:
 class GatheredParameter(nn.Parameter):
     """What an unsharded parameter is while the user can reach it, such as between a forward and its backward.
 
-    What is assigned to its `data` is written to the sharded parameter as well.
+    What is assigned to its `data`, or written to it in place, is written to the sharded parameter as well.
     """
 
     sharded: DTensor | None = None  # a copy has none
 
     @property
     def data(self) -> torch.Tensor:
-        """The values, without autograd."""
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        """The values, without autograd. (Other than torch's they share the version, by which writes are noticed.)"""
+        return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

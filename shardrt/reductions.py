@@ -29,12 +29,16 @@ def to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec, op = specs_of(args)[0], TO_SCALAR[func]
     if spec.partial:
         refuse(func, args, kwargs)
+    if func is aten.equal.default and args[0].shape != args[1].shape:
+        return False
     locals_ = [localized(arg, [spec], func) for arg in args]
     local = locals_[0]
     if func is aten.equal.default:
         return bool(combine(torch.tensor(func(*locals_), device=spec.mesh.device), op, spec.parts))
     if func is aten.mean.default:
-        return combine(local.sum(**kwargs), op, spec.parts) / spec.shape.numel()
+        dtype = kwargs.get("dtype") or local.dtype
+        wide = torch.promote_types(dtype, torch.float32)  # a sum may be out of the range of float16
+        return (combine(local.sum(dtype=wide), op, spec.parts) / spec.shape.numel()).to(dtype)
     if local.numel() == 0 and op is not ReduceOp.SUM and spec.shape.numel():
         return combine(_neutral(func, op, local), op, spec.parts)
     return combine(func(local, **kwargs), op, spec.parts)
@@ -42,7 +46,7 @@ def to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _neutral(func: Any, op: ReduceOp, local: torch.Tensor) -> torch.Tensor:
     """What a rank without elements contributes to a maximum or minimum."""
-    if func in (aten.any.default, aten.all.default):
+    if local.dtype == torch.bool or func in (aten.any.default, aten.all.default):
         return torch.full((), op is ReduceOp.MIN, dtype=torch.bool, device=local.device)
     limits = torch.finfo(local.dtype) if local.dtype.is_floating_point else torch.iinfo(local.dtype)
     lowest = float("-inf") if local.dtype.is_floating_point else limits.min
@@ -53,7 +57,8 @@ def _neutral(func: Any, op: ReduceOp, local: torch.Tensor) -> torch.Tensor:
 def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
-    if dim is not None and len(dim) != args[0].dim():
+    other = len(args) > 3 or kwargs.get("keepdim") or kwargs.get("dtype") is not None
+    if other or (dim is not None and len(dim) != args[0].dim()):
         return gathered(func, args, kwargs)
     return _norms(func, [args[0]], order)[0]
 

@@ -144,7 +144,7 @@ def test_a_signal_to_a_rank_that_waits(name: str, code: int, said: str, to: str,
     lines = reports(done.stderr, f": {said} ({name}), ")
     assert lines, done.stderr
     if to == "1:2":
-        assert lines == [f"[1] rank 1: {said} ({name}), #1 barrier on 'world' under way; ending the job"]
+        assert lines == [f"[1] rank 1: {said} ({name}), #2 barrier on 'world' under way; ending the job"]
         assert reports(done.stderr, 'script.py", line 18, in <module>'), done.stderr
 
 

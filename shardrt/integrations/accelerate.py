@@ -10,6 +10,8 @@ import accelerate
 import torch
 from accelerate.utils import recursively_apply
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, RandomSampler
 
 from .. import comm
 from ..comm import ReduceOp, without_launcher_variables
@@ -94,12 +96,22 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(lambda one: gather(torch.atleast_1d(one)).flatten(0, 1), tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerate's, for tensors: without what was repeated to fill the last batch."""
-        if use_gather_object:
+        """As Accelerate's, for tensors: without what was repeated to fill the last batch. RuntimeError for other objects."""
+        leaves = tree_leaves(input_data)
+        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise RuntimeError(
-                f"gather_for_metrics(use_gather_object=True) on rank {self.process_index}: gather tensors instead"
+                f"gather_for_metrics on rank {self.process_index}: expected tensors, found "
+                f"{sorted({type(leaf).__name__ for leaf in leaves})}; use shardrt.world().comm.exchange() for other objects"
             )
         return super().gather_for_metrics(input_data)
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """As Accelerate's: each rank gets its part of the batches. A sampler that shuffles does so alike on all ranks."""
+        sampler = getattr(data_loader, "sampler", None)
+        if isinstance(sampler, RandomSampler):
+            seed = int(torch.randint(2**62, ()) if sampler.generator is None else sampler.generator.initial_seed())
+            sampler.generator = torch.Generator().manual_seed(comm.world().comm.exchange(seed)[0])
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, mean or maximum of the ranks' tensors. Collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from .. import comm
 from ..comm import ReduceOp
-from ..module import register_fsdp_forward_method
+from ..module import register_fsdp_forward_method, unsharded
 from ..optim import clip_grad_norm_
 from .world import (
     full_optimizer_state,
@@ -60,6 +61,7 @@ class ShardedStrategy(ParallelStrategy):
         device = comm.world().device
         super().__init__(parallel_devices=[device], cluster_environment=_WorldEnvironment(), **options)
         self._shard = shard_module if shard is None else shard
+        self._predicting = ExitStack()
 
     # ------------------------------------------------------------------ ranks
 
@@ -167,8 +169,19 @@ class ShardedStrategy(ParallelStrategy):
         with comm.world().comm.agree():
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def on_predict_start(self) -> None:
+        """Lightning gives the ranks different numbers of batches to predict: gather all parameters once."""
+        super().on_predict_start()
+        assert self.lightning_module is not None, "set before"
+        self._predicting.enter_context(unsharded(self.lightning_module))
+
+    def on_predict_end(self) -> None:
+        self._predicting.close()
+        super().on_predict_end()
+
     def teardown(self) -> None:
         """The end of `fit` and the like. The module stays sharded, where it is; others' strategies move it to the host."""
+        self._predicting.close()  # if an exception has ended a prediction
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()

@@ -13,7 +13,9 @@ from torch import nn
 from .. import comm
 from ..comm import ReduceOp
 from ..fully_shard import fully_shard
+from ..local_optimizers import steps_locally
 from ..module import FSDPModule
+from ..optimizer_state import shard_optimizer_state
 from ..tensor import DTensor
 
 
@@ -87,13 +89,14 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def no_gradient_sync(model: nn.Module) -> Iterator[None]:
     """Inside, backwards accumulate gradients without reducing them, in every sharded module of `model`."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    before = [module.param_group.settings.sync_gradients for module in sharded]
     for module in sharded:
         module.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
     finally:
-        for module in sharded:
-            module.set_requires_gradient_sync(True, recurse=False)
+        for module, sync in zip(sharded, before, strict=True):
+            module.set_requires_gradient_sync(sync, recurse=False)
 
 
 # ---------------------------------------------------------------------- whole states, as a single process has them
@@ -111,7 +114,14 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dic
     """`optimizer.state_dict()` with whole tensors on the host where `keep` is true, and an empty one elsewhere. Collective.
 
     One tensor at a time, as `full_state_dict`. Another number of ranks, or a single process, can load it.
+    Raises RuntimeError for an optimizer that steps on the ranks' parts (`register_local_optimizer`).
     """
+    if steps_locally(type(optimizer)):
+        raise RuntimeError(
+            f"the state of {type(optimizer).__name__} is each rank's own, since it steps on the ranks' parts, and cannot be "
+            f"saved whole (rank {comm.world().rank}): save optimizer.state_dict() on every rank, and the checkpoint without it"
+        )
+    shard_optimizer_state(optimizer)
     state = optimizer.state_dict()
     whole = {number: _whole(entries, keep=keep) for number, entries in state["state"].items()}
     return {**state, "state": whole} if keep else {}
