@@ -10,9 +10,12 @@ from typing import Any, cast
 
 from torch import nn
 
+from . import registered
 from .group import ParamGroup, Phase
 from .module import FSDPModule, adopt, plain_class
+from .param import ShardedParam
 from .policy import Settings
+from .tensor import DTensor
 
 
 def deepcopied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -21,16 +24,22 @@ def deepcopied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     groups = list(dict.fromkeys(group for child in inside for group in child.param_groups))
     _check(groups, set(module.modules()))
     for group in groups:
-        group.reshard()
+        group.show_shards()
+        registered.check_replacements(group)
         # Whatever refers to a group or a parameter, such as the hooks of `state_dict`, will refer to the copy.
         memo[id(group)] = type(group).__new__(type(group))
-        memo.update({id(param.sharded): _alias(param.sharded) for param in group.params})
+        for param in group.params:
+            _alias(param, memo)
     with _as_plain(inside):
         made = copy.deepcopy(module, memo)
     calls = {tuple(group.modules): child.param_groups for child in inside for group in child.param_groups}
     for modules in sorted(calls, key=lambda modules: -_depth(calls[modules][0])):  # from the inside out, as they were sharded
         copies = tuple(memo[id(child)] for child in modules)
         adopt(copies, [_set_up(group, copies, memo) for group in calls[modules]])
+    for group in groups:  # a root inside of another stays one
+        copied = memo[id(group)]
+        copied.parent = None if group.parent is None else memo.get(id(group.parent))
+        copied.children = [memo[id(child)] for child in group.children]
     return made
 
 
@@ -49,11 +58,18 @@ def _check(groups: Sequence[ParamGroup], inside: set[nn.Module]) -> None:
             )
 
 
-def _alias(param: nn.Parameter) -> nn.Parameter:
-    """The parameter of the copy. It shares the original's memory until its group is set up."""
-    made = nn.Parameter(param, requires_grad=param.requires_grad)
-    made.__dict__.update(param.__dict__)
-    return made
+def _alias(param: ShardedParam, memo: dict[int, Any]) -> None:
+    """Let the memo have the parameter of the copy. It shares the original's memory until its group is set up.
+
+    The original is what is registered, which may have been replaced before the first forward.
+    """
+    found = param.registered
+    source = found if isinstance(found, DTensor) else param.sharded
+    if id(source) not in memo:  # an optimizer may have been copied before the module
+        made = nn.Parameter(source, requires_grad=source.requires_grad)
+        made.__dict__.update(source.__dict__)
+        memo[id(source)] = made
+    memo[id(param.sharded)] = memo[id(source)]
 
 
 @contextmanager

@@ -166,6 +166,7 @@ class ExtensionGroup(ParamGroup):
                 "let narrow() and clone() of the subclass return the subclass, or set the methods on the local tensor"
             )
         param.register(DTensor(inner, spec))
+        cast(DTensor, param.sharded)._local_tensor = inner  # nn.Parameter detaches, which a subclass may not survive
 
     def refuse_meta(self) -> None:
         super().refuse_meta()

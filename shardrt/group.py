@@ -223,8 +223,6 @@ class ParamGroup:
         self._note = world().recorder.note
         self._make_full(runtime)
         self._plain = [param for param in self.params if type(param.unsharded) is nn.Parameter]
-        for param in self._plain:
-            param.unsharded.sharded = param.sharded  # type: ignore[attr-defined]
 
     def _make_full(self, runtime: Runtime) -> None:
         nbytes, custom = self.layout.nbytes, self.settings.all_gather
@@ -393,14 +391,19 @@ class ParamGroup:
 
     def guard(self, on: bool = True) -> None:
         """The user can reach the unsharded parameters from now on, or no more: what was written to them is kept."""
-        if self.guarded and not on:
-            for param, version in zip(self._plain, self._guarded_versions, strict=True):
-                if param.unsharded._version != version:
-                    param.keep_writes()
+        if on == self.guarded:
+            return
+        for param, version in zip(self._plain, self._guarded_versions, strict=False):
+            if param.unsharded._version != version:
+                param.keep_writes()
         # Cost: operations on a subclass take 0.2 us longer, so inside forward and backward the parameters are none.
         self.guarded, kind = on, GatheredParameter if on else nn.Parameter
         for param in self._plain:
             param.unsharded.__class__ = kind
+            if on:
+                param.unsharded.sharded = param.sharded  # type: ignore[attr-defined]
+            else:
+                param.unsharded.__dict__.pop("sharded", None)
         self._guarded_versions = [param.unsharded._version for param in self._plain] if on else []
 
     def show_shards(self) -> None:

@@ -82,6 +82,8 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
                 group.reshard_after_forward()
         if group is runtime.root:
             runtime.end_forward()
+        elif group.installed and runtime.root.phase is Phase.RESTING:  # called beside the root
+            group.guard()
     return output
 
 
@@ -150,7 +152,11 @@ def start(group: ParamGroup) -> Runtime:
 
 def _pre_backward(group: ParamGroup, call: Call) -> None:
     runtime = group.runtime
-    assert runtime is not None, "a forward comes first"
+    if runtime is None:
+        raise RuntimeError(
+            f"backward of '{group.name}' (rank {group.mesh.rank}): its parameters have moved to another dtype or "
+            "device since the forward; run the forward again"
+        )
     runtime.begin_backward()
     if call in group.open_calls:
         return

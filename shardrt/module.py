@@ -295,6 +295,9 @@ class FSDPModule:
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As any module's. Raises RuntimeError to torch's checkpoint helpers if they want what they cannot have (`dcp.py`)."""
         refuse_full_state_dict(self.param_group.root.name, self.param_group.mesh.rank, sys._getframe(1))
+        for group in self.param_group.with_descendants():
+            if group.ready is None:
+                group.show_shards()  # a temporary exchange of parameters may have put others back, without memory
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -400,6 +403,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     finally:
         for group, reshard_after_forward in kept.items():
             group.settings.reshard_after_forward = reshard_after_forward
+        for group in _groups_of(sharded):  # the first gather may have made some
             group.reshard()
 
 
@@ -436,6 +440,10 @@ def _run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[An
     first.running = True
     try:
         output = forward(*args, **kwargs)
+    except BaseException:
+        for group in module.param_groups:
+            group.guard()
+        raise
     finally:
         first.running = False
     for group in reversed(module.param_groups):

@@ -24,6 +24,7 @@ from torch import nn
 
 from .group import ParamGroup
 from .param import ShardedParam
+from .registered import check_replacements
 from .tensor import DTensor
 
 _log = logging.getLogger("shardrt")
@@ -53,6 +54,9 @@ def move(group: ParamGroup, modules: Iterable[nn.Module], fn: Fn) -> None:
     Hidden ones are left out: the `_apply` of a module around these has moved them already.
     Collective if the layout changes.   Raises RuntimeError as `ParamGroup.detach` does.
     """
+    if group.ready is None:
+        group.show_shards()
+    check_replacements(group)
     holders, shards = set(modules), {}
     for param in group.params:
         registered = param.registered
@@ -88,6 +92,7 @@ def _replace(
             made.grad = fn(shard.grad)
         for owner in param.owners:
             owner.registry[owner.attribute] = made
+        param.sharded = shard  # another one, if it was replaced before the first forward: that one keeps its identity
     group.take_moved()
 
 

@@ -99,7 +99,9 @@ class ShardedParam:
     def copied(self, memo: dict[int, Any]) -> ShardedParam:
         """The parameter of a deep copy, before shard(). memo: that of `copy.deepcopy`, which has the holders' copies."""
         alias = memo[id(self.sharded)]
-        made = ShardedParam(self.name, alias, copy.deepcopy(self.owners, memo), self.dim, rows_only=self.rows_only)
+        holders = [(copy.deepcopy(owner.module, memo), owner.attribute) for owner in self.owners]
+        owners = [Owner(holder, attribute, registry(holder)) for holder, attribute in holders]
+        made = ShardedParam(self.name, alias, owners, self.dim, rows_only=self.rows_only)
         made.before = alias
         return made
 
@@ -140,6 +142,9 @@ class GatheredParameter(nn.Parameter):
 
     sharded: DTensor | None = None  # a copy has none
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
     @property
     def data(self) -> torch.Tensor:
         """The values, without autograd. (Other than torch's they share the version, by which writes are noticed.)"""
@@ -151,7 +156,7 @@ class GatheredParameter(nn.Parameter):
         if self.sharded is None:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             return
-        self.sharded.data = value
+        self.sharded.data = value.to(self.sharded.dtype) if value.dtype == self.dtype else value
         with torch.no_grad():
             self.data.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
 

@@ -17,7 +17,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,7 +82,8 @@ def follow(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
                     )
                 if found is not param.sharded:
                     replaced.setdefault(group, {})[param] = found
-                    lines.append(f"{param.name}: replaced by {found.dtype}, {found.spec.placements}")  # type: ignore[attr-defined]
+                    kind = f"{found.dtype}, {found.spec.placements}"  # type: ignore[attr-defined]
+                    lines.append(f"{param.name}: replaced by {kind}, requires_grad {found.requires_grad}")
             _check_values(group, replaced.get(group, {}))
     except (RuntimeError, ValueError) as caught:
         error = caught
@@ -118,6 +119,12 @@ def _check_replacement(group: ParamGroup, param: ShardedParam, found: nn.Paramet
         raise RuntimeError(_no_functional_call(name))
     if found is None:
         raise RuntimeError(f"parameter '{name}' was removed after fully_shard: remove it before")
+    other = group_of(found)
+    if other is not None and cast("ParamGroup", other).root is not group.root:
+        raise RuntimeError(
+            f"parameter '{name}' was replaced after fully_shard by one of '{other.name}', which has another root: register a "
+            "copy of it, as in nn.Parameter(param.detach().clone())"
+        )
     if not isinstance(found, DTensor):
         raise RuntimeError(
             f"parameter '{name}' was replaced after fully_shard by a plain {type(found).__name__}: replace it before, or "
@@ -160,6 +167,19 @@ def _check_values(group: ParamGroup, replaced: dict[ShardedParam, nn.Parameter])
             f"'{group.name}' has values for some of its parameters, but none for {_listed(on_meta)}, on the meta device: call "
             "to_empty() on a module around all of them, or load all of them with assign=True"
         )
+
+
+def check_replacements(group: ParamGroup) -> None:
+    """Raise for replaced parameters what the next forward would raise, before they are moved or copied."""
+    names = {module: name for top in group.root.modules for name, module in top.named_modules()}
+    for param in group.params:
+        for owner in param.owners:
+            found = owner.registered
+            if found is None or found is param.sharded or (group.runtime is not None and found is param.unsharded):
+                continue  # none: hidden at the moment
+            if group.runtime is not None:
+                raise RuntimeError(f"{_refusal(group, found, _full_name(names, owner))} (rank {group.mesh.rank})")
+            _check_replacement(group, param, found, _full_name(names, owner))
 
 
 # ---------------------------------------------------------------------- at a forward

@@ -176,7 +176,8 @@ class DTensor(torch.Tensor):
         if value.shape != self.shape or value.dtype != self.dtype:
             raise ValueError(
                 f".data of {name} (rank {self.spec.mesh.rank}): expected a tensor of shape {tuple(self.shape)} and "
-                f"{self.dtype}, the whole or a DTensor; found {tuple(value.shape)} {value.dtype}; to() changes a module's dtype"
+                f"{self.dtype}, the whole or a DTensor; found {tuple(value.shape)} {value.dtype}; "
+                "to() of the sharded module changes dtypes"
             )
         if self.is_meta and not value.is_meta:
             raise RuntimeError(f".data of {name} (rank {self.spec.mesh.rank}): it is on the meta device; call to_empty() first")

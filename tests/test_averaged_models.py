@@ -189,3 +189,20 @@ def test_averages_are_those_of_a_plain_model(world: World, kind: str) -> None:
     compare(plain, sharded, 1e-12, kind)
     for (name, expected), found in zip(plain.named_buffers(), sharded.buffers(), strict=True):
         torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@on_ranks(2)
+def test_copies_keep_what_belongs_together(world: World) -> None:
+    """An optimizer that is copied first goes with the copied model; a root inside of a root stays one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    shardrt.fully_shard(model[0])
+    shardrt.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepper, copied = copy.deepcopy((optimizer, model))
+    assert {id(p) for p in stepper.param_groups[0]["params"]} == {id(p) for p in copied.parameters()}
+    model.teacher = copy.deepcopy(model)
+    x = torch.randn(2, 4, dtype=torch.float64)
+    expected = model.teacher(x)
+    twice = copy.deepcopy(model)
+    assert torch.equal(twice.teacher(x), expected)
+    assert twice.teacher[0].param_group.root is twice.teacher.param_group

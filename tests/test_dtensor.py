@@ -339,7 +339,8 @@ def test_views_are_of_the_moment_and_read_by_any_rank_alone(world: World) -> Non
     assert torch.equal(partial[0] + 0, 2 * plain[0])
     with pytest.raises(NotImplementedError, match=r"aten.fill_.Tensor is not defined on sharded tensors"):
         partial[0] = 1
-    weight = shardrt.fully_shard(nn.Linear(6, 5).double()).weight
+    layer = shardrt.fully_shard(nn.Linear(6, 5).double())
+    weight = layer.weight
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):  # as of a plain parameter
         weight[0] = 1
     with pytest.raises(NotImplementedError, match=r"aten.mul.Tensor on parameter 'weight' of the sharded module 'Linear'"):
@@ -558,3 +559,18 @@ def test_gradients_through_views_add_to_those_of_the_model(world: World, first: 
     (whole.weight.pow(2).sum() + whole(x).pow(2).mean()).backward()
     assert isinstance(model.weight.grad, shardrt.DTensor)
     torch.testing.assert_close(model.weight.grad.full_tensor(), whole.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
+def test_reductions_at_the_edges(world: World) -> None:
+    """A rank without elements, sums out of range, shapes that only expand, and arguments that a scalar has not."""
+    row = distribute_tensor(torch.tensor([[1.0, 2.0]]), world.mesh, [Shard(0)])
+    assert (row > 0).max()
+    assert not (row > 1).min()
+    large = distribute_tensor(torch.full((6,), 60000.0, dtype=torch.float16), world.mesh, [Shard(0)])
+    assert large.mean() == 60000
+    assert large.float().norm(dim=0, keepdim=True).shape == (1,)
+    ones = distribute_tensor(torch.ones(4, 2), world.mesh, [Shard(0)])
+    assert not torch.equal(ones, torch.ones(1, 2))
+    ones[distribute_tensor(torch.tensor([True, False, False, True]), world.mesh, [Shard(0)])] = 0
+    assert torch.equal(whole(ones), torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]))

@@ -1,6 +1,7 @@
 """Parameters that users put in the place of those that were sharded, write to through `.data`, or add later."""
 
 import copy
+import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -350,3 +351,59 @@ def test_adapters_added_later(world: World) -> None:
         grads = [param.grad for name, param in adapted.named_parameters() if "lora_B" in name]
         assert len(grads) == 2
         assert all(isinstance(grad, shardrt.DTensor) == first for grad in grads)
+
+
+@on_ranks(2, 3)
+def test_writes_to_gathered_parameters_are_kept(world: World) -> None:
+    """After a forward without backward the root's parameters are gathered: what is done to them reaches the shards."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    shardrt.fully_shard(model, mp_policy=shardrt.MixedPrecisionPolicy(torch.float32))
+    x = torch.randn(2, 5, dtype=torch.float64)
+    model(x).sum().backward()
+    expected = shardrt.clip_grad_norm_(model.parameters(), 1e9)
+    before = model[0].bias.full_tensor().detach()
+    model(x)
+    gathered = model[0].weight
+    assert not isinstance(gathered, shardrt.DTensor)
+    assert shardrt.clip_grad_norm_(model.parameters(), 1e9) == expected
+    torch.save(dict(model.named_parameters()), io.BytesIO())
+    model.zero_grad()
+    with torch.no_grad():
+        gathered.fill_(2.0)
+        model[0].bias[1] = 3.0
+    model[1].weight.data[0] = 7.0
+    model(x).sum().backward()
+    assert torch.equal(model[0].weight.full_tensor(), torch.full((4, 5), 2.0, dtype=torch.float64))
+    assert torch.equal(model[0].bias.full_tensor(), before.index_fill(0, torch.tensor([1]), 3.0))  # the rest to the last bit
+    assert torch.equal(model[1].weight.full_tensor()[0], torch.full((4,), 7.0, dtype=torch.float64))
+    once = model[1].bias.grad.full_tensor().clone()
+    model(x)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert torch.equal(model[1].bias.grad.full_tensor(), once)
+
+
+@on_ranks(2)
+def test_replacements_are_checked_before_a_move(world: World) -> None:
+    model = shardrt.fully_shard(nn.Linear(4, 4).double())
+    other = shardrt.fully_shard(nn.Linear(4, 4).double())
+    x = torch.randn(2, 4, dtype=torch.float64)
+    other(x).sum().backward()
+    model.weight = other.weight
+    with pytest.raises(
+        RuntimeError, match="'weight' was replaced after fully_shard by one of 'Linear', which has another root"
+    ):
+        model(x)
+    model.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(RuntimeError, match="'weight' was replaced after fully_shard by a plain Parameter"):
+        model.float()
+    mine = nn.Parameter(shardrt.distribute_tensor(torch.ones(4, 4), world.mesh, [shardrt.Shard(0)]))
+    model.weight = mine
+    assert torch.equal(copy.deepcopy(model).weight.full_tensor(), torch.ones(4, 4))
+    model.float()
+    model(x.float()).sum().backward()
+    assert model.weight is mine
+    assert mine.grad is not None
+    model.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(RuntimeError, match=r"'weight' of .* was replaced after the first forward"):
+        model.double()
