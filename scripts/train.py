@@ -166,7 +166,7 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        mean = self.mean_over_ranks(loss)  # Cost: the step's one wait for the device
+        mean = self.world.mean(loss).item()  # Cost: the step's one wait for the device
         if not math.isfinite(mean):
             raise RuntimeError(f"the loss is {mean} at step {step}: try a --lr below {lr:.1e}")
         seconds = time.perf_counter() - start
@@ -192,7 +192,7 @@ class Trainer:
         total = torch.zeros((), device=self.world.device)
         for step, rows in parts:
             total += self.loss(self.corpus.validation, step, rows) / len(parts)
-        return self.mean_over_ranks(total)
+        return self.world.mean(total).item()
 
     def loss(self, text: torch.Tensor, step: int, rows: range) -> torch.Tensor:
         options, device = self.options, self.world.device
@@ -203,12 +203,6 @@ class Trainer:
         """This rank's rows of a global batch, one range per micro-batch."""
         options, world = self.options, self.world
         return rank_rows(options.batch, world.rank, world.size, options.micro_batches)
-
-    def mean_over_ranks(self, value: torch.Tensor) -> float:
-        """Collective; blocks until the device has computed `value`."""
-        comm, average = self.world.comm, shardrt.comm.ReduceOp.AVG
-        comm.all_reduce(value, value, average, stream=self.world.stream).synchronize()
-        return value.item()
 
 
 def learning_rate(options: Options, step: int) -> float:
