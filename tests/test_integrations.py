@@ -140,6 +140,12 @@ def train_with_accelerate(world: World) -> None:
     assert padded.tolist() == [[1.0, 7.0 if world.rank == 0 else 1.0]] * 2
     with pytest.raises(RuntimeError, match=rf"save_state on rank {world.rank}"):
         accelerator.save_state("nowhere")
+    with pytest.raises(RuntimeError, match=r"expected tensors, found \['str'\]"):
+        accelerator.gather_for_metrics(["text"])
+    torch.manual_seed(world.rank)  # each rank's own, as for dropout
+    shuffled = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(16), batch_size=2, shuffle=True))
+    parts = world.comm.exchange([row for batch in shuffled for row in batch.tolist()])
+    assert sorted(row for part in parts for row in part) == list(range(16))
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -272,6 +278,9 @@ def train_with_lightning(world: World, folder: Path) -> None:
         def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
             self.log("validation", self.loss(batch), sync_dist=True)
 
+        def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.blocks(batch[:, 1:] * self.scale)
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -304,6 +313,11 @@ def train_with_lightning(world: World, folder: Path) -> None:
     (expected,) = alone.validate(whole, torch.utils.data.DataLoader(rows, 8), verbose=False)
     (found,) = trainer.validate(module, torch.utils.data.DataLoader(rows, 4), verbose=False)
     assert found == pytest.approx(expected, abs=1e-12)
+
+    predicted = trainer.predict(module, torch.utils.data.DataLoader(rows[:5], 1))  # three rows on one rank, two on the other
+    with torch.no_grad():
+        expected_rows = [whole.predict_step(row[None], 0) for row in rows[world.rank : 5 : 2]]
+    torch.testing.assert_close(predicted, expected_rows, rtol=0, atol=1e-12)
 
     # A checkpoint is whole, and training goes on from it.
     first, _ = fit("first", ShardedStrategy(), epochs=1)

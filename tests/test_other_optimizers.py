@@ -13,6 +13,7 @@ from torch import nn
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
+from shardrt.integrations.world import full_optimizer_state
 from toys import OddMLP, batch, compare, loss_of, shard_blocks, without_scalars
 
 Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
@@ -235,6 +236,8 @@ def test_bitsandbytes(world: World) -> None:
             local = model.hidden.weight.to_local()
             state = optimizer.state[model.hidden.weight]
             assert ("absmax1" in state) == (name.endswith("8bit") and local.numel() >= 4096)
+            with pytest.raises(RuntimeError, match=f"the state of {name} is each rank's own"):
+                full_optimizer_state(optimizer, keep=True)
             if "absmax1" in state:
                 assert state["absmax1"].shape[-1] == -(-local.numel() // 256)  # blocks of the part
             check_resume(world, model, optimizer, lambda params, name=name: getattr(optim, name)(params, lr=1e-3))
