@@ -14,7 +14,7 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
 def refuse_full_state_dict(module: str, rank: int, caller: FrameType) -> None:
-    """Raise RuntimeError if `caller`, who asks for parameters, is one of these functions with options that cannot work.
+    """Raise RuntimeError if `caller`, who asks for buffers, is one of these functions with options that cannot work.
 
     torch passes the options to nothing but its own functions, so they are read from its frames.
     """

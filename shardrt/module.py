@@ -292,13 +292,13 @@ class FSDPModule:
             for param in group.params if set_to_none else ():
                 param.sharded.grad = None
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As any module's. Raises RuntimeError to torch's checkpoint helpers if they want what they cannot have (`dcp.py`)."""
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As any module's. Raises RuntimeError to torch's checkpoint helpers if they want what they cannot have (`dcp.py`).
+
+        They ask for parameters as well; but so do forwards, and in a compiled one this method would end the graph.
+        """
         refuse_full_state_dict(self.param_group.root.name, self.param_group.mesh.rank, sys._getframe(1))
-        for group in self.param_group.with_descendants():
-            if group.ready is None:
-                group.show_shards()  # a temporary exchange of parameters may have put others back, without memory
-        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+        return super().named_buffers(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A sharded module with the same settings whose parameters and buffers share nothing with this one's.

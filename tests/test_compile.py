@@ -324,3 +324,26 @@ def test_inductor(world: World, tmp_path: Path) -> None:
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert isinstance(param, shardrt.DTensor)
         assert torch.equal(param.full_tensor(), expected), name
+
+
+class AsksForItsDtype(nn.Module):
+    """As models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.to(next(self.parameters()).dtype))
+
+
+@on_ranks(1)
+def test_a_forward_may_look_at_its_parameters(world: World) -> None:
+    model = nn.Sequential(AsksForItsDtype(), AsksForItsDtype())
+    for block in model:
+        shardrt.fully_shard(block)
+        block.compile(fullgraph=True, backend="aot_eager")
+    shardrt.fully_shard(model)
+    for _ in range(2):
+        model(torch.randn(2, 5, dtype=torch.float64)).sum().backward()
+    assert model[0].linear.weight.grad is not None
