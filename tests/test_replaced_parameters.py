@@ -1,6 +1,7 @@
 """Parameters that users put in the place of those that were sharded, write to through `.data`, or add later."""
 
 import copy
+import importlib
 import io
 import logging
 from collections.abc import Iterator
@@ -330,7 +331,7 @@ def test_parameters_added_later(world: World) -> None:
 @on_ranks(2, deadline_s=240)
 def test_adapters_added_later(world: World) -> None:
     """PEFT's LoRA around a sharded model of transformers: the warning names its parameters; before, all is well."""
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")
     config = transformers.LlamaConfig(
         vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, use_cache=False
     )
