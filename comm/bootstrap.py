@@ -27,8 +27,8 @@ from .totals import Value, reduce_values
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from .guards import Guards
-    from .mpi import MpiCommunicator
+    from .backends.mpi import MpiCommunicator
+    from .monitor.install import Guards
     from .recorder import Recorder
 
 
@@ -205,8 +205,8 @@ def _start(device: str | torch.device | None) -> World:
     comm = _start_mpi()
     _refuse_fallen_apart(comm.Get_size())
     _keep_freed_memory()
-    from .guards import Guards
-    from .mpi import MpiCommunicator
+    from .backends.mpi import MpiCommunicator
+    from .monitor.install import Guards
 
     node, local_rank = _place_in_node(comm)
     bound = _bind_device(device, local_rank)
@@ -329,7 +329,7 @@ def _bind_device(device: str | torch.device | None, local_rank: int) -> torch.de
 def _communicator_for(device: torch.device, host: MpiCommunicator, hooks: Sequence[Hook]) -> Communicator:
     if device.type == "cpu":
         return host
-    from .nccl import NcclCommunicator
+    from .backends.nccl import NcclCommunicator
 
     return NcclCommunicator(host, device, "world", hooks)
 

@@ -12,9 +12,9 @@ import torch
 from .streams import Event, Stream
 
 if TYPE_CHECKING:
-    from .check import Description
     from .communicator import Communicator
-    from .table import Slot
+    from .fingerprint import Description
+    from .monitor.status_table import Slot
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8})

@@ -21,20 +21,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from .calls import (
-    FLOATS,
-    REDUCIBLE,
-    Call,
-    Counts,
-    Failure,
-    Hook,
-    Op,
-    PreMulSum,
-    ReduceOp,
-    RemoteError,
-    SharedError,
-    Work,
-)
+from .calls import FLOATS, REDUCIBLE, Call, Counts, Failure, Hook, Op, PreMulSum, ReduceOp, RemoteError, SharedError, Work
 from .pool import Pool
 from .streams import INLINE, PAST, Event, Stream
 
@@ -264,7 +251,7 @@ class Communicator(ABC):
         """An exception on any rank in the `with` block (or the decorated function) becomes a RemoteError on every rank.
 
         Blocks at the end of the block until every rank has come there. Ranks that wait in a collective of the block, which the
-        failed rank will never make, are told as well, by the cross-rank check of calls where that is on (`comm.check`).
+        failed rank will never make, are told as well, by the cross-rank check of calls where that is on (`comm.monitor.check`).
         """
         self._check_open("agree")
         told, cause = None, None

@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from .calls import BLOCKING, Call, Hook, Work
-from .check import describe, name_ranks
+from .fingerprint import describe, name_ranks
 from .streams import PAST, is_capturing
 
 _FRAMES = 8

@@ -151,7 +151,7 @@ def link_types() -> None:
 
 
 def real_paths(report: str) -> str:
-    """Name files by where they are: comm/mpi.py, not build/types/shardrt/comm/mpi.py."""
+    """Name files by where they are: comm/backends/mpi.py, not build/types/shardrt/comm/backends/mpi.py."""
     tree = f"{TYPES.relative_to(ROOT)}/"
     for name in ("comm/", "kernels/"):
         report = report.replace(tree + name, name)

@@ -29,13 +29,13 @@ from typing import Any, cast
 
 import torch
 
-import checkout  # noqa: F401  # before shardrt
 import shardrt
+from common import checkout  # noqa: F401  # before shardrt
+from common.jobs import follow_job, mpirun
+from common.models import GPU_GPT
+from common.options import Parser, refuse
 from gpu import collectives, kernels, training
 from gpu.checks import PREFIX, Check, Found, Outcome, Result, make_checks
-from jobs import follow_job, mpirun
-from models import GPU_GPT
-from options import Parser, refuse
 from shardrt.comm import World
 from shardrt.launch import Launcher, LaunchError, find_site
 
@@ -45,7 +45,7 @@ LEAST_S = 20.0  # what is not started with less time left
 OPERATION_S = 60.0  # a collective that takes longer ends its job
 STUCK_S = 4.0  # the same where one has to
 EXIT_STUCK = 17  # of a job that a watchdog ends
-LARGE = "gpt-1b"  # of bench_step's models
+LARGE = "gpt-1b"  # of scripts/bench/step.py's models
 BLOCK_MB = 12 * GPU_GPT.channels**2 * torch.bfloat16.itemsize / 2**20  # its block's gathered parameters
 SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}  # for two ranks
 SHARES_GPUS = 23000  # the NCCL that can
@@ -152,13 +152,13 @@ class Checker:
         """A step of ours, of FSDP2's, and without either."""
         options = ["--device", self.device, "--models", model, "--ranks", "1", "--rounds", "1", "--fused", "--no-host-time"]
         start, said = time.monotonic(), ""
-        for line in follow_job([sys.executable, str(ROOT / "scripts" / "bench_step.py"), *options], left):
+        for line in follow_job([sys.executable, str(ROOT / "scripts" / "bench" / "step.py"), *options], left):
             said = line.strip() or said
         (measured,) = json.loads(said)["results"]
         yield Result.of(f"bench {model}", 1, time.monotonic() - start, self.beside_fsdp2(measured))
 
     def beside_fsdp2(self, measured: dict[str, Any]) -> Found:
-        """What a line of bench_step says, with the goals."""
+        """What a line of bench/step.py says, with the goals."""
         ms, host, peak = measured["ms"], measured["host_ms"], measured["peak_mb"]
         assert not measured["agreement"].startswith("DIFFER"), f"losses {measured['agreement']} from FSDP2's"
         found = Found(f"losses {measured['agreement']}")

@@ -10,13 +10,10 @@ _here = _Path(__file__).resolve().parent
 if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py").is_file():
     __path__.append(str(_here.parent))
 
-from . import dispatch as dispatch  # says what operations do with a DTensor
 from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
-from .fully_shard import fully_shard, replicate
-from .local_ops import register_local_op
-from .local_optimizers import register_local_optimizer
-from .memory import memory_summary
-from .module import (
+from .fsdp.fully_shard import fully_shard, replicate
+from .fsdp.memory import memory_summary
+from .fsdp.module import (
     FSDPModule,
     UnshardHandle,
     disable_fsdp_module_new_init,
@@ -24,10 +21,7 @@ from .module import (
     share_comm_ctx,
     unsharded,
 )
-from .optim import clip_grad_norm_, offload_state_to_disk
-from .optimizer_state import shard_optimizer_state
-from .placement import FlatShard, Partial, RaggedShard, Replicate, Shard
-from .policy import (
+from .fsdp.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -35,7 +29,13 @@ from .policy import (
     PrefetchPolicy,
     ShardPlacementResult,
 )
-from .tensor import DTensor, distribute_tensor
+from .optim import clip_grad_norm_, offload_state_to_disk
+from .tensor import dispatch as dispatch  # says what operations do with a DTensor
+from .tensor.dtensor import DTensor, distribute_tensor
+from .tensor.local_ops import register_local_op
+from .tensor.local_optimizers import register_local_optimizer
+from .tensor.optimizer_state import shard_optimizer_state
+from .tensor.placement import FlatShard, Partial, RaggedShard, Replicate, Shard
 
 __version__ = "0.1.0"
 

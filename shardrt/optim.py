@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .comm import DeviceMesh, ReduceOp
 from .kernels import rescale, total_norm
-from .reductions import combine
-from .tensor import DTensor
+from .tensor.dtensor import DTensor
+from .tensor.reductions import combine
 
 
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

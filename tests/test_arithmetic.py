@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardrt.comm import PreMulSum, ReduceOp
-from shardrt.comm.arithmetic import reduce_rows
+from shardrt.comm.backends.host_reduce import reduce_rows
 from shardrt.comm.calls import Op
 
 

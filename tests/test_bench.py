@@ -10,7 +10,7 @@ import pytest
 
 import parity
 
-BENCH = Path(__file__).parent.parent / "scripts" / "bench_step.py"
+BENCH = Path(__file__).parent.parent / "scripts" / "bench" / "step.py"
 
 
 def test_last_line_is_json_and_the_losses_agree() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ranks import on_ranks
 from shardrt.comm import Communicator, MismatchError, PreMulSum, ReduceOp, RemoteError, World, new_stream
-from shardrt.comm.check import name_ranks
+from shardrt.comm.fingerprint import name_ranks
 from shardrt.comm.recorder import main, merge
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ranks import on_ranks
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, RemoteError, Stream, World, new_stream
-from shardrt.comm.mpi import MpiCommunicator
+from shardrt.comm.backends.mpi import MpiCommunicator
 
 pytestmark = pytest.mark.mpi
 
@@ -41,9 +41,9 @@ def path(world: World, nodes: str, *, threaded: bool = False) -> Iterator[tuple[
     """A communicator over all ranks whose ranks lie on nodes as told, and a stream; large from 4 KiB, in small blocks."""
     stream = new_stream(world.device, "test", threaded=threaded)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardrt.comm.mpi._SMALL_NBYTES", 4096)
-        patch.setattr("shardrt.comm.mpi._BLOCK_NBYTES", 30_000)
-        patch.setattr("shardrt.comm.mpi._MESSAGE_NBYTES", 25_000)
+        patch.setattr("shardrt.comm.backends.mpi._SMALL_NBYTES", 4096)
+        patch.setattr("shardrt.comm.backends.mpi._BLOCK_NBYTES", 30_000)
+        patch.setattr("shardrt.comm.backends.mpi._MESSAGE_NBYTES", 25_000)
         comm = MpiCommunicator(world.comm._comm.Dup(), nodes, NODES[nodes](world.rank))  # type: ignore[attr-defined]
         yield comm, stream
         stream.close()

@@ -17,7 +17,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
-from shardrt.placement import Placement
+from shardrt.tensor.placement import Placement
 from test_module import Narrow
 from test_redistribute import uneven
 from toys import batch, loss_of

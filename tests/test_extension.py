@@ -16,8 +16,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import shardrt
 from ranks import on_ranks
-from shardrt import extension
 from shardrt.comm import World
+from shardrt.fsdp import extension
 
 Parts = tuple[torch.Tensor, ...]
 

@@ -298,7 +298,7 @@ import torch
 import shardrt
 from mpi4py import MPI
 from shardrt.comm.calls import Call, Work
-from shardrt.comm.guards import Guards
+from shardrt.comm.monitor.install import Guards
 from shardrt.comm.streams import Event
 
 class Never(Event):
@@ -306,7 +306,7 @@ class Never(Event):
     def synchronize(self): raise AssertionError
 
 world, gpu, hook = shardrt.init("cpu"), torch.device("cuda", 1), sys.excepthook
-shardrt.comm.watchdog.observe = lambda device: print("bound to", device, flush=True)
+shardrt.comm.monitor.watchdog.observe = lambda device: print("bound to", device, flush=True)
 watchdog = Guards(MPI.COMM_WORLD, 0, gpu).hooks[-1]
 assert sys.excepthook is hook
 world.comm.is_async = True

@@ -11,9 +11,9 @@ from torch.autograd import profiler
 
 import shardrt
 from ranks import on_ranks
-from shardrt import ranges, symmetric_windows
-from shardrt.buffers import Slot
 from shardrt.comm import Communicator, World, new_stream
+from shardrt.fsdp import ranges, symmetric_windows
+from shardrt.fsdp.buffers import Slot
 from toys import OddMLP, batch, compare, loss_of, lots_of, shard_blocks, train_side_by_side
 
 
@@ -136,8 +136,8 @@ def test_symmetric_windows(world: World) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric_windows, "useful", lambda comm: True)
-        patch.setattr("shardrt.group.is_large", lambda group: True)
-        patch.setattr("shardrt.prefetch.is_large", lambda group: True)
+        patch.setattr("shardrt.fsdp.param_group.is_large", lambda group: True)
+        patch.setattr("shardrt.fsdp.prefetch.is_large", lambda group: True)
         parts = parts_of_windows(type(world.comm), patch)
         model = train_side_by_side(world, OddMLP().double(), map(batch, range(3)), shard=shard)
         assert Slot.of(model.param_group.gather_comm, 1).symmetric

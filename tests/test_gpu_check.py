@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-import bench_step
-import checkout
 import gpu_check
-import gpu_table
+from bench import step
+from common import checkout
+from common.jobs import follow_job, run_job
+from gpu import table as gpu_table
 from gpu.checks import Check, Found, Outcome, Result, make_checks
 from gpu_check import Checker
-from jobs import follow_job, run_job
 from ranks import on_ranks, rank_environment
 from shardrt.comm import World
 from shardrt.launch import LaunchError
@@ -137,7 +137,7 @@ def test_scripts_of_a_bare_checkout_find_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_bench_takes_no_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with bench_step.make_bar(3) as bar:
+    with step.make_bar(3) as bar:
         bar.set_description("first")
         bar.update()
         bar.write("a row")
@@ -177,7 +177,7 @@ def test_a_bench_beside_fsdp2() -> None:
 def test_the_table_of_readme_is_made_of_the_results() -> None:
     text = (gpu_table.ROOT / "README.md").read_text()
     assert gpu_table.BEGIN in text
-    assert gpu_table.readme(text, gpu_table.kept()) == text, "run scripts/gpu_table.py"
+    assert gpu_table.readme(text, gpu_table.kept()) == text, "run scripts/gpu/table.py"
 
 
 def test_a_row_of_the_table() -> None:

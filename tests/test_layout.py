@@ -9,17 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrt.layout import (
-    ALIGNMENT,
-    Box,
-    Layout,
-    ParamSpec,
-    Run,
-    boxes,
-    fsdp2_padding,
-    padding_limit,
-    plan,
-)
+from shardrt.fsdp.layout import ALIGNMENT, Box, Layout, ParamSpec, Run, boxes, fsdp2_padding, padding_limit, plan
 
 EXAMPLE = (
     ParamSpec("embed", (7, 8), 4),

@@ -10,10 +10,10 @@ import torch
 
 import shardrt
 from ranks import on_ranks
-from shardrt import buffers
-from shardrt.buffers import Account, Slot, SlotBuffer
 from shardrt.comm import Event, Pool, World
 from shardrt.comm.streams import InlineStream
+from shardrt.fsdp import buffers
+from shardrt.fsdp.buffers import Account, Slot, SlotBuffer
 from toys import OddMLP, batch, loss_of, lots_of, shard_blocks
 
 

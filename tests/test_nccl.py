@@ -29,7 +29,8 @@ import torch
 
 import shardrt.comm
 from ranks import skip_at_home
-from shardrt.comm import libnccl, recorder
+from shardrt.comm import recorder
+from shardrt.comm.backends import libnccl
 from shardrt.comm.calls import Hook, PreMulSum, ReduceOp, Work
 from shardrt.comm.communicator import Communicator
 from shardrt.comm.pool import Pool
@@ -205,10 +206,10 @@ def in_group(comm: Communicator, *calls: Callable[[], Work]) -> None:
 
 
 def load_backend() -> ModuleType:
-    """comm/nccl.py as a module of its own, so that one over a double never meets the real one."""
+    """comm/backends/nccl.py as a module of its own, so that one over a double never meets the real one."""
     assert shardrt.comm.__file__ is not None
-    path = Path(shardrt.comm.__file__).with_name("nccl.py")
-    spec = importlib.util.spec_from_file_location("shardrt.comm._nccl_under_test", path)
+    path = Path(shardrt.comm.__file__).parent / "backends" / "nccl.py"
+    spec = importlib.util.spec_from_file_location("shardrt.comm.backends._nccl_under_test", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -1081,7 +1082,7 @@ class Gpu:
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
     pytest.importorskip("cupy")
-    from shardrt.comm.nccl import NcclCommunicator
+    from shardrt.comm.backends.nccl import NcclCommunicator
 
     device = torch.device("cuda", 0)
     comm = NcclCommunicator(cast(Any, Host(0, 1, [])), device, "gpu test")

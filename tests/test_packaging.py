@@ -229,5 +229,5 @@ def test_dev_keeps_how_to_reach_packages_and_drops_where_to_put_them(
 
 
 def test_dev_names_files_by_their_places() -> None:
-    report = "build/types/shardrt/comm/mpi.py:1: error\nbuild/types/shardrt/group.py:2: error\n"
-    assert dev.real_paths(report) == "comm/mpi.py:1: error\nshardrt/group.py:2: error\n"
+    report = "build/types/shardrt/comm/backends/mpi.py:1: error\nbuild/types/shardrt/fsdp/param_group.py:2: error\n"
+    assert dev.real_paths(report) == "comm/backends/mpi.py:1: error\nshardrt/fsdp/param_group.py:2: error\n"

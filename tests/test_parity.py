@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardrt
 from ranks import on_ranks
-from shardrt.buffers import FlatBuffer
 from shardrt.comm import World
-from shardrt.group import ParamGroup
+from shardrt.fsdp.buffers import FlatBuffer
+from shardrt.fsdp.param_group import ParamGroup
 from toys import (
     Branching,
     OddMLP,

@@ -17,7 +17,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.comm.recorder import merge
-from shardrt.group import ParamGroup
+from shardrt.fsdp.param_group import ParamGroup
 from toys import Branching, OddBlock, OddMLP, Skipping, batch, compare, lots_of, shard_blocks, tokens, train_side_by_side
 
 

@@ -11,8 +11,8 @@ from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, ReduceOp, Work, World
 from shardrt.comm.calls import Call, Hook
-from shardrt.placement import Placement, Spec, local_shape
-from shardrt.redistribute import _plan
+from shardrt.tensor.placement import Placement, Spec, local_shape
+from shardrt.tensor.redistribute import _plan
 
 REDUCED = {
     ReduceOp.SUM: lambda stacked: stacked.sum(0),

@@ -12,8 +12,8 @@ import shardrt
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
-from shardrt.placement import Placement
-from shardrt.rng import BLOCK_NUMEL
+from shardrt.tensor.placement import Placement
+from shardrt.tensor.random import BLOCK_NUMEL
 from test_redistribute import uneven
 
 SHAPE = (301, 499)  # two blocks and a part of a third

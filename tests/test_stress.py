@@ -18,10 +18,10 @@ import torch
 from ranks import on_ranks, rank_environment, run_script
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, Work, World
 from shardrt.comm.calls import Op
-from shardrt.stress import soak, sweep
-from shardrt.stress.fault import Ending, Fault, judge
-from shardrt.stress.options import parse
-from shardrt.stress.problem import COLLECTIVES, Problem, bus_factor
+from shardrt.comm.stress import soak, sweep
+from shardrt.comm.stress.fault import Ending, Fault, judge
+from shardrt.comm.stress.options import parse
+from shardrt.comm.stress.problem import COLLECTIVES, Problem, bus_factor
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTS = ((2, 0, 5), (1, 3, 0), (0, 0, 7))
@@ -191,7 +191,7 @@ def test_command_line() -> None:
     """As mpirun starts it: the header, a line per problem, a picture; bad arguments cost one line per rank."""
     with tempfile.TemporaryDirectory() as folder:
         plot = f"{folder}/plot.png"
-        script = "import sys; from shardrt.stress.__main__ import main; sys.exit(main({}))"
+        script = "import sys; from shardrt.comm.stress.__main__ import main; sys.exit(main({}))"
         few = ["-b", "1K", "-e", "2K", "-n", "1", "--collectives", "broadcast", "--root", "1", "--plot", plot]
         done = run_script(script.format(few), 2)
         assert done.returncode == 0, done.stderr
@@ -275,7 +275,7 @@ def test_soak_finds_what_is_wrong(world: World) -> None:
 
 @pytest.mark.parametrize("fault", [fault.value for fault in Fault])
 def test_fault(fault: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "stress.py"), "--fault", fault, "-n", "2", "--fault-after", "5"]
+    command = [sys.executable, "-m", "shardrt.comm.stress", "--fault", fault, "-n", "2", "--fault-after", "5"]
     done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"{fault} on rank 1 of 2: exit code ")

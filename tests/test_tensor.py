@@ -10,7 +10,7 @@ from torch import nn
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import DeviceMesh, World
-from shardrt.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard
+from shardrt.tensor.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard
 from toys import OddMLP, batch, compare, loss_of, shard_blocks, without_scalars
 
 OPTIMIZERS = {

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import shardrt
-from shardrt import prefetch
 from shardrt.comm import ReduceOp, World
+from shardrt.fsdp import prefetch
 
 Sharder = Callable[[nn.Module], object]
 

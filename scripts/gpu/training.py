@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import shardrt
+from common.models import BYTES, GPT, GPTConfig, next_byte_loss, shard
 from gpu.checks import Found
-from models import BYTES, GPT, GPTConfig, next_byte_loss, shard
 from shardrt.comm import Stream, World, current_stream
-from shardrt.group import ParamGroup
-from shardrt.runtime import Runtime
+from shardrt.fsdp.param_group import ParamGroup
+from shardrt.fsdp.runtime import Runtime
 
 STEPS = 3
 FLOAT32 = shardrt.MixedPrecisionPolicy()

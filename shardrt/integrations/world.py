@@ -12,11 +12,11 @@ from torch import nn
 
 from .. import comm
 from ..comm import ReduceOp
-from ..fully_shard import fully_shard
-from ..local_optimizers import steps_locally
-from ..module import FSDPModule
-from ..optimizer_state import shard_optimizer_state
-from ..tensor import DTensor
+from ..fsdp.fully_shard import fully_shard
+from ..fsdp.module import FSDPModule
+from ..tensor.dtensor import DTensor
+from ..tensor.local_optimizers import steps_locally
+from ..tensor.optimizer_state import shard_optimizer_state
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""What carries the bytes: MPI for CPU tensors, NCCL for CUDA tensors."""

@@ -1,0 +1,82 @@
+"""What watches a rank: the hooks around its calls, and how it ends. Made at init, taken down at finalize."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from tempfile import gettempdir
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from ..calls import Hook
+from ..communicator import Communicator
+from ..recorder import Recorder
+from .check import CallCheck
+from .exit_handlers import Aborter, Endings
+from .watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Guards:
+    """Those of this process; make one only. Collective over `comm`, which has all ranks.
+
+    A rank alone has a recorder only, and on a GPU, which may not come to an end by itself, a watchdog.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, node: int, device: torch.device) -> None:
+        rank, size = comm.Get_rank(), comm.Get_size()
+        capacity, check = _setting("SHARDRT_RECORDER", 2000), _setting("SHARDRT_CHECK", int(device.type == "cpu"))
+        job = comm.bcast(f"shardrt-dumps-{os.getuid()}/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        self.recorder = Recorder(rank, size, Path(os.environ.get("SHARDRT_DUMP", Path(gettempdir()) / job)), capacity)
+        self.hooks: list[Hook] = [self.recorder] if capacity else []
+        self._pid = os.getpid()
+        self._watchdog, self._endings = None, None
+        if size > 1 or device.type == "cuda":
+            self._aborter = Aborter()
+            self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter)
+            self.hooks.append(self._watchdog)
+            if size > 1:
+                self._endings = Endings(rank, self._aborter, self._watchdog.under_way, lambda why: self.recorder.dump(why=why))
+        if check:  # last, so that the watchdog sees who waits for another's fingerprint
+            self.hooks.append(CallCheck())
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def is_forked(self) -> bool:
+        """True in a child of the process that these are of."""
+        return os.getpid() != self._pid
+
+    def close(self, comm: Communicator) -> None:
+        """Wait for all ranks to come to their end, and stop watching. Collective over `comm`, which has all ranks."""
+        if self._watchdog is None:
+            return
+        self._watchdog.leave()
+        comm.leave()
+        self._watchdog.close()
+        if self._endings is not None:
+            self._endings.close()
+        self._aborter.close()
+
+    def _after_fork(self) -> None:
+        """MPI knows nothing of a forked child, and its threads are not there: it may do all but communicate."""
+        if self._endings is not None:
+            self._endings.forget()
+        for name in ("_run", "_control_call", "watched"):
+            setattr(Communicator, name, _refuse)
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise RuntimeError(
+        f"process {os.getpid()} is a forked child of a rank: it cannot communicate, since MPI knows only the rank itself. "
+        "Communicate in the rank, or start the child with multiprocessing's 'spawn' and without shardrt.init()"
+    )
+
+
+def _setting(variable: str, default: int) -> int:
+    text = os.environ.get(variable, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"{variable}={text!r}: expected a number, 0 for off")
+    return int(text)

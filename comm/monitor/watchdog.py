@@ -1,0 +1,333 @@
+"""No silent hang: a thread on every rank that ends the job, with a report, when an operation takes too long or cannot end.
+
+A rank says in the table (`comm.table`) what it does, and its watchdog looks at its own operations several times a second.
+One is overdue after SHARDRT_TIMEOUT seconds (600; 0: never), and after a few if it waits for a rank that has left or is
+gone. Then: every rank that waits raises the alarm in its row; the lowest of them writes the report, with the stacks of the
+ranks of its node; each rank writes its flight recorder's dump; the job ends with exit code 17.
+
+A stopped rank, or one in C code that holds the GIL, is dumb; the others tell. Its stacks are had by a signal, which
+`faulthandler` answers without the GIL, into a file that the asking process can open.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from ..calls import BLOCKING, Call, Hook, Work
+from ..communicator import Communicator
+from ..fingerprint import describe, name_ranks
+from ..recorder import Recorder, is_past
+from ..streams import is_capturing, observe
+from .exit_handlers import EXIT_CODE, NOTHING, Aborter, say
+from .sidechannel import SideChannel
+from .status_table import SLOTS, WHAT_NBYTES, Operation, Slot, State, Table, process_letter
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_POLL_S = 0.15
+_LOST_S = 4.0  # how long to wait for a rank that will not come: it may be between its last operation and its end
+_SETTLE_S = 0.5  # for the others to raise the alarm as well
+_SETTLE_NODES_S = 3.0
+_SILENT_S, _SILENT_NODES_S = 2.0, 6.0  # a watchdog that polls has shown itself in this time
+_REPORT_S = 5.0  # for the reporter to write
+_STACKS_SIGNAL = signal.SIGRTMIN + 6
+_PROCESS = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "gone", "D": "in the kernel"}
+_ALARMED = (State.ALARM, State.REPORTED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    node: int
+    host: str
+    pid: int
+    table: int  # the descriptor of the node's table, on its first rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """An operation that this rank is in."""
+
+    comm: str
+    ranks: tuple[int, ...]
+    key: int
+    number: int
+    what: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.what} on '{self.comm}'"
+
+
+class _Watched:
+    """A communicator's slot, and how long it has shown the same."""
+
+    def __init__(self, comm: Communicator, slot: Slot, key: int) -> None:
+        self.name, self.ranks, self.own, self.slot, self.key = comm.name, comm.ranks, comm.rank, slot, key
+        self.pending: deque[tuple[int, str, Work]] = deque()  # on a CUDA device
+        self.peers: list[int] = []  # of sends and receives without a collective
+        self.shown = 0
+        self.seconds = 0.0
+
+    def wait(self) -> _Wait | None:
+        """What this rank does there now: on a CUDA device, the oldest that has been enqueued and is not done."""
+        number, what = self.slot.number, self.slot.what
+        if self.pending:
+            number, what, _ = self.pending[0]
+        elif self.slot.ended == self.slot.count:
+            return None
+        members = {*self.peers, self.own} if self.peers else range(len(self.ranks))
+        return _Wait(self.name, tuple(self.ranks[m] for m in sorted(members)), self.key, number, what, self.seconds)
+
+
+class Watchdog(Hook):
+    """The hook and the thread of this rank. Creating and `close()` are collective over `comm`, which has all ranks."""
+
+    def __init__(self, comm: MPI.Intracomm, node: int, device: torch.device, recorder: Recorder, aborter: Aborter) -> None:
+        self._rank, self._timeout = comm.Get_rank(), _timeout()
+        self._device = device
+        self._recorder = recorder
+        self._aborter = aborter
+        # Two for each communicator: collectives may run on a thread while the caller waits for something else.
+        self._watched: dict[tuple[Communicator, bool], _Watched] = {}
+        self._opening = threading.Lock()
+        self._stacks = os.memfd_create("shardrt-stacks")
+        self._table, self._places = self._share_table(comm, node)
+        self._node = [rank for rank, place in enumerate(self._places) if place.node == node]
+        nodes = [[r for r, p in enumerate(self._places) if p.node == first] for first in sorted({p.node for p in self._places})]
+        self._channel = SideChannel(comm, self._table, nodes) if len(nodes) > 1 else None
+        if self._channel is not None and self._channel.missing and self._rank == 0:
+            say(self._rank, f"no connection from the nodes of {name_ranks(self._channel.missing)} for the watchdog")
+        if threading.current_thread() is threading.main_thread():
+            # Hazard: others save and restore every handler that Python knows, and this signal's default is to kill the process.
+            signal.signal(_STACKS_SIGNAL, lambda *_: None)
+        faulthandler.register(_STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardrt-watchdog", daemon=True)
+        self._thread.start()
+
+    def _share_table(self, comm: MPI.Intracomm, node: int) -> tuple[Table, list[_Place]]:
+        """The node's table, which its first rank makes and the others open."""
+        made = Table.create(comm.Get_size()) if self._rank == node else -1
+        places = comm.allgather(_Place(node, socket.gethostname(), os.getpid(), made))
+        first = places[node]
+        try:
+            fd = os.open(f"/proc/{first.pid}/fd/{first.table}", os.O_RDWR)
+            table, error = Table(fd, comm.Get_size()), None
+            os.close(fd)
+            table.introduce(self._rank, self._stacks)
+        except OSError as problem:
+            error = problem
+        for rank, failed in enumerate(comm.allgather(error)):
+            if failed is not None:
+                raise RuntimeError(f"rank {rank} cannot open the memory of another process of its node, of one user: {failed}")
+        if made >= 0:
+            os.close(made)
+        return table, places
+
+    # ------------------------------------------------------------------ what this rank does
+
+    def called(self, calls: Sequence[Call], work: Work) -> None:
+        if calls[0].comm.is_async and not is_capturing():
+            self._watch(calls[0]).pending.append((calls[0].number, describe(calls).shared, work))
+
+    def before(self, calls: Sequence[Call]) -> None:
+        call = calls[0]
+        watched, what = self._watch(call), call.description or describe(calls)
+        watched.peers = [] if what.shared else [call.how[0] for call in calls if isinstance(call.how[0], int)]
+        call.slot = watched.slot
+        call.slot.begin(call.number, what.shared or what.words)
+
+    def after(self, calls: Sequence[Call]) -> None:
+        if (slot := calls[0].slot) is not None:
+            slot.end()
+
+    def _watch(self, call: Call) -> _Watched:
+        key = (call.comm, call.name in BLOCKING)
+        return self._watched.get(key) or self._open(*key)
+
+    def _open(self, comm: Communicator, blocking: bool) -> _Watched:
+        """A slot for a communicator not seen yet; when all are taken, the one of the one longest here that is idle."""
+        key = int.from_bytes(blake2b(f"{comm.name} {comm.ranks} {blocking}".encode(), digest_size=8).digest())
+        with self._opening:
+            index = len(self._watched)
+            if index == SLOTS:
+                oldest = next(key for key, watched in self._watched.items() if watched.wait() is None)
+                index = self._watched.pop(oldest).slot.index
+            watched = self._watched[comm, blocking] = _Watched(comm, Slot(self._table, self._rank, index, key, comm.name), key)
+        return watched
+
+    def under_way(self) -> str:
+        """The operations that this rank is in, in words."""
+        waits = [wait for watched in list(self._watched.values()) if (wait := watched.wait()) is not None]
+        return " and ".join(map(str, waits)) or NOTHING
+
+    def leave(self) -> None:
+        """This rank's program has come to its end: who waits for it in an operation waits in vain."""
+        self._table.set_state(self._rank, State.LEAVING, self._recorder.last_place())
+
+    def close(self) -> None:
+        """End the thread. All ranks have left."""
+        self._table.set_state(self._rank, State.FINISHED)
+        self._stopping.set()
+        self._thread.join()
+        faulthandler.unregister(_STACKS_SIGNAL)
+        os.close(self._stacks)
+        self._table.close()
+        if self._channel is not None:
+            self._channel.close()
+
+    # ------------------------------------------------------------------ watching
+
+    def _run(self) -> None:
+        observe(self._device)
+        before = time.monotonic()
+        while not self._stopping.wait(_POLL_S):
+            now = time.monotonic()
+            # Hazard: a job that was stopped as a whole and goes on is not late: at most a second counts.
+            overdue = self._overdue(min(now - before, 1.0))
+            before = now
+            self._tick()
+            if overdue is not None or any(state in _ALARMED for state in self._table.states()):
+                self._end(overdue)
+
+    def _tick(self) -> None:
+        self._table.beat(self._rank)
+        if self._channel is not None and self._rank == self._node[0]:
+            for rank in self._node:
+                self._table.note_process(rank)
+            self._channel.tick()
+
+    def _overdue(self, elapsed: float) -> _Wait | None:
+        self._recorder.poll()
+        for watched in list(self._watched.values()):
+            while watched.pending and is_past(watched.pending[0][2]):
+                watched.pending.popleft()
+            wait = watched.wait()
+            shown = id(watched.pending[0][2]) if watched.pending else watched.slot.count
+            watched.seconds = watched.seconds + elapsed if wait is not None and shown == watched.shown else 0.0
+            watched.shown = shown
+            late = watched.seconds >= self._timeout
+            if wait is not None and (late or (watched.seconds >= _LOST_S and any(map(self._is_lost, self._missing(wait))))):
+                return wait
+        return None
+
+    def _missing(self, wait: _Wait) -> list[int]:
+        """Who has not come to the operation: is before it, or in another of the same number."""
+        return [rank for rank in wait.ranks if not any(_has_come(o, wait) for o in self._table.operations(rank))]
+
+    def _is_lost(self, rank: int) -> bool:
+        return self._table.header(rank).state in (State.LEAVING, State.FINISHED) or self._process(rank) in "XZ"
+
+    def _process(self, rank: int) -> str:
+        header = self._table.header(rank)
+        return process_letter(header.pid) if rank in self._node else header.process
+
+    # ------------------------------------------------------------------ the end
+
+    def _end(self, overdue: _Wait | None) -> NoReturn:
+        overdue = self._settle(overdue)
+        alarmed = [rank for rank, state in enumerate(self._table.states()) if state in _ALARMED]
+        reporter = alarmed[0]
+        first_here = next((rank for rank in alarmed if rank in self._node), self._node[0])
+        if overdue is not None and reporter == self._rank:
+            say(self._rank, *self._report(overdue), *self._stacks_of_node())
+        elif first_here == self._rank:
+            say(self._rank, *self._stacks_of_node())
+        elif overdue is not None:
+            say(self._rank, f"waits in {overdue}; last call: {self._recorder.last_place()}")
+        try:
+            self._recorder.dump(why=str(overdue or f"rank {reporter} waited in vain"))
+        except OSError as error:
+            say(self._rank, f"no dump: {error}")
+        if overdue is not None:
+            self._table.set_state(self._rank, State.REPORTED)
+        end = time.monotonic() + _REPORT_S
+        while time.monotonic() < end and self._table.states()[reporter] != State.REPORTED:
+            time.sleep(_POLL_S)
+            self._tick()
+        self._aborter.end_job(EXIT_CODE)
+
+    def _settle(self, overdue: _Wait | None) -> _Wait | None:
+        """Raise the alarm if this rank waits too long, and let the others: who waits with it is late a moment later."""
+        end = time.monotonic() + (_SETTLE_S if self._channel is None else _SETTLE_NODES_S)
+        while time.monotonic() < end:
+            overdue = overdue or self._overdue(_POLL_S)
+            if overdue is not None:
+                self._table.set_state(self._rank, State.ALARM)
+            time.sleep(_POLL_S)
+            self._tick()
+        return overdue
+
+    def _report(self, overdue: _Wait) -> list[str]:
+        missing = self._missing(overdue)
+        come = [rank for rank in overdue.ranks if rank not in missing]
+        folder = self._recorder.folder
+        return [
+            f"waited {overdue.seconds:.0f} s in {overdue} (limit {self._timeout:.0f} s, SHARDRT_TIMEOUT); "
+            f"ending the job with exit code {EXIT_CODE}",
+            f"there: {name_ranks(come)}; missing: {name_ranks(missing) if missing else 'none'}",
+            *(f"missing {self._account(rank)}" for rank in missing),
+            f"dumps: {folder}; python -m shardrt.comm.recorder merge {folder}",
+        ]
+
+    def _account(self, rank: int) -> str:
+        """A rank, its process, and what it did last."""
+        place, header = self._places[rank], self._table.header(rank)
+        condition = _PROCESS.get(self._process(rank), "running")
+        if header.state in (State.LEAVING, State.FINISHED):
+            condition = f"has left its program, after {header.note}"
+        elif condition == "running" and (silent := time.time() - header.seen) > (
+            _SILENT_S if rank in self._node else _SILENT_NODES_S
+        ):
+            condition = f"running, but its watchdog has been silent for {silent:.0f} s"
+        last = max(self._table.operations(rank), key=lambda operation: operation.since, default=None)
+        return f"rank {rank}: host {place.host}, pid {place.pid}, {condition}; {last or 'no operation yet'}"
+
+    def _stacks_of_node(self) -> list[str]:
+        """The stacks of this rank, and of those of its node that did not raise the alarm."""
+        silent = [rank for rank in self._node if rank != self._rank and self._table.states()[rank] not in _ALARMED]
+        for rank in silent:
+            if self._process(rank) not in "XZ":
+                os.kill(self._places[rank].pid, _STACKS_SIGNAL)
+        os.kill(os.getpid(), _STACKS_SIGNAL)
+        time.sleep(_SETTLE_S)
+        lines = []
+        for rank in [*silent, self._rank]:
+            place, header = self._places[rank], self._table.header(rank)
+            try:
+                with open(f"/proc/{place.pid}/fd/{header.stacks}", errors="replace") as file:
+                    stacks = file.read().splitlines() or ["(none: the process does not answer)"]
+            except OSError as error:
+                stacks = [f"(none: {error.strerror})"]
+            lines += [f"stacks of rank {rank}:", *(f"  {line}" for line in stacks)]
+        return lines
+
+
+def _timeout() -> float:
+    text = os.environ.get("SHARDRT_TIMEOUT", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if seconds < 0:
+        raise ValueError(f"SHARDRT_TIMEOUT={text!r}: expected seconds, or 0 for no limit")
+    return seconds or float("inf")
+
+
+def _has_come(operation: Operation, wait: _Wait) -> bool:
+    if operation.key != wait.key:
+        return False
+    return operation.number > wait.number or (operation.number == wait.number and operation.what == wait.what[:WHAT_NBYTES])

@@ -1,0 +1,79 @@
+"""How much of an all-gather hides behind compute that leaves the cores alone.
+
+    mpirun -n 2 python scripts/bench/overlap.py [--mib 32] [--rounds 9] [--streams threaded inline]
+
+The compute is a sleep, the stand-in for an accelerator that works by itself. A round times the gather alone (g), the sleep
+alone (s, twice the gather), and the gather launched before the sleep and waited for after it (both). Hidden is
+(g + s - both) / g, at the median of the rounds: 100 % when the gather cost nothing, 0 % when one followed the other.
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
+
+import shardrt
+from common import checkout  # noqa: F401  # before shardrt
+from shardrt.comm import Stream, World, new_stream
+
+
+def main() -> None:
+    """Measure each kind of stream, and print a line for each on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=float, default=32, help="size of the gathered tensor")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--streams", nargs="+", choices=("threaded", "inline"), default=["threaded", "inline"])
+    options = parser.parse_args()
+    world = shardrt.init("cpu")
+    torch.set_num_threads(1)
+    hidden = {}
+    for kind in options.streams:
+        stream = new_stream(world.device, "overlap", threaded=kind == "threaded")
+        hidden[kind] = measure(world, stream, int(options.mib * 2**20) // 4 // world.size, options.rounds)
+        stream.close()
+        if world.rank == 0:
+            print(f"{kind:<9} {options.mib:g} MiB on {world.size} ranks: {hidden[kind]:.0%} hidden", flush=True)
+    if world.rank == 0:
+        print(json.dumps({"mib": options.mib, "ranks": world.size, "hidden": hidden}), flush=True)
+
+
+def measure(world: World, stream: Stream, numel: int, rounds: int) -> float:
+    """The part of the gather that is hidden, on average over the ranks."""
+    inp, out = torch.ones(numel), torch.empty(numel * world.size)
+
+    def gather() -> None:
+        world.comm.all_gather(out, inp, stream=stream).synchronize()
+
+    def behind_sleep(seconds: float) -> None:
+        work = world.comm.all_gather(out, inp, stream=stream)
+        time.sleep(seconds)
+        work.synchronize()
+
+    gather()
+    alone = max(world.comm.exchange(statistics.median(timed(world, gather) for _ in range(rounds))))
+    nap = 2 * alone
+    rest = statistics.median(timed(world, lambda: time.sleep(nap)) for _ in range(rounds))
+    both = statistics.median(timed(world, lambda: behind_sleep(nap)) for _ in range(rounds))
+    return statistics.mean(world.comm.exchange((alone + rest - both) / alone))
+
+
+def timed(world: World, work: Callable[[], object]) -> float:
+    """Seconds for `work()`, begun by all ranks at once."""
+    world.barrier()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

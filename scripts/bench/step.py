@@ -1,0 +1,411 @@
+"""Time a training step: shardrt, PyTorch FSDP2, and the floor, where ranks do not talk.
+
+    python scripts/bench/step.py --models gpt mlp tiny --ranks 2 4
+    python scripts/bench/step.py --device cuda --models gpt-1b tiny --ranks 1 --fused
+
+Each measurement is a job of its own: `mpirun` for shardrt, torch's launcher for FSDP2, and for the
+floor as many lone processes, so that the cores are as busy. The jobs take turns, round after round,
+so that what else the machine does hits all alike. Both sides shard the same modules of the same
+model, see the same batches and step the same AdamW; their losses are compared step by step.
+
+A step is forward, backward and optimizer; batches are made before. Its time is the mean over the
+ranks, and what is reported is the median over the steps of all rounds. Peak memory is the most that
+any rank's process ever had resident, on a GPU the most that torch's allocator ever held for tensors
+and what lies outside it (on a GPU that nobody else uses). FSDP2 runs on gloo, on GPUs on NCCL.
+Progress goes to stderr; the last line on stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import cast
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
+
+from common import checkout  # noqa: F401  # before shardrt
+from common.jobs import mpirun, run_job, torchrun
+from common.models import CASES, Case, shard
+from common.options import Parser, at_least, refuse
+
+# ---------------------------------------------------------------------- one rank of one job
+
+WARMUP = 3  # steps that allocate and record; not timed
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative, of losses: sums in another order
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one rank measured."""
+
+    seconds: list[float]  # per timed step
+    host_seconds: list[float]  # of it, until backward() returned: on a GPU, launches without what they launch
+    losses: list[float]  # per step, warm-up included
+    start_mb: float  # resident before the model was built
+    peak_mb: float
+    reserved_mb: float  # on a GPU with what torch's allocator kept for later; else the same
+
+
+def time_steps(case: Case, model: nn.Module, rank: int, options: Options, start_mb: float) -> Timing:
+    generator = torch.Generator().manual_seed(1 + rank)
+    batches = [case.batch(generator) for _ in range(WARMUP + options.steps)]
+    on_device = [(inputs.to(options.device), targets.to(options.device)) for inputs, targets in batches]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=options.fused)
+    seconds, host_seconds, losses = [], [], []
+    for inputs, targets in on_device:
+        start = time.perf_counter()
+        loss = case.loss(model(inputs), targets)
+        loss.backward()
+        host_seconds.append(time.perf_counter() - start)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())  # waits for all of the step
+        seconds.append(time.perf_counter() - start)
+    return Timing(seconds[WARMUP:], host_seconds[WARMUP:], losses, start_mb, *peaks_mb(options.device))
+
+
+def build(case: Case, device: str) -> nn.Module:
+    with torch.device(device):
+        return case.build()
+
+
+def held_mb(device: str) -> float:
+    """What this process holds now; on a GPU, what is taken of it."""
+    if device == "cpu":
+        return _status_mb("VmRSS")
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**20
+
+
+def peaks_mb(device: str) -> tuple[float, float]:
+    """The most that this process ever held; on a GPU, what lies outside of torch's allocator is what does now.
+
+    The second figure has what the allocator kept as well: a pool's blocks serve only that pool.
+    """
+    if device == "cpu":
+        return (_status_mb("VmHWM"),) * 2
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free - torch.cuda.memory_reserved()
+    most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return (most[0] + outside) / 2**20, (most[1] + outside) / 2**20
+
+
+def _status_mb(field: str) -> float:
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
+
+
+def shardrt_worker(case: Case, options: Options) -> tuple[int, Timing]:
+    import shardrt
+
+    world = shardrt.init(options.device)
+    start_mb = held_mb(options.device)
+    model = build(case, options.device)
+    policy = shardrt.MixedPrecisionPolicy(case.param_dtype, torch.float32)
+    shard(model, partial(shardrt.fully_shard, mp_policy=policy))
+    world.barrier()
+    timing = time_steps(case, model, world.rank, options, start_mb)
+    shardrt.finalize()
+    return world.rank, timing
+
+
+def fsdp2_worker(case: Case, options: Options) -> tuple[int, Timing]:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("gloo" if options.device == "cpu" else "nccl")
+    mesh = init_device_mesh(options.device, (distributed.get_world_size(),))
+    start_mb = held_mb(options.device)
+    model = build(case, options.device)
+    policy = MixedPrecisionPolicy(case.param_dtype, torch.float32)
+    shard(model, partial(fully_shard, mesh=mesh, mp_policy=policy))
+    distributed.barrier()
+    rank = distributed.get_rank()
+    timing = time_steps(case, model, rank, options, start_mb)
+    distributed.destroy_process_group()
+    return rank, timing
+
+
+def floor_worker(case: Case, options: Options) -> tuple[int, Timing]:
+    """The whole model on every rank; MPI only lets them start together. What computes in bfloat16 is held in it as well."""
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.Get_rank()
+    if options.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    start_mb = held_mb(options.device)
+    model = build(case, options.device)
+    model.to(case.param_dtype)
+    MPI.COMM_WORLD.Barrier()
+    return rank, time_steps(case, model, rank, options, start_mb)
+
+
+WORKERS = {"shardrt": shardrt_worker, "fsdp2": fsdp2_worker, "floor": floor_worker}
+
+# ---------------------------------------------------------------------- host time
+
+
+@dataclass(frozen=True, slots=True)
+class HostTime:
+    """Microseconds of host time per group for forward plus backward, collectives excluded."""
+
+    median_us: float
+    best_us: float  # from the fastest steps: what a busy machine disturbs least
+
+
+def host_worker(steps: int) -> HostTime:
+    """Measured on the tiny blocks in a world of one rank, turn by turn with the plain model.
+
+    What the sharded model takes longer than the plain one, less the time inside collective calls,
+    by the number of groups.
+    """
+    import shardrt
+    from shardrt.comm import Communicator
+
+    inside = [0.0]
+
+    def timed(collective: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            start, before = time.perf_counter(), inside[0]
+            work = collective(*args, **kwargs)
+            inside[0] = before + time.perf_counter() - start  # one may call another
+            return work
+
+        return call
+
+    for name in ("all_gather", "reduce_scatter", "_run"):  # the last runs a group of calls, at its end
+        setattr(Communicator, name, timed(getattr(Communicator, name)))
+
+    shardrt.init("cpu")
+    case = CASES["tiny"]
+    plain, sharded = case.build(), case.build()
+    shard(sharded, shardrt.fully_shard)
+    inputs, targets = case.batch(torch.Generator().manual_seed(0))
+
+    def forward_backward(model: nn.Module) -> float:
+        inside[0] = 0.0
+        start = time.perf_counter()
+        case.loss(model(inputs), targets).backward()
+        seconds = time.perf_counter() - start - inside[0]
+        model.zero_grad()
+        return seconds
+
+    pairs = [(forward_backward(sharded), forward_backward(plain)) for _ in range(WARMUP + steps)]
+    groups = sum(isinstance(module, shardrt.FSDPModule) for module in sharded.modules())
+    shardrt.finalize()
+    ours, plains = zip(*pairs[WARMUP:], strict=True)
+    between = median(our - plain for our, plain in zip(ours, plains, strict=True))
+    return HostTime(between / groups * 1e6, (min(ours) - min(plains)) / groups * 1e6)
+
+
+# ---------------------------------------------------------------------- results
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One model on so many ranks, over all rounds; the dicts are by worker."""
+
+    model: str
+    ranks: int
+    ms: dict[str, float]  # per step, median
+    best_ms: dict[str, float]  # the fastest step: what a busy machine disturbs least
+    host_ms: dict[str, float]  # per step, median, of the host in forward and backward
+    peak_mb: dict[str, float]  # MiB, most of any rank
+    grown_mb: dict[str, float]  # the same, beyond what was there before the model
+    reserved_mb: dict[str, float]  # as peak_mb, with what torch's allocator kept for later on a GPU
+    loss: dict[str, float]  # of the last step, mean over the ranks
+    agreement: str  # of shardrt's and FSDP2's losses, over all steps
+    ratio_fsdp2: float  # shardrt's step time by FSDP2's
+    ratio_floor: float
+    ratio_peak: float  # shardrt's peak memory by FSDP2's
+    ratio_fsdp2_by_round: list[float]
+
+
+Round = dict[str, list[Timing]]  # by worker, then by rank
+
+
+def measure(model: str, ranks: int, options: Options, bar: Bar) -> Result:
+    rounds: list[Round] = []
+    for _ in range(options.rounds):
+        rounds.append({})
+        for worker in WORKERS:
+            bar.set_description(f"{model}, {ranks} ranks, {worker}")
+            written = run_worker(worker, ranks, model, options)
+            rounds[-1][worker] = [Timing(**json.loads(text)) for text in written]
+            bar.update()
+    return summarize(model, ranks, rounds)
+
+
+def run_worker(worker: str, ranks: int, model: str, options: Options) -> list[str]:
+    """Run this file as `worker` on so many ranks; returns what each rank wrote, in rank order."""
+    launcher = torchrun(ranks) if worker == "fsdp2" else mpirun(ranks) if ranks > 1 else [sys.executable]
+    with tempfile.TemporaryDirectory(prefix="bench-step-") as folder:
+        told = ["--worker", worker, "--model", model, "--steps", str(options.steps), "--device", options.device]
+        told += ["--fused"] if options.fused else []
+        run_job([*launcher, __file__, *told, "--results", folder], options.timeout)
+        return [(Path(folder) / str(rank)).read_text() for rank in range(ranks)]
+
+
+def summarize(model: str, ranks: int, rounds: list[Round]) -> Result:
+    every = {worker: [timing for one in rounds for timing in one[worker]] for worker in WORKERS}
+    ms = {worker: median(step_ms(rounds, worker)) for worker in WORKERS}
+    peak = {worker: max(timing.peak_mb for timing in every[worker]) for worker in WORKERS}
+    return Result(
+        model=model,
+        ranks=ranks,
+        ms=ms,
+        best_ms={worker: min(step_ms(rounds, worker)) for worker in WORKERS},
+        host_ms={w: median(seconds for timing in every[w] for seconds in timing.host_seconds) * 1e3 for w in WORKERS},
+        peak_mb=peak,
+        grown_mb={w: max(timing.peak_mb - timing.start_mb for timing in every[w]) for w in WORKERS},
+        reserved_mb={w: max(timing.reserved_mb for timing in every[w]) for w in WORKERS},
+        loss={w: fmean(timing.losses[-1] for timing in rounds[0][w]) for w in WORKERS},
+        agreement=compare(every["shardrt"], every["fsdp2"], TOLERANCES[CASES[model].param_dtype]),
+        ratio_fsdp2=ms["shardrt"] / ms["fsdp2"],
+        ratio_floor=ms["shardrt"] / ms["floor"],
+        ratio_peak=peak["shardrt"] / peak["fsdp2"],
+        ratio_fsdp2_by_round=[median(step_ms([one], "shardrt")) / median(step_ms([one], "fsdp2")) for one in rounds],
+    )
+
+
+def step_ms(rounds: list[Round], worker: str) -> Iterator[float]:
+    """Every timed step's mean over the ranks."""
+    for one in rounds:
+        for seconds in zip(*(timing.seconds for timing in one[worker]), strict=True):
+            yield fmean(seconds) * 1e3
+
+
+def compare(ours: list[Timing], theirs: list[Timing], tolerance: float) -> str:
+    """How well each rank's losses agree, over all steps."""
+    pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
+    if all(mine == other for mine, other in pairs):
+        return "bitwise"
+    worst = max(abs(mine - other) / max(abs(other), 1e-9) for mine, other in pairs)
+    return f"{'within' if worst <= tolerance else 'DIFFER by'} {worst:.0e}"
+
+
+HEADER = """\
+             ------- ms per step -------  - shardrt by -  ----- peak MiB -----
+model  ranks   shardrt    fsdp2    floor    fsdp2  floor   shardrt   fsdp2   by  losses"""
+
+
+def row(result: Result) -> str:
+    """A line of the table under HEADER."""
+    ms, peak, loss = result.ms, result.peak_mb, result.loss
+    return (
+        f"{result.model:7}{result.ranks:5} {ms['shardrt']:9.1f}{ms['fsdp2']:9.1f}{ms['floor']:9.1f} "
+        f"{result.ratio_fsdp2:8.3f}{result.ratio_floor:7.2f}  {peak['shardrt']:8.0f}{peak['fsdp2']:8.0f}"
+        f"{result.ratio_peak:6.2f}  {result.agreement} ({loss['shardrt']:.6f}, {loss['fsdp2']:.6f})"
+    )
+
+
+# ---------------------------------------------------------------------- command line
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line, one field per flag."""
+
+    models: list[str]
+    ranks: list[int]
+    device: str
+    steps: int
+    fused: bool
+    rounds: int
+    host_time: bool
+    timeout: float
+    worker: str | None
+    model: str
+    results: Path
+
+
+def parse_options() -> Options:
+    parser = Parser(description=__doc__)
+    add, hidden = parser.add_argument, argparse.SUPPRESS
+    add("--models", nargs="+", choices=tuple(CASES), default=["gpt", "mlp", "tiny"])
+    add("--ranks", type=at_least(1), nargs="+", default=[2, 4])
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--steps", type=at_least(1), default=20, help="timed steps of each job")
+    add("--fused", action="store_true", help="AdamW's fused loop, not the one over parameters that is torch's default")
+    add("--rounds", type=at_least(1), default=3, help="jobs of each kind")
+    add("--host-time", action=argparse.BooleanOptionalAction, default=True)
+    add("--timeout", type=at_least(1, float), default=600.0, help="seconds for a job")
+    add("--worker", choices=(*WORKERS, "host"), help=hidden)  # set for the jobs of this script
+    add("--model", choices=tuple(CASES), default="tiny", help=hidden)
+    add("--results", type=Path, default=Path(), help=hidden)
+    return Options(**vars(parser.parse_args()))
+
+
+def main() -> None:
+    options = parse_options()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        refuse(f"--device cuda: torch {torch.__version__} sees no CUDA device on this machine")
+    if options.worker == "host":
+        (options.results / "0").write_text(json.dumps(asdict(host_worker(options.steps))))
+    elif options.worker is not None:
+        rank, timing = WORKERS[options.worker](CASES[options.model], options)
+        (options.results / str(rank)).write_text(json.dumps(asdict(timing)))
+    else:
+        bench(options)
+
+
+class Bar(AbstractContextManager["Bar"]):
+    """What this script asks of tqdm's bar, for where there is no tqdm: the table only."""
+
+    def write(self, line: str) -> None:
+        print(line, flush=True)
+
+    def set_description(self, text: str) -> None: ...
+
+    def update(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def make_bar(total: int) -> Bar:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return Bar()
+    return cast(Bar, tqdm(total=total, unit="job"))
+
+
+def bench(options: Options) -> None:
+    cells = [(model, ranks) for model in options.models for ranks in options.ranks]
+    results = []
+    with make_bar(len(cells) * options.rounds * len(WORKERS)) as bar:
+        bar.write(HEADER)
+        for model, ranks in cells:
+            results.append(measure(model, ranks, options, bar))
+            bar.write(row(results[-1]))
+    summary: dict[str, object] = {
+        "cores": os.cpu_count(),
+        "device": options.device,
+        "fused": options.fused,
+        "results": [asdict(result) for result in results],
+    }
+    if options.host_time:
+        host = HostTime(**json.loads(run_worker("host", 1, "tiny", options)[0]))
+        summary["host"] = asdict(host)
+        told = f"{host.median_us:.0f} us, at best {host.best_us:.0f}"
+        print(f"host time per group, forward + backward, without collectives: {told}")
+    print(json.dumps(summary), flush=True)
+
+
+if __name__ == "__main__":
+    main()

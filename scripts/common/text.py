@@ -1,0 +1,111 @@
+"""Text as bytes: where it comes from, which part a rank sees at a step, how a model writes some.
+
+The order of the data does not know how many ranks there are: the global batch is a function of the
+seed and the step, and each rank takes its contiguous part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.models import GPT
+
+VALIDATION_PART = 10  # the last tenth is held out
+TEMPERATURE = 0.8  # of samples: below 1, likely bytes become likelier
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """All text, cut in two: (n,) uint8 each."""
+
+    train: torch.Tensor
+    validation: torch.Tensor
+    files: int
+    digest: str  # of every byte, so that ranks can tell that they read the same text
+
+
+def default_files() -> list[Path]:
+    """Python's standard library in source, without its tests: some 10 MB, found on any machine."""
+    library = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    inside = (path for path in library.rglob("*.py"))
+    return [path for path in inside if not skipped & set(path.relative_to(library).parts)]
+
+
+def find_files(paths: list[Path]) -> list[Path]:
+    """The files named and all below the folders named. Raises ValueError where nothing is there."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"no such file or folder: {path}")
+        found += filter(Path.is_file, path.rglob("*")) if path.is_dir() else [path]
+    return found
+
+
+def read_corpus(files: list[Path], context: int, max_bytes: int) -> Corpus:
+    """Read files in a shuffled but fixed order until there are `max_bytes`.
+
+    Raises: ValueError when the text is too short for one window; OSError for unreadable files.
+    """
+    order = sorted(files)
+    random.Random(0).shuffle(order)  # so that what is held out is of the same kind as the rest
+    text, used = bytearray(), 0
+    for path in order:
+        if len(text) >= max_bytes:
+            break
+        text += path.read_bytes()
+        used += 1
+    text = text[:max_bytes]
+    cut = len(text) - len(text) // VALIDATION_PART
+    needed = context + 1
+    if min(cut, len(text) - cut) < needed:
+        raise ValueError(
+            f"the text has {len(text)} bytes in {used} files; a context of {context} needs at "
+            f"least {VALIDATION_PART * needed}: give more --data or a smaller --context"
+        )
+    data = torch.frombuffer(text, dtype=torch.uint8)
+    return Corpus(data[:cut], data[cut:], used, hashlib.sha256(text).hexdigest())
+
+
+def batch(text: torch.Tensor, seed: int, step: int, rows: range, size: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `rows` of global batch `step`, which has `size` of them.
+
+    Returns inputs and targets: (len(rows), context) int64 each.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    # Invariant: every rank draws the whole batch, then takes its rows.
+    starts = torch.randint(len(text) - context, (size,), generator=generator)
+    windows = starts[rows.start : rows.stop, None] + torch.arange(context + 1)
+    tokens = text[windows].long()
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def rank_rows(size: int, rank: int, ranks: int, micro_batches: int) -> list[range]:
+    """Rank `rank`'s part of a global batch of `size` rows, contiguous: a range per micro-batch."""
+    rows = size // (ranks * micro_batches)
+    first = rank * rows * micro_batches
+    return [range(first + i * rows, first + (i + 1) * rows) for i in range(micro_batches)]
+
+
+@torch.no_grad()
+def write_sample(model: GPT, prompt: str, length: int, seed: int) -> str:
+    """Let the model continue `prompt` by `length` bytes.
+
+    Collective: a sharded model's forward runs on all ranks together. Every rank draws from the same
+    generator and none leaves the loop early.
+    Cost: one forward per byte over at most `model.context` bytes, as nothing is cached.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens, device = list(prompt.encode()), next(model.parameters()).device
+    for _ in range(length):
+        window = torch.tensor([tokens[-model.context :]], device=device)
+        logits = model(window)[0, -1].double().cpu()  # (V,)
+        chances = torch.softmax(logits / TEMPERATURE, dim=0)
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return bytes(tokens).decode(errors="replace")

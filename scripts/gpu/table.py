@@ -1,0 +1,67 @@
+"""Make README's table of GPUs from what gpu_check.py saw on them, which scripts/results keeps.
+
+python scripts/gpu/table.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
+
+from gpu.checks import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- scripts/gpu/table.py -->\n", "<!-- end -->\n"
+NOTHING = "No GPU has been checked yet.\n"
+# Columns after the GPU, its date and its checks: the head, the check and the figure that it shows.
+COLUMNS = (
+    ("copy, TB/s", "bandwidths", "copy TB/s"),
+    ("pack f32 to bf16, by copy", "bandwidths", "pack f32 to bf16"),
+    ("unpack, by copy", "bandwidths", "unpack bf16 to f32"),
+    ("norm, by copy", "bandwidths", "norm f32"),
+    ("launch of 100, µs", "launches", "pack, host us"),
+    ("GPT step, by FSDP2's", "bench gpt-1b", "ms by FSDP2"),
+    ("peak below FSDP2's, MiB", "bench gpt-1b", "MiB below FSDP2"),
+    ("host, by FSDP2's", "bench tiny", "host by FSDP2"),
+)
+
+
+def table(summaries: Sequence[dict[str, Any]]) -> str:
+    """In Markdown: a row for each GPU, a sentence if there is none."""
+    if not summaries:
+        return NOTHING
+    heads = ["GPU", "seen", "checks", *(head for head, _, _ in COLUMNS)]
+    rows = [heads, ["---"] * len(heads), *map(_row, summaries)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _row(summary: dict[str, Any]) -> list[str]:
+    figures = {(result["check"], name): value for result in summary["results"] for name, value in result["figures"].items()}
+    checks = ", ".join(f"{summary[outcome]} {outcome}" for outcome in Outcome if summary[outcome])
+    shown = (figures.get((check, name)) for _, check, name in COLUMNS)
+    return [summary["gpu"], summary["date"], checks, *("" if value is None else f"{value:g}" for value in shown)]
+
+
+def readme(text: str, summaries: Sequence[dict[str, Any]]) -> str:
+    """The text of a README, with its table made anew."""
+    return re.sub(f"(?s)(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})", lambda _: table(summaries), text)
+
+
+def kept() -> list[dict[str, Any]]:
+    """What is in scripts/results, by GPU."""
+    return [json.loads(path.read_text()) for path in sorted((ROOT / "scripts" / "results").glob("*.json"))]
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    path.write_text(readme(path.read_text(), kept()))
+
+
+if __name__ == "__main__":
+    main()

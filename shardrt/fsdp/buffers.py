@@ -1,0 +1,200 @@
+"""Flat storages: allocated, freed, and counted.
+
+A buffer's tensors are made once and keep pointing into its storage; allocating and releasing only resizes that storage.
+So a step makes no tensors, and what autograd saved of a parameter is valid again once the parameter is gathered again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..comm import Communicator, Event, Pool, current_stream
+
+
+class Account:
+    """Bytes of buffer memory in use, and the most there ever were."""
+
+    def __init__(self) -> None:
+        self.in_use = 0
+        self.peak = 0
+        self._lock = threading.Lock()  # gather, reduce and compute may be three threads
+
+    def take(self, nbytes: int) -> None:
+        """Count `nbytes` as used."""
+        with self._lock:
+            self.in_use += nbytes
+            self.peak = max(self.peak, self.in_use)
+
+    def give_back(self, nbytes: int) -> None:
+        """Count `nbytes` as free again."""
+        with self._lock:
+            self.in_use -= nbytes
+
+
+class FlatBuffer:
+    """One storage of `nbytes` on `device` that comes and goes; its views stay.
+
+    Invariant: allocate() and release() run on one and the same stream (on CUDA the allocator ties a block to its stream).
+    Cost: on the host a released block goes back to malloc, which keeps it (see `comm.bootstrap`): no fresh page faults.
+    pool: where allocate() takes the memory, if not where torch's tensors do.
+    """
+
+    _pool: Pool | None = None
+
+    def __init__(self, nbytes: int, device: torch.device, account: Account, pool: Pool | None = None) -> None:
+        self._pool = pool
+        # Views can only be made of a storage that is large enough; on the host, untouched memory costs nothing meanwhile.
+        self._set_up(nbytes, torch.UntypedStorage(nbytes, device=device), 0, account)
+
+    def _set_up(self, nbytes: int, storage: torch.UntypedStorage, offset: int, account: Account) -> None:
+        self.nbytes = nbytes
+        self._offset = offset
+        self._account = account
+        self._storage = storage
+        self._in_use = False
+
+    def view(self, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
+        """A tensor of `shape` that starts `offset` bytes into the storage; to be made before the first allocate().
+
+        Every view has a version counter of its own: a gather writes through one view, and autograd's checks on the
+        parameters, which are other views, do not take that for a modification by the user.
+        """
+        made = torch.empty(0, dtype=dtype, device=self._storage.device)
+        if stride is None:
+            stride = torch.empty(shape, device="meta").stride()
+        return made.set_(self._storage, (self._offset + offset) // made.element_size(), shape, stride)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor that lies in this storage, also if a transform of `torch.func` has wrapped it."""
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # of a wrapper
+            storage = torch.func.debug_unwrap(tensor).untyped_storage()
+        return storage._cdata == self._storage._cdata
+
+    @property
+    def available(self) -> bool:
+        """It may be allocated."""
+        return not self._in_use
+
+    def seal(self) -> None:
+        """All views are made: give the memory back until the first allocate()."""
+        self._storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Back the views with (uninitialised) memory. No-op if they are."""
+        if not self._in_use:
+            if self._pool is None:
+                self._storage.resize_(self.nbytes)
+            else:
+                self._pool.resize(self._storage, self.nbytes)
+            self._account.take(self.nbytes)
+            self._in_use = True
+
+    def release(self) -> None:
+        """Free the memory; the views must not be touched until the next allocate(). No-op if it is free."""
+        if self._in_use:
+            self._storage.resize_(0)
+            self._account.give_back(self.nbytes)
+            self._in_use = False
+
+
+class FlatBuffers(FlatBuffer):
+    """Several flat buffers, each a storage of its own, that come and go as one. Views are made of the parts."""
+
+    def __init__(self, parts: Sequence[FlatBuffer]) -> None:
+        self.parts = parts
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    @property
+    def available(self) -> bool:
+        return all(part.available for part in self.parts)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(part.holds(tensor) for part in self.parts)
+
+    def seal(self) -> None:
+        for part in self.parts:
+            part.seal()
+
+    def allocate(self) -> None:
+        for part in self.parts:
+            part.allocate()
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()
+
+
+class Slot:
+    """Memory that a communicator reaches without a copy (`Communicator.empty`), for one buffer at a time."""
+
+    def __init__(self, memory: torch.Tensor, *, symmetric: bool = False) -> None:
+        self.memory = memory
+        self.symmetric = symmetric
+        self.nbytes = memory.numel()
+        self.storage = memory.untyped_storage()
+        self.offset = int(memory.storage_offset()) * memory.element_size()  # in the storage
+        self.taken = False
+        self.left: Event | None = None  # when the stream of its last buffer was done with it
+
+    @classmethod
+    def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, whose: str) -> Slot:
+        """The slot of a custom collective's memory. Raises ValueError if it is not what was asked for."""
+        fits = memory.dtype == torch.uint8 and memory.shape == (nbytes,) and memory.device == device
+        if not fits or not memory.is_contiguous() or memory.data_ptr() % 16:
+            raise ValueError(
+                f"allocate() of a custom collective of '{whose}': expected ({nbytes},) contiguous uint8 on {device}, aligned "
+                f"to 16 bytes; found {tuple(memory.shape)} {memory.dtype} on {memory.device} at {memory.data_ptr():#x}"
+            )
+        return cls(memory)
+
+    @classmethod
+    def of(cls, comm: Communicator, nbytes: int, *, symmetric: bool = False) -> Slot:
+        """The slot of `comm`, made, or made anew if it is smaller or not `symmetric`. Collective.
+
+        Never freed before `comm` is, so shared.
+        """
+        slot = _slots.get(comm)
+        if slot is None or slot.nbytes < nbytes or (symmetric and not slot.symmetric):
+            slot = _slots[comm] = cls(comm.empty(nbytes, torch.uint8, symmetric=symmetric), symmetric=symmetric)
+        return slot
+
+
+_slots: WeakKeyDictionary[Communicator, Slot] = WeakKeyDictionary()
+
+
+class SlotBuffer(FlatBuffer):
+    """A flat buffer that, while it is allocated, takes a slot."""
+
+    def __init__(self, nbytes: int, slot: Slot, account: Account) -> None:
+        self._set_up(nbytes, slot.storage, slot.offset, account)
+        self._slot = slot
+
+    @property
+    def available(self) -> bool:
+        """Nobody has the slot."""
+        return not self._slot.taken
+
+    def seal(self) -> None:
+        """The slot's memory stays."""
+
+    def allocate(self) -> None:
+        """Take the slot, which must be free. No-op if it is this buffer's."""
+        if not self._in_use:
+            assert not self._slot.taken, "one buffer at a time"
+            if self._slot.left is not None:
+                current_stream(self._storage.device).wait(self._slot.left)  # another root's, maybe
+            self._slot.taken = self._in_use = True
+            self._account.take(self.nbytes)
+
+    def release(self) -> None:
+        """Give the slot back. No-op if it is not this buffer's."""
+        if self._in_use:
+            self._slot.left = current_stream(self._storage.device).record()
+            self._slot.taken = self._in_use = False
+            self._account.give_back(self.nbytes)

@@ -1,0 +1,106 @@
+"""`copy.deepcopy` of sharded modules: for averages of weights, a teacher, a snapshot."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+
+from ..tensor.dtensor import DTensor
+from . import registered
+from .module import FSDPModule, adopt, plain_class
+from .param import ShardedParam
+from .param_group import ParamGroup, Phase
+from .policy import Settings
+
+
+def deepcopied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What `FSDPModule.__deepcopy__` documents. `module` is the outermost sharded one, `memo` that of `copy.deepcopy`."""
+    inside = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    groups = list(dict.fromkeys(group for child in inside for group in child.param_groups))
+    _check(groups, set(module.modules()))
+    for group in groups:
+        group.show_shards()
+        registered.check_replacements(group)
+        # Whatever refers to a group or a parameter, such as the hooks of `state_dict`, will refer to the copy.
+        memo[id(group)] = type(group).__new__(type(group))
+        for param in group.params:
+            _alias(param, memo)
+    with _as_plain(inside):
+        made = copy.deepcopy(module, memo)
+    calls = {tuple(group.modules): child.param_groups for child in inside for group in child.param_groups}
+    for modules in sorted(calls, key=lambda modules: -_depth(calls[modules][0])):  # from the inside out, as they were sharded
+        copies = tuple(memo[id(child)] for child in modules)
+        adopt(copies, [_set_up(group, copies, memo) for group in calls[modules]])
+    for group in groups:  # a root inside of another stays one
+        copied = memo[id(group)]
+        copied.parent = None if group.parent is None else memo.get(id(group.parent))
+        copied.children = [memo[id(child)] for child in group.children]
+    return made
+
+
+def _check(groups: Sequence[ParamGroup], inside: set[nn.Module]) -> None:
+    for group in groups:
+        if not inside.issuperset(group.modules):
+            kinds = ", ".join(type(module).__name__ for module in group.modules)
+            raise RuntimeError(
+                f"deepcopy of a part of '{group.name}' (rank {group.mesh.rank}): its modules ({kinds}) were sharded together, "
+                "and not all of them are inside what is copied; copy a module that contains them all"
+            )
+        if group.phase is not Phase.RESTING:
+            raise RuntimeError(
+                f"deepcopy of '{group.name}' in its {group.phase.name.lower()} (rank {group.mesh.rank}): copy it between "
+                "iterations, or after reset_iter_state() if an exception cut one short"
+            )
+
+
+def _alias(param: ShardedParam, memo: dict[int, Any]) -> None:
+    """Let the memo have the parameter of the copy. It shares the original's memory until its group is set up.
+
+    The original is what is registered, which may have been replaced before the first forward.
+    """
+    found = param.registered
+    source = found if isinstance(found, DTensor) else param.sharded
+    if id(source) not in memo:  # an optimizer may have been copied before the module
+        made = nn.Parameter(source, requires_grad=source.requires_grad)
+        made.__dict__.update(source.__dict__)
+        memo[id(source)] = made
+    memo[id(param.sharded)] = memo[id(source)]
+
+
+@contextmanager
+def _as_plain(modules: Sequence[FSDPModule]) -> Iterator[None]:
+    """Let the modules be of their own classes, which know how they are copied."""
+    kinds = [type(module) for module in modules]
+    for module, kind in zip(modules, kinds, strict=True):
+        module.__class__ = plain_class(kind)
+    try:
+        yield
+    finally:
+        for module, kind in zip(modules, kinds, strict=True):
+            module.__class__ = kind
+
+
+def _set_up(group: ParamGroup, modules: Sequence[nn.Module], memo: dict[int, Any]) -> ParamGroup:
+    made: ParamGroup = memo[id(group)]
+    options = (group.device_mesh, group.mp_policy, group.offload_policy, group.settings.reshard_after_forward)
+    made.__init__(modules, [param.copied(memo) for param in group.params], *options)  # type: ignore[misc]
+    made.settings = _settings(group.settings, memo)
+    made.ignored = copy.deepcopy(group.ignored, memo)
+    return made
+
+
+def _settings(settings: Settings, memo: dict[int, Any]) -> Settings:
+    named = {
+        name: groups and [memo[id(group)] for group in groups if id(group) in memo]
+        for name, groups in (("forward_prefetch", settings.forward_prefetch), ("backward_prefetch", settings.backward_prefetch))
+    }
+    return replace(settings, post_optim_event=None, **cast(dict[str, Any], named))
+
+
+def _depth(group: ParamGroup) -> int:
+    return 0 if group.parent is None else 1 + _depth(group.parent)

@@ -1,0 +1,300 @@
+"""`fully_shard`: what it takes, what it refuses, and what the ranks agree on before anything is sent."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from .. import comm
+from ..comm import DeviceMesh
+from ..tensor.dtensor import DTensor, group_of, set_group
+from ..tensor.placement import Shard
+from .extension import ExtensionGroup, check_methods, has_methods
+from .module import FSDPModule, adopt
+from .param import Owner, ShardedParam, registry
+from .param_group import ParamGroup
+from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
+from .registered import agree, hook_state_dicts, watch_registrations
+
+_log = logging.getLogger("shardrt")
+
+ModuleOrModules = TypeVar("ModuleOrModules", bound=nn.Module | Sequence[nn.Module])
+
+
+def fully_shard(
+    module: ModuleOrModules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> ModuleOrModules:
+    """Shard the parameters of `module` that no earlier `fully_shard` inside it has taken, as one group. In place.
+
+    Call it bottom-up: on the blocks, then on the whole. Every rank keeps its segment of the planned layout; the rest is
+    gathered for the module's forward and backward and freed after. Gradients are averaged over the mesh.
+
+    module: several modules make one group, gathered when the first of them runs and freed when all have run.
+    mesh: over which ranks (default: all of them). With two axes, parameters are cut along the last one, and every rank of
+        the first has the same part (hybrid sharding); with a last axis of one rank nothing is cut (data parallel).
+    reshard_after_forward: free the gathered parameters after forward and gather them again for backward. A number: keep as
+        much that so many neighbouring ranks can gather them from each other. None: True, but for the root, whose backward
+        comes at once, and for what the backward is known to begin with.
+    shard_placement_fn: names the dim along which a parameter is cut, between rows only, whatever that pads; a
+        `ShardPlacementResult` names a mesh as well, such as that of the experts. None, and the default: along dim 0, between
+        elements where rows would pad too much.
+    mp_policy: dtypes of compute, reduction and outputs.
+    offload_policy: a `CPUOffloadPolicy` keeps shards and gradients on the host.
+    ignored_params: parameters that stay as they are: whole, where they are, their gradients not reduced.
+    dp_mesh_dims: which axes of `mesh`, then a larger one, to shard over and to replicate over. ValueError if it lacks them.
+    Parameters may be replaced until the first forward: by `DTensor`s of the same shape on the same mesh.
+    Returns: the module, its class now `FSDP<class>`, an `FSDPModule`.
+    Raises, on every rank alike: TypeError or ValueError for a module that cannot be sharded, or that is not the same on
+    all ranks; both name the ranks that see it.
+    """
+    mesh = comm.world().mesh if mesh is None else mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard(mesh={mesh!r}): expected a DeviceMesh, such as shardrt.world().mesh")
+    if dp_mesh_dims is not None:
+        mesh = dp_mesh_dims.of(mesh)
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    policy, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
+    found: _Found = _Found({}, [], set())
+    asked: dict[nn.Parameter, ShardPlacementResult] = {}
+    error: Exception | None = None
+    try:
+        _check_mesh(mesh, reshard_after_forward)
+        found = _collect(modules, mesh, set(ignored_params or ()))
+        asked = {param: _asked(owned[0][2], param, shard_placement_fn, mesh) for param, owned in found.owners.items()}
+    except Exception as caught:  # the user's function may raise anything, on one rank alone
+        found, error = _Found({}, [], set()), caught
+    kinds = _kinds(modules)
+    options = repr((policy, offload, reshard_after_forward))
+    agree(mesh, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, asked)], error)
+    groups = []
+    for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in asked.values())]):
+        here = [param for param, wanted in asked.items() if wanted.mesh is group_mesh]
+        flat = [param for param in here if not has_methods(param)]
+        given = (found, asked, group_mesh, policy, offload, reshard_after_forward)
+        if flat or group_mesh is mesh:
+            groups.append(_make_group(ParamGroup, modules, flat, *given))
+        groups += [_make_group(ExtensionGroup, modules, [param], *given) for param in here if param not in set(flat)]
+    groups[0].ignored = found.ignored
+    watch_registrations()
+    for holder, attribute, buffer in found.buffers:
+        if not buffer.is_meta:
+            holder._buffers[attribute] = buffer.to(mesh.device)
+    adopt(modules, groups)
+    if isinstance(offload, CPUOffloadPolicy) and not offload.applies_to(mesh.device) and mesh.rank == 0:
+        _say_nothing_to_offload()
+    return module
+
+
+def _state(module: nn.Module) -> tuple[ParamGroup, ...] | None:
+    """The groups of a sharded module, of those sharded in a list with it as well; None for one that is not sharded."""
+    return module.param_groups if isinstance(module, FSDPModule) else None
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]  # where FSDP2 has it
+
+
+@functools.cache
+def _say_nothing_to_offload() -> None:
+    _log.warning("CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (said once)")
+
+
+def _make_group(
+    kind: type[ParamGroup],
+    modules: tuple[nn.Module, ...],
+    originals: list[nn.Parameter],
+    found: _Found,
+    asked: dict[nn.Parameter, ShardPlacementResult],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard_after_forward: bool | int | None,
+) -> ParamGroup:
+    params = []
+    for original in originals:
+        owned, wanted = found.owners[original], asked[original].placement
+        owners = [Owner(holder, attribute, registry(holder)) for holder, attribute, _ in owned]
+        params.append(ShardedParam(owned[0][2], original, owners, _dim(wanted, original), rows_only=wanted is not None))
+    group = kind(modules, params, mesh, policy, offload, reshard_after_forward)
+    for original in originals:  # a module outside may still hold it
+        set_group(original, group)
+    hook_state_dicts({holder for original in originals for holder, *_ in found.owners[original]}, group)
+    return group
+
+
+def replicate(module: ModuleOrModules, *, mesh: DeviceMesh | None = None, **options: Any) -> ModuleOrModules:
+    """Data parallel without sharding: every rank of the 1-D `mesh` has all of the parameters. Options as `fully_shard`.
+
+    Raises ValueError for a mesh of several axes.
+    """
+    mesh = comm.world().mesh if mesh is None else mesh
+    if len(mesh.shape) != 1:
+        raise ValueError(f"replicate(mesh={mesh}): expected one axis; name it, as in mesh['{mesh.axis_names[-1]}']")
+    name = mesh.axis_names[0]
+    return fully_shard(module, mesh=mesh.unflatten((mesh.size, 1), (name, f"{name}_shard")), **options)
+
+
+# ---------------------------------------------------------------------- set-up, and what is refused there
+
+_Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]  # holder, attribute, full name; several if tied
+
+
+class _Found(NamedTuple):
+    """The parameters and buffers that a call takes, and where those are that it was told to ignore."""
+
+    owners: _Owners
+    buffers: list[tuple[nn.Module, str, torch.Tensor]]
+    ignored: set[tuple[nn.Module, str]]
+
+
+def _check_mesh(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> None:
+    if len(mesh.shape) > 2:
+        raise ValueError(
+            f"fully_shard(mesh={mesh}): expected one axis to shard over, or two, of which the first replicates; name them, as "
+            f"in mesh['{mesh.axis_names[-1]}']"
+        )
+    ranks, kept = mesh.shape[-1], reshard_after_forward
+    if isinstance(kept, int) and not isinstance(kept, bool) and (kept < 1 or ranks % kept):
+        raise ValueError(f"fully_shard(reshard_after_forward={kept}): expected a divisor of the {ranks} ranks sharded over")
+
+
+def _collect(modules: tuple[nn.Module, ...], mesh: DeviceMesh, ignored: set[nn.Parameter]) -> _Found:
+    """The parameters and buffers that this call takes: those of the modules outside of sharded modules in them."""
+    found = _Found({}, [], set())
+    if not modules:
+        raise ValueError("fully_shard: expected a module, found an empty list")
+    for module in modules:
+        _check_module(module)
+    _check_apart(modules)
+    _check_inside(modules)
+    for place, module in enumerate(modules):
+        for name, holder in _outside_sharded(module, str(place) if len(modules) > 1 else ""):
+            for attribute, param in holder._parameters.items():
+                if param in ignored:
+                    found.ignored.add((holder, attribute))
+                elif param is not None:
+                    full_name = f"{name}.{attribute}" if name else attribute
+                    _check_param(full_name, param, modules, mesh)
+                    found.owners.setdefault(param, []).append((holder, attribute, full_name))
+            found.buffers.extend((holder, key, buffer) for key, buffer in holder._buffers.items() if buffer is not None)
+    devices = {param.device.type: owned[0][2] for param, owned in found.owners.items()}
+    if len(devices) > 1:
+        places = ", ".join(f"'{name}' on {device}" for device, name in sorted(devices.items()))
+        raise ValueError(f"'{_kinds(modules)}' has parameters on several devices ({places}); move the module to one of them")
+    return found
+
+
+def _kinds(modules: tuple[nn.Module, ...]) -> str:
+    return ", ".join(type(module).__name__ for module in modules)
+
+
+def _check_module(module: nn.Module) -> None:
+    kind = type(module).__name__
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes an nn.Module or several, found {kind}")
+    if isinstance(module, FSDPModule):
+        raise ValueError(f"'{kind}' is sharded already: call fully_shard once for each module")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(f"'{kind}' has no forward to gather parameters for: call fully_shard on the modules in it")
+
+
+def _check_apart(modules: tuple[nn.Module, ...]) -> None:
+    for place, module in enumerate(modules):
+        kind = type(module).__name__
+        if any(other is module for other in modules[:place]):
+            raise ValueError(f"'{kind}' is in the list twice: leave one out")
+        for outer in modules:
+            if outer is not module and any(inner is module for inner in outer.modules()):
+                raise ValueError(f"'{kind}' is inside '{type(outer).__name__}', which is in the same list: leave it out")
+
+
+def _check_inside(modules: tuple[nn.Module, ...]) -> None:
+    inside = {
+        group: name
+        for module in modules
+        for name, child in module.named_modules()
+        if isinstance(child, FSDPModule)
+        for group in child.param_groups
+    }
+    for group, name in inside.items():
+        if group.parent is not None and group.parent not in inside:
+            raise ValueError(
+                f"'{name}' in '{_kinds(modules)}' is part of '{group.root.name}' already, which was sharded around it: a "
+                "sharded module has one root"
+            )
+
+
+def _outside_sharded(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """`module` and what is in it, with names, sharded modules inside left out. A module met twice comes twice (ties)."""
+    yield name, module
+    for child_name, child in module.named_children():
+        if not isinstance(child, FSDPModule):
+            yield from _outside_sharded(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _check_param(name: str, param: nn.Parameter, modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> None:
+    group = group_of(param)
+    if group is not None and any(module in modules for outer in group.modules for module in outer.modules()):
+        kinds = _kinds(modules)
+        raise ValueError(
+            f"'{kinds}' is inside '{group.name}', which is sharded already, parameter '{name}' with it: call fully_shard "
+            f"bottom-up, on '{kinds}' before '{group.name}'"
+        )
+    if group is not None:
+        raise ValueError(
+            f"parameter '{name}' is shared with '{group.name}', which is sharded already: tied parameters belong in one "
+            "group; shard neither module on its own, so that the module around both takes the parameter"
+        )
+    if not param.is_meta and param.device not in (torch.device("cpu"), mesh.device):
+        raise ValueError(f"parameter '{name}' is on {param.device}; expected the CPU or the mesh's device, {mesh.device}")
+    check_methods(name, param)
+
+
+def _asked(
+    name: str,
+    param: nn.Parameter,
+    placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None,
+    mesh: DeviceMesh,
+) -> ShardPlacementResult:
+    wanted = placement_fn(param) if placement_fn is not None else None
+    if not isinstance(wanted, ShardPlacementResult):
+        wanted = ShardPlacementResult(wanted, mesh)
+    if type(wanted.placement) not in (Shard, type(None)) or not isinstance(wanted.mesh, DeviceMesh):
+        raise TypeError(f"shard_placement_fn of '{name}': expected a Shard, a ShardPlacementResult or None, found {wanted!r}")
+    if wanted.placement is not None and not -max(1, param.dim()) <= wanted.placement.dim < max(1, param.dim()):
+        raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a parameter of shape {tuple(param.shape)}")
+    if has_methods(param) and wanted.placement not in (None, Shard(0)):
+        raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a {type(param).__name__}; expected Shard(0)")
+    _check_mesh(wanted.mesh, None)
+    if isinstance(param, DTensor) and param.device_mesh is not wanted.mesh:
+        raise ValueError(
+            f"parameter '{name}' is a DTensor on {param.device_mesh}, which sharding it over {wanted.mesh} would undo: "
+            "expected one on the same mesh (the same object), or a plain parameter, such as nn.Parameter(param.full_tensor())"
+        )
+    return wanted
+
+
+def _dim(asked: Shard | None, param: nn.Parameter) -> int:
+    return 0 if asked is None else asked.dim % max(1, param.dim())
+
+
+def _describe(owners: _Owners, asked: dict[nn.Parameter, ShardPlacementResult]) -> list[str]:
+    """What must be the same on every rank, a line for each parameter."""
+    return [
+        f"{', '.join(name for *_, name in owned)}: {tuple(param.shape)} {param.dtype}, {asked[param].placement} over "
+        f"{dict(zip(asked[param].mesh.axis_names, asked[param].mesh.shape, strict=True))}, "
+        f"requires_grad {param.requires_grad}"
+        for param, owned in owners.items()
+    ]

@@ -1,0 +1,51 @@
+"""What a sharded model's groups take of a rank's memory, as a table."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .module import FSDPModule
+from .param_group import ParamGroup
+
+_HEAD = ("group", "ranks", "parameters", "shard", "gathered", "gradients", "padding", "now")
+
+
+def memory_summary(model: nn.Module) -> str:
+    """A table of `model`'s groups: what each takes on this rank, and the buffers in use now and at most so far.
+
+    shard: bytes that stay.   gathered: bytes of full parameters while they are there.   gradients: bytes packed for one
+    reduction, all parameters trainable (by a shard rank alone where they stay).   padding: share of the gathered bytes.
+    now: sharded, or gathered.
+    Raises ValueError for a model that is not sharded.
+    """
+    if not isinstance(model, FSDPModule):
+        raise ValueError(f"memory_summary: '{type(model).__name__}' is not sharded; pass what fully_shard returned")
+    root = model.param_group
+    groups = list(root.with_descendants())
+    rows = [_HEAD, *(_row(group) for group in groups)]
+    total = sum(param.shape.numel() for group in groups for param in group.params)
+    rows.append(("all", "", f"{total:,}", _size(sum(group.shard_nbytes for group in groups)), "", "", "", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    account = None if root.runtime is None else root.runtime.account
+    used = "none yet" if account is None else f"{_size(account.in_use)} in use, {_size(account.peak)} at most so far"
+    return "\n".join([*lines, f"buffers for gathered parameters and gradients: {used}"])
+
+
+def _row(group: ParamGroup) -> tuple[str, ...]:
+    ranks = f"{group.mesh.size}" if group.replicas is None else f"{group.replicas.size} x {group.mesh.size}"
+    numel = sum(param.shape.numel() for param in group.params)
+    payload = sum(slot.spec.nbytes for slot in group.layout.slots)
+    padding = f"{1 - payload / group.nbytes:.1%}" if group.params else ""
+    state = "sharded" if group.ready is None else "gathered"
+    sizes = (_size(group.shard_nbytes), _size(group.nbytes), _size(group.packed_nbytes()))
+    return (group.name, ranks, f"{numel:,}", *sizes, padding, state)
+
+
+def _size(nbytes: int) -> str:
+    size, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"

@@ -1,0 +1,220 @@
+"""One parameter: where it is registered, and its sharded and its unsharded tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from ..comm import DeviceMesh
+from ..tensor.dtensor import DTensor
+from ..tensor.placement import Cut, FlatShard, RaggedShard, Replicate, Spec
+from .buffers import FlatBuffer
+from .layout import Layout
+
+
+class Owner(NamedTuple):
+    """A place where a parameter is registered; `registry` is how it is exchanged there."""
+
+    module: nn.Module
+    attribute: str
+    registry: dict[str, nn.Parameter | None] | Attributes
+
+    @property
+    def registered(self) -> nn.Parameter | None:
+        """What is registered there now."""
+        return self.module._parameters.get(self.attribute)
+
+
+class ShardedParam:
+    """One parameter of a group, tied or not, through its life.
+
+    `sharded` is what the optimizer sees, always there. `unsharded` is what the module computes with: a view of the group's
+    full buffer, valid only while that is gathered.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        original: nn.Parameter,
+        owners: Sequence[Owner],
+        dim: int,
+        *,
+        rows_only: bool,
+    ) -> None:
+        self.name = name
+        self.shape = original.shape
+        self.dtype = original.dtype
+        self.dim = dim
+        self.rows_only = rows_only  # never cut between elements
+        self.before: nn.Parameter | None = None  # the sharded parameter that this one was, until shard() as well
+        self.original = original  # until shard(); then this rank's part is all that is left of it
+        self.sharded: nn.Parameter
+        self.unsharded: nn.Parameter
+        self.owners = owners  # where it is registered; several if tied
+
+    def spec(self, index: int, layout: Layout, mesh: DeviceMesh) -> Spec:
+        """How the layout, in which it is number `index`, cuts it along the last axis of the mesh, the same along others."""
+        others = [Replicate()] * (len(mesh.shape) - 1)
+        return Spec(mesh, (*others, placement_of(index, layout)), self.shape)
+
+    def shard(self, spec: Spec, local: torch.Tensor) -> None:
+        """Keep this rank's part of the original in `local` and register the sharded parameter.
+
+        Collective if the original is a sharded one that lies in another way.
+        """
+        if not self.original.is_meta:
+            with torch.no_grad():
+                local.copy_(part_of(self.original, spec))
+        self.register(DTensor(local, spec))
+
+    def register(self, sharded: DTensor) -> None:
+        """This is the sharded parameter from now on; one from before that has its dtype and device takes its values."""
+        before = self.before
+        if before is None or (before.dtype, before.device) != (sharded.dtype, sharded.device):
+            self.sharded = nn.Parameter(sharded, requires_grad=self.original.requires_grad)
+        else:
+            self.sharded = before
+            before._local_tensor, before.spec = sharded._local_tensor, sharded.spec  # type: ignore[attr-defined]
+        if before is not None and self.original.grad is not None:
+            grad = part_of(self.original.grad, sharded.spec)
+            self.sharded.grad = self.sharded_like(grad.to(sharded._local_tensor.device).clone())
+        del self.original, self.before
+        self.sharded.full_name = self.name  # type: ignore[attr-defined]
+        for owner in self.owners:
+            owner.registry[owner.attribute] = self.sharded
+
+    def again(self) -> ShardedParam:
+        """The same parameter before shard(), the original being what is registered now."""
+        original = self.registered
+        assert original is not None, "only parameters are sharded"
+        made = ShardedParam(self.name, original, self.owners, self.dim, rows_only=self.rows_only)
+        made.before = self.sharded
+        return made
+
+    def copied(self, memo: dict[int, Any]) -> ShardedParam:
+        """The parameter of a deep copy, before shard(). memo: that of `copy.deepcopy`, which has the holders' copies."""
+        alias = memo[id(self.sharded)]
+        holders = [(copy.deepcopy(owner.module, memo), owner.attribute) for owner in self.owners]
+        owners = [Owner(holder, attribute, registry(holder)) for holder, attribute in holders]
+        made = ShardedParam(self.name, alias, owners, self.dim, rows_only=self.rows_only)
+        made.before = alias
+        return made
+
+    @property
+    def registered(self) -> nn.Parameter | None:
+        """What its modules have in its place."""
+        return self.owners[0].registered
+
+    def make_unsharded(self, full: FlatBuffer, offset: int, dtype: torch.dtype) -> None:
+        """Make the view of the full buffer that the module will compute with."""
+        view = full.view(dtype, offset, self.shape, outermost_stride(self.shape, self.dim))
+        self.unsharded = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+
+    @torch.no_grad()
+    def keep_writes(self) -> None:
+        """Write to this rank's part what the user has written in place to the unsharded parameter."""
+        sharded, local = cast(DTensor, self.sharded), self.local.detach()
+        part = sharded.spec.local_part(self.unsharded.detach()).to(local.device)
+        # Only what differs: the unsharded parameter may be of a lower precision.
+        local.copy_(torch.where(part == local.to(part.dtype), local, part.to(local.dtype)))
+        increment_version(sharded)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part."""
+        return self.sharded.to_local()  # type: ignore[attr-defined]
+
+    def sharded_like(self, local: torch.Tensor) -> DTensor:
+        """`local` as a sharded tensor that lies as the parameter does; for its gradient."""
+        return DTensor(local, self.sharded.spec)  # type: ignore[attr-defined]
+
+
+class GatheredParameter(nn.Parameter):
+    """What an unsharded parameter is while the user can reach it, such as between a forward and its backward.
+
+    What is assigned to its `data`, or written to it in place, is written to the sharded parameter as well.
+    """
+
+    sharded: DTensor | None = None  # a copy has none
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, without autograd. (Other than torch's they share the version, by which writes are noticed.)"""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Hazard: torch would give this tensor the memory of the other one. That of a DTensor is none: to read it is a crash.
+        if self.sharded is None:
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            return
+        self.sharded.data = value.to(self.sharded.dtype) if value.dtype == self.dtype else value
+        with torch.no_grad():
+            self.data.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def part_of(original: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's part of a parameter, whole or sharded. Collective if it is sharded in another way."""
+    if not isinstance(original, DTensor):
+        return spec.local_part(original)
+    if original.spec.mesh is spec.mesh:
+        return original.redistribute(spec.placements).to_local()
+    return spec.local_part(original.full_tensor())
+
+
+class Attributes:
+    """A module's parameters as a mapping."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __setitem__(self, attribute: str, param: nn.Parameter | None) -> None:
+        setattr(self._module, attribute, param)
+
+    def get(self, attribute: str) -> nn.Parameter | None:
+        """What is registered under that name."""
+        return self._module._parameters.get(attribute)
+
+
+def registry(module: nn.Module) -> dict[str, nn.Parameter | None] | Attributes:
+    """Where to register a parameter of `module`."""
+    # Cost: setattr on a module is 2 us of checks, and a step registers every parameter four times. Modules that watch
+    # their attributes (recurrent layers keep a list of their weights) are told all the same.
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        return module._parameters
+    return Attributes(module)
+
+
+def placement_of(index: int, layout: Layout) -> Cut:
+    """The placement that the layout gives its parameter `index`."""
+    slot, numels = layout.slots[index], layout.numels(index)
+    spec = slot.spec
+    if slot.flat:
+        return FlatShard(spec.dim, numels)
+    if spec.row_numel == 0:  # rows without elements: somebody has to have them
+        return RaggedShard(spec.dim, (spec.rows, *[0] * (layout.world_size - 1)))
+    return RaggedShard(spec.dim, tuple(numel // spec.row_numel for numel in numels))
+
+
+def local_geometry(shape: torch.Size, cut: Cut, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
+    """Shape and strides of a rank's part, as it lies in its segment; a scalar's is 1-D."""
+    part = cut.part_shape(shape, rank)
+    return part, outermost_stride(part, cut.dim)
+
+
+def outermost_stride(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    """The strides of a tensor of `shape` that lies in memory with `dim` outermost."""
+    if len(shape) < 2 or dim == 0:
+        return torch.empty(shape, device="meta").stride()
+    moved = [shape[dim], *shape[:dim], *shape[dim + 1 :]]
+    stride = list(torch.empty(moved, device="meta").stride())
+    stride.insert(dim, stride.pop(0))
+    return tuple(stride)

@@ -1,0 +1,336 @@
+"""What is registered on the modules, compared with the parameters that the groups have put there.
+
+| when                     | what is registered                           | what is done                               |
+|--------------------------|----------------------------------------------|--------------------------------------------|
+| before the first forward | a `DTensor` parameter on the group's mesh    | it becomes the group's (`follow`)          |
+|                          | a plain parameter, none, ties that changed   | refused, on every rank alike               |
+| a forward                | anything but the group's parameters          | refused, before a gather (`put_back`)      |
+| a forward of the root    | parameters that no group has                 | a warning, once (`Watch`)                  |
+| `load_state_dict`        | what would load nothing, or plain parameters | refused (`hook_state_dicts`)               |
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from ..comm import DeviceMesh
+from ..tensor.dtensor import DTensor, group_of
+from .param import Owner, ShardedParam
+
+if TYPE_CHECKING:
+    from .param_group import ParamGroup
+
+_log = logging.getLogger("shardrt")
+_COPY = "copy the values into it, as in `param.data = new` or load_state_dict() with assign=False"
+_DISTRIBUTE = "nn.Parameter(shardrt.distribute_tensor(tensor, mesh, placements))"
+
+
+def agree(mesh: DeviceMesh, what: str, description: list[str], error: Exception | None) -> None:
+    """Raise on every rank if any rank has an error, or if the ranks describe different modules. Collective."""
+    digest = hashlib.sha256("\n".join(description).encode()).hexdigest()
+    kept = type(error) if isinstance(error, (TypeError, ValueError)) else RuntimeError
+    answers = mesh.exchange((digest, None if error is None else (kept, str(error) or repr(error))))
+    failed = {rank: answer[1] for rank, answer in enumerate(answers) if answer[1] is not None}
+    if failed:
+        (raised, message), ranks = next(iter(failed.values())), sorted(failed)
+        raise raised(f"{message} (on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})") from error
+    if len({answer[0] for answer in answers}) == 1:
+        return
+    everyone = mesh.exchange(description)
+    lines = max(len(lines) for lines in everyone)
+    padded = [lines_of + ["nothing"] * (lines - len(lines_of)) for lines_of in everyone]
+    differing = next(line for line in zip(*padded, strict=True) if len(set(line)) > 1)
+    found = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(differing))
+    raise ValueError(f"{what}: the ranks have different modules; the first difference is {found}")
+
+
+# ---------------------------------------------------------------------- before the first forward
+
+
+def follow(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
+    """Take the parameters that have been registered since `fully_shard`, and give all of them their full names.
+
+    Collective: what was replaced is compared; a `DTensor` that lies otherwise than its group's layout is redistributed.
+    Raises, on every rank alike, RuntimeError or ValueError for what is no `DTensor` of the same shape on the same mesh.
+    """
+    names = {module: name for name, module in root.modules[0].named_modules()}
+    replaced: dict[ParamGroup, dict[ShardedParam, nn.Parameter]] = {}
+    lines: list[str] = []
+    error: Exception | None = None
+    taken: dict[int, ShardedParam] = {}
+    try:
+        for group in groups:
+            for param in group.params:
+                param.name = _full_name(names, param.owners[0])
+                param.sharded.full_name = param.name  # type: ignore[attr-defined]
+                found = _registered_for(group, param, names)
+                if taken.setdefault(id(found), param) is not param:
+                    raise RuntimeError(
+                        f"parameters '{taken[id(found)].name}' and '{param.name}' have become one since fully_shard: expected "
+                        "two, as they were; tie them before fully_shard"
+                    )
+                if found is not param.sharded:
+                    replaced.setdefault(group, {})[param] = found
+                    kind = f"{found.dtype}, {found.spec.placements}"  # type: ignore[attr-defined]
+                    lines.append(f"{param.name}: replaced by {kind}, requires_grad {found.requires_grad}")
+            _check_values(group, replaced.get(group, {}))
+    except (RuntimeError, ValueError) as caught:
+        error = caught
+    agree(root.device_mesh, f"first forward of '{root.name}'", lines, error)
+    for group, found_ones in replaced.items():
+        group.take_registered(found_ones)
+
+
+def _full_name(names: dict[nn.Module, str], owner: Owner) -> str:
+    """The name in the root; of a module that has left it, the attribute alone."""
+    prefix = names.get(owner.module)
+    return f"{prefix}.{owner.attribute}" if prefix else owner.attribute
+
+
+def _registered_for(group: ParamGroup, param: ShardedParam, names: dict[nn.Module, str]) -> nn.Parameter:
+    """The parameter that is registered wherever `param` was. Raises RuntimeError or ValueError if it cannot be taken."""
+    first = param.owners[0].registered
+    for owner in param.owners:
+        found, name = owner.registered, _full_name(names, owner)
+        if found is not param.sharded:
+            _check_replacement(group, param, found, name)
+        if found is not first and not _same_memory(found, first):
+            raise RuntimeError(
+                f"parameters '{param.name}' and '{name}' were one when they were sharded and are two now: register the same "
+                "nn.Parameter under both names, or untie them before fully_shard"
+            )
+    assert first is not None, "checked"
+    return first
+
+
+def _check_replacement(group: ParamGroup, param: ShardedParam, found: nn.Parameter | None, name: str) -> None:
+    if found is not None and _in_functional_call():
+        raise RuntimeError(_no_functional_call(name))
+    if found is None:
+        raise RuntimeError(f"parameter '{name}' was removed after fully_shard: remove it before")
+    other = group_of(found)
+    if other is not None and cast("ParamGroup", other).root is not group.root:
+        raise RuntimeError(
+            f"parameter '{name}' was replaced after fully_shard by one of '{other.name}', which has another root: register a "
+            "copy of it, as in nn.Parameter(param.detach().clone())"
+        )
+    if not isinstance(found, DTensor):
+        raise RuntimeError(
+            f"parameter '{name}' was replaced after fully_shard by a plain {type(found).__name__}: replace it before, or "
+            f"register a sharded one, {_DISTRIBUTE}"
+        )
+    if found.shape != param.shape:
+        raise ValueError(
+            f"parameter '{name}' was replaced after fully_shard by one of shape {tuple(found.shape)}; expected "
+            f"{tuple(param.shape)}: replace it before"
+        )
+    if found.device_mesh is not group.device_mesh:
+        raise ValueError(
+            f"parameter '{name}' was replaced after fully_shard by a DTensor on {found.device_mesh}; expected one on the mesh "
+            f"that it is sharded over, {group.device_mesh}"
+        )
+    if type(found._local_tensor) is not type(param.local):
+        raise ValueError(
+            f"parameter '{name}' was replaced after fully_shard by a DTensor of {type(found._local_tensor).__name__} parts; "
+            f"expected parts that are a {type(param.local).__name__}"
+        )
+    if not found.is_meta and found.device != group.shard_device:
+        raise ValueError(
+            f"parameter '{name}' was replaced after fully_shard by a DTensor on {found.device}; expected {group.shard_device}"
+        )
+
+
+def _same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Two parameters that are one tensor, as load_state_dict(assign=True) makes of tied ones."""
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor) or one.spec != other.spec:
+        return False
+    parts = one._local_tensor, other._local_tensor
+    return parts[0].is_meta == parts[1].is_meta and parts[0].data_ptr() == parts[1].data_ptr()
+
+
+def _check_values(group: ParamGroup, replaced: dict[ShardedParam, nn.Parameter]) -> None:
+    """A group has values or has none: RuntimeError if these replacements leave it with some."""
+    on_meta = [param.name for param in group.params if replaced.get(param, param.sharded).is_meta]
+    if 0 < len(on_meta) < len(group.params):
+        raise RuntimeError(
+            f"'{group.name}' has values for some of its parameters, but none for {_listed(on_meta)}, on the meta device: call "
+            "to_empty() on a module around all of them, or load all of them with assign=True"
+        )
+
+
+def check_replacements(group: ParamGroup) -> None:
+    """Raise for replaced parameters what the next forward would raise, before they are moved or copied."""
+    names = {module: name for top in group.root.modules for name, module in top.named_modules()}
+    for param in group.params:
+        for owner in param.owners:
+            found = owner.registered
+            if found is None or found is param.sharded or (group.runtime is not None and found is param.unsharded):
+                continue  # none: hidden at the moment
+            if group.runtime is not None:
+                raise RuntimeError(f"{_refusal(group, found, _full_name(names, owner))} (rank {group.mesh.rank})")
+            _check_replacement(group, param, found, _full_name(names, owner))
+
+
+# ---------------------------------------------------------------------- at a forward
+
+
+def put_back(group: ParamGroup) -> None:
+    """Something is registered that should not be now: the group's own parameters are put right, others are refused."""
+    names = {module: name for top in group.root.modules for name, module in top.named_modules()}
+    for param in group.params:
+        for owner in param.owners:
+            found = owner.registered
+            if found is not param.sharded and found is not param.unsharded:
+                raise RuntimeError(f"{_refusal(group, found, _full_name(names, owner))} (rank {group.mesh.rank})")
+    for param in group.params:
+        for owner in param.owners:
+            owner.registry[owner.attribute] = param.unsharded if group.installed else param.sharded
+
+
+def _refusal(group: ParamGroup, found: torch.Tensor | None, name: str) -> str:
+    if _in_functional_call():
+        return _no_functional_call(name)
+    now = "nothing" if found is None else f"a {type(found).__name__} of shape {tuple(found.shape)}"
+    return (
+        f"parameter '{name}' of '{group.name}' was replaced after the first forward, found {now}: register the DTensor that "
+        f"was there again, and {_COPY}"
+    )
+
+
+def _no_functional_call(name: str) -> str:
+    return (
+        f"torch.func.functional_call with another '{name}': a sharded module computes with the parameters that it gathers, "
+        f"its own; {_COPY}, or call a module that is not sharded"
+    )
+
+
+def _in_functional_call() -> bool:
+    """Cost: a walk up the stack; for error messages, and where parameters were replaced."""
+    calls = (torch.func.functional_call, torch.nn.utils.stateless.functional_call)
+    codes = {inspect.unwrap(call).__code__ for call in calls}
+    frame = sys._getframe()
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+# ---------------------------------------------------------------------- parameters that no group has
+
+_registrations = 0  # of parameters under new names and of modules, in this process
+_told: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the names that a warning has named
+
+
+@functools.cache
+def watch_registrations() -> None:
+    """Count what is registered on modules from now on, so that a forward need not look for it."""
+    torch_module.register_module_parameter_registration_hook(_count_parameter)
+    torch_module.register_module_module_registration_hook(_count)
+
+
+def _count(*_: object) -> None:
+    global _registrations
+    _registrations += 1
+
+
+def _count_parameter(module: nn.Module, name: str, param: object) -> None:
+    if module._parameters.get(name) is None:  # recurrent layers get theirs anew at every gather
+        _count()
+
+
+class Watch:
+    """Looks for parameters under `root` that no group has. Cost: a comparison, unless something was registered."""
+
+    def __init__(self, root: ParamGroup) -> None:
+        self._root = root
+        self._seen = -1
+
+    def look(self) -> None:
+        """Warn of such parameters, once of each. Raises RuntimeError for a group's parameter under another name."""
+        if self._seen == _registrations:
+            return
+        self._seen = _registrations
+        groups = list(self._root.with_descendants())
+        places = {(owner.module, owner.attribute) for group in groups for param in group.params for owner in param.owners}
+        places.update(place for group in groups for place in group.ignored)
+        own = {id(tensor): param for group in groups for param in group.params for tensor in (param.sharded, param.unsharded)}
+        added = []
+        for prefix, module in self._root.modules[0].named_modules():
+            for attribute, found in module._parameters.items():
+                if found is None or (module, attribute) in places or attribute in _told.get(module, ()):
+                    continue
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if id(found) in own:
+                    raise RuntimeError(
+                        f"parameter '{name}' has become one with '{own[id(found)].name}' since fully_shard (rank "
+                        f"{self._root.mesh.rank}): tie them before fully_shard"
+                    )
+                if group_of(found) is None:  # else of a sharded module that was put in later, with a root of its own
+                    _told.setdefault(module, set()).add(attribute)
+                    added.append(name)
+        if added and self._root.device_mesh.rank == 0:
+            _log.warning(
+                f"parameters registered after fully_shard of '{self._root.name}': {_listed(added)}; they are not sharded, and "
+                "their gradients are not averaged over the ranks: register them before fully_shard (said once)"
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(f"'{name}'" for name in names[:5]) + rest
+
+
+# ---------------------------------------------------------------------- load_state_dict
+
+
+def hook_state_dicts(holders: Iterable[nn.Module], group: ParamGroup) -> None:
+    """Have `state_dict()` and `load_state_dict()` of modules that hold parameters of `group` see the shards."""
+    for holder in holders:
+        # Partials, not closures: a deepcopy of the module finds the group in them.
+        holder.register_state_dict_pre_hook(functools.partial(_before_save, group))
+        holder.register_load_state_dict_pre_hook(functools.partial(_before_load, group))
+
+
+def _before_save(group: ParamGroup, *_: object) -> None:
+    group.show_shards()
+
+
+def _before_load(
+    group: ParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    _check_load(group, module, state_dict, prefix, assign=metadata.get("assign_to_params_buffers", False))
+    group.show_shards()
+
+
+def _check_load(group: ParamGroup, module: nn.Module, state_dict: Mapping[str, object], prefix: str, *, assign: bool) -> None:
+    """RuntimeError if loading the parameters of `module` would have no effect, or tear them from their group."""
+    mine = [owner.attribute for param in group.params for owner in param.owners if owner.module is module]
+    for name in (prefix + attribute for attribute in mine):
+        value = state_dict.get(name)
+        if not isinstance(value, torch.Tensor) or (value.is_meta and not assign):
+            continue
+        way_out = "call to_empty() first, then load with assign=False" if group.on_meta else "load with assign=False"
+        if assign and group.runtime is not None:
+            raise RuntimeError(
+                f"load_state_dict(assign=True) of '{name}' after the first forward (rank {group.mesh.rank}): {way_out}"
+            )
+        if assign and not isinstance(value, DTensor):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) of '{name}' with a whole tensor (rank {group.mesh.rank}): expected a DTensor, "
+                f"such as shardrt.distribute_tensor(tensor, mesh, placements); or {way_out}, which takes whole tensors as well"
+            )
+        if group.on_meta and not assign:
+            raise RuntimeError(
+                f"load_state_dict of '{name}', which is on the meta device and has no memory to load into (rank "
+                f"{group.mesh.rank}): call to_empty() first, or load DTensors with assign=True"
+            )

@@ -1,0 +1,1 @@
+"""How a tensor lies over ranks: `DTensor`, its placements, and what operations do with it."""
