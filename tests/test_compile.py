@@ -19,7 +19,7 @@ import ranks
 import shardrt
 from shardrt.comm import World
 from test_prefetch import gathers_of
-from toys import OddBlock, OddMLP, Sharder, batch, loss_of, lots_of, shard_blocks, train_side_by_side
+from toys import OddBlock, OddMLP, Sharder, batch, buckets_of, loss_of, shard_blocks, train_side_by_side
 
 STEPS = 4
 DEADLINE_S = 240.0  # the first test of a job imports the compiler: a minute per rank on a machine that is busy
@@ -261,7 +261,7 @@ def test_the_same_bits_buffers_and_schedule_as_without(world: World) -> None:
     shard_blocks(eager)
     blocks_last(compiled)
     events = [gathers_of(model) for model in (eager, compiled)]
-    with compiler() as counts, lots_of(0):
+    with compiler() as counts, buckets_of(0):
         for step in range(3):
             for model in (eager, compiled):
                 loss_of(model, batch(step).float().chunk(world.size)[world.rank]).backward()

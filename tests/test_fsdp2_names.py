@@ -14,7 +14,7 @@ from ranks import on_ranks
 from shardrt.comm import Communicator, World, new_stream
 from shardrt.fsdp import ranges, symmetric_windows
 from shardrt.fsdp.buffers import Slot
-from toys import OddMLP, batch, compare, loss_of, lots_of, shard_blocks, train_side_by_side
+from toys import OddMLP, batch, buckets_of, compare, loss_of, shard_blocks, train_side_by_side
 
 
 def test_axes_of_a_larger_mesh_are_named() -> None:
@@ -177,7 +177,7 @@ def test_ranges_in_a_profile(world: World) -> None:
     """Named and nested as FSDP2's, in the order of a step; none stays open after an exception; none without a profiler."""
     model = shard_blocks(OddMLP(layers=2))
     x = batch(0).float()
-    with lots_of(0):
+    with buckets_of(0):
         loss_of(model, x).backward()
         model.zero_grad()
         with torch.autograd.profiler.profile() as profile:
@@ -234,7 +234,7 @@ def test_ranges_around_compiled_blocks(world: World) -> None:
     model = shard_blocks(OddMLP(layers=2))
     for block in model.blocks:
         block.compile(backend="eager")
-    with lots_of(0):
+    with buckets_of(0):
         loss_of(model, batch(0).float()).backward()
         with torch.compiler.set_stance("fail_on_recompile"), torch.autograd.profiler.profile() as profile:
             loss_of(model, batch(0).float()).backward()

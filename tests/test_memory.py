@@ -14,7 +14,7 @@ from shardrt.comm import Event, Pool, World
 from shardrt.comm.streams import InlineStream
 from shardrt.fsdp import buffers
 from shardrt.fsdp.buffers import Account, Slot, SlotBuffer
-from toys import OddMLP, batch, loss_of, lots_of, shard_blocks
+from toys import OddMLP, batch, buckets_of, loss_of, shard_blocks
 
 
 def train(model: torch.nn.Module, world: World, steps: int = 3) -> None:
@@ -24,7 +24,7 @@ def train(model: torch.nn.Module, world: World, steps: int = 3) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-@lots_of(0)
+@buckets_of(0)
 def test_peak_of_the_default_schedule(world: World) -> None:
     """The root stays gathered. Beside it, in forward: one block in use, two gathered ahead; in backward: one in use, one ahead,
     and the newest packed gradients (which a rank alone packs where they stay).
@@ -41,14 +41,14 @@ def test_peak_of_the_default_schedule(world: World) -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_peak_in_lots(world: World) -> None:
-    """Small groups together: all that the lot holds are gathered at once, and all their packed gradients are there at once."""
+    """Small groups together: all that the bucket holds are gathered at once, and all their packed gradients are there at once."""
     model = OddMLP(layers=5).double()
     shard_blocks(model)
     root, block = model.param_group, model.blocks[0].param_group
-    with lots_of(3 * block.layout.nbytes):
+    with buckets_of(3 * block.layout.nbytes):
         train(model, world)
     # Backward gathers blocks 4, 3 and 2, then, when 2 begins, 1 and 0. When 1 ends, four blocks' gradients wait, one more than
-    # a lot: they are packed, while the root, 1 and 0 are gathered. What is left goes last, when all blocks are freed.
+    # a bucket: they are packed, while the root, 1 and 0 are gathered. What is left goes last, when all blocks are freed.
     # A rank alone packs gradients where they stay: it has most in forward, the five blocks.
     most = 2 * block.layout.nbytes + 4 * block.layout.nbytes if world.size > 1 else 5 * block.layout.nbytes
     assert root.runtime.account.peak == root.layout.nbytes + most
@@ -67,7 +67,7 @@ class CountingPool(Pool):
 
 
 @on_ranks(2)
-@lots_of(0)
+@buckets_of(0)
 def test_gathered_parameters_come_from_a_pool(world: World) -> None:
     """All but packed gradients; those of one block from its communicator's, since that is asked for."""
     model = OddMLP(layers=3).double()
@@ -86,7 +86,7 @@ def test_gathered_parameters_come_from_a_pool(world: World) -> None:
 
 
 @on_ranks(1, 2, 3)
-@lots_of(0)
+@buckets_of(0)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_gradients_give_their_memory_back(world: World, reduce_dtype: torch.dtype | None) -> None:
     """From a forward that finds none to the backward, unless somebody has one of them or a view of it."""
@@ -147,7 +147,7 @@ def test_a_slot_is_handed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch)
 
 
 @on_ranks(2, 3)
-@lots_of(0)
+@buckets_of(0)
 def test_peak_without_resharding(world: World) -> None:
     """All groups stay gathered through forward; the first packed gradients come on top, when nothing is freed yet."""
     model = OddMLP(layers=5).double()
@@ -160,7 +160,7 @@ def test_peak_without_resharding(world: World) -> None:
 
 
 @on_ranks(2)
-@lots_of(0)
+@buckets_of(0)
 def test_peak_with_bfloat16_compute(world: World) -> None:
     """Full buffers shrink with the compute dtype; packed gradients have the reduce dtype."""
     policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -206,7 +206,7 @@ def test_modifying_a_gathered_parameter_between_forward_and_backward_is_noticed(
 
 
 @on_ranks(2)
-@lots_of(0)
+@buckets_of(0)
 def test_summary(world: World) -> None:
     """Figures by hand: block bytes are those of its layout; the root holds inp and out, 5 * 13 + 13 + 13 * 3 + 3 elements."""
     model = shard_blocks(OddMLP(layers=1).double())
@@ -254,7 +254,7 @@ def test_optimizer_state_on_disk(world: World, options: dict[str, bool]) -> None
 
 
 @on_ranks(1, 2)
-@lots_of(0)
+@buckets_of(0)
 def test_no_fresh_memory_in_the_steady_state(world: World) -> None:
     """Buffers of 4 MiB come and go, six at least per step, 1024 pages each; no step touches a page for the first time."""
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))

@@ -9,7 +9,7 @@ from torch import nn
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import DeviceMesh, World
-from toys import OddBlock, OddMLP, batch, compare, loss_of, lots_of, shard_blocks, train_side_by_side
+from toys import OddBlock, OddMLP, batch, buckets_of, compare, loss_of, shard_blocks, train_side_by_side
 
 
 def plane(world: World, replicas: int) -> DeviceMesh:
@@ -39,7 +39,7 @@ def test_hybrid_sharding_accumulates_by_reduce_scatter_only(world: World, factor
         for module in (model, *model.blocks):
             module.set_gradient_divide_factor(factor)
     for step in range(2):
-        with lots_of(0 if step else 1 << 20):
+        with buckets_of(0 if step else 1 << 20):
             for micro in range(3):
                 x = batch(3 * step + micro)
                 (loss_of(whole, x) * (1.0 if factor is None else 4 / factor)).backward()

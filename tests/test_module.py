@@ -13,7 +13,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt.comm import Communicator, Stream, Work, World
 from test_prefetch import gathers_of
-from toys import OddMLP, UsedTwice, batch, compare, loss_of, lots_of, shard_blocks, train_side_by_side
+from toys import OddMLP, UsedTwice, batch, buckets_of, compare, loss_of, shard_blocks, train_side_by_side
 
 
 @on_ranks(1, 2)
@@ -54,7 +54,7 @@ def shard_chunked(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("reshard", [None, True])
 @on_ranks(1, 2, 3)
-@lots_of(0)
+@buckets_of(0)
 def test_a_list_of_modules_is_one_group(world: World, reshard: bool | None) -> None:
     """Gathered once for a forward and once for a backward, whatever runs how often, or not at all."""
     whole = Chunked().double()
@@ -219,9 +219,9 @@ class Optional(nn.Module):
         return x if self.plain else x + self.sometimes(x)
 
 
-@pytest.mark.parametrize("lot", [0, 1 << 20])
+@pytest.mark.parametrize("bucket", [0, 1 << 20])
 @on_ranks(2, 3)
-def test_parameters_unused_on_some_ranks(world: World, lot: int) -> None:
+def test_parameters_unused_on_some_ranks(world: World, bucket: int) -> None:
     """They get the gradient of the ranks that use them, on every rank, and zeros count for the others."""
     whole = Choosy().double()
     whole.blocks = nn.ModuleList(Optional(13).double() for _ in range(3))
@@ -235,7 +235,7 @@ def test_parameters_unused_on_some_ranks(world: World, lot: int) -> None:
     shardrt.fully_shard(model)
     model.rank = world.rank
     model.set_reduce_scatter_unused_params(True)
-    with lots_of(lot):
+    with buckets_of(bucket):
         for step in range(3):
             loss_of(model, batch(step).chunk(world.size)[world.rank]).backward()
             for rank in range(world.size):
@@ -250,7 +250,7 @@ def test_parameters_unused_on_some_ranks(world: World, lot: int) -> None:
 
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
 @on_ranks(2)
-@lots_of(0)
+@buckets_of(0)
 def test_reductions_in_flight(world: World, in_flight: int) -> None:
     """So many packed buffers are there at most: the peak of a model that stays gathered says it."""
     model = OddMLP(layers=4).double()
@@ -272,7 +272,7 @@ def test_reductions_in_flight(world: World, in_flight: int) -> None:
 
 
 @on_ranks(2)
-@lots_of(0)
+@buckets_of(0)
 def test_reductions_in_flight_by_group(world: World) -> None:
     """The most that any group was told holds for all of the root."""
     model = shard_blocks(OddMLP(layers=4).double(), reshard_after_forward=False)

@@ -20,8 +20,8 @@ from toys import (
     TiedGPT,
     UsedTwice,
     batch,
+    buckets_of,
     loss_of,
-    lots_of,
     shard_blocks,
     tokens,
     train_side_by_side,
@@ -47,7 +47,7 @@ def test_odd_sizes(world: World) -> None:
 def test_reshard_after_forward(world: World, reshard: bool | None) -> None:
     shard = functools.partial(shard_blocks, reshard_after_forward=reshard)
     model = train_side_by_side(world, OddMLP().double(), map(batch, range(3)), shard=shard)
-    with lots_of(0):
+    with buckets_of(0):
         loss_of(model, batch(0))
     kept = [group.ready is not None for group in model.param_group.with_descendants()]
     # By default the root stays gathered, and the block that the backward begins with.
@@ -233,7 +233,7 @@ class Towers(nn.Module):
 
 
 @on_ranks(2)
-@lots_of(0)
+@buckets_of(0)
 def test_blocks_without_input_gradients_reduce_during_backward(world: World) -> None:
     model = Towers().double()
     shard_blocks(model)

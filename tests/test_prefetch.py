@@ -18,7 +18,7 @@ from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.comm.recorder import merge
 from shardrt.fsdp.param_group import ParamGroup
-from toys import Branching, OddBlock, OddMLP, Skipping, batch, compare, lots_of, shard_blocks, tokens, train_side_by_side
+from toys import Branching, OddBlock, OddMLP, Skipping, batch, buckets_of, compare, shard_blocks, tokens, train_side_by_side
 
 
 def gathers_of(model: nn.Module) -> list[str]:
@@ -53,7 +53,7 @@ def said() -> Iterator[list[str]]:
 
 
 @on_ranks(1, 2)
-@lots_of(0)
+@buckets_of(0)
 def test_both_ways(world: World) -> None:
     model = shard_blocks(OddMLP())
     events = gathers_of(model)
@@ -70,7 +70,7 @@ def test_both_ways(world: World) -> None:
 
 
 @on_ranks(1, 2)
-@lots_of(0)
+@buckets_of(0)
 def test_the_recorder_tells_a_step(world: World) -> None:
     """All that happens to the groups in the second step, whose order is known, and what is kept of it in a dump."""
     model = shard_blocks(OddMLP())
@@ -99,10 +99,10 @@ def test_the_recorder_tells_a_step(world: World) -> None:
 
 @on_ranks(1, 2)
 def test_small_groups_in_lots(world: World) -> None:
-    """The root and block 0 are a lot, then pairs. Two lots ahead in forward, one in backward, which finds two lots kept."""
+    """The root and block 0 are a bucket, then pairs. Two buckets ahead in forward, one in backward, which finds two buckets kept."""
     model = shard_blocks(OddMLP(layers=8))
     events = gathers_of(model)
-    with lots_of(2 * model.blocks[0].param_group.layout.nbytes):
+    with buckets_of(2 * model.blocks[0].param_group.layout.nbytes):
         for _ in range(2):
             events.clear()
             model(batch(0).float()).sum().backward()
@@ -126,7 +126,7 @@ def test_a_prefetch_policy(world: World) -> None:
             policy = shardrt.PrefetchPolicy(max_bytes=2 * nbytes - 1)
         model.set_prefetch_policy(policy)
         events = gathers_of(model)
-        with lots_of(0):
+        with buckets_of(0):
             for _ in range(2):
                 events.clear()
                 model(batch(0).float()).sum().backward()
@@ -134,7 +134,7 @@ def test_a_prefetch_policy(world: World) -> None:
 
 
 @on_ranks(1, 2)
-@lots_of(0)
+@buckets_of(0)
 def test_named_modules_are_gathered_ahead(world: World) -> None:
     model = shard_blocks(OddMLP(layers=4), reshard_after_forward=True)
     blocks = list(model.blocks)
@@ -155,7 +155,7 @@ def test_named_modules_are_gathered_ahead(world: World) -> None:
 
 
 @on_ranks(1, 2)
-@lots_of(0)
+@buckets_of(0)
 def test_a_module_whose_backward_reads_no_parameters(world: World) -> None:
     """An embedding is not gathered for its backward, and still gets its gradient."""
     model = nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 3)).double()
@@ -176,7 +176,7 @@ def test_a_module_whose_backward_reads_no_parameters(world: World) -> None:
 
 
 @on_ranks(1, 2)
-@lots_of(0)
+@buckets_of(0)
 def test_a_changed_order_is_served_on_demand_and_recorded(world: World) -> None:
     model = shard_blocks(Skipping())
     events = gathers_of(model)
@@ -201,7 +201,7 @@ def test_a_changed_order_is_served_on_demand_and_recorded(world: World) -> None:
 
 
 @on_ranks(2)
-@lots_of(0)
+@buckets_of(0)
 def test_a_root_that_ends_with_its_last_child(world: World) -> None:
     """Both share the output's node; the child's backward starts first, and gathering ahead goes on behind it."""
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
@@ -215,7 +215,7 @@ def test_a_root_that_ends_with_its_last_child(world: World) -> None:
 
 
 @on_ranks(2)
-@lots_of(0)
+@buckets_of(0)
 def test_branches_are_freed_in_time(world: World) -> None:
     """Blocks 4 and 2 share their input with others: each is freed by its own backward, not by that input's whole gradient.
 
@@ -250,7 +250,7 @@ class Passing(OddMLP):
 
 
 @on_ranks(1, 2)
-@lots_of(0)
+@buckets_of(0)
 def test_an_input_that_is_passed_on(world: World) -> None:
     """It is part of the module's outputs, and does not begin its backward once more."""
     model = shard_blocks(Passing(), reshard_after_forward=True)

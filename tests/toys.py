@@ -132,10 +132,10 @@ def shard_blocks(model: nn.Module, **options: object) -> nn.Module:
 
 
 @contextmanager
-def lots_of(nbytes: int) -> Iterator[None]:
-    """Gather and reduce groups up to `nbytes` together in one go; 0: one group at a time. The toys are one lot by default."""
+def buckets_of(nbytes: int) -> Iterator[None]:
+    """Gather and reduce groups up to `nbytes` together in one go; 0: one group at a time. The toys are one bucket by default."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefetch, "LOT_NBYTES", nbytes)
+        patch.setattr(prefetch, "BUCKET_BYTES", nbytes)
         yield
 
 
@@ -177,7 +177,7 @@ def train_side_by_side(
     """Train `model` in one process on whole batches and a sharded copy on this rank's part of each; compare as they go.
 
     Compared after every step: the loss, every gradient (also: that the same parameters have none), every parameter.
-    Groups go in lots in one step, one by one in the next.
+    Groups go in buckets in one step, one by one in the next.
     """
     whole, sharded = model, copy.deepcopy(model)
     shard(sharded)
@@ -190,7 +190,7 @@ def train_side_by_side(
         expected.backward()
         mine = x.chunk(world.size)[world.rank]
         total = torch.zeros_like(expected)
-        with lots_of(prefetch.LOT_NBYTES if step % 2 else 0):
+        with buckets_of(prefetch.BUCKET_BYTES if step % 2 else 0):
             for index, micro in enumerate(mine.chunk(microbatches)):
                 sharded.set_requires_gradient_sync(index == microbatches - 1)  # type: ignore[operator]
                 loss = loss_of(sharded, micro) / microbatches

@@ -153,7 +153,7 @@ class FSDPModule:
             settings.reduce_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many lots of packed gradients may be in flight. TypeError, ValueError unless an int >= 1.
+        """How many buckets of packed gradients may be in flight. TypeError, ValueError unless an int >= 1.
 
         All groups under a root share them: the most that any of them was told holds for all, from the next forward on.
         Cost: as many buffers. More than 1 helps when a reduce-scatter takes longer than the backward beside it.

@@ -24,45 +24,45 @@ _log = logging.getLogger("shardrt")
 # Groups up to this size together, neighbours in the order of use, are gathered, and reduced, in one go.
 # Cost: as many bytes of buffers at most. What a small collective costs is the ranks' wait for each other, and Python code
 # that other code has pushed out of the caches: side by side, a hundred small ones cost little more than ten.
-LOT_NBYTES = 1 << 20
+BUCKET_BYTES = 1 << 20
 
 
 def is_large(group: ParamGroup) -> bool:
-    """A group that fills a lot by itself."""
-    return group.nbytes > LOT_NBYTES
+    """A group that fills a bucket by itself."""
+    return group.nbytes > BUCKET_BYTES
 
 
 FORWARD_GROUPS, BACKWARD_GROUPS = 2, 1  # ahead, unless the policy says otherwise
 
 
 class Order:
-    """An order of use, cut into lots, and how far along it groups have been named to be gathered."""
+    """An order of use, cut into buckets, and how far along it groups have been named to be gathered."""
 
     def __init__(self, groups: Sequence[ParamGroup], ahead: int, max_bytes: int | None) -> None:
         self.groups = groups
         self._named = 0  # positions before this one
         before = [0, *accumulate(group.nbytes for group in groups)]  # bytes, by position
-        largest = LOT_NBYTES if max_bytes is None else min(LOT_NBYTES, max_bytes)
-        lots: list[int] = []  # by position
-        ends: list[int] = []  # by lot: the position after its last group
+        largest = BUCKET_BYTES if max_bytes is None else min(BUCKET_BYTES, max_bytes)
+        buckets: list[int] = []  # by position
+        ends: list[int] = []  # by bucket: the position after its last group
         first = 0
         for position in range(len(groups)):
             if not ends or before[position + 1] - before[first] > largest:
                 first = position
                 ends.append(position)
             ends[-1] = position + 1
-            lots.append(len(ends) - 1)
+            buckets.append(len(ends) - 1)
         # The position before which groups may be gathered while the one at a position is in use.
         self._reach = [
             max(
                 (
                     end
-                    for end in ends[lot : lot + 1 + ahead]
+                    for end in ends[bucket : bucket + 1 + ahead]
                     if max_bytes is None or before[end] - before[place + 1] <= max_bytes
                 ),
                 default=place + 1,
             )
-            for place, lot in enumerate(lots)
+            for place, bucket in enumerate(buckets)
         ]
 
     def again(self) -> Order:
@@ -80,7 +80,7 @@ class Order:
         return position < len(self.groups) and self.groups[position] is group
 
     def after(self, position: int) -> list[ParamGroup]:
-        """What to gather behind the group at `position`, which is used now: whole lots, each named once."""
+        """What to gather behind the group at `position`, which is used now: whole buckets, each named once."""
         first, reach = max(self._named, position + 1), self._reach[position]
         if reach <= first:
             return []
@@ -113,7 +113,7 @@ class PrefetchQueue:
 
     def _order(self, groups: list[ParamGroup], ahead: int) -> Order:
         """Cost: some microseconds per group, so one that repeats is taken up again."""
-        key = (ahead, LOT_NBYTES, self._policy)
+        key = (ahead, BUCKET_BYTES, self._policy)
         if key not in self._orders or self._orders[key].groups != groups:
             self._orders[key] = Order(groups, self._policy.groups(ahead), self._policy.max_bytes)
         return self._orders[key].again()

@@ -202,11 +202,11 @@ class Runtime:
         if group not in self._to_reduce:
             self._to_reduce[group] = None
             self._to_reduce_nbytes += group.nbytes
-        if self._to_reduce_nbytes > prefetch.LOT_NBYTES:
+        if self._to_reduce_nbytes > prefetch.BUCKET_BYTES:
             self._reduce_waiting()
 
     def _reduce_waiting(self) -> None:
-        """Reduce what waits. Few lots at a time are in flight, so that packed gradients take a bounded amount of memory."""
+        """Reduce what waits. Few buckets at a time are in flight, so that packed gradients take a bounded amount of memory."""
         again = any(groups & self._to_reduce.keys() for groups, _ in self._in_flight)  # with the same buffers
         with ranged("FSDP::post_backward_rs_wait", *self._to_reduce):
             self._retire(0 if again else self._reductions_in_flight - 1)
@@ -245,7 +245,7 @@ class Runtime:
         return used
 
     def _retire(self, but: int) -> None:
-        """Give back the buffers of all but the newest `but` lots of reductions, once those have run."""
+        """Give back the buffers of all but the newest `but` buckets of reductions, once those have run."""
         while len(self._in_flight) > but:
             self._in_flight.popleft()[1].release()
 
