@@ -14,7 +14,7 @@ from .streams import Event, Stream
 if TYPE_CHECKING:
     from .communicator import Communicator
     from .fingerprint import Description
-    from .monitor.status_table import Slot
+    from .monitor.status_table import StatusEntry
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8})
@@ -87,7 +87,7 @@ class Call:
     # Of the first call of a list, for hooks: its words, once they have been worked out; where recorder and watchdog keep it.
     description: Description | None = None
     entry: list[Any] | None = None
-    slot: Slot | None = None
+    status: StatusEntry | None = None
 
 
 class Hook:

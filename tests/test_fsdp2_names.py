@@ -13,7 +13,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt.comm import Communicator, World, new_stream
 from shardrt.fsdp import ranges, symmetric_windows
-from shardrt.fsdp.buffers import Slot
+from shardrt.fsdp.buffers import CommBuffer
 from toys import OddMLP, batch, buckets_of, compare, loss_of, shard_blocks, train_side_by_side
 
 
@@ -140,7 +140,7 @@ def test_symmetric_windows(world: World) -> None:
         patch.setattr("shardrt.fsdp.prefetch.is_large", lambda group: True)
         parts = parts_of_windows(type(world.comm), patch)
         model = train_side_by_side(world, OddMLP().double(), map(batch, range(3)), shard=shard)
-        assert Slot.of(model.param_group.gather_comm, 1).symmetric
+        assert CommBuffer.of(model.param_group.gather_comm, 1).symmetric
         assert {part[0].split()[0] for part in parts} == {"all_gather", "reduce_scatter"}
         assert len({tuple(each) for each in world.comm.exchange(parts)}) == 1, "the same parts on all ranks"
 

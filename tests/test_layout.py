@@ -46,26 +46,26 @@ def groups(draw: st.DrawFn, rows_only: bool = False) -> tuple[list[ParamSpec], i
 
 def inner_cuts(layout: Layout, index: int) -> list[int]:
     """Bytes from the parameter's start to every segment boundary strictly inside it."""
-    slot, segment = layout.slots[index], layout.segment_nbytes
-    end = slot.offset + slot.spec.nbytes
-    first = slot.offset // segment + 1
-    return [k * segment - slot.offset for k in range(first, -(-end // segment))]
+    param, segment = layout.placed[index], layout.segment_nbytes
+    end = param.offset + param.spec.nbytes
+    first = param.offset // segment + 1
+    return [k * segment - param.offset for k in range(first, -(-end // segment))]
 
 
 def check_layout(layout: Layout, specs: list[ParamSpec], world_size: int) -> None:
-    assert [slot.spec for slot in layout.slots] == specs
+    assert [param.spec for param in layout.placed] == specs
     assert layout.nbytes == world_size * layout.segment_nbytes
     assert layout.segment_nbytes > 0
     assert layout.segment_nbytes % ALIGNMENT == 0
-    spans = sorted((s.offset, s.offset + s.spec.nbytes) for s in layout.slots if s.spec.nbytes)
+    spans = sorted((s.offset, s.offset + s.spec.nbytes) for s in layout.placed if s.spec.nbytes)
     assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
-    for index, slot in enumerate(layout.slots):
-        assert slot.offset % ALIGNMENT == 0
-        assert 0 <= slot.offset <= slot.offset + slot.spec.nbytes <= layout.nbytes
+    for index, param in enumerate(layout.placed):
+        assert param.offset % ALIGNMENT == 0
+        assert 0 <= param.offset <= param.offset + param.spec.nbytes <= layout.nbytes
         cuts = inner_cuts(layout, index)
-        on_rows = all(cut % slot.spec.row_nbytes == 0 for cut in cuts)
-        assert on_rows != slot.flat, "flat is declared exactly where a row is cut"
-        assert all(cut % slot.spec.itemsize == 0 for cut in cuts)
+        on_rows = all(cut % param.spec.row_nbytes == 0 for cut in cuts)
+        assert on_rows != param.flat, "flat is declared exactly where a row is cut"
+        assert all(cut % param.spec.itemsize == 0 for cut in cuts)
 
 
 @property_test
@@ -96,7 +96,7 @@ def test_rows_only_is_never_cut_in_a_row(group: tuple[list[ParamSpec], int]) -> 
     specs, world_size = group
     layout = plan(specs, world_size)
     check_layout(layout, specs, world_size)
-    assert not any(slot.flat and slot.spec.rows_only for slot in layout.slots)
+    assert not any(param.flat and param.spec.rows_only for param in layout.placed)
 
 
 @property_test
@@ -104,19 +104,19 @@ def test_rows_only_is_never_cut_in_a_row(group: tuple[list[ParamSpec], int]) -> 
 def test_runs_partition_every_parameter(group: tuple[list[ParamSpec], int]) -> None:
     specs, world_size = group
     layout = plan(specs, world_size)
-    for index, slot in enumerate(layout.slots):
+    for index, param in enumerate(layout.placed):
         runs = [layout.run(index, rank) for rank in range(world_size)]
         edges = [0, *(run.stop for run in runs)]
         assert [run.start for run in runs] == edges[:-1]
-        assert edges[-1] == slot.spec.numel
+        assert edges[-1] == param.spec.numel
         assert layout.numels(index) == tuple(run.stop - run.start for run in runs)
         for rank, run in enumerate(runs):
             if run.start == run.stop:
                 assert run.offset == 0
                 continue
             byte = rank * layout.segment_nbytes + run.offset
-            assert byte == slot.offset + run.start * slot.spec.itemsize
-            assert run.offset + (run.stop - run.start) * slot.spec.itemsize <= layout.segment_nbytes
+            assert byte == param.offset + run.start * param.spec.itemsize
+            assert run.offset + (run.stop - run.start) * param.spec.itemsize <= layout.segment_nbytes
 
 
 @property_test
@@ -164,7 +164,7 @@ def test_tiny_groups_against_exhaustive_search() -> None:
         layout = plan(specs, world_size)
         largest = (layout.payload_nbytes + padding_limit(specs, world_size)) // world_size
         optimum = smallest_row_segment(specs, world_size, largest)
-        flat = any(slot.flat for slot in layout.slots)
+        flat = any(param.flat for param in layout.placed)
         if optimum is None:
             assert flat
         else:
@@ -176,8 +176,8 @@ def test_tiny_groups_against_exhaustive_search() -> None:
 def test_drawn_example() -> None:
     layout = plan(EXAMPLE, 4)
     assert layout.segment_nbytes == 128
-    assert [slot.offset for slot in layout.slots] == [0, 224, 416]
-    assert not any(slot.flat for slot in layout.slots)
+    assert [param.offset for param in layout.placed] == [0, 224, 416]
+    assert not any(param.flat for param in layout.placed)
     assert (layout.payload_nbytes, layout.padding_nbytes) == (440, 72)
     rows = [[count // spec.row_numel for count in layout.numels(index)] for index, spec in enumerate(EXAMPLE)]
     assert rows == [[4, 3, 0, 0], [0, 2, 8, 2], [0, 0, 0, 6]]
@@ -190,27 +190,27 @@ def test_drawn_example() -> None:
 def test_row_sizes_that_do_not_go_together_are_cut_flat_unless_asked_not_to() -> None:
     shapes = {"a": (1000, 1000), "b": (999, 999)}
     layout = plan([ParamSpec(name, shape, 4) for name, shape in shapes.items()], 8)
-    assert [slot.flat for slot in layout.slots] == [False, True]
+    assert [param.flat for param in layout.placed] == [False, True]
     assert layout.padding_nbytes < layout.payload_nbytes // 100
 
     specs = [ParamSpec(name, shape, 4, rows_only=True) for name, shape in shapes.items()]
     rows = plan(specs, 8)
     check_layout(rows, specs, 8)
-    assert not any(slot.flat for slot in rows.slots)
+    assert not any(param.flat for param in rows.placed)
     assert rows.padding_nbytes > padding_limit(specs, 8)
 
 
 def test_only_the_parameter_that_does_not_fit_is_cut_flat() -> None:
     specs = [ParamSpec(f"w{i}", (4096, 1024), 4) for i in range(3)] + [ParamSpec("odd", (640, 999), 4)]
     layout = plan(specs, 64)
-    assert [slot.spec.name for slot in layout.slots if slot.flat] == ["odd"]
+    assert [param.spec.name for param in layout.placed if param.flat] == ["odd"]
 
 
 @pytest.mark.parametrize("world_size", [8, 16, 32, 64, 128, 256])
 def test_uniform_transformer_block_pads_next_to_nothing(world_size: int) -> None:
     specs = transformer_block(4096, 14336, 1024, down_dim=1)
     layout = plan(specs, world_size)
-    assert not any(slot.flat for slot in layout.slots)
+    assert not any(param.flat for param in layout.placed)
     # A whole number of rows per segment is the least that rows allow: below one row per rank.
     assert layout.padding_nbytes <= world_size * 4096 * 2
 

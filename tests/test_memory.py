@@ -13,7 +13,7 @@ from ranks import on_ranks
 from shardrt.comm import Event, Pool, World
 from shardrt.comm.streams import InlineStream
 from shardrt.fsdp import buffers
-from shardrt.fsdp.buffers import Account, Slot, SlotBuffer
+from shardrt.fsdp.buffers import Account, CommBuffer, CommFlatBuffer
 from toys import OddMLP, batch, buckets_of, loss_of, shard_blocks
 
 
@@ -40,8 +40,8 @@ def test_peak_of_the_default_schedule(world: World) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_peak_in_lots(world: World) -> None:
-    """Small groups together: all that the bucket holds are gathered at once, and all their packed gradients are there at once."""
+def test_peak_in_buckets(world: World) -> None:
+    """Small groups together: all of a bucket are gathered at once, and all their packed gradients are there at once."""
     model = OddMLP(layers=5).double()
     shard_blocks(model)
     root, block = model.param_group, model.blocks[0].param_group
@@ -117,8 +117,8 @@ def test_gradients_give_their_memory_back(world: World, reduce_dtype: torch.dtyp
 
 def test_a_slot_is_handed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two roots may compute on different streams."""
-    slot, account = Slot(torch.zeros(16, dtype=torch.uint8)), Account()
-    first, second = SlotBuffer(16, slot, account), SlotBuffer(8, slot, account)
+    comm_buffer, account = CommBuffer(torch.zeros(16, dtype=torch.uint8)), Account()
+    first, second = CommFlatBuffer(16, comm_buffer, account), CommFlatBuffer(8, comm_buffer, account)
     waits: list[tuple[str, Event]] = []
 
     class Named(InlineStream):

@@ -98,8 +98,8 @@ def test_the_recorder_tells_a_step(world: World) -> None:
 
 
 @on_ranks(1, 2)
-def test_small_groups_in_lots(world: World) -> None:
-    """The root and block 0 are a bucket, then pairs. Two buckets ahead in forward, one in backward, which finds two buckets kept."""
+def test_small_groups_in_buckets(world: World) -> None:
+    """The root and block 0 are a bucket, then pairs. Two buckets ahead in forward, one in backward, which finds two kept."""
     model = shard_blocks(OddMLP(layers=8))
     events = gathers_of(model)
     with buckets_of(2 * model.blocks[0].param_group.layout.nbytes):

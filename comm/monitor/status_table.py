@@ -1,6 +1,6 @@
 """What every rank is doing, in memory that the ranks of a node share: it can be read whatever has become of its owner.
 
-A row has a header and a slot for each communicator that its rank has used lately. Rows of other nodes are copies, brought by
+A row has a header and a status for each communicator that its rank has used lately. Rows of other nodes are copies, brought by
 `comm.sidechannel`. The memory has no name, so nothing is left behind, however a job ends.
 """
 
@@ -20,11 +20,11 @@ _HEADER = Struct("<qdiBc91s")  # pid, seen, stacks, state, process, note
 _STATE_AT, _PROCESS_AT, _NOTE_AT, _SEEN_AT = 20, 21, 22, 8
 _HEADER_NBYTES = 128
 WHAT_NBYTES = 64
-_SLOT = Struct(f"<Q24sqqqd{WHAT_NBYTES}s")  # key, communicator, ended, count, number, since, what
+_ENTRY = Struct(f"<Q24sqqqd{WHAT_NBYTES}s")  # key, communicator, ended, count, number, since, what
 _BEGUN = Struct(f"<qqd{WHAT_NBYTES}s")
 _ENDED_AT, _BEGUN_AT = 32, 40
 _SEEN, _COUNT = Struct("<d"), Struct("<q")
-SLOTS = (_ROW_NBYTES - _HEADER_NBYTES) // _SLOT.size
+ENTRIES = (_ROW_NBYTES - _HEADER_NBYTES) // _ENTRY.size
 
 
 class State(IntEnum):
@@ -57,7 +57,7 @@ class Operation:
     key: int
     comm: str
     ended: int
-    count: int  # of this slot's operations; `ended` is the same once it is done
+    count: int  # of this status's operations; `ended` is the same once it is done
     number: int
     since: float
     what: str
@@ -116,9 +116,9 @@ class Table:
 
     def operations(self, rank: int) -> Iterator[Operation]:
         """A rank's newest operation on each communicator."""
-        for index in range(SLOTS):
-            at = rank * _ROW_NBYTES + _HEADER_NBYTES + index * _SLOT.size
-            key, comm, ended, count, number, since, what = _SLOT.unpack_from(self._memory, at)
+        for index in range(ENTRIES):
+            at = rank * _ROW_NBYTES + _HEADER_NBYTES + index * _ENTRY.size
+            key, comm, ended, count, number, since, what = _ENTRY.unpack_from(self._memory, at)
             if key:
                 yield Operation(key, _text(comm), ended, count, number, since, _text(what))
 
@@ -133,7 +133,7 @@ class Table:
             self._memory[rank * _ROW_NBYTES : (rank + 1) * _ROW_NBYTES] = row
 
 
-class Slot:
+class StatusEntry:
     """Where this rank says what it does on one communicator. Cost: 0.5 us to begin and 0.2 to end an operation."""
 
     def __init__(self, table: Table, rank: int, index: int, key: int, comm: str) -> None:
@@ -141,8 +141,8 @@ class Slot:
         self.ended = self.count = 0
         self.number, self.what = -1, ""
         self._memory = table._memory
-        self._at = rank * _ROW_NBYTES + _HEADER_NBYTES + index * _SLOT.size
-        _SLOT.pack_into(self._memory, self._at, key, comm.encode(), 0, 0, -1, 0.0, b"")
+        self._at = rank * _ROW_NBYTES + _HEADER_NBYTES + index * _ENTRY.size
+        _ENTRY.pack_into(self._memory, self._at, key, comm.encode(), 0, 0, -1, 0.0, b"")
 
     def begin(self, number: int, what: str) -> None:
         """The rank is in this operation from now on."""

@@ -32,7 +32,7 @@ from ..recorder import Recorder, is_past
 from ..streams import is_capturing, observe
 from .exit_handlers import EXIT_CODE, NOTHING, Aborter, say
 from .sidechannel import SideChannel
-from .status_table import SLOTS, WHAT_NBYTES, Operation, Slot, State, Table, process_letter
+from .status_table import ENTRIES, WHAT_NBYTES, Operation, State, StatusEntry, Table, process_letter
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,10 +72,10 @@ class _Wait:
 
 
 class _Watched:
-    """A communicator's slot, and how long it has shown the same."""
+    """A communicator's status, and how long it has shown the same."""
 
-    def __init__(self, comm: Communicator, slot: Slot, key: int) -> None:
-        self.name, self.ranks, self.own, self.slot, self.key = comm.name, comm.ranks, comm.rank, slot, key
+    def __init__(self, comm: Communicator, status: StatusEntry, key: int) -> None:
+        self.name, self.ranks, self.own, self.status, self.key = comm.name, comm.ranks, comm.rank, status, key
         self.pending: deque[tuple[int, str, Work]] = deque()  # on a CUDA device
         self.peers: list[int] = []  # of sends and receives without a collective
         self.shown = 0
@@ -83,10 +83,10 @@ class _Watched:
 
     def wait(self) -> _Wait | None:
         """What this rank does there now: on a CUDA device, the oldest that has been enqueued and is not done."""
-        number, what = self.slot.number, self.slot.what
+        number, what = self.status.number, self.status.what
         if self.pending:
             number, what, _ = self.pending[0]
-        elif self.slot.ended == self.slot.count:
+        elif self.status.ended == self.status.count:
             return None
         members = {*self.peers, self.own} if self.peers else range(len(self.ranks))
         return _Wait(self.name, tuple(self.ranks[m] for m in sorted(members)), self.key, number, what, self.seconds)
@@ -147,26 +147,28 @@ class Watchdog(Hook):
         call = calls[0]
         watched, what = self._watch(call), call.description or describe(calls)
         watched.peers = [] if what.shared else [call.how[0] for call in calls if isinstance(call.how[0], int)]
-        call.slot = watched.slot
-        call.slot.begin(call.number, what.shared or what.words)
+        call.status = watched.status
+        call.status.begin(call.number, what.shared or what.words)
 
     def after(self, calls: Sequence[Call]) -> None:
-        if (slot := calls[0].slot) is not None:
-            slot.end()
+        if (status := calls[0].status) is not None:
+            status.end()
 
     def _watch(self, call: Call) -> _Watched:
         key = (call.comm, call.name in BLOCKING)
         return self._watched.get(key) or self._open(*key)
 
     def _open(self, comm: Communicator, blocking: bool) -> _Watched:
-        """A slot for a communicator not seen yet; when all are taken, the one of the one longest here that is idle."""
+        """A status for a communicator not seen yet; when all are taken, the one of the one longest here that is idle."""
         key = int.from_bytes(blake2b(f"{comm.name} {comm.ranks} {blocking}".encode(), digest_size=8).digest())
         with self._opening:
             index = len(self._watched)
-            if index == SLOTS:
+            if index == ENTRIES:
                 oldest = next(key for key, watched in self._watched.items() if watched.wait() is None)
-                index = self._watched.pop(oldest).slot.index
-            watched = self._watched[comm, blocking] = _Watched(comm, Slot(self._table, self._rank, index, key, comm.name), key)
+                index = self._watched.pop(oldest).status.index
+            watched = self._watched[comm, blocking] = _Watched(
+                comm, StatusEntry(self._table, self._rank, index, key, comm.name), key
+            )
         return watched
 
     def under_way(self) -> str:
@@ -216,7 +218,7 @@ class Watchdog(Hook):
             while watched.pending and is_past(watched.pending[0][2]):
                 watched.pending.popleft()
             wait = watched.wait()
-            shown = id(watched.pending[0][2]) if watched.pending else watched.slot.count
+            shown = id(watched.pending[0][2]) if watched.pending else watched.status.count
             watched.seconds = watched.seconds + elapsed if wait is not None and shown == watched.shown else 0.0
             watched.shown = shown
             late = watched.seconds >= self._timeout

@@ -37,7 +37,7 @@ def block(model: str, *, itemsize: int, down_dim: int) -> list[ParamSpec]:
 def table_row(model: str, world_size: int, *, itemsize: int, down_dim: int) -> str:
     specs = block(model, itemsize=itemsize, down_dim=down_dim)
     layout = plan(specs, world_size)
-    flat_nbytes = sum(slot.spec.nbytes for slot in layout.slots if slot.flat)
+    flat_nbytes = sum(param.spec.nbytes for param in layout.placed if param.flat)
     padded = (layout.padding_nbytes, fsdp2_padding(specs, world_size), flat_nbytes)
     ours, theirs, flat = (f"{100 * nbytes / layout.payload_nbytes:.2f} %" for nbytes in padded)
     return f"| {model} | {down_dim} | {world_size} | {ours} | {theirs} | {flat} |"

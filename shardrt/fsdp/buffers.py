@@ -130,7 +130,7 @@ class FlatBuffers(FlatBuffer):
             part.release()
 
 
-class Slot:
+class CommBuffer:
     """Memory that a communicator reaches without a copy (`Communicator.empty`), for one buffer at a time."""
 
     def __init__(self, memory: torch.Tensor, *, symmetric: bool = False) -> None:
@@ -143,8 +143,8 @@ class Slot:
         self.left: Event | None = None  # when the stream of its last buffer was done with it
 
     @classmethod
-    def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, whose: str) -> Slot:
-        """The slot of a custom collective's memory. Raises ValueError if it is not what was asked for."""
+    def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, whose: str) -> CommBuffer:
+        """The comm_buffer of a custom collective's memory. Raises ValueError if it is not what was asked for."""
         fits = memory.dtype == torch.uint8 and memory.shape == (nbytes,) and memory.device == device
         if not fits or not memory.is_contiguous() or memory.data_ptr() % 16:
             raise ValueError(
@@ -154,47 +154,47 @@ class Slot:
         return cls(memory)
 
     @classmethod
-    def of(cls, comm: Communicator, nbytes: int, *, symmetric: bool = False) -> Slot:
-        """The slot of `comm`, made, or made anew if it is smaller or not `symmetric`. Collective.
+    def of(cls, comm: Communicator, nbytes: int, *, symmetric: bool = False) -> CommBuffer:
+        """The comm_buffer of `comm`, made, or made anew if it is smaller or not `symmetric`. Collective.
 
         Never freed before `comm` is, so shared.
         """
-        slot = _slots.get(comm)
-        if slot is None or slot.nbytes < nbytes or (symmetric and not slot.symmetric):
-            slot = _slots[comm] = cls(comm.empty(nbytes, torch.uint8, symmetric=symmetric), symmetric=symmetric)
-        return slot
+        comm_buffer = _comm_buffers.get(comm)
+        if comm_buffer is None or comm_buffer.nbytes < nbytes or (symmetric and not comm_buffer.symmetric):
+            comm_buffer = _comm_buffers[comm] = cls(comm.empty(nbytes, torch.uint8, symmetric=symmetric), symmetric=symmetric)
+        return comm_buffer
 
 
-_slots: WeakKeyDictionary[Communicator, Slot] = WeakKeyDictionary()
+_comm_buffers: WeakKeyDictionary[Communicator, CommBuffer] = WeakKeyDictionary()
 
 
-class SlotBuffer(FlatBuffer):
-    """A flat buffer that, while it is allocated, takes a slot."""
+class CommFlatBuffer(FlatBuffer):
+    """A flat buffer that, while it is allocated, takes a comm_buffer."""
 
-    def __init__(self, nbytes: int, slot: Slot, account: Account) -> None:
-        self._set_up(nbytes, slot.storage, slot.offset, account)
-        self._slot = slot
+    def __init__(self, nbytes: int, comm_buffer: CommBuffer, account: Account) -> None:
+        self._set_up(nbytes, comm_buffer.storage, comm_buffer.offset, account)
+        self._comm_buffer = comm_buffer
 
     @property
     def available(self) -> bool:
-        """Nobody has the slot."""
-        return not self._slot.taken
+        """Nobody has the comm_buffer."""
+        return not self._comm_buffer.taken
 
     def seal(self) -> None:
-        """The slot's memory stays."""
+        """The comm_buffer's memory stays."""
 
     def allocate(self) -> None:
-        """Take the slot, which must be free. No-op if it is this buffer's."""
+        """Take the comm_buffer, which must be free. No-op if it is this buffer's."""
         if not self._in_use:
-            assert not self._slot.taken, "one buffer at a time"
-            if self._slot.left is not None:
-                current_stream(self._storage.device).wait(self._slot.left)  # another root's, maybe
-            self._slot.taken = self._in_use = True
+            assert not self._comm_buffer.taken, "one buffer at a time"
+            if self._comm_buffer.left is not None:
+                current_stream(self._storage.device).wait(self._comm_buffer.left)  # another root's, maybe
+            self._comm_buffer.taken = self._in_use = True
             self._account.take(self.nbytes)
 
     def release(self) -> None:
-        """Give the slot back. No-op if it is not this buffer's."""
+        """Give the comm_buffer back. No-op if it is not this buffer's."""
         if self._in_use:
-            self._slot.left = current_stream(self._storage.device).record()
-            self._slot.taken = self._in_use = False
+            self._comm_buffer.left = current_stream(self._storage.device).record()
+            self._comm_buffer.taken = self._in_use = False
             self._account.give_back(self.nbytes)

@@ -23,7 +23,7 @@ The rules:
 - Row sizes that do not go together (1000 and 999 elements) would make S a multiple of both.
   Padding stays within `padding_limit`: max(what FSDP2 pads for the same shapes, 1 % of the payload)
   + 16 per parameter + 16 per segment. Where rows cost more, the parameters that force it are cut
-  between elements (`Slot.flat`), as few bytes of them as the search finds. Only `rows_only`
+  between elements (`PlacedParam.flat`), as few bytes of them as the search finds. Only `rows_only`
   parameters are never cut so; where they force more padding, S is the smallest found for them.
 
 Placing runs around fixed boundaries is bin packing, so this is a search: many segment sizes, a few
@@ -86,7 +86,7 @@ class ParamSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class PlacedParam:
     """Where one parameter lies."""
 
     spec: ParamSpec
@@ -117,7 +117,7 @@ class Layout:
 
     world_size: int
     segment_nbytes: int
-    slots: tuple[Slot, ...]  # in the order of the specs given to plan()
+    placed: tuple[PlacedParam, ...]  # in the order of the specs given to plan()
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +125,7 @@ class Layout:
 
     @property
     def payload_nbytes(self) -> int:
-        return sum(slot.spec.nbytes for slot in self.slots)
+        return sum(param.spec.nbytes for param in self.placed)
 
     @property
     def padding_nbytes(self) -> int:
@@ -133,18 +133,18 @@ class Layout:
 
     def run(self, index: int, rank: int) -> Run:
         """The elements of parameter `index` that `rank` owns. Over all ranks the runs tile it."""
-        slot, base = self.slots[index], rank * self.segment_nbytes
-        end = slot.offset + slot.spec.nbytes
-        start = min(max(base, slot.offset), end)
+        param, base = self.placed[index], rank * self.segment_nbytes
+        end = param.offset + param.spec.nbytes
+        start = min(max(base, param.offset), end)
         stop = max(min(base + self.segment_nbytes, end), start)
-        first, last = ((byte - slot.offset) // slot.spec.itemsize for byte in (start, stop))
+        first, last = ((byte - param.offset) // param.spec.itemsize for byte in (start, stop))
         return Run(first, last, start - base if stop > start else 0)
 
     def numels(self, index: int) -> tuple[int, ...]:
         """Elements of parameter `index` on every rank. Cost: O(world_size)."""
-        slot, counts = self.slots[index], [0] * self.world_size
-        first = slot.offset // self.segment_nbytes
-        for rank in range(first, -(-(slot.offset + slot.spec.nbytes) // self.segment_nbytes)):
+        param, counts = self.placed[index], [0] * self.world_size
+        first = param.offset // self.segment_nbytes
+        for rank in range(first, -(-(param.offset + param.spec.nbytes) // self.segment_nbytes)):
             run = self.run(index, rank)
             counts[rank] = run.stop - run.start
         return tuple(counts)
@@ -164,8 +164,8 @@ def plan(specs: Sequence[ParamSpec], world_size: int) -> Layout:
     smallest = max(_ceil(-(-sum(i.padded for i in items) // world_size), ALIGNMENT), ALIGNMENT)
     limit = payload + padding_limit(specs, world_size)
     best = _fit(items, world_size, smallest, limit // world_size)
-    slots = (Slot(spec, best.offsets[index], index in best.flat) for index, spec in enumerate(specs))
-    return Layout(world_size, best.segment, tuple(slots))
+    placed = (PlacedParam(spec, best.offsets[index], index in best.flat) for index, spec in enumerate(specs))
+    return Layout(world_size, best.segment, tuple(placed))
 
 
 def equal_runs(spec: ParamSpec, world_size: int) -> Layout:
@@ -174,7 +174,7 @@ def equal_runs(spec: ParamSpec, world_size: int) -> Layout:
     Segments are not aligned: they are those rows and no more.
     """
     rows = -(-spec.rows // world_size)
-    return Layout(world_size, rows * spec.row_nbytes or ALIGNMENT, (Slot(spec, 0, flat=False),))
+    return Layout(world_size, rows * spec.row_nbytes or ALIGNMENT, (PlacedParam(spec, 0, flat=False),))
 
 
 def fsdp2_padding(specs: Sequence[ParamSpec], world_size: int) -> int:

@@ -35,7 +35,7 @@ def memory_summary(model: nn.Module) -> str:
 def _row(group: ParamGroup) -> tuple[str, ...]:
     ranks = f"{group.mesh.size}" if group.replicas is None else f"{group.replicas.size} x {group.mesh.size}"
     numel = sum(param.shape.numel() for param in group.params)
-    payload = sum(slot.spec.nbytes for slot in group.layout.slots)
+    payload = sum(param.spec.nbytes for param in group.layout.placed)
     padding = f"{1 - payload / group.nbytes:.1%}" if group.params else ""
     state = "sharded" if group.ready is None else "gathered"
     sizes = (_size(group.shard_nbytes), _size(group.nbytes), _size(group.packed_nbytes()))

@@ -195,9 +195,9 @@ def registry(module: nn.Module) -> dict[str, nn.Parameter | None] | Attributes:
 
 def placement_of(index: int, layout: Layout) -> Cut:
     """The placement that the layout gives its parameter `index`."""
-    slot, numels = layout.slots[index], layout.numels(index)
-    spec = slot.spec
-    if slot.flat:
+    param, numels = layout.placed[index], layout.numels(index)
+    spec = param.spec
+    if param.flat:
         return FlatShard(spec.dim, numels)
     if spec.row_numel == 0:  # rows without elements: somebody has to have them
         return RaggedShard(spec.dim, (spec.rows, *[0] * (layout.world_size - 1)))

@@ -31,7 +31,7 @@ from ..comm import Communicator, DeviceMesh, Event, Pool, Stream, Work, world
 from ..kernels import pack_into
 from ..tensor.dtensor import set_group
 from . import registered
-from .buffers import Account, FlatBuffer, Slot, SlotBuffer
+from .buffers import Account, CommBuffer, CommFlatBuffer, FlatBuffer
 from .layout import Layout, ParamSpec, plan
 from .param import GatheredParameter, ShardedParam, local_geometry, placement_of
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
@@ -228,15 +228,15 @@ class ParamGroup:
         nbytes, custom = self.layout.nbytes, self.settings.all_gather
         self.full = FlatBuffer(nbytes, self.mesh.device, runtime.account, self._pool(runtime))
         if custom is not None:
-            slot = Slot.given(custom.allocate(nbytes, self.mesh.device), nbytes, self.mesh.device, self.name)
-            self.full = SlotBuffer(nbytes, slot, runtime.account)
+            comm_buffer = CommBuffer.given(custom.allocate(nbytes, self.mesh.device), nbytes, self.mesh.device, self.name)
+            self.full = CommFlatBuffer(nbytes, comm_buffer, runtime.account)
         full_bytes = self.full.view(torch.uint8, 0, (nbytes,))
         first, size = self.mesh.rank * self.layout.segment_nbytes, self.layout.segment_nbytes
         own_bytes = self._shard if self._sends_shard else self.full.view(torch.uint8, first, (size,))
         self._gathers = [(full_bytes, own_bytes)]
         self._own_views = [own_bytes]
         for index, (param, dtype) in enumerate(zip(self.params, self._gather_dtypes, strict=True)):
-            param.make_unsharded(self.full, self.layout.slots[index].offset, dtype)
+            param.make_unsharded(self.full, self.layout.placed[index].offset, dtype)
         if self._casts:
             self._own_views = [
                 self.full.view(dtype, first + self.layout.run(index, self.mesh.rank).offset, local.shape, local.stride())
@@ -367,10 +367,14 @@ class ParamGroup:
 
     def _make_reduction(self) -> GradientReduction:
         assert self.runtime is not None, "attach() comes first"
-        dtype, account, slot = self._reduce_dtype(self.trainable), self.runtime.account, self.runtime.slot_for(self)
+        dtype, account, comm_buffer = (
+            self._reduce_dtype(self.trainable),
+            self.runtime.account,
+            self.runtime.comm_buffer_for(self),
+        )
         comms = (self.reduce_comm, self.all_reduce_comm)
         large = is_large(self)
-        return GradientReduction(self.params, self.layout, *comms, self.settings, dtype, account, slot, gives_back=large)
+        return GradientReduction(self.params, self.layout, *comms, self.settings, dtype, account, comm_buffer, gives_back=large)
 
     # ------------------------------------------------------------------ what is registered on the modules
 

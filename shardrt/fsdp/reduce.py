@@ -30,7 +30,7 @@ from ..comm import Communicator, Event, Op, PreMulSum, ReduceOp, Stream, current
 from ..kernels import add_into, pack_into
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import Cut
-from .buffers import Account, FlatBuffer, Slot, SlotBuffer
+from .buffers import Account, CommBuffer, CommFlatBuffer, FlatBuffer
 from .layout import Layout
 from .param import ShardedParam, local_geometry, outermost_stride, placement_of
 from .policy import Settings
@@ -59,10 +59,10 @@ class ReduceLayout:
 
 def reduce_layout(layout: Layout, trainable: Sequence[int], rank: int) -> ReduceLayout:
     """The gradients' layout. If everything trains and has one item size it is the parameters' own, and nothing is cut."""
-    itemsizes = {slot.spec.itemsize for slot in layout.slots}
-    if len(trainable) == len(layout.slots) and len(itemsizes) == 1:
+    itemsizes = {param.spec.itemsize for param in layout.placed}
+    if len(trainable) == len(layout.placed) and len(itemsizes) == 1:
         (itemsize,) = itemsizes
-        pieces = [Piece(i, 0, slot.spec.numel, slot.offset // itemsize) for i, slot in enumerate(layout.slots)]
+        pieces = [Piece(i, 0, param.spec.numel, param.offset // itemsize) for i, param in enumerate(layout.placed)]
         runs = [layout.run(i, rank) for i in trainable]
         own = [Piece(i, run.start, run.stop, run.offset // itemsize) for i, run in enumerate(runs)]
         return ReduceLayout(layout.segment_nbytes // itemsize, tuple(pieces), tuple(own))
@@ -143,7 +143,7 @@ class Scaling(NamedTuple):
 class GradientReduction:
     """Packs, reduces and publishes the gradients of one group's trainable parameters.
 
-    Gradients that are reduced at once are packed into the `slot`, if there is one and they fit.
+    Gradients that are reduced at once are packed into the `comm_buffer`, if there is one and they fit.
     gives_back: the memory of sharded gradients, between `zero_grad()` and backward.
     """
 
@@ -156,7 +156,7 @@ class GradientReduction:
         settings: Settings,
         dtype: torch.dtype,
         account: Account,
-        slot: Slot | None,
+        comm_buffer: CommBuffer | None,
         *,
         gives_back: bool,
     ) -> None:
@@ -175,11 +175,15 @@ class GradientReduction:
         nbytes = comm.size * self._layout.segment_numel * dtype.itemsize
         ordinary = FlatBuffer(nbytes, comm.device, account)
         if settings.reduce_scatter is not None:
-            given = Slot.given(settings.reduce_scatter.allocate(nbytes, comm.device), nbytes, comm.device, self.params[0].name)
-            slot, ordinary = None, SlotBuffer(nbytes, given, account)
+            given = CommBuffer.given(
+                settings.reduce_scatter.allocate(nbytes, comm.device), nbytes, comm.device, self.params[0].name
+            )
+            comm_buffer, ordinary = None, CommFlatBuffer(nbytes, given, account)
         self._ordinary = self._packed = self._lay_out(ordinary)
-        fits = slot is not None and nbytes <= slot.nbytes
-        self._slotted = self._lay_out(SlotBuffer(nbytes, slot, account)) if slot is not None and fits else None
+        fits = comm_buffer is not None and nbytes <= comm_buffer.nbytes
+        self._in_comm_buffer = (
+            self._lay_out(CommFlatBuffer(nbytes, comm_buffer, account)) if comm_buffer is not None and fits else None
+        )
         # Then the pieces are the gradients, one by one: a step has nothing to match.
         self._whole = [piece.position for piece in self._layout.pieces] == list(range(len(trainable)))
         self._make_outputs([placement_of(index, layout) for index in trainable], account)
@@ -271,12 +275,12 @@ class GradientReduction:
             compute.submit(partial(self._pack_pieces, grads, first))
 
     def _choose_packed(self, compute: Stream) -> None:
-        settings, slotted = self._settings, self._slotted
+        settings, in_comm_buffer = self._settings, self._in_comm_buffer
         if settings.sync_gradients and self._in_place is not None and self._out is self._segment:
             self._packed = self._in_place  # which is allocated, as the output
         else:
-            at_once = settings.sync_gradients and slotted is not None and slotted.buffer.available
-            self._packed = slotted if slotted is not None and at_once else self._ordinary
+            at_once = settings.sync_gradients and in_comm_buffer is not None and in_comm_buffer.buffer.available
+            self._packed = in_comm_buffer if in_comm_buffer is not None and at_once else self._ordinary
             compute.submit(self._packed.buffer.allocate)
         if settings.reduce_hook is not None or settings.reduce_scatter is not None:
             compute.submit(self._packed.flat.zero_)  # the padding, which they see

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from .. import comm
 from . import prefetch, registered, symmetric_windows
-from .buffers import Account, FlatBuffer, Slot
+from .buffers import Account, CommBuffer, FlatBuffer
 from .extension import split_hooked
 from .moves import warn_of_unwritten
 from .param_group import Call, ParamGroup
@@ -126,14 +126,14 @@ class Runtime:
         nbytes = max((group.packed_nbytes() for group in sent), default=0)
         reducer = root.mesh.communicator("reduce")
         symmetric = symmetric_windows.useful(reducer) and any(group.settings.symmetric for group in sent)
-        self._slot = Slot.of(reducer, nbytes, symmetric=symmetric) if nbytes else None
+        self._comm_buffer = CommBuffer.of(reducer, nbytes, symmetric=symmetric) if nbytes else None
         self._added = registered.Watch(root)
         for group in self.groups:
             group.refresh_trainable()
 
-    def slot_for(self, group: ParamGroup) -> Slot | None:
+    def comm_buffer_for(self, group: ParamGroup) -> CommBuffer | None:
         """Where the reduce communicator reads packed gradients. For large groups: one of them is in flight at a time."""
-        return self._slot if prefetch.is_large(group) else None
+        return self._comm_buffer if prefetch.is_large(group) else None
 
     def begin_forward(self) -> None:
         """The root's forward starts."""

@@ -2,10 +2,10 @@
 
 A window is made once, by all ranks together, and stays; full parameters come and go, so they cannot lie in one. Their gathers
 go through a window instead, as FSDP2's do: shard -> window, all-gather in place, window -> full parameters. Packed gradients of
-large groups have memory that stays, the slot, which is made a window itself.
+large groups have memory that stays, the comm_buffer, which is made a window itself.
 
 A window is a promise that all ranks give a call the same part of it (`Communicator.empty`). What keeps it: the ranks agree on
-which groups asked; a layout is the same on all ranks, and begins where the window does; and which gradients go into the slot
+which groups asked; a layout is the same on all ranks, and begins where the window does; and which gradients go into the comm_buffer
 follows from the order of calls alone.
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm import Communicator, Stream, Work
-from .buffers import Slot
+from .buffers import CommBuffer
 
 if TYPE_CHECKING:
     from .param_group import ParamGroup
@@ -53,7 +53,7 @@ def gathers(groups: Sequence[ParamGroup]) -> dict[ParamGroup, SymmetricGather]:
     found = {}
     for comm in dict.fromkeys(group.gather_comm for group in asked):
         mine = [group for group in asked if group.gather_comm is comm]
-        window = Slot.of(comm, max(group.nbytes for group in mine), symmetric=True)
+        window = CommBuffer.of(comm, max(group.nbytes for group in mine), symmetric=True)
         gather = SymmetricGather(window.memory)
         found.update(dict.fromkeys(mine, gather))
     return found
