@@ -73,7 +73,7 @@ class Work:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class CollectiveCall:
     """One collective, as this rank makes it."""
 
     comm: Communicator
@@ -98,13 +98,13 @@ class Hook:
     being told. What blocks the caller (`BLOCKING`) has a `before` and an `after` only.
     """
 
-    def called(self, calls: Sequence[Call], work: Work) -> None:
+    def called(self, calls: Sequence[CollectiveCall], work: Work) -> None:
         """The calls were made; `work` will tell when they are done."""
 
-    def before(self, calls: Sequence[Call]) -> None:
+    def before(self, calls: Sequence[CollectiveCall]) -> None:
         """The calls run next."""
 
-    def after(self, calls: Sequence[Call]) -> None:
+    def after(self, calls: Sequence[CollectiveCall]) -> None:
         """The calls have run."""
 
 

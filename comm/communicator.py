@@ -21,7 +21,20 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from .calls import FLOATS, REDUCIBLE, Call, Counts, Failure, Hook, Op, PreMulSum, ReduceOp, RemoteError, SharedError, Work
+from .calls import (
+    FLOATS,
+    REDUCIBLE,
+    CollectiveCall,
+    Counts,
+    Failure,
+    Hook,
+    Op,
+    PreMulSum,
+    ReduceOp,
+    RemoteError,
+    SharedError,
+    Work,
+)
 from .pool import Pool
 from .streams import INLINE, PAST, Event, Stream
 
@@ -292,7 +305,7 @@ class Communicator(ABC):
 
         It has the next number, as a collective does.
         """
-        calls = [Call(self, self._number, name, self._barrier, None, None, how, INLINE)]
+        calls = [CollectiveCall(self, self._number, name, self._barrier, None, None, how, INLINE)]
         self._number += 1
         for tell in self._before:
             tell(calls)
@@ -338,7 +351,7 @@ class Communicator(ABC):
         # No gradient goes through a collective.
         out = out.detach() if out is not None and out.requires_grad else out
         inp = inp.detach() if inp is not None and inp.requires_grad else inp
-        call = Call(self, self._number, name, launch, out, inp, how, stream)
+        call = CollectiveCall(self, self._number, name, launch, out, inp, how, stream)
         self._number += name not in ("send", "recv")  # those are not made by all ranks alike
         if self._group is not None:
             return self._group.add(call)
@@ -346,7 +359,7 @@ class Communicator(ABC):
         self._run([call], work)
         return work
 
-    def _run(self, calls: Sequence[Call], work: Work) -> None:
+    def _run(self, calls: Sequence[CollectiveCall], work: Work) -> None:
         stream = calls[0].stream
         if self._newest is not None and self._newest[0] != stream:
             stream.wait(self._newest[1])
@@ -361,7 +374,7 @@ class Communicator(ABC):
         if self._number > calls[0].number:  # it was not sends and receives only: those take no number
             self._newest_collective = work.event
 
-    def _perform(self, calls: Sequence[Call]) -> None:
+    def _perform(self, calls: Sequence[CollectiveCall]) -> None:
         for tell in self._before:
             tell(calls)
         self._enqueue(calls[0].stream, calls)
@@ -442,7 +455,7 @@ class Communicator(ABC):
     def _empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor: ...
 
     @abstractmethod
-    def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:
+    def _enqueue(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:
         """Launch one call, or those of a group."""
 
     @abstractmethod
@@ -500,9 +513,9 @@ class _Group:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.calls: list[Call] = []
+        self.calls: list[CollectiveCall] = []
 
-    def add(self, call: Call) -> Work:
+    def add(self, call: CollectiveCall) -> Work:
         if self.calls and self.calls[0].stream != call.stream:
             raise ValueError(f"{call.name} on {call.comm}: a group's calls share one stream; this one has another")
         self.calls.append(call)

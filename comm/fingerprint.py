@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .calls import Call, PreMulSum
+from .calls import CollectiveCall, PreMulSum
 
 
 class Description(NamedTuple):
@@ -20,7 +20,7 @@ class Description(NamedTuple):
     mark: int  # a hash of that
 
 
-def describe(calls: Sequence[Call]) -> Description:
+def describe(calls: Sequence[CollectiveCall]) -> Description:
     """The calls in words. Several hooks ask, and a group may have hundreds of calls."""
     first = calls[0]
     if first.description is None:
@@ -31,7 +31,7 @@ def describe(calls: Sequence[Call]) -> Description:
     return first.description
 
 
-def _describe_one(call: Call) -> Description:
+def _describe_one(call: CollectiveCall) -> Description:
     tensor = call.out if call.inp is None or call.name == "scatter" else call.inp
     if call.name == "empty":
         dtype, numel = call.how

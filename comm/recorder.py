@@ -20,7 +20,7 @@ from time import time
 from types import CodeType, FrameType
 from typing import Any
 
-from .calls import BLOCKING, Call, Hook, Work
+from .calls import BLOCKING, CollectiveCall, Hook, Work
 from .fingerprint import describe, name_ranks
 from .streams import PAST, is_capturing
 
@@ -47,21 +47,21 @@ class Recorder(Hook):
         self._notes: deque[tuple[float, tuple[str, ...]]] = deque(maxlen=capacity)
         self._running: deque[tuple[Work, Entry]] = deque(maxlen=capacity)  # on a CUDA device
 
-    def called(self, calls: Sequence[Call], work: Work) -> None:
+    def called(self, calls: Sequence[CollectiveCall], work: Work) -> None:
         entry = self._add(calls)
         if calls[0].comm.is_async and not is_capturing():
             self._running.append((work, entry))
 
-    def before(self, calls: Sequence[Call]) -> None:
+    def before(self, calls: Sequence[CollectiveCall]) -> None:
         entry = calls[0].entry or self._add(calls)
         entry[_STARTED] = time()
 
-    def after(self, calls: Sequence[Call]) -> None:
+    def after(self, calls: Sequence[CollectiveCall]) -> None:
         call = calls[0]
         if call.entry is not None and (call.name in BLOCKING or not call.comm.is_async):
             call.entry[_ENDED] = time()
 
-    def _add(self, calls: Sequence[Call]) -> Entry:
+    def _add(self, calls: Sequence[CollectiveCall]) -> Entry:
         call = calls[0]
         comm = call.comm
         # Hazard: what is kept here must not keep a tensor alive, as a frame or the call would.

@@ -297,7 +297,7 @@ import sys, time
 import torch
 import shardrt
 from mpi4py import MPI
-from shardrt.comm.calls import Call, Work
+from shardrt.comm.calls import CollectiveCall, Work
 from shardrt.comm.monitor.install import Guards
 from shardrt.comm.streams import Event
 
@@ -310,7 +310,7 @@ shardrt.comm.monitor.watchdog.observe = lambda device: print("bound to", device,
 watchdog = Guards(MPI.COMM_WORLD, 0, gpu).hooks[-1]
 assert sys.excepthook is hook
 world.comm.is_async = True
-call = Call(world.comm, 7, "all_gather", None, torch.ones(4), torch.ones(4), (), world.stream)
+call = CollectiveCall(world.comm, 7, "all_gather", None, torch.ones(4), torch.ones(4), (), world.stream)
 watchdog.called([call], Work(Never()))
 time.sleep(30)
 """
@@ -325,7 +325,7 @@ def test_a_kernel_that_never_ends() -> None:
 import time
 import torch
 import shardrt
-from shardrt.comm.calls import Call, Work
+from shardrt.comm.calls import CollectiveCall, Work
 from shardrt.comm.streams import Event
 
 class Never(Event):
@@ -338,7 +338,7 @@ comm.is_async = True
 watchdog = next(hook for hook in comm.hooks if type(hook).__name__ == "Watchdog")
 ones = torch.ones(4)
 for number in (7, 8):
-    calls = [Call(comm, number, "all_gather", None, ones, ones, (), world.stream)]
+    calls = [CollectiveCall(comm, number, "all_gather", None, ones, ones, (), world.stream)]
     watchdog.called(calls, Work(Never()))
     watchdog.before(calls)
     watchdog.after(calls)

@@ -10,7 +10,7 @@ import torch
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, ReduceOp, Work, World
-from shardrt.comm.calls import Call, Hook
+from shardrt.comm.calls import CollectiveCall, Hook
 from shardrt.tensor.placement import Placement, Spec, local_shape
 from shardrt.tensor.redistribute import _plan
 
@@ -135,7 +135,7 @@ class Log(Hook):
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int]] = []
 
-    def called(self, calls: Sequence[Call], work: Work) -> None:
+    def called(self, calls: Sequence[CollectiveCall], work: Work) -> None:
         for call in calls:
             assert call.inp is not None
             self.calls.append((call.comm.name.split(".")[-2], call.name, call.inp.numel()))

@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 from mpi4py import MPI
 
-from ..calls import Call, Counts, Hook, Op
+from ..calls import CollectiveCall, Counts, Hook, Op
 from ..communicator import Communicator
 from ..streams import Stream
 from .host_reduce import reduce_rows, wide
@@ -108,7 +108,7 @@ class MpiCommunicator(Communicator):
 
     # ------------------------------------------------------------------ collectives
 
-    def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:
+    def _enqueue(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:
         """Of a group, sends and receives are under way while the collectives run."""
         if len(calls) == 1:
             self._run_batch(stream, calls)
@@ -118,9 +118,9 @@ class MpiCommunicator(Communicator):
             self._run_batch(stream, batch)
         MPI.Request.Waitall(requests)
 
-    def _batches(self, calls: Sequence[Call]) -> Iterator[list[Call]]:
+    def _batches(self, calls: Sequence[CollectiveCall]) -> Iterator[list[CollectiveCall]]:
         """Those that share a meeting, and each of the others, in order."""
-        batch: list[Call] = []
+        batch: list[CollectiveCall] = []
         taken = 0
         for call in calls:
             by_mail = self._mail is not None and _goes_by_mail(call)
@@ -133,14 +133,14 @@ class MpiCommunicator(Communicator):
         if batch:
             yield batch
 
-    def _run_batch(self, stream: Stream, calls: Sequence[Call]) -> None:
+    def _run_batch(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:
         call = calls[0]
         if self._mail is not None and _goes_by_mail(call):
             self._run_by_mail(self._mail, calls)
         else:
             call.launch(stream, call.out, call.inp, *call.how)
 
-    def _run_by_mail(self, mail: Mailboxes, calls: Sequence[Call]) -> None:
+    def _run_by_mail(self, mail: Mailboxes, calls: Sequence[CollectiveCall]) -> None:
         starts = mail.swap([_memory(call.inp) for call in calls if call.inp is not None])
         for start, call in zip(starts, calls, strict=True):
             out, inp = call.out, call.inp
@@ -362,7 +362,7 @@ class MpiCommunicator(Communicator):
         places = [Place(*row) for row in _PLACE.iter_unpack(rows)]
         return None if NOWHERE in places else places
 
-    def _start(self, call: Call) -> Iterator[MPI.Request]:
+    def _start(self, call: CollectiveCall) -> Iterator[MPI.Request]:
         peer = call.how[0]
         assert isinstance(peer, int), "a send or a receive"
         if call.inp is None:
@@ -390,7 +390,7 @@ def _blocks(bounds: Sequence[int], step: int) -> Iterator[Spans]:
         yield [(min(begin + first, end), min(begin + first + step, end)) for begin, end in ranges]
 
 
-def _goes_by_mail(call: Call) -> bool:
+def _goes_by_mail(call: CollectiveCall) -> bool:
     return call.name in _BY_MAIL and call.inp is not None and _is_small(call.inp)
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from ..calls import Call, Counts, Hook, Op, ReduceOp
+from ..calls import CollectiveCall, Counts, Hook, Op, ReduceOp
 from ..communicator import Communicator
 from ..pool import Pool
 from ..streams import Stream
@@ -193,7 +193,7 @@ class NcclCommunicator(Communicator):
 
     # ------------------------------------------------------------------ collectives
 
-    def _enqueue(self, stream: Stream, calls: Sequence[Call]) -> None:
+    def _enqueue(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:
         try:
             if len(calls) == 1:
                 self._enqueue_call(stream, calls[0])
@@ -202,10 +202,10 @@ class NcclCommunicator(Communicator):
         finally:
             self._temporaries.clear()
 
-    def _enqueue_call(self, stream: Stream, call: Call) -> None:
+    def _enqueue_call(self, stream: Stream, call: CollectiveCall) -> None:
         self._attempt(call.name, call.launch, stream, call.out, call.inp, *call.how, call=call)
 
-    def _enqueue_group(self, stream: Stream, calls: Sequence[Call]) -> None:
+    def _enqueue_group(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:
         with _grouped():
             for call in calls:
                 self._enqueue_call(stream, call)
@@ -305,7 +305,7 @@ class NcclCommunicator(Communicator):
 
     # ------------------------------------------------------------------ calling NCCL
 
-    def _attempt(self, name: str, fn: Callable[..., T], *args: object, call: Call | None = None) -> T:
+    def _attempt(self, name: str, fn: Callable[..., T], *args: object, call: CollectiveCall | None = None) -> T:
         try:
             return fn(*args)
         # CuPy names NCCL's codes up to 6; a later one (in progress, timeout) is a KeyError(code).
@@ -344,7 +344,7 @@ def _grouped() -> Iterator[None]:
     nccl.groupEnd()
 
 
-def _about(call: Call) -> str:
+def _about(call: CollectiveCall) -> str:
     tensors = [(role, tensor) for role, tensor in (("out", call.out), ("inp", call.inp)) if tensor is not None]
     if not tensors:
         return ""

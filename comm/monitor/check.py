@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..calls import Call, Failure, Hook, RemoteError, SharedError
+from ..calls import CollectiveCall, Failure, Hook, RemoteError, SharedError
 from ..fingerprint import describe, name_ranks
 
 Told = tuple[int, str, Failure | None]
@@ -29,7 +29,7 @@ class CallCheck(Hook):
     A rank that failed in `Communicator.agree` makes its error known here, as a RemoteError.
     """
 
-    def before(self, calls: Sequence[Call]) -> None:
+    def before(self, calls: Sequence[CollectiveCall]) -> None:
         comm = calls[0].comm
         if comm.size == 1 or calls[0].name == "finalize":
             return
@@ -40,13 +40,13 @@ class CallCheck(Hook):
             _refuse(calls[0], rows)
 
 
-def _told(call: Call, made: str) -> Told:
+def _told(call: CollectiveCall, made: str) -> Told:
     """The number of the next call, the one made, and what went wrong before."""
     failure = call.how[0] if call.name == "agree" else None
     return call.number + 1, made, failure if isinstance(failure, Failure) else None
 
 
-def _refuse(call: Call, rows: Sequence[Told]) -> NoReturn:
+def _refuse(call: CollectiveCall, rows: Sequence[Told]) -> NoReturn:
     """Tell what every rank has called."""
     call.comm.align(number for number, _, _ in rows)
     for _, _, failure in rows:

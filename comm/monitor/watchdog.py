@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from ..calls import BLOCKING, Call, Hook, Work
+from ..calls import BLOCKING, CollectiveCall, Hook, Work
 from ..communicator import Communicator
 from ..fingerprint import describe, name_ranks
 from ..recorder import Recorder, is_past
@@ -139,22 +139,22 @@ class Watchdog(Hook):
 
     # ------------------------------------------------------------------ what this rank does
 
-    def called(self, calls: Sequence[Call], work: Work) -> None:
+    def called(self, calls: Sequence[CollectiveCall], work: Work) -> None:
         if calls[0].comm.is_async and not is_capturing():
             self._watch(calls[0]).pending.append((calls[0].number, describe(calls).shared, work))
 
-    def before(self, calls: Sequence[Call]) -> None:
+    def before(self, calls: Sequence[CollectiveCall]) -> None:
         call = calls[0]
         watched, what = self._watch(call), call.description or describe(calls)
         watched.peers = [] if what.shared else [call.how[0] for call in calls if isinstance(call.how[0], int)]
         call.status = watched.status
         call.status.begin(call.number, what.shared or what.words)
 
-    def after(self, calls: Sequence[Call]) -> None:
+    def after(self, calls: Sequence[CollectiveCall]) -> None:
         if (status := calls[0].status) is not None:
             status.end()
 
-    def _watch(self, call: Call) -> _Watched:
+    def _watch(self, call: CollectiveCall) -> _Watched:
         key = (call.comm, call.name in BLOCKING)
         return self._watched.get(key) or self._open(*key)
 

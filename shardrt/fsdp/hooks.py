@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from .param_group import Call, ParamGroup, Phase
+from .param_group import ForwardCall, ParamGroup, Phase
 from .ranges import ranged
 from .runtime import Boundary, Runtime
 
@@ -52,7 +52,7 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
     if dtype is not None and group.mp_policy.cast_forward_inputs:
         args, kwargs = _map_tensors(partial(_cast, dtype), args), _map_tensors(partial(_cast, dtype), kwargs)
     if torch.is_grad_enabled():
-        group.call = call = Call()
+        group.call = call = ForwardCall()
         watch = partial(_watch_input, group, call)
         args, kwargs = _map_tensors(watch, args), _map_tensors(watch, kwargs) if kwargs else kwargs
         if call.inputs == 0:
@@ -150,7 +150,7 @@ def start(group: ParamGroup) -> Runtime:
 # ---------------------------------------------------------------------- backward
 
 
-def _pre_backward(group: ParamGroup, call: Call) -> None:
+def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
     runtime = group.runtime
     if runtime is None:
         raise RuntimeError(
@@ -180,7 +180,7 @@ def on_gradient(group: ParamGroup, unsharded: torch.Tensor) -> None:
     group.runtime.reduce(group)
 
 
-def _post_backward(group: ParamGroup, call: Call) -> None:
+def _post_backward(group: ParamGroup, call: ForwardCall) -> None:
     call.inputs_left -= 1
     if call.inputs_left and (group.settings.reduce_unused or not group.has_all_gradients()):
         return
@@ -197,7 +197,7 @@ def _post_backward(group: ParamGroup, call: Call) -> None:
         group.rest()
 
 
-def _watch_input(group: ParamGroup, call: Call, tensor: torch.Tensor) -> torch.Tensor:
+def _watch_input(group: ParamGroup, call: ForwardCall, tensor: torch.Tensor) -> torch.Tensor:
     """The input, or an alias of it, whose gradient is complete when the module's own backward is over."""
     if not tensor.requires_grad:
         return tensor

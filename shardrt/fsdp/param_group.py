@@ -58,7 +58,7 @@ _MOVES = {
 }
 
 
-class Call:
+class ForwardCall:
     """One forward call of a group's module that a backward will come back to.
 
     `inputs` counts its inputs that want a gradient; the last of those gradients ends the call's backward.
@@ -137,8 +137,8 @@ class ParamGroup:
         self.custom_gather: Callable[[torch.Tensor, torch.Tensor, Communicator, Stream], Work] | None = None
         self.ready: Work | None = None  # done when `full` is gathered; None while sharded
         self.installed = False  # the modules see the unsharded parameters
-        self.open_calls: set[Call] = set()  # whose backward is under way
-        self.call = Call()  # the one whose forward is running
+        self.open_calls: set[ForwardCall] = set()  # whose backward is under way
+        self.call = ForwardCall()  # the one whose forward is running
         self.running = False  # one of the modules is in its forward
         self._not_run: set[object] = set(modules)  # since all had run
         self.trainable: list[ShardedParam] = []

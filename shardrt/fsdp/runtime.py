@@ -14,7 +14,7 @@ from . import prefetch, registered, symmetric_windows
 from .buffers import Account, CommBuffer, FlatBuffer
 from .extension import split_hooked
 from .moves import warn_of_unwritten
-from .param_group import Call, ParamGroup
+from .param_group import ForwardCall, ParamGroup
 from .ranges import ranged
 from .reduce import Handoff
 
@@ -62,7 +62,7 @@ class Boundary:
 
     def __init__(self) -> None:
         self.leave: Callable[[], None] | None = None
-        self.left: Call | None = None  # the call that `leave` ends
+        self.left: ForwardCall | None = None  # the call that `leave` ends
         self.enter: list[Callable[[], None]] = []
 
     @classmethod
