@@ -5,7 +5,7 @@
 | unshard        | gather          | shard (S,) -> full (N * S,)                | 1 all-gather, (N - 1) * S bytes         |
 | wait_unsharded | compute         | the module sees full parameters            | 1 event wait                            |
 | reshard        | gather          | the module sees shards; full is freed      | no communication                        |
-| keep_part      | gather          | the same, but 1 / k of full stays          | that part copied; k ranks gather again  |
+| reshard_to_subgroup| gather          | the same, but 1 / k of full stays          | that part copied; k ranks gather again  |
 | pack_grads     | compute         | gradients -> packed                        | gradients read and written once         |
 | reduce_grads   | reduce          | packed -> this rank's segment              | 1 reduce-scatter                        |
 | reduce_over_replicas | finish    | the segment, if there are replicas         | 1 all-reduce                            |
@@ -76,7 +76,7 @@ def _neighbours(mesh: DeviceMesh, ranks: int) -> Communicator:
     return mesh.unflatten((mesh.size // ranks, ranks), ("across", "within"))["within"].communicator("gather")
 
 
-class Part:
+class PostForwardShard:
     """A k-th of each gathered buffer that a rank keeps, such that k neighbouring ranks have all of them."""
 
     def __init__(self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], account: Account) -> None:
@@ -144,8 +144,8 @@ class ParamGroup:
         self.trainable: list[ShardedParam] = []
         self._plain: list[ShardedParam] = []  # whose unsharded parameter is of no subclass
         self.reduction: GradientReduction | None = None
-        self._parts: dict[int, Part] = {}  # by the number of ranks that share
-        self._part: Part | None = None  # the one that a forward has left
+        self._post_forward_shards: dict[int, PostForwardShard] = {}  # by the number of ranks that share
+        self._post_forward_shard: PostForwardShard | None = None  # the one that a forward has left
         self._watches: list[RemovableHandle] = []  # on the gradients of the trainable parameters, if they are watched
         self.guarded = False  # the user can reach the unsharded parameters
         self._guarded_versions: list[int] = []  # of the unsharded parameters, since when
@@ -282,10 +282,10 @@ class ParamGroup:
             group._leave()
 
     def _leave(self) -> None:
-        self._drop_part()
+        self._drop_post_forward_shard()
         self.reshard()
         self.runtime, self.reduction, self.trainable = None, None, []
-        self._parts.clear()
+        self._post_forward_shards.clear()
         while self._watches:
             self._watches.pop().remove()
 
@@ -438,9 +438,9 @@ class ParamGroup:
         self._note("gather", self.name)
         gather = self._streams.gather
         gather.submit(self.full.allocate)
-        if self._part is not None:
-            self.ready = self._part.gather(gather)
-            self._drop_part()
+        if self._post_forward_shard is not None:
+            self.ready = self._post_forward_shard.gather(gather)
+            self._drop_post_forward_shard()
             return
         if not self._sends_shard:
             gather.submit(self._fill_own)
@@ -504,31 +504,31 @@ class ParamGroup:
         if isinstance(after, bool) or after is None or not torch.is_grad_enabled():
             self.reshard()
         else:
-            self.keep_part(after)
+            self.reshard_to_subgroup(after)
 
-    def keep_part(self, ranks: int) -> None:
+    def reshard_to_subgroup(self, ranks: int) -> None:
         """Reshard, but keep as much that this rank and its neighbours, `ranks` in all, can gather the parameters again."""
         if self.ready is None:
             return
         assert self.runtime is not None, "gathered, so attached"
-        if ranks not in self._parts:
+        if ranks not in self._post_forward_shards:
             gathered = [full_bytes for full_bytes, _ in self._gathers]
-            self._parts[ranks] = Part(ranks, self.mesh, gathered, self.runtime.account)
-        self._part = self._parts[ranks]
-        self._note("keep a part of", self.name)
-        self._streams.gather.submit(self._part.fill)
+            self._post_forward_shards[ranks] = PostForwardShard(ranks, self.mesh, gathered, self.runtime.account)
+        self._post_forward_shard = self._post_forward_shards[ranks]
+        self._note("keep a post-forward shard of", self.name)
+        self._streams.gather.submit(self._post_forward_shard.fill)
         self.reshard()
 
-    def _drop_part(self) -> None:
-        if self._part is not None:
-            self._streams.gather.submit(self._part.buffer.release)
-            self._part = None
+    def _drop_post_forward_shard(self) -> None:
+        if self._post_forward_shard is not None:
+            self._streams.gather.submit(self._post_forward_shard.buffer.release)
+            self._post_forward_shard = None
 
     def drop_stale(self) -> None:
         """Free what is gathered, all or a part, if the shards have changed since, by an optimizer say."""
         versions = [param.sharded._version for param in self.params]
-        if (self.ready is not None or self._part is not None) and self._versions != versions:
-            self._drop_part()
+        if (self.ready is not None or self._post_forward_shard is not None) and self._versions != versions:
+            self._drop_post_forward_shard()
             self.reshard()
         self._versions = versions
 
@@ -598,5 +598,5 @@ class ParamGroup:
             param.unsharded.grad = param.sharded.grad = None
         if self.reduction is not None:
             self.reduction.discard()
-        self._drop_part()
+        self._drop_post_forward_shard()
         self.reshard()
