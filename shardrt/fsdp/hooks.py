@@ -28,7 +28,7 @@ import torch
 
 from .param_group import ForwardCall, ParamGroup, Phase
 from .ranges import ranged
-from .runtime import Boundary, Runtime
+from .runtime import GradHook, Runtime
 
 # ---------------------------------------------------------------------- forward
 
@@ -88,13 +88,13 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
 
 
 def _watch_outputs(group: ParamGroup, runtime: Runtime, tensors: Iterable[torch.Tensor]) -> None:
-    enter = partial(_pre_backward, group, group.call)
+    on_pre_backward = partial(_pre_backward, group, group.call)
     for tensor in tensors:
         if tensor.grad_fn is not None:
-            boundary = Boundary.at(tensor.grad_fn)
-            if boundary.left is not group.call:  # an input that is passed on does not begin the module's backward
-                runtime.newest_output = boundary
-                boundary.enter.append(enter)
+            grad_hook = GradHook.at(tensor.grad_fn)
+            if grad_hook.ended_call is not group.call:  # an input that is passed on does not begin the module's backward
+                runtime.newest_output = grad_hook
+                grad_hook.on_pre_backward.append(on_pre_backward)
 
 
 def _of_every_level(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -203,13 +203,13 @@ def _watch_input(group: ParamGroup, call: ForwardCall, tensor: torch.Tensor) -> 
         return tensor
     assert group.runtime is not None, "made before the first forward"
     call.inputs += 1
-    boundary = Boundary.find(tensor.grad_fn) if tensor.grad_fn is not None else None
-    if boundary is None or boundary is not group.runtime.newest_output or boundary.leave is not None:
+    grad_hook = GradHook.find(tensor.grad_fn) if tensor.grad_fn is not None else None
+    if grad_hook is None or grad_hook is not group.runtime.newest_output or grad_hook.on_post_backward is not None:
         # Somebody else may use this input, and its gradient wait for theirs. That of an alias does not.
         tensor = tensor.view_as(tensor)
         assert tensor.grad_fn is not None
-        boundary = Boundary.at(tensor.grad_fn)
-    boundary.leave, boundary.left = partial(_post_backward, group, call), call
+        grad_hook = GradHook.at(tensor.grad_fn)
+    grad_hook.on_post_backward, grad_hook.ended_call = partial(_post_backward, group, call), call
     return tensor
 
 

@@ -51,39 +51,39 @@ class Streams:
             stream.recover()
 
 
-class Boundary:
+class GradHook:
     """An autograd node between modules: what to do once its gradient is complete.
 
     The backward of the module that the tensor went into is over; that of the modules it came from, the innermost first,
-    begins. In a chain of modules one boundary, and one call from autograd, does for both.
+    begins. In a chain of modules one grad_hook, and one call from autograd, does for both.
     """
 
-    __slots__ = ("enter", "leave", "left")
+    __slots__ = ("ended_call", "on_post_backward", "on_pre_backward")
 
     def __init__(self) -> None:
-        self.leave: Callable[[], None] | None = None
-        self.left: ForwardCall | None = None  # the call that `leave` ends
-        self.enter: list[Callable[[], None]] = []
+        self.on_post_backward: Callable[[], None] | None = None
+        self.ended_call: ForwardCall | None = None  # the call that `on_post_backward` ends
+        self.on_pre_backward: list[Callable[[], None]] = []
 
     @classmethod
-    def find(cls, node: Node) -> Boundary | None:
-        """The boundary at this node, if there is one."""
+    def find(cls, node: Node) -> GradHook | None:
+        """The grad_hook at this node, if there is one."""
         return node.metadata.get(cls)  # type: ignore[attr-defined]  # a property that torch declares as a method
 
     @classmethod
-    def at(cls, node: Node) -> Boundary:
-        """The boundary at this node, made if there is none."""
-        metadata: dict[object, Boundary] = node.metadata  # type: ignore[assignment]
-        boundary = metadata.get(cls)
-        if boundary is None:
-            metadata[cls] = boundary = cls()
-            node.register_prehook(boundary)
-        return boundary
+    def at(cls, node: Node) -> GradHook:
+        """The grad_hook at this node, made if there is none."""
+        metadata: dict[object, GradHook] = node.metadata  # type: ignore[assignment]
+        grad_hook = metadata.get(cls)
+        if grad_hook is None:
+            metadata[cls] = grad_hook = cls()
+            node.register_prehook(grad_hook)
+        return grad_hook
 
     def __call__(self, gradients: object) -> None:
-        if self.leave is not None:
-            self.leave()
-        for enter in self.enter:
+        if self.on_post_backward is not None:
+            self.on_post_backward()
+        for on_pre_backward in self.on_pre_backward:
             enter()
 
 
@@ -98,7 +98,7 @@ class Runtime:
         self.pool = comm.new_pool(root.mesh.device)  # of full parameters
         self.streams = Streams(root.mesh.device, replicas=any(group.replicas is not None for group in self.groups))
         self.prefetch = prefetch.PrefetchQueue()
-        self.newest_output: Boundary | None = None  # of the module that ran last
+        self.newest_output: GradHook | None = None  # of the module that ran last
         self._to_reduce: dict[ParamGroup, None] = {}  # whose gradients are ready, in order; small ones wait for more
         self._to_reduce_nbytes = 0
         self._in_flight: deque[tuple[Set[ParamGroup], Handoff]] = deque()  # the newest reductions, and what they use
