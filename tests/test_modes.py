@@ -32,7 +32,7 @@ def test_forwards_without_gradients_around_training_steps(world: World, mode: ty
     evaluate(3, sharded)
     for step in range(4):
         torch.testing.assert_close(outputs[step, sharded], outputs[step, whole], rtol=TOLERANCE, atol=TOLERANCE)
-    assert not any(group.installed for group in sharded.param_group.with_descendants() if group.lends)
+    assert not any(group.installed for group in sharded.param_group.with_descendants() if group.reshards_after_forward)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])

@@ -51,7 +51,7 @@ def _check(groups: Sequence[ParamGroup], inside: set[nn.Module]) -> None:
                 f"deepcopy of a part of '{group.name}' (rank {group.mesh.rank}): its modules ({kinds}) were sharded together, "
                 "and not all of them are inside what is copied; copy a module that contains them all"
             )
-        if group.phase is not Phase.RESTING:
+        if group.phase is not Phase.IDLE:
             raise RuntimeError(
                 f"deepcopy of '{group.name}' in its {group.phase.name.lower()} (rank {group.mesh.rank}): copy it between "
                 "iterations, or after reset_iter_state() if an exception cut one short"

@@ -74,15 +74,15 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
         if group.call.inputs and not tensors:
             _refuse_opaque(group, output)
     if not _in_backward():
-        group.move(Phase.RESTING)
+        group.move(Phase.IDLE)
         used_next, last = runtime.prefetch.forward_ends(group), group.all_have_run(module)
-        if group.lends:
+        if group.reshards_after_forward:
             _refuse_parameters(group, tensors)
             if last and not used_next:
                 group.reshard_after_forward()
         if group is runtime.root:
             runtime.end_forward()
-        elif group.installed and runtime.root.phase is Phase.RESTING:  # called beside the root
+        elif group.installed and runtime.root.phase is Phase.IDLE:  # called beside the root
             group.guard()
     return output
 
@@ -193,8 +193,8 @@ def _post_backward(group: ParamGroup, call: ForwardCall) -> None:
         return
     group.open_calls.discard(call)
     if not group.open_calls and not repeats and group.phase is Phase.BACKWARD:
-        group.move(Phase.RESTING)
-        group.rest()
+        group.move(Phase.IDLE)
+        group.finish_backward()
 
 
 def _watch_input(group: ParamGroup, call: ForwardCall, tensor: torch.Tensor) -> torch.Tensor:

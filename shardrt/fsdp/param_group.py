@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 class Phase(IntEnum):
     """What a group's module is doing. (IntEnum: a plain one's hash is Python code.)"""
 
-    RESTING = auto()
+    IDLE = auto()
     FORWARD = auto()
     BACKWARD = auto()
 
 
 _MOVES = {
-    Phase.RESTING: {Phase.FORWARD, Phase.BACKWARD, Phase.RESTING},
-    Phase.FORWARD: {Phase.RESTING},
-    Phase.BACKWARD: {Phase.BACKWARD, Phase.RESTING},
+    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD, Phase.IDLE},
+    Phase.FORWARD: {Phase.IDLE},
+    Phase.BACKWARD: {Phase.BACKWARD, Phase.IDLE},
 }
 
 
@@ -133,7 +133,7 @@ class ParamGroup:
         self.parent: ParamGroup | None = None
         self.children: list[ParamGroup] = []
         self.runtime: Runtime | None = None
-        self.phase = Phase.RESTING
+        self.phase = Phase.IDLE
         self.custom_gather: Callable[[torch.Tensor, torch.Tensor, Communicator, Stream], Work] | None = None
         self.ready: Work | None = None  # done when `full` is gathered; None while sharded
         self.installed = False  # the modules see the unsharded parameters
@@ -267,7 +267,7 @@ class ParamGroup:
         Raises RuntimeError in the middle of an iteration, or while there are gradients that are not reduced.
         """
         for group in self.root.with_descendants():
-            if group.phase is not Phase.RESTING:
+            if group.phase is not Phase.IDLE:
                 raise RuntimeError(
                     f"'{group.name}' is running (rank {self.mesh.rank}): another dtype or device, by to(), half(), to_empty() "
                     "and the like, comes between iterations; after an exception call reset_iter_state() on the root first"
@@ -312,7 +312,7 @@ class ParamGroup:
             yield from child.with_descendants()
 
     @property
-    def lends(self) -> bool:
+    def reshards_after_forward(self) -> bool:
         """Its modules have full parameters for their forward only, so must not return any."""
         if self.settings.reshard_after_forward is None:
             return self.parent is not None or not torch.is_grad_enabled()
@@ -540,14 +540,14 @@ class ParamGroup:
         """Some trainable parameter has a gradient that is not packed yet."""
         return any(param.unsharded.grad is not None for param in self.trainable)
 
-    def owes_reduction(self, reduced: bool) -> bool:
+    def needs_reduction(self, reduced: bool) -> bool:
         """Even without new gradients a reduction is due: of what earlier backwards packed, or of zeros if so asked.
 
         reduced: this backward has done one already.
         """
         if not self.settings.sync_gradients or self.reduction is None:
             return False
-        return self.reduction.owed or (self.settings.reduce_unused and not reduced)
+        return self.reduction.needs_reduction or (self.settings.reduce_unused and not reduced)
 
     def pack_grads(self) -> None:
         """Move the gradients there are from the unsharded parameters to the packed buffer."""
@@ -576,10 +576,10 @@ class ParamGroup:
         """No call's backward is under way any more."""
         self.open_calls.clear()
         if self.phase is Phase.BACKWARD:
-            self.move(Phase.RESTING)
-        self.rest()
+            self.move(Phase.IDLE)
+        self.finish_backward()
 
-    def rest(self) -> None:
+    def finish_backward(self) -> None:
         """Used for the last time in a backward: reshard, or if told not to keep the full parameters out of sight."""
         if self.ready is None:
             return
@@ -591,7 +591,7 @@ class ParamGroup:
 
     def reset(self) -> None:
         """Back to rest and sharded; the gradients of the failed iteration are dropped."""
-        self.phase = Phase.RESTING
+        self.phase = Phase.IDLE
         self.open_calls.clear()
         self._not_run = set(self.modules)
         for param in self.trainable:

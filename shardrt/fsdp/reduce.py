@@ -316,7 +316,7 @@ class GradientReduction:
         return bool(self._packed_with or self._partial_with)
 
     @property
-    def owed(self) -> bool:
+    def needs_reduction(self) -> bool:
         """Of that, there is something that a reduction now would publish."""
         return bool(self._packed_with or (self._partial_with and self._publishes))
 

@@ -161,7 +161,7 @@ class Runtime:
     def end_forward(self) -> None:
         """The root's forward is over: what was gathered ahead and not used is not needed."""
         for group in self.groups:
-            if not (group.installed and (torch.is_grad_enabled() or not group.lends)):
+            if not (group.installed and (torch.is_grad_enabled() or not group.reshards_after_forward)):
                 group.reshard()
             else:
                 group.guard()
@@ -257,7 +257,7 @@ class Runtime:
 
     def _finish_backward(self) -> None:
         for group in self.groups:
-            if group.has_gradients() or group.owes_reduction(group in self._reduced):
+            if group.has_gradients() or group.needs_reduction(group in self._reduced):
                 self._enqueue(group)
         if self._to_reduce:
             self._reduce_waiting()
