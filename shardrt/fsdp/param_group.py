@@ -8,8 +8,8 @@
 | reshard_to_subgroup| gather          | the same, but 1 / k of full stays          | that part copied; k ranks gather again  |
 | pack_grads     | compute         | gradients -> packed                        | gradients read and written once         |
 | reduce_grads   | reduce          | packed -> this rank's segment              | 1 reduce-scatter                        |
-| reduce_over_replicas | finish    | the segment, if there are replicas         | 1 all-reduce                            |
-| publish_grads  | finish          | segment -> sharded gradients               | nothing, or the segment read once       |
+| reduce_over_replicas | post_reduce | the segment, if there are replicas         | 1 all-reduce                            |
+| publish_grads  | post_reduce     | segment -> sharded gradients               | nothing, or the segment read once       |
 
 Legend: N ranks; S bytes in a segment of the layout. The unsharded parameters are views of `full`: nothing is copied out.
 Invariant: full storage is allocated and released on the gather stream only; it is there exactly while `ready` is.
@@ -499,7 +499,7 @@ class ParamGroup:
         return True
 
     def reshard_after_forward(self) -> None:
-        """Reshard, as far as the settings of a group that lends want it."""
+        """Reshard, as far as the settings of a group that reshards after forward want it."""
         after = self.settings.reshard_after_forward
         if isinstance(after, bool) or after is None or not torch.is_grad_enabled():
             self.reshard()
@@ -565,12 +565,12 @@ class ParamGroup:
     def reduce_over_replicas(self) -> None:
         """Reduce what was reduced over the replicas as well, if there are any."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.launch_over_replicas(self._streams.finish)
+        self.reduction.launch_over_replicas(self._streams.post_reduce)
 
     def publish_grads(self) -> None:
         """Make what was reduced the sharded gradients."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.publish(self._streams.finish)
+        self.reduction.publish(self._streams.post_reduce)
 
     def end_backward(self) -> None:
         """No call's backward is under way any more."""

@@ -4,10 +4,10 @@
 |----------|---------|--------------------------------------------------------|---------------------------------------------|
 | pack     | compute | unsharded grads -> packed (N * s,), cast or added      | gradients read once, packed written once    |
 | launch   | reduce  | packed (N * s,) -> this rank's segment (s,)            | 1 reduce-scatter                            |
-| launch_over_replicas | finish | the segment, averaged over the replicas if there are any | 1 all-reduce                 |
-| publish  | finish  | segment -> `.grad`s, cast or added only if it has to   | nothing, or the segment read once           |
+| launch_over_replicas | post_reduce | the segment, averaged over the replicas if there are any | 1 all-reduce                 |
+| publish  | post_reduce | segment -> `.grad`s, cast or added only if it has to   | nothing, or the segment read once           |
 
-Legend: N ranks; s elements in a segment; `finish` is the reduce stream, or with replicas a stream of its own, so that
+Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
 A shard rank alone packs its gradients where they stay, if none is there yet.
 The sharded gradients are the same views of one buffer for good, as DDP's `gradient_as_bucket_view`: a gradient kept beyond

@@ -20,7 +20,7 @@ from .reduce import Handoff
 
 
 class Streams:
-    """The streams of a root: gather and reduce run beside compute. What was reduced is finished on `finish`.
+    """The streams of a root: gather and reduce run beside compute. What was reduced is finished on `post_reduce`.
 
     That is the reduce stream itself, unless there are replicas to reduce over as well.
     """
@@ -30,7 +30,7 @@ class Streams:
         self.compute = comm.current_stream(device)
         self.gather = comm.world().stream_for("gather")
         self.reduce = comm.world().stream_for("reduce")
-        self.finish = comm.world().stream_for("all_reduce") if replicas else self.reduce
+        self.post_reduce = comm.world().stream_for("all_reduce") if replicas else self.reduce
 
     def begin(self, optimizer_done: comm.Event | None = None) -> None:
         """An iteration starts on the caller's current stream; the shards are gathered as they were last written there.
@@ -42,12 +42,12 @@ class Streams:
 
     def synchronize(self) -> None:
         """Block until everything beside compute has run."""
-        for stream in (self.gather, self.reduce, self.finish):
+        for stream in (self.gather, self.reduce, self.post_reduce):
             stream.synchronize()
 
     def recover(self) -> None:
         """The same, and forget what failed."""
-        for stream in (self.gather, self.reduce, self.finish):
+        for stream in (self.gather, self.reduce, self.post_reduce):
             stream.recover()
 
 
@@ -84,7 +84,7 @@ class GradHook:
         if self.on_post_backward is not None:
             self.on_post_backward()
         for on_pre_backward in self.on_pre_backward:
-            enter()
+            on_pre_backward()
 
 
 class Runtime:
@@ -152,7 +152,7 @@ class Runtime:
         settings = self.root.settings
         done, settings.post_optim_event = settings.post_optim_event, None
         self.streams.begin(done)
-        read = [self.streams.finish.record(), self.streams.compute.record(), *([done] if done is not None else [])]
+        read = [self.streams.post_reduce.record(), self.streams.compute.record(), *([done] if done is not None else [])]
         for group in self.groups:
             group.begin(read)
         self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
@@ -226,7 +226,7 @@ class Runtime:
         with ranged("FSDP::post_backward_publish", *groups):
             for group in groups:
                 group.publish_grads()
-        self._in_flight.append((set(groups), Handoff(used, streams.finish.record(), streams.compute)))
+        self._in_flight.append((set(groups), Handoff(used, streams.post_reduce.record(), streams.compute)))
         self._reduced.update(groups)
 
     def _reduce(self, groups: list[ParamGroup]) -> list[FlatBuffer]:
@@ -237,8 +237,8 @@ class Runtime:
         with _together(group.reduce_comm for group in ours):
             used = [buffer for group in ours for buffer in group.reduce_grads()]
         used += [buffer for group in custom for buffer in group.reduce_grads()]
-        if streams.finish is not streams.reduce:
-            streams.finish.wait(streams.reduce.record())
+        if streams.post_reduce is not streams.reduce:
+            streams.post_reduce.wait(streams.reduce.record())
         with _together(group.all_reduce_comm for group in groups if group.all_reduce_comm is not None):
             for group in groups:
                 group.reduce_over_replicas()
@@ -270,7 +270,7 @@ class Runtime:
     def settle(self) -> None:
         """Let compute and the caller's stream see all reduced gradients, and give back what the reductions used."""
         self._retire(0)
-        done = self.streams.finish.record()
+        done = self.streams.post_reduce.record()
         self.streams.compute.wait(done)
         comm.current_stream(self.streams.device).wait(done)  # where the optimizer runs
         if any(group.offloads for group in self.groups):
