@@ -227,8 +227,8 @@ class Communicator(ABC):
             return self._exchange(value)
 
     @abstractmethod
-    def compare(self, mark: int, tell: Callable[[], T]) -> list[T] | None:
-        """None if `mark`, of 63 bits, is the same on every rank; else what each has to `tell` (picklable), in rank order.
+    def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
+        """None if `fingerprint`, of 63 bits, is the same on every rank; else what each `describe`s (picklable), in rank order.
 
         Blocks until every rank has come; to be called in the order of the collectives.
         """
@@ -294,7 +294,7 @@ class Communicator(ABC):
         """`watched`, when the collectives called before are done."""
         self._check_open(name)
         if not self.is_async:
-            # Hazard: without this, the stream's thread and the caller would compare at once, each with the other's mark.
+            # Hazard: without this, the stream's thread and the caller would compare at once, each with the other's fingerprint.
             # Sends and receives are not waited for: what they are for may come after this call on the other rank.
             self._newest_collective.synchronize()
         return self.watched(name, *how)

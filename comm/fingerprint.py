@@ -17,7 +17,7 @@ class Description(NamedTuple):
 
     words: str  # such as "all_reduce float32 4096 sum"
     shared: str  # what must be the same on every rank: nothing of sends and receives, of an all-to-all name and dtype
-    mark: int  # a hash of that
+    fingerprint: int  # a hash of that
 
 
 def describe(calls: Sequence[CollectiveCall]) -> Description:
@@ -49,16 +49,16 @@ def _kept(name: str, dtype: torch.dtype | None, numel: int, how: tuple[object, .
     if name in ("send", "recv"):
         return Description(words, "", 0)
     shared = words if name != "all_to_all" else f"{name} {_short(dtype)}"
-    return Description(words, shared, _mark(shared))
+    return Description(words, shared, _fingerprint(shared))
 
 
 @lru_cache(maxsize=256)
 def _join(parts: tuple[Description, ...]) -> Description:
     shared = " + ".join(part.shared for part in parts if part.shared)
-    return Description(" + ".join(part.words for part in parts), shared, _mark(shared))
+    return Description(" + ".join(part.words for part in parts), shared, _fingerprint(shared))
 
 
-def _mark(text: str) -> int:
+def _fingerprint(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 

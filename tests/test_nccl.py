@@ -155,8 +155,8 @@ class Host:
         self.events.append(("exchange", value))
         return [value if rank == self.rank else self.others[rank] for rank in range(self.size)]
 
-    def compare(self, mark: int, tell: Callable[[], object]) -> None:
-        self.events.append(("compare", mark))
+    def compare(self, fingerprint: int, describe: Callable[[], object]) -> None:
+        self.events.append(("compare", fingerprint))
 
     def split(self, color: int | None, key: int, name: str) -> Host | None:
         self.events.append(("host split", color, key, name))

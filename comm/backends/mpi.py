@@ -29,7 +29,7 @@ from ..calls import CollectiveCall, Counts, Hook, Op
 from ..communicator import Communicator
 from ..streams import Stream
 from .host_reduce import reduce_rows, wide
-from .shared_memory import NOWHERE, Mailboxes, NodeWindows, Place, room
+from .shared_memory import NOWHERE, NodeWindows, Place, SharedMemoryExchange, room
 
 T = TypeVar("T")
 Spans = Sequence[tuple[int, int]]  # begin and end of a part of each rank's range
@@ -41,8 +41,8 @@ _BLOCK_NBYTES = 4 << 20
 # of 2 MB on 2 ranks by messages: 0.33 ms, MPICH's own 0.87).
 _SMALL_NBYTES = 1 << 15
 # Small collectives of a group share meetings: a meeting costs little on idle cores, and milliseconds where ranks share them.
-_BOX_NBYTES = 1 << 18
-_BY_MAIL = frozenset({"all_gather", "reduce_scatter", "all_reduce", "reduce"})
+_EXCHANGE_NBYTES = 1 << 18
+_SMALL_COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "reduce"})
 # Hazard: not every MPI counts beyond 2**31 in one message.
 _MESSAGE_NBYTES = 1 << 30
 
@@ -68,7 +68,7 @@ class MpiCommunicator(Communicator):
         self._per_node = self._local.Get_size()
         self._place = self._local.Get_rank()
         self._windows = NodeWindows(self._local) if one_node or regular else None
-        self._mail = Mailboxes.create(comm, _BOX_NBYTES) if one_node and self.size > 1 else None
+        self._shared_memory = SharedMemoryExchange.create(comm, _EXCHANGE_NBYTES) if one_node and self.size > 1 else None
         # Whom to send to and whom to receive from within the node, until every rank has met every other.
         shifts = range(1, self._per_node)
         self._partners = [((self._place + s) % self._per_node, (self._place - s) % self._per_node) for s in shifts]
@@ -76,14 +76,14 @@ class MpiCommunicator(Communicator):
     def _exchange(self, value: T) -> list[T]:
         return self._control.allgather(value)
 
-    def compare(self, mark: int, tell: Callable[[], T]) -> list[T] | None:
-        if self._mail is not None:
-            same = self._mail.meet(mark)
+    def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
+        if self._shared_memory is not None:
+            same = self._shared_memory.barrier(fingerprint)
         else:
-            marks = array("q", bytes(8 * self.size))
-            self._comm.Allgather((array("q", [mark]), MPI.INT64_T), (marks, MPI.INT64_T))
-            same = marks.count(mark) == self.size
-        return None if same else self._comm.allgather(tell())
+            fingerprints = array("q", bytes(8 * self.size))
+            self._comm.Allgather((array("q", [fingerprint]), MPI.INT64_T), (fingerprints, MPI.INT64_T))
+            same = fingerprints.count(fingerprint) == self.size
+        return None if same else self._comm.allgather(describe())
 
     def _split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
         comm = self._control.Split(MPI.UNDEFINED if color is None else color, key)
@@ -96,8 +96,8 @@ class MpiCommunicator(Communicator):
         return self._windows.allocate(nbytes).view(dtype)
 
     def _close(self) -> None:
-        if self._mail is not None:
-            self._mail.close()
+        if self._shared_memory is not None:
+            self._shared_memory.close()
         if self._windows is not None:
             self._windows.close()
         if self._across is not None:
@@ -123,9 +123,9 @@ class MpiCommunicator(Communicator):
         batch: list[CollectiveCall] = []
         taken = 0
         for call in calls:
-            by_mail = self._mail is not None and _goes_by_mail(call)
-            size = room(call.inp.nbytes) if by_mail and call.inp is not None else _BOX_NBYTES + 1
-            if batch and taken + size > _BOX_NBYTES:
+            small = self._shared_memory is not None and _takes_small_path(call)
+            size = room(call.inp.nbytes) if small and call.inp is not None else _EXCHANGE_NBYTES + 1
+            if batch and taken + size > _EXCHANGE_NBYTES:
                 yield batch
                 batch, taken = [], 0
             batch.append(call)
@@ -135,25 +135,25 @@ class MpiCommunicator(Communicator):
 
     def _run_batch(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:
         call = calls[0]
-        if self._mail is not None and _goes_by_mail(call):
-            self._run_by_mail(self._mail, calls)
+        if self._shared_memory is not None and _takes_small_path(call):
+            self._run_small(self._shared_memory, calls)
         else:
             call.launch(stream, call.out, call.inp, *call.how)
 
-    def _run_by_mail(self, mail: Mailboxes, calls: Sequence[CollectiveCall]) -> None:
-        starts = mail.swap([_memory(call.inp) for call in calls if call.inp is not None])
+    def _run_small(self, exchange: SharedMemoryExchange, calls: Sequence[CollectiveCall]) -> None:
+        starts = exchange.swap([_memory(call.inp) for call in calls if call.inp is not None])
         for start, call in zip(starts, calls, strict=True):
             out, inp = call.out, call.inp
             assert inp is not None, "every rank sends"
             if out is None:  # of a reduce, on another rank than the root
                 continue
             if call.name == "all_gather":
-                mail.gather(_memory(out), start, inp.nbytes)
+                exchange.gather(_memory(out), start, inp.nbytes)
                 continue
             op = call.how[0]
             assert isinstance(op, Op), "a reduction"
             first = self.rank * out.numel() if call.name == "reduce_scatter" else 0
-            reduce_rows(mail.rows(start, inp.dtype, first, out.numel()), op, _flat(out), divisor=self.size)
+            reduce_rows(exchange.rows(start, inp.dtype, first, out.numel()), op, _flat(out), divisor=self.size)
 
     # What is small comes here where there are no mailboxes.
 
@@ -228,8 +228,8 @@ class MpiCommunicator(Communicator):
         MPI.Request.Waitall(list(self._start_receiving(out, source)))
 
     def _barrier(self, stream: Stream, out: None, inp: None) -> None:
-        if self._mail is not None:
-            self._mail.meet()
+        if self._shared_memory is not None:
+            self._shared_memory.barrier()
         else:
             self._comm.Barrier()
 
@@ -390,8 +390,8 @@ def _blocks(bounds: Sequence[int], step: int) -> Iterator[Spans]:
         yield [(min(begin + first, end), min(begin + first + step, end)) for begin, end in ranges]
 
 
-def _goes_by_mail(call: CollectiveCall) -> bool:
-    return call.name in _BY_MAIL and call.inp is not None and _is_small(call.inp)
+def _takes_small_path(call: CollectiveCall) -> bool:
+    return call.name in _SMALL_COLLECTIVES and call.inp is not None and _is_small(call.inp)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

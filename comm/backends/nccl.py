@@ -111,9 +111,9 @@ class NcclCommunicator(Communicator):
     def _exchange(self, value: T) -> list[T]:
         return self._host.exchange(value)
 
-    def compare(self, mark: int, tell: Callable[[], T]) -> list[T] | None:
+    def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
         self._check_open("compare")
-        return self._host.compare(mark, tell)
+        return self._host.compare(fingerprint, describe)
 
     def _split(self, color: int | None, key: int, name: str) -> NcclCommunicator | None:
         host = cast("MpiCommunicator | None", self._host.split(color, key, name))

@@ -95,15 +95,15 @@ class NodeWindows:
             window.Free()
 
 
-class Mailboxes:
+class SharedMemoryExchange:
     """Where the ranks of one node meet, and leave small messages for each other.
 
-    Each rank has words (the number of the meeting that it has come to, and its mark for each of two) and two boxes. A rank that
+    Each rank has words (the number of the meeting that it has come to, and its fingerprint for each of two) and two boxes. A rank that
     comes to a meeting has read what it wanted of the one before, so two are enough, in turns. Cost of a meeting: 1 us.
     """
 
     @classmethod
-    def create(cls, comm: MPI.Comm, capacity: int) -> Mailboxes | None:
+    def create(cls, comm: MPI.Comm, capacity: int) -> SharedMemoryExchange | None:
         """For messages of up to so many bytes. Collective; None where there is no room."""
         windows = NodeWindows(comm)
         nbytes = _WORDS_NBYTES + 2 * capacity
@@ -121,25 +121,25 @@ class Mailboxes:
         self._boxes = [[_bytes_of(self._part(rank, start, capacity)) for rank in ranks] for start in starts]
         self._outgoing = [boxes[comm.Get_rank()] for boxes in self._boxes]
         self._views = lru_cache(maxsize=1024)(self._make_views)
-        self._meeting = self._own[0] = 0
+        self._barriers = self._own[0] = 0
         comm.Barrier()
 
     def _part(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
         return self._windows.view(rank, Place(0, start), torch.uint8, 0, nbytes)
 
-    def meet(self, mark: int = 0) -> bool:
-        """Wait until every rank has come; True if all have brought the same mark."""
-        self._meeting = meeting = self._meeting + 1
-        turn = 1 + (meeting & 1)
-        self._own[turn] = mark
+    def barrier(self, fingerprint: int = 0) -> bool:
+        """Wait until every rank has come; True if all have brought the same fingerprint."""
+        self._barriers = barrier = self._barriers + 1
+        turn = 1 + (barrier & 1)
+        self._own[turn] = fingerprint
         self._fence()
-        self._own[0] = meeting
+        self._own[0] = barrier
         same = True
         for words in self._others:
-            if words[0] < meeting:
-                self._wait(words, meeting)
+            if words[0] < barrier:
+                self._wait(words, barrier)
             self._fence()
-            same = words[turn] == mark and same
+            same = words[turn] == fingerprint and same
         return same
 
     def swap(self, messages: Sequence[MPI.buffer]) -> Sequence[int]:
@@ -147,23 +147,23 @@ class Mailboxes:
 
         They take `room` each and the capacity in all, and stay until the meeting after the next.
         """
-        box, end, starts = self._outgoing[(self._meeting + 1) & 1], 0, []
+        box, end, starts = self._outgoing[(self._barriers + 1) & 1], 0, []
         for message in messages:
             starts.append(end)
             box[end : end + len(message)] = message  # type: ignore[call-overload]
             end += room(len(message))
-        self.meet()
+        self.barrier()
         return starts
 
     def gather(self, out: MPI.buffer, start: int, nbytes: int) -> None:
         """Every rank's message from there, one after the other."""
         into = memoryview(out)  # type: ignore[arg-type]
-        for rank, box in enumerate(self._boxes[self._meeting & 1]):
+        for rank, box in enumerate(self._boxes[self._barriers & 1]):
             into[rank * nbytes : (rank + 1) * nbytes] = box[start : start + nbytes]
 
     def rows(self, start: int, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
         """Of every rank's message from there, `numel` elements from the `first` on."""
-        return self._views(self._meeting & 1, dtype, start // dtype.itemsize + first, numel)
+        return self._views(self._barriers & 1, dtype, start // dtype.itemsize + first, numel)
 
     def close(self) -> None:
         """Give back the memory. Collective."""
@@ -173,14 +173,14 @@ class Mailboxes:
         place = Place(0, _WORDS_NBYTES + turn * self._capacity)
         return [self._windows.view(rank, place, dtype, first, numel) for rank in range(len(self._boxes[0]))]
 
-    def _wait(self, words: memoryview, meeting: int) -> None:
+    def _wait(self, words: memoryview, barrier: int) -> None:
         for _ in range(_SPINS):
-            if words[0] >= meeting:
+            if words[0] >= barrier:
                 return
         for turn in count():
             # Hazard: a rank may wait for the end of a message of which this one holds the last part. It frees the GIL as well.
             self._comm.Iprobe()
-            if words[0] >= meeting:
+            if words[0] >= barrier:
                 return
             if turn > _PROBES:  # Cost: on a busy machine, milliseconds until this rank runs again
                 os.sched_yield()

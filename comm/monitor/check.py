@@ -34,7 +34,7 @@ class CallCheck(Hook):
         if comm.size == 1 or calls[0].name == "finalize":
             return
         made = calls[0].description or describe(calls)
-        if made.shared and (rows := comm.compare(made.mark, lambda: _told(calls[0], made.shared))) is not None:
+        if made.shared and (rows := comm.compare(made.fingerprint, lambda: _told(calls[0], made.shared))) is not None:
             for hook in comm.hooks:
                 hook.after(calls)
             _refuse(calls[0], rows)
