@@ -29,7 +29,7 @@ from ..calls import CollectiveCall, Counts, Hook, Op
 from ..communicator import Communicator
 from ..streams import Stream
 from .host_reduce import reduce_rows, wide
-from .shared_memory import NOWHERE, NodeWindows, Place, SharedMemoryExchange, room
+from .shared_memory import NodeWindows, SharedMemoryExchange, WindowOffset, aligned_size
 
 T = TypeVar("T")
 Spans = Sequence[tuple[int, int]]  # begin and end of a part of each rank's range
@@ -46,7 +46,8 @@ _SMALL_COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "r
 # Hazard: not every MPI counts beyond 2**31 in one message.
 _MESSAGE_NBYTES = 1 << 30
 
-_PLACE = Struct("qq")
+_WINDOW_OFFSET = Struct("qq")
+_NO_WINDOW = (-1, 0)  # in the place of a WindowOffset, between ranks
 
 
 class MpiCommunicator(Communicator):
@@ -124,7 +125,7 @@ class MpiCommunicator(Communicator):
         taken = 0
         for call in calls:
             small = self._shared_memory is not None and _takes_small_path(call)
-            size = room(call.inp.nbytes) if small and call.inp is not None else _EXCHANGE_NBYTES + 1
+            size = aligned_size(call.inp.nbytes) if small and call.inp is not None else _EXCHANGE_NBYTES + 1
             if batch and taken + size > _EXCHANGE_NBYTES:
                 yield batch
                 batch, taken = [], 0
@@ -162,7 +163,7 @@ class MpiCommunicator(Communicator):
             self._all_gather_large(out, inp)
         else:
             in_place = inp.data_ptr() == out.data_ptr() + self.rank * inp.numel() * inp.element_size()
-            self._comm.Allgather(MPI.IN_PLACE if in_place else _message(inp), _message(out))
+            self._comm.Allgather(MPI.IN_WINDOW_OFFSET if in_place else _message(inp), _message(out))
 
     def _reduce_scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
         if not _is_small(inp):
@@ -289,7 +290,7 @@ class MpiCommunicator(Communicator):
         if places is not None:
             self._local.Barrier()  # all ranks of the node have read what they wanted
 
-    def _copy_from_peers(self, parts: Sequence[torch.Tensor], places: Sequence[Place], starts: Sequence[int]) -> None:
+    def _copy_from_peers(self, parts: Sequence[torch.Tensor], places: Sequence[WindowOffset], starts: Sequence[int]) -> None:
         """Part p comes from rank p of this node, from so many elements after its place."""
         assert self._windows is not None, "a place is in a window"
         for to, _ in self._partners:
@@ -315,7 +316,7 @@ class MpiCommunicator(Communicator):
         outs: Sequence[torch.Tensor],
         inp: torch.Tensor,
         op: Op,
-        places: Sequence[Place] | None,
+        places: Sequence[WindowOffset] | None,
     ) -> None:
         node, last = across.Get_rank(), self.nodes - 1
         # Hazard: in place, a result overwrites a block of `inp` that this rank has added to it before.
@@ -337,7 +338,7 @@ class MpiCommunicator(Communicator):
 
     # ------------------------------------------------------------------ within a node
 
-    def _rows(self, inp: torch.Tensor, spans: Spans, places: Sequence[Place] | None) -> list[torch.Tensor]:
+    def _rows(self, inp: torch.Tensor, spans: Spans, places: Sequence[WindowOffset] | None) -> list[torch.Tensor]:
         """What every rank of this node has in its `inp` of this rank's span; the others get theirs meanwhile."""
         begin, end = spans[self._place]
         if places is not None:
@@ -351,16 +352,17 @@ class MpiCommunicator(Communicator):
             self._local.Sendrecv(going, to, 0, coming, source, 0)
         return rows
 
-    def _reach(self, tensor: torch.Tensor) -> list[Place] | None:
+    def _reach(self, tensor: torch.Tensor) -> list[WindowOffset] | None:
         """Where the ranks of this node have their `tensor`, once all of them have come; None unless all are in windows."""
         if not self._windows:
             return None
         self._windows.fence()
-        rows = bytearray(_PLACE.size * self._per_node)
-        self._local.Allgather([_PLACE.pack(*self._windows.find(tensor)), MPI.BYTE], [rows, MPI.BYTE])
+        rows = bytearray(_WINDOW_OFFSET.size * self._per_node)
+        own = self._windows.find(tensor) or _NO_WINDOW
+        self._local.Allgather([_WINDOW_OFFSET.pack(*own), MPI.BYTE], [rows, MPI.BYTE])
         self._windows.fence()
-        places = [Place(*row) for row in _PLACE.iter_unpack(rows)]
-        return None if NOWHERE in places else places
+        places = [WindowOffset(*row) for row in _WINDOW_OFFSET.iter_unpack(rows)]
+        return None if _NO_WINDOW in places else places
 
     def _start(self, call: CollectiveCall) -> Iterator[MPI.Request]:
         peer = call.how[0]

@@ -19,17 +19,14 @@ _WORDS_NBYTES = 64
 _SPINS, _PROBES = 200, 1000  # 15 us, 0.5 ms
 
 
-class Place(NamedTuple):
+class WindowOffset(NamedTuple):
     """Where a tensor lies in the node's windows; the same on every rank, though mapped at other addresses."""
 
     window: int
     offset: int  # bytes from the start of its rank's part
 
 
-NOWHERE = Place(-1, 0)
-
-
-def room(nbytes: int) -> int:
+def aligned_size(nbytes: int) -> int:
     """What so many bytes take of a window: what comes after them is aligned."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -60,7 +57,7 @@ class NodeWindows:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """This rank's part of a new window, as bytes. Collective; alike on every rank. Untouched pages take no memory."""
-        window = MPI.Win.Allocate_shared(room(max(nbytes, 1)), 1, comm=MPI.Intracomm(self._comm))
+        window = MPI.Win.Allocate_shared(aligned_size(max(nbytes, 1)), 1, comm=MPI.Intracomm(self._comm))
         memory = [window.Shared_query(rank)[0] for rank in range(self._comm.Get_size())]
         parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
         window.Lock_all(MPI.MODE_NOCHECK)  # MPI's fences are for memory that is locked
@@ -71,16 +68,16 @@ class NodeWindows:
         self._parts.append(parts)
         return mine[:nbytes]
 
-    def find(self, tensor: torch.Tensor) -> Place:
-        """Where `tensor` lies; NOWHERE if it is in no window."""
+    def find(self, tensor: torch.Tensor) -> WindowOffset | None:
+        """Where `tensor` lies; None if it is in no window."""
         address = tensor.data_ptr()
         at = bisect_right(self._starts, address, key=lambda start: start[0]) - 1
         if at < 0:
-            return NOWHERE
+            return None
         begin, nbytes, window = self._starts[at]
-        return Place(window, address - begin) if address < begin + nbytes else NOWHERE
+        return WindowOffset(window, address - begin) if address < begin + nbytes else None
 
-    def view(self, rank: int, place: Place, dtype: torch.dtype, first: int, numel: int) -> torch.Tensor:
+    def view(self, rank: int, place: WindowOffset, dtype: torch.dtype, first: int, numel: int) -> torch.Tensor:
         """The `numel` elements that `rank` has from so many elements after `place`."""
         begin = place.offset + first * dtype.itemsize
         return self._parts[place.window][rank][begin : begin + numel * dtype.itemsize].view(dtype)
@@ -125,7 +122,7 @@ class SharedMemoryExchange:
         comm.Barrier()
 
     def _part(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
-        return self._windows.view(rank, Place(0, start), torch.uint8, 0, nbytes)
+        return self._windows.view(rank, WindowOffset(0, start), torch.uint8, 0, nbytes)
 
     def barrier(self, fingerprint: int = 0) -> bool:
         """Wait until every rank has come; True if all have brought the same fingerprint."""
@@ -145,13 +142,13 @@ class SharedMemoryExchange:
     def swap(self, messages: Sequence[MPI.buffer]) -> Sequence[int]:
         """Leave messages for the others, which leave as many of the same sizes. Where each starts, to be got from there.
 
-        They take `room` each and the capacity in all, and stay until the meeting after the next.
+        They take `aligned_size` each and the capacity in all, and stay until the meeting after the next.
         """
         box, end, starts = self._outgoing[(self._barriers + 1) & 1], 0, []
         for message in messages:
             starts.append(end)
             box[end : end + len(message)] = message  # type: ignore[call-overload]
-            end += room(len(message))
+            end += aligned_size(len(message))
         self.barrier()
         return starts
 
@@ -170,7 +167,7 @@ class SharedMemoryExchange:
         self._windows.close()
 
     def _make_views(self, turn: int, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
-        place = Place(0, _WORDS_NBYTES + turn * self._capacity)
+        place = WindowOffset(0, _WORDS_NBYTES + turn * self._capacity)
         return [self._windows.view(rank, place, dtype, first, numel) for rank in range(len(self._boxes[0]))]
 
     def _wait(self, words: memoryview, barrier: int) -> None:
