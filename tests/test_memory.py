@@ -13,7 +13,7 @@ from ranks import on_ranks
 from shardrt.comm import Event, Pool, World
 from shardrt.comm.streams import InlineStream
 from shardrt.fsdp import buffers
-from shardrt.fsdp.buffers import Account, CommBuffer, CommFlatBuffer
+from shardrt.fsdp.buffers import CommBuffer, CommFlatBuffer, MemoryCounter
 from toys import OddMLP, batch, buckets_of, loss_of, shard_blocks
 
 
@@ -33,10 +33,10 @@ def test_peak_of_the_default_schedule(world: World) -> None:
     shard_blocks(model)
     train(model, world)
     root, block = model.param_group, model.blocks[0].param_group
-    account = root.runtime.account
+    memory = root.runtime.memory
     assert block.reduction is not None
-    assert account.peak == root.layout.nbytes + 2 * block.layout.nbytes + block.layout.nbytes
-    assert account.in_use == 0
+    assert memory.peak == root.layout.nbytes + 2 * block.layout.nbytes + block.layout.nbytes
+    assert memory.in_use == 0
 
 
 @on_ranks(1, 2, 3, 4)
@@ -51,8 +51,8 @@ def test_peak_in_buckets(world: World) -> None:
     # a bucket: they are packed, while the root, 1 and 0 are gathered. What is left goes last, when all blocks are freed.
     # A rank alone packs gradients where they stay: it has most in forward, the five blocks.
     most = 2 * block.layout.nbytes + 4 * block.layout.nbytes if world.size > 1 else 5 * block.layout.nbytes
-    assert root.runtime.account.peak == root.layout.nbytes + most
-    assert root.runtime.account.in_use == 0
+    assert root.runtime.memory.peak == root.layout.nbytes + most
+    assert root.runtime.memory.in_use == 0
 
 
 class CountingPool(Pool):
@@ -117,8 +117,8 @@ def test_gradients_give_their_memory_back(world: World, reduce_dtype: torch.dtyp
 
 def test_a_slot_is_handed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two roots may compute on different streams."""
-    comm_buffer, account = CommBuffer(torch.zeros(16, dtype=torch.uint8)), Account()
-    first, second = CommFlatBuffer(16, comm_buffer, account), CommFlatBuffer(8, comm_buffer, account)
+    comm_buffer, memory = CommBuffer(torch.zeros(16, dtype=torch.uint8)), MemoryCounter()
+    first, second = CommFlatBuffer(16, comm_buffer, memory), CommFlatBuffer(8, comm_buffer, memory)
     waits: list[tuple[str, Event]] = []
 
     class Named(InlineStream):
@@ -155,8 +155,8 @@ def test_peak_without_resharding(world: World) -> None:
     train(model, world)
     groups = list(model.param_group.with_descendants())
     block = model.blocks[0].param_group
-    assert model.param_group.runtime.account.peak == sum(g.layout.nbytes for g in groups) + block.layout.nbytes
-    assert model.param_group.runtime.account.in_use == 0
+    assert model.param_group.runtime.memory.peak == sum(g.layout.nbytes for g in groups) + block.layout.nbytes
+    assert model.param_group.runtime.memory.in_use == 0
 
 
 @on_ranks(2)
@@ -169,7 +169,7 @@ def test_peak_with_bfloat16_compute(world: World) -> None:
     train(model, world)
     root, block = model.param_group, model.blocks[0].param_group
     packed = 2 * block.layout.nbytes
-    assert root.runtime.account.peak == root.layout.nbytes + 2 * block.layout.nbytes + packed
+    assert root.runtime.memory.peak == root.layout.nbytes + 2 * block.layout.nbytes + packed
 
 
 @on_ranks(2)
@@ -184,12 +184,12 @@ def test_a_gathered_block_is_whole_and_a_resharded_one_is_not_there(world: World
         assert isinstance(param, torch.nn.Parameter)
         assert not isinstance(param, shardrt.DTensor)
         assert torch.equal(param, value)
-    account = model.param_group.runtime.account
-    assert account.in_use == sum(group.layout.nbytes for group in model.param_group.with_descendants())
+    memory = model.param_group.runtime.memory
+    assert memory.in_use == sum(group.layout.nbytes for group in model.param_group.with_descendants())
     for module in (model, *model.blocks):
         module.reshard()
         module.reshard()
-    assert account.in_use == 0
+    assert memory.in_use == 0
     assert all(isinstance(param, shardrt.DTensor) for param in model.parameters())
 
 

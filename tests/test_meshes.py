@@ -26,7 +26,7 @@ def test_hybrid_sharding(world: World, replicas: int) -> None:
     group = model.blocks[0].param_group
     assert group.layout.world_size == 4 // replicas
     assert (group.mesh.size, group.replicas.size) == (4 // replicas, replicas)
-    assert model.param_group.runtime.account.in_use == 0
+    assert model.param_group.runtime.memory.in_use == 0
 
 
 @pytest.mark.parametrize("factor", [None, 3.0])
@@ -47,7 +47,7 @@ def test_hybrid_sharding_accumulates_by_reduce_scatter_only(world: World, factor
                 loss_of(model, x.chunk(4)[world.rank]).backward()
                 assert all((param.grad is None) == (micro < 2 and step == 0) for param in model.parameters())
     compare(whole, model, 1e-12, "")
-    assert model.param_group.runtime.account.in_use == 0
+    assert model.param_group.runtime.memory.in_use == 0
 
 
 @on_ranks(1, 2, 3)
@@ -70,17 +70,17 @@ def test_a_part_is_kept_after_forward(world: World, kept: int) -> None:
         shard_blocks(model, reshard_after_forward=kept)
 
     model = train_side_by_side(world, OddMLP().double(), map(batch, range(4)), shard=shard)
-    account = model.param_group.runtime.account
-    assert account.in_use == 0
+    memory = model.param_group.runtime.memory
+    assert memory.in_use == 0
     loss = loss_of(model, batch(0))
     groups = list(model.param_group.with_descendants())
-    assert account.in_use == sum(group.nbytes // kept for group in groups)
+    assert memory.in_use == sum(group.nbytes // kept for group in groups)
     assert all(isinstance(param, shardrt.DTensor) for param in model.parameters())
     loss.backward()
     loss_of(model, batch(0))
     with torch.no_grad():
         loss_of(model, batch(0))  # keeps nothing, and frees what was kept
-    assert account.in_use == 0
+    assert memory.in_use == 0
 
 
 class Experts(nn.Module):

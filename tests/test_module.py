@@ -77,7 +77,7 @@ def test_a_list_of_modules_is_one_group(world: World, reshard: bool | None) -> N
     assert model.body.param_group.root is model.param_group
     with torch.no_grad():
         model(batch(0))
-    assert model.param_group.runtime.account.in_use == 0
+    assert model.param_group.runtime.memory.in_use == 0
 
 
 @on_ranks(2)
@@ -137,7 +137,7 @@ def test_unshard_ahead(world: World) -> None:
     assert model.blocks[0].unshard() is None
     for block in model.blocks:
         block.reshard()
-    assert model.param_group.runtime.account.in_use == 0
+    assert model.param_group.runtime.memory.in_use == 0
 
 
 class Generator(OddMLP):
@@ -172,7 +172,7 @@ def test_other_methods_as_forwards(world: World) -> None:
     compare(whole, model, 1e-12, "twice")
     with torch.inference_mode():
         assert torch.equal(model.generate(batch(5), 4), whole.generate(batch(5), 4))
-    assert model.param_group.runtime.account.in_use == 0
+    assert model.param_group.runtime.memory.in_use == 0
 
 
 @on_ranks(2, 3)
@@ -245,7 +245,7 @@ def test_parameters_unused_on_some_ranks(world: World, bucket: int) -> None:
             if step == 1:
                 for m in (whole, model):
                     m.zero_grad()
-    assert model.param_group.runtime.account.in_use == 0
+    assert model.param_group.runtime.memory.in_use == 0
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
@@ -265,7 +265,7 @@ def test_reductions_in_flight(world: World, in_flight: int) -> None:
     groups = list(model.param_group.with_descendants())
     block = model.blocks[0].param_group
     packed = min(in_flight, 4) * block.nbytes + (model.param_group.nbytes if in_flight > 4 else 0)
-    assert model.param_group.runtime.account.peak == sum(group.nbytes for group in groups) + packed
+    assert model.param_group.runtime.memory.peak == sum(group.nbytes for group in groups) + packed
     for wrong, kind in ((0, ValueError), (True, TypeError)):
         with pytest.raises(kind, match="set_reduce_scatter_max_input_buffers"):
             model.set_reduce_scatter_max_input_buffers(wrong)
@@ -282,9 +282,9 @@ def test_reductions_in_flight_by_group(world: World) -> None:
     gathered = sum(group.nbytes for group in model.param_group.with_descendants())
     for expected in (2, 1):
         if model.param_group.runtime is not None:
-            model.param_group.runtime.account.peak = 0
+            model.param_group.runtime.memory.peak = 0
         loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
-        assert model.param_group.runtime.account.peak == gathered + expected * model.blocks[0].param_group.nbytes
+        assert model.param_group.runtime.memory.peak == gathered + expected * model.blocks[0].param_group.nbytes
         model.set_reduce_scatter_max_input_buffers(1)
         model.zero_grad()
 
@@ -467,7 +467,7 @@ def test_two_roots_take_turns(world: World) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert all(stage.param_group.runtime.account.in_use == 0 for stage in stages)
+    assert all(stage.param_group.runtime.memory.in_use == 0 for stage in stages)
     with pytest.raises(ValueError, match="'Linear' is not sharded"):
         shardrt.share_comm_ctx([nn.Linear(2, 2)])
 
@@ -555,7 +555,7 @@ def test_the_copies_of_an_offload(world: World, dtype: torch.dtype | None) -> No
         shard(model)
         loss_of(model, batch(0)).backward()
     assert all(group.offloads for group in model.param_group.with_descendants())
-    assert model.param_group.runtime.account.in_use == 0
+    assert model.param_group.runtime.memory.in_use == 0
 
 
 @pytest.mark.parametrize("offload_policy", [None, Elsewhere(pin_memory=False)])
@@ -650,7 +650,7 @@ def test_a_parameter_that_says_what_is_gathered(world: World, reshard: bool | in
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert model.param_group.runtime.account.in_use == 0
+    assert model.param_group.runtime.memory.in_use == 0
     other = nn.Sequential(nn.Linear(5, 7))
     other[0].weight = nn.Parameter(Narrow(other[0].weight.detach().clone()))
     with pytest.raises(ValueError, match=r"'0.weight': Shard.dim=1. of a Narrow; expected Shard"):

@@ -297,4 +297,4 @@ def test_gradients_that_waited_go_out_without_new_ones(world: World) -> None:
         sharded(batch(index).chunk(world.size)[world.rank]).square().mean().backward()
     for (name, expected), param in zip(whole.named_parameters(), sharded.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12, msg=name)
-    assert sharded.param_group.runtime.account.in_use == 0
+    assert sharded.param_group.runtime.memory.in_use == 0

@@ -195,7 +195,7 @@ def allocations(world: World) -> Found:
         job.step()
         memory = torch.cuda.memory_stats() if world.device.type == "cuda" else {}
         asked = [memory.get(f"num_device_{verb}", 0) for verb in ("alloc", "free")]
-        seen.append((runtime.account.in_use, runtime.account.peak, *asked))
+        seen.append((runtime.memory.in_use, runtime.memory.peak, *asked))
         held.append(memory.get("allocated_bytes.all.current", 0))
     assert len(set(seen)) == 1, f"buffer bytes in use and at most, device allocations, frees change from step to step: {seen}"
     found = Found()

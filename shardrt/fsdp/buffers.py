@@ -15,7 +15,7 @@ import torch
 from ..comm import Communicator, Event, Pool, current_stream
 
 
-class Account:
+class MemoryCounter:
     """Bytes of buffer memory in use, and the most there ever were."""
 
     def __init__(self) -> None:
@@ -23,13 +23,13 @@ class Account:
         self.peak = 0
         self._lock = threading.Lock()  # gather, reduce and compute may be three threads
 
-    def take(self, nbytes: int) -> None:
+    def allocate(self, nbytes: int) -> None:
         """Count `nbytes` as used."""
         with self._lock:
             self.in_use += nbytes
             self.peak = max(self.peak, self.in_use)
 
-    def give_back(self, nbytes: int) -> None:
+    def free(self, nbytes: int) -> None:
         """Count `nbytes` as free again."""
         with self._lock:
             self.in_use -= nbytes
@@ -45,15 +45,15 @@ class FlatBuffer:
 
     _pool: Pool | None = None
 
-    def __init__(self, nbytes: int, device: torch.device, account: Account, pool: Pool | None = None) -> None:
+    def __init__(self, nbytes: int, device: torch.device, memory: MemoryCounter, pool: Pool | None = None) -> None:
         self._pool = pool
         # Views can only be made of a storage that is large enough; on the host, untouched memory costs nothing meanwhile.
-        self._set_up(nbytes, torch.UntypedStorage(nbytes, device=device), 0, account)
+        self._set_up(nbytes, torch.UntypedStorage(nbytes, device=device), 0, memory)
 
-    def _set_up(self, nbytes: int, storage: torch.UntypedStorage, offset: int, account: Account) -> None:
+    def _set_up(self, nbytes: int, storage: torch.UntypedStorage, offset: int, memory: MemoryCounter) -> None:
         self.nbytes = nbytes
         self._offset = offset
-        self._account = account
+        self._memory = memory
         self._storage = storage
         self._in_use = False
 
@@ -92,14 +92,14 @@ class FlatBuffer:
                 self._storage.resize_(self.nbytes)
             else:
                 self._pool.resize(self._storage, self.nbytes)
-            self._account.take(self.nbytes)
+            self._memory.allocate(self.nbytes)
             self._in_use = True
 
     def release(self) -> None:
         """Free the memory; the views must not be touched until the next allocate(). No-op if it is free."""
         if self._in_use:
             self._storage.resize_(0)
-            self._account.give_back(self.nbytes)
+            self._memory.free(self.nbytes)
             self._in_use = False
 
 
@@ -171,8 +171,8 @@ _comm_buffers: WeakKeyDictionary[Communicator, CommBuffer] = WeakKeyDictionary()
 class CommFlatBuffer(FlatBuffer):
     """A flat buffer that, while it is allocated, takes a comm_buffer."""
 
-    def __init__(self, nbytes: int, comm_buffer: CommBuffer, account: Account) -> None:
-        self._set_up(nbytes, comm_buffer.storage, comm_buffer.offset, account)
+    def __init__(self, nbytes: int, comm_buffer: CommBuffer, memory: MemoryCounter) -> None:
+        self._set_up(nbytes, comm_buffer.storage, comm_buffer.offset, memory)
         self._comm_buffer = comm_buffer
 
     @property
@@ -190,11 +190,11 @@ class CommFlatBuffer(FlatBuffer):
             if self._comm_buffer.left is not None:
                 current_stream(self._storage.device).wait(self._comm_buffer.left)  # another root's, maybe
             self._comm_buffer.taken = self._in_use = True
-            self._account.take(self.nbytes)
+            self._memory.allocate(self.nbytes)
 
     def release(self) -> None:
         """Give the comm_buffer back. No-op if it is not this buffer's."""
         if self._in_use:
             self._comm_buffer.left = current_stream(self._storage.device).record()
             self._comm_buffer.taken = self._in_use = False
-            self._account.give_back(self.nbytes)
+            self._memory.free(self.nbytes)

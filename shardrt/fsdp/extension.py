@@ -215,7 +215,7 @@ class ExtensionGroup(ParamGroup):
         self._gathers, self._own_views = [], []
         for gather in planned:
             size = gather.most_rows * torch.Size(gather.row).numel() * gather.dtype.itemsize
-            part = FlatBuffer(self.mesh.size * size, self.mesh.device, runtime.account, pool)
+            part = FlatBuffer(self.mesh.size * size, self.mesh.device, runtime.memory, pool)
             everything = part.view(torch.uint8, 0, (part.nbytes,))
             self._gathers.append((everything, part.view(torch.uint8, rank * size, (size,))))
             self._own_views.append(part.view(gather.dtype, rank * size, (gather.own_rows, *gather.row)))

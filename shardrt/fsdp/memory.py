@@ -27,8 +27,8 @@ def memory_summary(model: nn.Module) -> str:
     rows.append(("all", "", f"{total:,}", _size(sum(group.shard_nbytes for group in groups)), "", "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    account = None if root.runtime is None else root.runtime.account
-    used = "none yet" if account is None else f"{_size(account.in_use)} in use, {_size(account.peak)} at most so far"
+    memory = None if root.runtime is None else root.runtime.memory
+    used = "none yet" if memory is None else f"{_size(memory.in_use)} in use, {_size(memory.peak)} at most so far"
     return "\n".join([*lines, f"buffers for gathered parameters and gradients: {used}"])
 
 

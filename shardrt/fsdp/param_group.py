@@ -31,7 +31,7 @@ from ..comm import Communicator, DeviceMesh, Event, Pool, Stream, Work, world
 from ..kernels import pack_into
 from ..tensor.dtensor import set_group
 from . import registered
-from .buffers import Account, CommBuffer, CommFlatBuffer, FlatBuffer
+from .buffers import CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
 from .layout import Layout, ParamSpec, plan
 from .param import GatheredParameter, ShardedParam, local_geometry, placement_of
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
@@ -79,11 +79,11 @@ def _neighbours(mesh: DeviceMesh, ranks: int) -> Communicator:
 class PostForwardShard:
     """A k-th of each gathered buffer that a rank keeps, such that k neighbouring ranks have all of them."""
 
-    def __init__(self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], account: Account) -> None:
+    def __init__(self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], memory: MemoryCounter) -> None:
         self._comm = _neighbours(mesh, ranks)
         self._gathered = gathered
         place, sizes = mesh.rank % ranks, [full_bytes.numel() // ranks for full_bytes in gathered]
-        self.buffer = FlatBuffer(sum(sizes), mesh.device, account)
+        self.buffer = FlatBuffer(sum(sizes), mesh.device, memory)
         self._kept = [
             self.buffer.view(torch.uint8, end - size, (size,)) for size, end in zip(sizes, accumulate(sizes), strict=True)
         ]
@@ -226,10 +226,10 @@ class ParamGroup:
 
     def _make_full(self, runtime: Runtime) -> None:
         nbytes, custom = self.layout.nbytes, self.settings.all_gather
-        self.full = FlatBuffer(nbytes, self.mesh.device, runtime.account, self._pool(runtime))
+        self.full = FlatBuffer(nbytes, self.mesh.device, runtime.memory, self._pool(runtime))
         if custom is not None:
             comm_buffer = CommBuffer.given(custom.allocate(nbytes, self.mesh.device), nbytes, self.mesh.device, self.name)
-            self.full = CommFlatBuffer(nbytes, comm_buffer, runtime.account)
+            self.full = CommFlatBuffer(nbytes, comm_buffer, runtime.memory)
         full_bytes = self.full.view(torch.uint8, 0, (nbytes,))
         first, size = self.mesh.rank * self.layout.segment_nbytes, self.layout.segment_nbytes
         own_bytes = self._shard if self._sends_shard else self.full.view(torch.uint8, first, (size,))
@@ -367,14 +367,14 @@ class ParamGroup:
 
     def _make_reduction(self) -> GradientReduction:
         assert self.runtime is not None, "attach() comes first"
-        dtype, account, comm_buffer = (
+        dtype, memory, comm_buffer = (
             self._reduce_dtype(self.trainable),
-            self.runtime.account,
+            self.runtime.memory,
             self.runtime.comm_buffer_for(self),
         )
         comms = (self.reduce_comm, self.all_reduce_comm)
         large = is_large(self)
-        return GradientReduction(self.params, self.layout, *comms, self.settings, dtype, account, comm_buffer, gives_back=large)
+        return GradientReduction(self.params, self.layout, *comms, self.settings, dtype, memory, comm_buffer, gives_back=large)
 
     # ------------------------------------------------------------------ what is registered on the modules
 
@@ -513,7 +513,7 @@ class ParamGroup:
         assert self.runtime is not None, "gathered, so attached"
         if ranks not in self._post_forward_shards:
             gathered = [full_bytes for full_bytes, _ in self._gathers]
-            self._post_forward_shards[ranks] = PostForwardShard(ranks, self.mesh, gathered, self.runtime.account)
+            self._post_forward_shards[ranks] = PostForwardShard(ranks, self.mesh, gathered, self.runtime.memory)
         self._post_forward_shard = self._post_forward_shards[ranks]
         self._note("keep a post-forward shard of", self.name)
         self._streams.gather.submit(self._post_forward_shard.fill)

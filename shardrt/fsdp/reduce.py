@@ -30,7 +30,7 @@ from ..comm import Communicator, Event, Op, PreMulSum, ReduceOp, Stream, current
 from ..kernels import add_into, pack_into
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import Cut
-from .buffers import Account, CommBuffer, CommFlatBuffer, FlatBuffer
+from .buffers import CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
 from .layout import Layout
 from .param import ShardedParam, local_geometry, outermost_stride, placement_of
 from .policy import Settings
@@ -155,7 +155,7 @@ class GradientReduction:
         replicas: Communicator | None,
         settings: Settings,
         dtype: torch.dtype,
-        account: Account,
+        memory: MemoryCounter,
         comm_buffer: CommBuffer | None,
         *,
         gives_back: bool,
@@ -173,20 +173,20 @@ class GradientReduction:
         self._packed_with: frozenset[int] = frozenset()  # positions with a gradient in `packed`; none: nothing is packed
         self._partial_with: frozenset[int] = frozenset()  # and in `partial`: reduced, but not over the replicas
         nbytes = comm.size * self._layout.segment_numel * dtype.itemsize
-        ordinary = FlatBuffer(nbytes, comm.device, account)
+        ordinary = FlatBuffer(nbytes, comm.device, memory)
         if settings.reduce_scatter is not None:
             given = CommBuffer.given(
                 settings.reduce_scatter.allocate(nbytes, comm.device), nbytes, comm.device, self.params[0].name
             )
-            comm_buffer, ordinary = None, CommFlatBuffer(nbytes, given, account)
+            comm_buffer, ordinary = None, CommFlatBuffer(nbytes, given, memory)
         self._ordinary = self._packed = self._lay_out(ordinary)
         fits = comm_buffer is not None and nbytes <= comm_buffer.nbytes
         self._in_comm_buffer = (
-            self._lay_out(CommFlatBuffer(nbytes, comm_buffer, account)) if comm_buffer is not None and fits else None
+            self._lay_out(CommFlatBuffer(nbytes, comm_buffer, memory)) if comm_buffer is not None and fits else None
         )
         # Then the pieces are the gradients, one by one: a step has nothing to match.
         self._whole = [piece.position for piece in self._layout.pieces] == list(range(len(trainable)))
-        self._make_outputs([placement_of(index, layout) for index in trainable], account)
+        self._make_outputs([placement_of(index, layout) for index in trainable], memory)
         # Of one shard rank all that is packed is its segment: the sharded gradients are packed where they stay.
         alone = comm.size == 1 and not self._converts and settings.reduce_scatter is None
         self._in_place = self._lay_out(self._own) if alone else None
@@ -200,12 +200,12 @@ class GradientReduction:
         buffer.seal()
         return packed
 
-    def _make_outputs(self, placements: Sequence[Cut], account: Account) -> None:
+    def _make_outputs(self, placements: Sequence[Cut], memory: MemoryCounter) -> None:
         """Scratch for what has to be cast, moved or added once it is reduced; else the segment is the gradients' own."""
         numel, device, rank = self._layout.segment_numel, self._comm.device, self._comm.rank
-        self._scratch = FlatBuffer(numel * self._dtype.itemsize, device, account)
+        self._scratch = FlatBuffer(numel * self._dtype.itemsize, device, memory)
         self._scratch_flat = self._scratch.view(self._dtype, 0, (numel,))
-        self._partial = FlatBuffer(numel * self._dtype.itemsize, device, account)
+        self._partial = FlatBuffer(numel * self._dtype.itemsize, device, memory)
         self._partial_flat = self._partial.view(self._dtype, 0, (numel,))
         offloads = any(param.local.device != device for param in self.params)
         self._converts = offloads or any(param.dtype != self._dtype for param in self.params)
@@ -214,7 +214,7 @@ class GradientReduction:
         if self._converts:
             *places, nbytes = accumulate((-(-param.local.nbytes // 16) * 16 for param in self.params), initial=0)
         # Nobody counts these bytes: they are no buffer, but the sharded gradients themselves.
-        self._own, self._own_stream = FlatBuffer(0 if offloads else nbytes, device, Account()), current_stream(device)
+        self._own, self._own_stream = FlatBuffer(0 if offloads else nbytes, device, MemoryCounter()), current_stream(device)
         self._segment = self._own.view(self._dtype, 0, (0 if self._converts else numel,))
         self._scratch_views: list[torch.Tensor] = []
         self._grads = []

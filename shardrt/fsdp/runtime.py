@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from .. import comm
 from . import prefetch, registered, symmetric_windows
-from .buffers import Account, CommBuffer, FlatBuffer
+from .buffers import CommBuffer, FlatBuffer, MemoryCounter
 from .extension import split_hooked
 from .moves import warn_of_unwritten
 from .param_group import ForwardCall, ParamGroup
@@ -94,7 +94,7 @@ class Runtime:
         self.root = root
         names = {module: name for name, module in root.modules[0].named_modules()}
         self.groups = list(root.with_descendants())
-        self.account = Account()
+        self.memory = MemoryCounter()
         self.pool = comm.new_pool(root.mesh.device)  # of full parameters
         self.streams = Streams(root.mesh.device, replicas=any(group.replicas is not None for group in self.groups))
         self.prefetch = prefetch.PrefetchQueue()
