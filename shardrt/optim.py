@@ -30,13 +30,15 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     listed = [getattr(param, "sharded", param) for param in given]  # of those that are gathered at the moment
     grads = [param.grad for param in listed if param.grad is not None]
     # A rank without gradients takes part all the same.
-    meshes: dict[DeviceMesh, list[torch.Tensor]] = {p.spec.parts: [] for p in listed if isinstance(p, DTensor) and p.spec.parts}
+    meshes: dict[DeviceMesh, list[torch.Tensor]] = {
+        p.spec.shard_mesh: [] for p in listed if isinstance(p, DTensor) and p.spec.shard_mesh
+    }
     plain: list[torch.Tensor] = []
     for grad in grads:
         if isinstance(grad, DTensor) and grad.spec.partial:
             raise ValueError(f"clip_grad_norm_: a gradient lies as {grad.spec}, not reduced yet; redistribute() it first")
-        if isinstance(grad, DTensor) and grad.spec.parts:
-            meshes[grad.spec.parts].append(grad.to_local())
+        if isinstance(grad, DTensor) and grad.spec.shard_mesh:
+            meshes[grad.spec.shard_mesh].append(grad.to_local())
         else:
             plain.append(grad.to_local() if isinstance(grad, DTensor) else grad)
     norms = [_mesh_norm(mesh, local, norm_type) for mesh, local in meshes.items()]

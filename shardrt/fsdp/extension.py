@@ -28,7 +28,7 @@ from ..tensor.dtensor import DTensor
 from ..tensor.placement import RaggedShard
 from .buffers import FlatBuffer, FlatBuffers
 from .layout import Layout, ParamSpec, equal_runs
-from .param import ShardedParam, part_of, placement_of
+from .param import ShardedParam, local_shard, placement_of
 from .param_group import ParamGroup
 from .policy import MixedPrecisionPolicy
 from .registered import hook_state_dicts
@@ -154,7 +154,7 @@ class ExtensionGroup(ParamGroup):
         spec, original = param.spec(0, self.layout, self.device_mesh), param.original
         device = torch.device("cpu") if self.offloads else self.mesh.device
         with torch.no_grad():
-            inner = part_of(original, spec)
+            inner = local_shard(original, spec)
             inner = inner.clone() if inner.is_meta or inner.device == device else inner.to(device)
             if isinstance(original, DTensor) and has_methods(original._local_tensor) and not has_methods(inner):
                 # They are set on this very object, and bound to it.

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm import DeviceMesh
 from ..tensor.dtensor import DTensor
-from ..tensor.placement import Cut, FlatShard, RaggedShard, Replicate, Spec
+from ..tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
 from .buffers import FlatBuffer
 from .layout import Layout
 
@@ -69,7 +69,7 @@ class ShardedParam:
         """
         if not self.original.is_meta:
             with torch.no_grad():
-                local.copy_(part_of(self.original, spec))
+                local.copy_(local_shard(self.original, spec))
         self.register(DTensor(local, spec))
 
     def register(self, sharded: DTensor) -> None:
@@ -81,7 +81,7 @@ class ShardedParam:
             self.sharded = before
             before._local_tensor, before.spec = sharded._local_tensor, sharded.spec  # type: ignore[attr-defined]
         if before is not None and self.original.grad is not None:
-            grad = part_of(self.original.grad, sharded.spec)
+            grad = local_shard(self.original.grad, sharded.spec)
             self.sharded.grad = self.sharded_like(grad.to(sharded._local_tensor.device).clone())
         del self.original, self.before
         self.sharded.full_name = self.name  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ class GatheredParameter(nn.Parameter):
             self.data.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
-def part_of(original: torch.Tensor, spec: Spec) -> torch.Tensor:
+def local_shard(original: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's part of a parameter, whole or sharded. Collective if it is sharded in another way."""
     if not isinstance(original, DTensor):
         return spec.local_part(original)
@@ -193,7 +193,7 @@ def registry(module: nn.Module) -> dict[str, nn.Parameter | None] | Attributes:
     return Attributes(module)
 
 
-def placement_of(index: int, layout: Layout) -> Cut:
+def placement_of(index: int, layout: Layout) -> ResolvedShard:
     """The placement that the layout gives its parameter `index`."""
     param, numels = layout.placed[index], layout.numels(index)
     spec = param.spec
@@ -204,7 +204,7 @@ def placement_of(index: int, layout: Layout) -> Cut:
     return RaggedShard(spec.dim, tuple(numel // spec.row_numel for numel in numels))
 
 
-def local_geometry(shape: torch.Size, cut: Cut, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
+def local_geometry(shape: torch.Size, cut: ResolvedShard, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
     """Shape and strides of a rank's part, as it lies in its segment; a scalar's is 1-D."""
     part = cut.part_shape(shape, rank)
     return part, outermost_stride(part, cut.dim)

@@ -29,7 +29,7 @@ import torch
 from ..comm import Communicator, Event, Op, PreMulSum, ReduceOp, Stream, current_stream
 from ..kernels import add_into, pack_into
 from ..tensor.dtensor import DTensor
-from ..tensor.placement import Cut
+from ..tensor.placement import ResolvedShard
 from .buffers import CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
 from .layout import Layout
 from .param import ShardedParam, local_geometry, outermost_stride, placement_of
@@ -200,7 +200,7 @@ class GradientReduction:
         buffer.seal()
         return packed
 
-    def _make_outputs(self, placements: Sequence[Cut], memory: MemoryCounter) -> None:
+    def _make_outputs(self, placements: Sequence[ResolvedShard], memory: MemoryCounter) -> None:
         """Scratch for what has to be cast, moved or added once it is reduced; else the segment is the gradients' own."""
         numel, device, rank = self._layout.segment_numel, self._comm.device, self._comm.rank
         self._scratch = FlatBuffer(numel * self._dtype.itemsize, device, memory)

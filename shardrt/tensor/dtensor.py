@@ -229,7 +229,7 @@ class DTensor(torch.Tensor):
 def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A new leaf tensor on the mesh with the values of `tensor`, which every rank passes whole. No communication.
 
-    Of a `Partial` each rank holds what `Partial.part_of` gives it. Cost: a copy of the part, moved to the mesh's device.
+    Of a `Partial` each rank holds what `Partial.local_shard` gives it. Cost: a copy of the part, moved to the mesh's device.
     Raises ValueError for placements that do not fit the mesh or the shape. Not differentiable.
     """
     spec = Spec.of(device_mesh, placements, tensor.shape)

@@ -26,7 +26,7 @@ class Placement:
 
     __slots__ = ()
 
-    def on(self, shape: torch.Size, size: int) -> Placement:
+    def resolve(self, shape: torch.Size, size: int) -> Placement:
         """What this means for a tensor of `shape` over `size` ranks. Raises ValueError if it does not fit them."""
         return self
 
@@ -34,7 +34,7 @@ class Placement:
         """The shape of a rank's part of a tensor of `shape`."""
         return shape
 
-    def part_of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+    def local_shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's part of a whole tensor: a view where it can be one."""
         return full
 
@@ -61,7 +61,7 @@ class Partial(Placement):
         """Whether sums of such tensors are sums of their parts."""
         return self.reduce_op in (ReduceOp.SUM, ReduceOp.AVG)
 
-    def part_of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+    def local_shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         if rank == 0 or self.reduce_op not in (ReduceOp.SUM, ReduceOp.PRODUCT):
             return full
         return torch.full_like(full, self.reduce_op is ReduceOp.PRODUCT)
@@ -74,7 +74,7 @@ class Sharded(Placement, ABC):
     dim: int
 
     @abstractmethod
-    def on(self, shape: torch.Size, size: int) -> Cut: ...
+    def resolve(self, shape: torch.Size, size: int) -> ResolvedShard: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Shard(Sharded):
 
     dim: int = 0
 
-    def on(self, shape: torch.Size, size: int) -> RaggedShard:
+    def resolve(self, shape: torch.Size, size: int) -> RaggedShard:
         rows = shape[self.dim] if shape else 1
         chunk = -(-rows // size)
         return RaggedShard(self.dim, tuple(min(chunk, max(0, rows - rank * chunk)) for rank in range(size)))
@@ -99,14 +99,14 @@ class RaggedShard(Shard):
     dim: int  # no default: rows are of one dim
     rows: tuple[int, ...]
 
-    def on(self, shape: torch.Size, size: int) -> RaggedShard:
+    def resolve(self, shape: torch.Size, size: int) -> RaggedShard:
         _check_counts(self, self.rows, shape[self.dim] if shape else 1, shape, size)
         return self
 
     def part_shape(self, shape: torch.Size, rank: int) -> torch.Size:
         return torch.Size((*shape[: self.dim], self.rows[rank], *shape[self.dim + 1 :]))
 
-    def part_of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+    def local_shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         return (full if full.dim() else full.reshape(1)).narrow(self.dim, sum(self.rows[:rank]), self.rows[rank])
 
     def numels_of(self, shape: torch.Size) -> tuple[int, ...]:
@@ -121,14 +121,14 @@ class FlatShard(Sharded):
 
     numels: tuple[int, ...]
 
-    def on(self, shape: torch.Size, size: int) -> FlatShard:
+    def resolve(self, shape: torch.Size, size: int) -> FlatShard:
         _check_counts(self, self.numels, shape.numel(), shape, size)
         return self
 
     def part_shape(self, shape: torch.Size, rank: int) -> torch.Size:
         return torch.Size((self.numels[rank],))
 
-    def part_of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+    def local_shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         return flattened(full, self.dim).narrow(0, sum(self.numels[:rank]), self.numels[rank])
 
     def numels_of(self, shape: torch.Size) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ class FlatShard(Sharded):
         return self.numels
 
 
-Cut = RaggedShard | FlatShard  # what the planned layout makes
+ResolvedShard = RaggedShard | FlatShard  # what the planned layout makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +144,21 @@ class Spec:
     """Where the parts of a tensor are. Made as it is by who knows that it fits; `of` checks.
 
     partial: whether a reduction is still to be made.
-    parts: the part of the mesh over which elements are spread, replicas left out; None if they are spread over no axis.
+    shard_mesh: the part of the mesh over which elements are spread, replicas left out; None if they are spread over no axis.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # one for each mesh axis
     shape: torch.Size  # of the whole tensor
     partial: bool = field(init=False, repr=False, compare=False)
-    parts: DeviceMesh | None = field(init=False, repr=False, compare=False)
+    shard_mesh: DeviceMesh | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         mesh, axes = self.mesh, zip(self.mesh.axis_names, self.placements, strict=True)
         names = tuple(name for name, placement in axes if isinstance(placement, Sharded))
-        parts = mesh if len(names) == len(self.placements) else mesh[names] if names else None
+        shard_mesh = mesh if len(names) == len(self.placements) else mesh[names] if names else None
         object.__setattr__(self, "partial", any(isinstance(placement, Partial) for placement in self.placements))
-        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "shard_mesh", shard_mesh)
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Spec:
@@ -175,7 +175,7 @@ class Spec:
                 raise TypeError(f"placements {placements} on {mesh}: {placement!r} is none")
             if isinstance(placement, Sharded):
                 placement = _counted_from_front(placement, len(next(iter(shapes))), whole)
-            cuts = {(placement.on(shape, size), shape) for shape in shapes}
+            cuts = {(placement.resolve(shape, size), shape) for shape in shapes}
             shapes = {cut.part_shape(shape, rank) for cut, shape in cuts for rank in range(size)}
             checked.append(placement)
         ops = [placement for placement in checked if isinstance(placement, Partial)]
@@ -192,14 +192,14 @@ class Spec:
         """This rank's part of a whole tensor, or of its part by the axes before `axis`: a view where it can be one."""
         axes = zip(self.placements, self.mesh.shape, self.mesh.coordinates, strict=True)
         for placement, size, rank in islice(axes, axis, None):
-            full = placement.on(full.shape, size).part_of(full, rank)
+            full = placement.resolve(full.shape, size).local_shard(full, rank)
         return full
 
 
 def local_shape(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> torch.Size:
     """The shape of this rank's part of a tensor of `shape`."""
     for placement, size, rank in zip(placements, mesh.shape, mesh.coordinates, strict=True):
-        shape = placement.on(shape, size).part_shape(shape, rank)
+        shape = placement.resolve(shape, size).part_shape(shape, rank)
     return shape
 
 
@@ -223,7 +223,7 @@ def _counted_from_front(placement: Sharded, dims: int, shape: torch.Size) -> Sha
     return replace(placement, dim=placement.dim % dims)
 
 
-def _check_counts(cut: Cut, counts: tuple[int, ...], total: int, shape: torch.Size, size: int) -> None:
+def _check_counts(cut: ResolvedShard, counts: tuple[int, ...], total: int, shape: torch.Size, size: int) -> None:
     if len(counts) != size or min(counts) < 0 or sum(counts) != total:
         raise ValueError(
             f"{cut} of a tensor, or another axis's part of one, of shape {tuple(shape)} over {size} ranks: expected {size} "

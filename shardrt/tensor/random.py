@@ -62,7 +62,7 @@ def fill(local: torch.Tensor, spec: Spec, seed: int, draw: Callable[[torch.Tenso
     sharded = [(axis, placement) for axis, placement in enumerate(spec.placements) if isinstance(placement, Sharded)]
     axis, outermost = sharded[0] if sharded else (0, Shard(0))
     size, rank = (spec.mesh.shape[axis], spec.mesh.coordinates[axis]) if sharded else (1, 0)
-    cut = outermost.on(spec.shape, size)
+    cut = outermost.resolve(spec.shape, size)
     numels, numel = cut.numels_of(spec.shape), spec.shape.numel()
     start, stop = sum(numels[:rank]), sum(numels[: rank + 1])
     drawn = torch.empty(stop - start, dtype=local.dtype, device=local.device)  # `local` may be of a subclass

@@ -23,7 +23,18 @@ from itertools import accumulate, pairwise
 import torch
 
 from ..comm import Communicator, ReduceOp, current_stream
-from .placement import Cut, FlatShard, Partial, Placement, Replicate, Sharded, Spec, flattened, local_shape, unflattened
+from .placement import (
+    FlatShard,
+    Partial,
+    Placement,
+    Replicate,
+    ResolvedShard,
+    Sharded,
+    Spec,
+    flattened,
+    local_shape,
+    unflattened,
+)
 
 REPLICATE = Replicate()
 
@@ -97,7 +108,7 @@ def _change(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Pla
 
 
 def _gather(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Sharded, new: Replicate) -> torch.Tensor:
-    cut, stream = old.on(shape, comm.size), current_stream(comm.device)
+    cut, stream = old.resolve(shape, comm.size), current_stream(comm.device)
     numels = cut.numels_of(shape)
     padded = local.new_empty(max(numels))
     padded[: local.numel()] = flattened(local, cut.dim)
@@ -107,13 +118,13 @@ def _gather(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Sha
 
 
 def _exchange(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Sharded, new: Sharded) -> torch.Tensor:
-    source, target, stream = old.on(shape, comm.size), new.on(shape, comm.size), current_stream(comm.device)
+    source, target, stream = old.resolve(shape, comm.size), new.resolve(shape, comm.size), current_stream(comm.device)
     mine = target.part_shape(shape, comm.rank)
     if source.dim == target.dim:  # one run of elements, cut elsewhere
         inp, sent, blocks = flattened(local, source.dim), _overlaps(source, target, shape, comm.rank), []
         received = _overlaps(target, source, shape, comm.rank)
     else:
-        parts = [target.part_of(local, peer) for peer in range(comm.size)]
+        parts = [target.local_shard(local, peer) for peer in range(comm.size)]
         inp, sent = torch.cat([part.reshape(-1) for part in parts]), [part.numel() for part in parts]
         blocks = [source.part_shape(mine, peer) for peer in range(comm.size)]
         received = [block.numel() for block in blocks]
@@ -124,7 +135,7 @@ def _exchange(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: S
     return torch.cat([run.view(block) for run, block in zip(out.split(received), blocks, strict=True)], dim=source.dim)
 
 
-def _overlaps(mine: Cut, theirs: Cut, shape: torch.Size, rank: int) -> list[int]:
+def _overlaps(mine: ResolvedShard, theirs: ResolvedShard, shape: torch.Size, rank: int) -> list[int]:
     """How many elements of this rank's part by `mine` are in each rank's part by `theirs`; both along one dim."""
     bounds, edges = ([0, *accumulate(cut.numels_of(shape))] for cut in (mine, theirs))
     start, stop = bounds[rank : rank + 2]
@@ -139,7 +150,7 @@ def _all_reduce(comm: Communicator, shape: torch.Size, local: torch.Tensor, old:
 
 
 def _reduce_scatter(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Partial, new: Sharded) -> torch.Tensor:
-    cut, rank, stream = new.on(shape, comm.size), comm.rank, current_stream(comm.device)
+    cut, rank, stream = new.resolve(shape, comm.size), comm.rank, current_stream(comm.device)
     numels = cut.numels_of(shape)
     rows = local.new_zeros((comm.size, max(numels)))
     for row, piece in zip(rows, flattened(local, cut.dim).split(numels), strict=True):
@@ -150,7 +161,7 @@ def _reduce_scatter(comm: Communicator, shape: torch.Size, local: torch.Tensor, 
 
 
 def _keep(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Replicate, new: Placement) -> torch.Tensor:
-    return new.on(shape, comm.size).part_of(local, comm.rank).clone(memory_format=torch.contiguous_format)
+    return new.resolve(shape, comm.size).local_shard(local, comm.rank).clone(memory_format=torch.contiguous_format)
 
 
 _CHANGES: list[tuple[type[Placement], type[Placement], Callable[..., torch.Tensor]]] = [

@@ -34,14 +34,14 @@ def to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     locals_ = [localized(arg, [spec], func) for arg in args]
     local = locals_[0]
     if func is aten.equal.default:
-        return bool(combine(torch.tensor(func(*locals_), device=spec.mesh.device), op, spec.parts))
+        return bool(combine(torch.tensor(func(*locals_), device=spec.mesh.device), op, spec.shard_mesh))
     if func is aten.mean.default:
         dtype = kwargs.get("dtype") or local.dtype
         wide = torch.promote_types(dtype, torch.float32)  # a sum may be out of the range of float16
-        return (combine(local.sum(dtype=wide), op, spec.parts) / spec.shape.numel()).to(dtype)
+        return (combine(local.sum(dtype=wide), op, spec.shard_mesh) / spec.shape.numel()).to(dtype)
     if local.numel() == 0 and op is not ReduceOp.SUM and spec.shape.numel():
-        return combine(_neutral(func, op, local), op, spec.parts)
-    return combine(func(local, **kwargs), op, spec.parts)
+        return combine(_neutral(func, op, local), op, spec.shard_mesh)
+    return combine(func(local, **kwargs), op, spec.shard_mesh)
 
 
 def _neutral(func: Any, op: ReduceOp, local: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def _norms(func: Any, tensors: list[torch.Tensor], order: float) -> list[torch.T
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor) and tensor.spec.partial:
             refuse(func, (tensor,), {})
-        spread.setdefault(tensor.spec.parts if isinstance(tensor, DTensor) else None, []).append(index)
+        spread.setdefault(tensor.spec.shard_mesh if isinstance(tensor, DTensor) else None, []).append(index)
     parts = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     norms = [torch.linalg.vector_norm(part.double(), order) if part.numel() else part.new_zeros(()).double() for part in parts]
     for mesh, indices in spread.items():
