@@ -318,7 +318,7 @@ def split_hooked(root: ParamGroup) -> list[ParamGroup]:
             raise ValueError(f"parameter '{param.name}' is cut along dim {param.dim}; an all-gather extension expects Shard(0)")
     for group in dict.fromkeys(group for group, _ in hooked):
         taken = [param for owner, param in hooked if owner is group]
-        left = [param.again() for param in group.params if param not in taken]
+        left = [param.clone_spec() for param in group.params if param not in taken]
         for param in taken:
             _split(group, param)
         group._take(left)
@@ -347,7 +347,7 @@ def _agree(root: ParamGroup, hooked: list[str]) -> None:
 
 def _split(group: ParamGroup, param: ShardedParam) -> None:
     options = (group.mp_policy, group.offload_policy, group.settings.reshard_after_forward)
-    made = ExtensionGroup(group.modules, [param.again()], group.device_mesh, *options)
+    made = ExtensionGroup(group.modules, [param.clone_spec()], group.device_mesh, *options)
     made.settings, made.name = group.settings, group.name
     first = cast(Any, group.modules[0]).param_groups[0]
     made.parent = first

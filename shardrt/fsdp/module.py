@@ -68,7 +68,7 @@ class FSDPModule:
         runtime.streams.begin()
         for group in self.param_groups:
             group.check_registered()
-            group.drop_stale()
+            group.invalidate_stale()
             group.unshard()
         handle = UnshardHandle(self.param_groups)
         if async_op:

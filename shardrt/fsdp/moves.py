@@ -93,7 +93,7 @@ def _replace(
         for owner in param.owners:
             owner.registry[owner.attribute] = made
         param.sharded = shard  # another one, if it was replaced before the first forward: that one keeps its identity
-    group.take_moved()
+    group.rebuild_after_apply()
 
 
 def buffers_on_meta(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:

@@ -88,7 +88,7 @@ class ShardedParam:
         for owner in self.owners:
             owner.registry[owner.attribute] = self.sharded
 
-    def again(self) -> ShardedParam:
+    def clone_spec(self) -> ShardedParam:
         """The same parameter before shard(), the original being what is registered now."""
         original = self.registered
         assert original is not None, "only parameters are sharded"

@@ -293,12 +293,12 @@ class ParamGroup:
         """Take these sharded parameters, which are registered in place of the group's. Collective if they lie otherwise."""
         for param, found in replaced.items():
             param.sharded = found
-        self._take([param.again() for param in self.params])
+        self._take([param.clone_spec() for param in self.params])
 
-    def take_moved(self) -> None:
+    def rebuild_after_apply(self) -> None:
         """Take the parameters again after `to()` and the like have registered others, unless some only left the meta device."""
         if len({param.registered.is_meta for param in self.params if param.registered is not None}) == 1:
-            self._take([param.again() for param in self.params])
+            self._take([param.clone_spec() for param in self.params])
 
     @property
     def root(self) -> ParamGroup:
@@ -338,7 +338,7 @@ class ParamGroup:
     def begin(self, done: Sequence[Event]) -> None:
         """An iteration starts. done: events after which gradients of earlier ones are read no more."""
         self.refresh_trainable()
-        self.drop_stale()
+        self.invalidate_stale()
         if self.reduction is not None:
             self.reduction.begin(done)
         if len(self.modules) > 1:
@@ -524,7 +524,7 @@ class ParamGroup:
             self._streams.gather.submit(self._post_forward_shard.buffer.release)
             self._post_forward_shard = None
 
-    def drop_stale(self) -> None:
+    def invalidate_stale(self) -> None:
         """Free what is gathered, all or a part, if the shards have changed since, by an optimizer say."""
         versions = [param.sharded._version for param in self.params]
         if (self.ready is not None or self._post_forward_shard is not None) and self._versions != versions:

@@ -65,7 +65,7 @@ class Order:
             for place, bucket in enumerate(buckets)
         ]
 
-    def again(self) -> Order:
+    def restart(self) -> Order:
         """The same order, nothing named yet."""
         self._named = 0
         return self
@@ -116,7 +116,7 @@ class PrefetchQueue:
         key = (ahead, BUCKET_BYTES, self._policy)
         if key not in self._orders or self._orders[key].groups != groups:
             self._orders[key] = Order(groups, self._policy.groups(ahead), self._policy.max_bytes)
-        return self._orders[key].again()
+        return self._orders[key].restart()
 
     def forward_starts(self, group: ParamGroup) -> list[ParamGroup]:
         """`group` is used in forward now; which to gather behind it."""
