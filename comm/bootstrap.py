@@ -1,4 +1,4 @@
-"""Who am I: start MPI, find rank and device, set the guards against failures and hangs, and leave cleanly.
+"""Who am I: start MPI, find rank and device, set the monitor against failures and hangs, and leave cleanly.
 
 MPI alone is asked for rank and size; the launcher's variables only cross-check it. A job whose launcher and MPI do not fit
 falls apart, silently, into N worlds of one rank each: that is refused.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from .backends.mpi import MpiCommunicator
-    from .monitor.install import Guards
+    from .monitor.install import Monitor
     from .recorder import Recorder
 
 
@@ -117,7 +117,7 @@ class World:
 
 
 _world: World | None = None
-_guards: Guards | None = None  # the world's; they stay when it has ended
+_monitor: Monitor | None = None  # the world's; they stay when it has ended
 _streams: dict[tuple[str, str], Stream] = {}  # by role and kind; ended by finalize()
 
 
@@ -174,11 +174,11 @@ def finalize() -> None:
     Collective; runs by itself at exit. Does nothing in a forked child.
     """
     global _world
-    if _world is None or _guards is None or _guards.is_forked():
+    if _world is None or _monitor is None or _monitor.is_forked():
         return
     while _streams:
         _streams.popitem()[1].close()
-    _guards.close(_world.comm)
+    _monitor.close(_world.comm)
     _world.mesh.close()
     _world.comm.close()
     _world = None
@@ -199,21 +199,21 @@ _LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 
 def _start(device: str | torch.device | None) -> World:
-    global _guards
-    if _guards is not None:
+    global _monitor
+    if _monitor is not None:
         raise RuntimeError("shardrt.init() after shardrt.finalize(): a process has one world, made once")
     comm = _start_mpi()
     _refuse_fallen_apart(comm.Get_size())
     _keep_freed_memory()
     from .backends.mpi import MpiCommunicator
-    from .monitor.install import Guards
+    from .monitor.install import Monitor
 
     node, local_rank = _place_in_node(comm)
     bound = _bind_device(device, local_rank)
-    _guards = Guards(comm, node, bound)
+    _monitor = Monitor(comm, node, bound)
     # Of a GPU's rank, the communicator above this one tells the hooks, and only once.
-    host = MpiCommunicator(comm.Dup(), "world", node, _guards.hooks if bound.type == "cpu" else ())
-    data = _communicator_for(bound, host, _guards.hooks)
+    host = MpiCommunicator(comm.Dup(), "world", node, _monitor.hooks if bound.type == "cpu" else ())
+    data = _communicator_for(bound, host, _monitor.hooks)
     atexit.register(finalize)
     return World(
         rank=data.rank,
@@ -224,7 +224,7 @@ def _start(device: str | torch.device | None) -> World:
         device=bound,
         comm=data,
         mesh=DeviceMesh(data),
-        recorder=_guards.recorder,
+        recorder=_monitor.recorder,
     )
 
 

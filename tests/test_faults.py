@@ -298,7 +298,7 @@ import torch
 import shardrt
 from mpi4py import MPI
 from shardrt.comm.calls import CollectiveCall, Work
-from shardrt.comm.monitor.install import Guards
+from shardrt.comm.monitor.install import Monitor
 from shardrt.comm.streams import Event
 
 class Never(Event):
@@ -307,7 +307,7 @@ class Never(Event):
 
 world, gpu, hook = shardrt.init("cpu"), torch.device("cuda", 1), sys.excepthook
 shardrt.comm.monitor.watchdog.observe = lambda device: print("bound to", device, flush=True)
-watchdog = Guards(MPI.COMM_WORLD, 0, gpu).hooks[-1]
+watchdog = Monitor(MPI.COMM_WORLD, 0, gpu).hooks[-1]
 assert sys.excepthook is hook
 world.comm.is_async = True
 call = CollectiveCall(world.comm, 7, "all_gather", None, torch.ones(4), torch.ones(4), (), world.stream)

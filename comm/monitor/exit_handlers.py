@@ -67,7 +67,7 @@ class Aborter:
         MPI.COMM_WORLD.Abort(code)
 
 
-class Endings:
+class ExitHandlers:
     """What this process does on exceptions and signals, until `close()`. Hooks and handlers are process-wide: make one only.
 
     under_way: names this rank's operations.   dump: writes what is known of them, for the reason it is given.

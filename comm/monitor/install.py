@@ -14,14 +14,14 @@ from ..calls import Hook
 from ..communicator import Communicator
 from ..recorder import Recorder
 from .check import CallCheck
-from .exit_handlers import Aborter, Endings
+from .exit_handlers import Aborter, ExitHandlers
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Guards:
+class Monitor:
     """Those of this process; make one only. Collective over `comm`, which has all ranks.
 
     A rank alone has a recorder only, and on a GPU, which may not come to an end by itself, a watchdog.
@@ -34,13 +34,15 @@ class Guards:
         self.recorder = Recorder(rank, size, Path(os.environ.get("SHARDRT_DUMP", Path(gettempdir()) / job)), capacity)
         self.hooks: list[Hook] = [self.recorder] if capacity else []
         self._pid = os.getpid()
-        self._watchdog, self._endings = None, None
+        self._watchdog, self._exit_handlers = None, None
         if size > 1 or device.type == "cuda":
             self._aborter = Aborter()
             self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter)
             self.hooks.append(self._watchdog)
             if size > 1:
-                self._endings = Endings(rank, self._aborter, self._watchdog.under_way, lambda why: self.recorder.dump(why=why))
+                self._exit_handlers = ExitHandlers(
+                    rank, self._aborter, self._watchdog.under_way, lambda why: self.recorder.dump(why=why)
+                )
         if check:  # last, so that the watchdog sees who waits for another's fingerprint
             self.hooks.append(CallCheck())
         os.register_at_fork(after_in_child=self._after_fork)
@@ -56,14 +58,14 @@ class Guards:
         self._watchdog.leave()
         comm.leave()
         self._watchdog.close()
-        if self._endings is not None:
-            self._endings.close()
+        if self._exit_handlers is not None:
+            self._exit_handlers.close()
         self._aborter.close()
 
     def _after_fork(self) -> None:
         """MPI knows nothing of a forked child, and its threads are not there: it may do all but communicate."""
-        if self._endings is not None:
-            self._endings.forget()
+        if self._exit_handlers is not None:
+            self._exit_handlers.forget()
         for name in ("_run", "_control_call", "watched"):
             setattr(Communicator, name, _refuse)
 
