@@ -133,7 +133,7 @@ def shard_blocks(model: nn.Module, **options: object) -> nn.Module:
 
 @contextmanager
 def buckets_of(nbytes: int) -> Iterator[None]:
-    """Gather and reduce groups up to `nbytes` together in one go; 0: one group at a time. By default the toys are one bucket."""
+    """Gather and reduce groups up to `nbytes` in one go; 0: one group at a time. By default the toys are one bucket."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefetch, "BUCKET_BYTES", nbytes)
         yield

@@ -163,7 +163,7 @@ class MpiCommunicator(Communicator):
             self._all_gather_large(out, inp)
         else:
             in_place = inp.data_ptr() == out.data_ptr() + self.rank * inp.numel() * inp.element_size()
-            self._comm.Allgather(MPI.IN_WINDOW_OFFSET if in_place else _message(inp), _message(out))
+            self._comm.Allgather(MPI.IN_PLACE if in_place else _message(inp), _message(out))
 
     def _reduce_scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
         if not _is_small(inp):

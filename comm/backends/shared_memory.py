@@ -93,10 +93,11 @@ class NodeWindows:
 
 
 class SharedMemoryExchange:
-    """Where the ranks of one node meet, and leave small messages for each other.
+    """Intra-node barrier and small-message exchange in shared memory.
 
-    Each rank has words (the number of the meeting that it has come to, and its fingerprint for each of two) and two boxes. A rank that
-    comes to a meeting has read what it wanted of the one before, so two are enough, in turns. Cost of a meeting: 1 us.
+    Each rank owns three words (the number of the last barrier that it has reached, and a fingerprint for each of two barriers
+    in turn) and two message boxes. A rank that reaches a barrier has read what it wanted from the one before, so two boxes
+    are enough. Cost of a barrier: 1 us.
     """
 
     @classmethod
@@ -142,7 +143,7 @@ class SharedMemoryExchange:
     def swap(self, messages: Sequence[MPI.buffer]) -> Sequence[int]:
         """Leave messages for the others, which leave as many of the same sizes. Where each starts, to be got from there.
 
-        They take `aligned_size` each and the capacity in all, and stay until the meeting after the next.
+        They take `aligned_size` each and the capacity in all, and stay until the barrier after the next.
         """
         box, end, starts = self._outgoing[(self._barriers + 1) & 1], 0, []
         for message in messages:

@@ -211,8 +211,8 @@ class FSDPModule:
         The ranks agree on it in the first forward; RuntimeError there, on every rank alike, if they differ or if a custom
         collective is set as well. RuntimeError after the first forward, ValueError for another backend.
         Windows stay, so gathers go through one, as large as the largest group: two copies of a group's bytes more. Large
-        groups reduce from a window without a copy; small ones, gathers from post-forward shards, all-gather extensions and reductions
-        over replicas do as ever. No effect on the host. Where NCCL makes no windows a warning is logged, and the
+        groups reduce from a window without a copy; small ones, gathers from post-forward shards, all-gather extensions and
+        reductions over replicas do as ever. No effect on the host. Where NCCL makes no windows a warning is logged, and the
         memory is registered on each rank.
         """
         if backend != "NCCL":

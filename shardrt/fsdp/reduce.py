@@ -1,11 +1,11 @@
 """A group's gradients: packed into one flat buffer, reduced over the ranks, and left as sharded `.grad`s.
 
-| step     | stream  | before -> after                                        | cost                                        |
-|----------|---------|--------------------------------------------------------|---------------------------------------------|
-| pack     | compute | unsharded grads -> packed (N * s,), cast or added      | gradients read once, packed written once    |
-| launch   | reduce  | packed (N * s,) -> this rank's segment (s,)            | 1 reduce-scatter                            |
-| launch_over_replicas | post_reduce | the segment, averaged over the replicas if there are any | 1 all-reduce                 |
-| publish  | post_reduce | segment -> `.grad`s, cast or added only if it has to   | nothing, or the segment read once           |
+| step                 | stream      | before -> after                                     | cost |
+|----------------------|-------------|-----------------------------------------------------|------------------------------------|
+| pack                 | compute     | unsharded grads -> packed (N * s,), cast or added   | gradients read, packed written |
+| launch               | reduce      | packed (N * s,) -> this rank's segment (s,)         | 1 reduce-scatter |
+| launch_over_replicas | post_reduce | the segment, averaged over the replicas if any      | 1 all-reduce |
+| publish              | post_reduce | segment -> `.grad`s, cast or added if it has to be  | nothing, or the segment read once |
 
 Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.

@@ -5,7 +5,7 @@ go through a window instead, as FSDP2's do: shard -> window, all-gather in place
 large groups have memory that stays, the comm_buffer, which is made a window itself.
 
 A window is a promise that all ranks give a call the same part of it (`Communicator.empty`). What keeps it: the ranks agree on
-which groups asked; a layout is the same on all ranks, and begins where the window does; and which gradients go into the comm_buffer
+which groups asked; a layout is the same on all ranks, and begins where the window does; and which gradients lie in the buffer
 follows from the order of calls alone.
 """
 
