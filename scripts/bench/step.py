@@ -22,196 +22,24 @@ import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import cast
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
 
-from common import checkout  # noqa: F401  # before shardrt
+import common.checkout  # noqa: F401  # before shardrt
+from bench.workers import WORKERS, HostTime, Run, Timing, host_worker
 from common.jobs import mpirun, run_job, torchrun
-from common.models import CASES, Case, shard
+from common.models import CASES
 from common.options import Parser, at_least, refuse
 
-# ---------------------------------------------------------------------- one rank of one job
-
-WARMUP = 3  # steps that allocate and record; not timed
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative, of losses: sums in another order
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """What one rank measured."""
-
-    seconds: list[float]  # per timed step
-    host_seconds: list[float]  # of it, until backward() returned: on a GPU, launches without what they launch
-    losses: list[float]  # per step, warm-up included
-    start_mb: float  # resident before the model was built
-    peak_mb: float
-    reserved_mb: float  # on a GPU with what torch's allocator kept for later; else the same
-
-
-def time_steps(case: Case, model: nn.Module, rank: int, options: Options, start_mb: float) -> Timing:
-    generator = torch.Generator().manual_seed(1 + rank)
-    batches = [case.batch(generator) for _ in range(WARMUP + options.steps)]
-    on_device = [(inputs.to(options.device), targets.to(options.device)) for inputs, targets in batches]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=options.fused)
-    seconds, host_seconds, losses = [], [], []
-    for inputs, targets in on_device:
-        start = time.perf_counter()
-        loss = case.loss(model(inputs), targets)
-        loss.backward()
-        host_seconds.append(time.perf_counter() - start)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())  # waits for all of the step
-        seconds.append(time.perf_counter() - start)
-    return Timing(seconds[WARMUP:], host_seconds[WARMUP:], losses, start_mb, *peaks_mb(options.device))
-
-
-def build(case: Case, device: str) -> nn.Module:
-    with torch.device(device):
-        return case.build()
-
-
-def held_mb(device: str) -> float:
-    """What this process holds now; on a GPU, what is taken of it."""
-    if device == "cpu":
-        return _status_mb("VmRSS")
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**20
-
-
-def peaks_mb(device: str) -> tuple[float, float]:
-    """The most that this process ever held; on a GPU, what lies outside of torch's allocator is what does now.
-
-    The second figure has what the allocator kept as well: a pool's blocks serve only that pool.
-    """
-    if device == "cpu":
-        return (_status_mb("VmHWM"),) * 2
-    free, total = torch.cuda.mem_get_info()
-    outside = total - free - torch.cuda.memory_reserved()
-    most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return (most[0] + outside) / 2**20, (most[1] + outside) / 2**20
-
-
-def _status_mb(field: str) -> float:
-    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
-
-
-def shardrt_worker(case: Case, options: Options) -> tuple[int, Timing]:
-    import shardrt
-
-    world = shardrt.init(options.device)
-    start_mb = held_mb(options.device)
-    model = build(case, options.device)
-    policy = shardrt.MixedPrecisionPolicy(case.param_dtype, torch.float32)
-    shard(model, partial(shardrt.fully_shard, mp_policy=policy))
-    world.barrier()
-    timing = time_steps(case, model, world.rank, options, start_mb)
-    shardrt.finalize()
-    return world.rank, timing
-
-
-def fsdp2_worker(case: Case, options: Options) -> tuple[int, Timing]:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("gloo" if options.device == "cpu" else "nccl")
-    mesh = init_device_mesh(options.device, (distributed.get_world_size(),))
-    start_mb = held_mb(options.device)
-    model = build(case, options.device)
-    policy = MixedPrecisionPolicy(case.param_dtype, torch.float32)
-    shard(model, partial(fully_shard, mesh=mesh, mp_policy=policy))
-    distributed.barrier()
-    rank = distributed.get_rank()
-    timing = time_steps(case, model, rank, options, start_mb)
-    distributed.destroy_process_group()
-    return rank, timing
-
-
-def floor_worker(case: Case, options: Options) -> tuple[int, Timing]:
-    """The whole model on every rank; MPI only lets them start together. What computes in bfloat16 is held in it as well."""
-    from mpi4py import MPI
-
-    rank = MPI.COMM_WORLD.Get_rank()
-    if options.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    start_mb = held_mb(options.device)
-    model = build(case, options.device)
-    model.to(case.param_dtype)
-    MPI.COMM_WORLD.Barrier()
-    return rank, time_steps(case, model, rank, options, start_mb)
-
-
-WORKERS = {"shardrt": shardrt_worker, "fsdp2": fsdp2_worker, "floor": floor_worker}
-
-# ---------------------------------------------------------------------- host time
-
-
-@dataclass(frozen=True, slots=True)
-class HostTime:
-    """Microseconds of host time per group for forward plus backward, collectives excluded."""
-
-    median_us: float
-    best_us: float  # from the fastest steps: what a busy machine disturbs least
-
-
-def host_worker(steps: int) -> HostTime:
-    """Measured on the tiny blocks in a world of one rank, turn by turn with the plain model.
-
-    What the sharded model takes longer than the plain one, less the time inside collective calls,
-    by the number of groups.
-    """
-    import shardrt
-    from shardrt.comm import Communicator
-
-    inside = [0.0]
-
-    def timed(collective: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            start, before = time.perf_counter(), inside[0]
-            work = collective(*args, **kwargs)
-            inside[0] = before + time.perf_counter() - start  # one may call another
-            return work
-
-        return call
-
-    for name in ("all_gather", "reduce_scatter", "_run"):  # the last runs a group of calls, at its end
-        setattr(Communicator, name, timed(getattr(Communicator, name)))
-
-    shardrt.init("cpu")
-    case = CASES["tiny"]
-    plain, sharded = case.build(), case.build()
-    shard(sharded, shardrt.fully_shard)
-    inputs, targets = case.batch(torch.Generator().manual_seed(0))
-
-    def forward_backward(model: nn.Module) -> float:
-        inside[0] = 0.0
-        start = time.perf_counter()
-        case.loss(model(inputs), targets).backward()
-        seconds = time.perf_counter() - start - inside[0]
-        model.zero_grad()
-        return seconds
-
-    pairs = [(forward_backward(sharded), forward_backward(plain)) for _ in range(WARMUP + steps)]
-    groups = sum(isinstance(module, shardrt.FSDPModule) for module in sharded.modules())
-    shardrt.finalize()
-    ours, plains = zip(*pairs[WARMUP:], strict=True)
-    between = median(our - plain for our, plain in zip(ours, plains, strict=True))
-    return HostTime(between / groups * 1e6, (min(ours) - min(plains)) / groups * 1e6)
-
 
 # ---------------------------------------------------------------------- results
 
@@ -358,7 +186,8 @@ def main() -> None:
     if options.worker == "host":
         (options.results / "0").write_text(json.dumps(asdict(host_worker(options.steps))))
     elif options.worker is not None:
-        rank, timing = WORKERS[options.worker](CASES[options.model], options)
+        run = Run(options.device, options.steps, options.fused)
+        rank, timing = WORKERS[options.worker](CASES[options.model], run)
         (options.results / str(rank)).write_text(json.dumps(asdict(timing)))
     else:
         bench(options)
