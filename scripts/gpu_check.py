@@ -29,8 +29,8 @@ from typing import Any, cast
 
 import torch
 
+import common.checkout  # noqa: F401  # before shardrt
 import shardrt
-from common import checkout  # noqa: F401  # before shardrt
 from common.jobs import follow_job, mpirun
 from common.models import GPU_GPT
 from common.options import Parser, refuse

@@ -1,6 +1,6 @@
 """The feature table: what PyTorch's FSDP2 does, what shardrt does, and the test that shows it.
 
-python scripts/parity.py            prints it; exits with 1 if a test that it names is not there
+python scripts/parity.py        prints the table; exits with 1 if a test that it names does not exist
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from typing import TextIO
 import torch
 from tqdm import tqdm
 
+import common.checkout  # noqa: F401  # before shardrt
 import shardrt
-from common import checkout  # noqa: F401  # before shardrt
 from common.models import GPT, GPTConfig, next_byte_loss, shard
 from common.options import Parser, at_least, refuse
 from common.text import Corpus, batch, default_files, find_files, rank_rows, read_corpus, write_sample

@@ -10,12 +10,13 @@ import pytest
 
 import parity
 
-BENCH = Path(__file__).parent.parent / "scripts" / "bench" / "step.py"
+ROOT = Path(__file__).parent.parent
+BENCH = ROOT / "scripts" / "bench" / "step.py"
 
 
 def test_last_line_is_json_and_the_losses_agree() -> None:
     options = ["--models", "tiny", "--ranks", "2", "--rounds", "1", "--steps", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(BENCH.parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=200, env=environment, check=False
     )
@@ -25,6 +26,18 @@ def test_last_line_is_json_and_the_losses_agree() -> None:
     assert (result["model"], result["ranks"], result["agreement"]) == ("tiny", 2, "bitwise")
     assert result["ratio_fsdp2"] == result["ms"]["shardrt"] / result["ms"]["fsdp2"]
     assert min(*result["ms"].values(), *result["peak_mb"].values(), summary["host"]["median_us"]) > 0
+
+
+def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
+    """A bare checkout is found by `common.checkout` only; a sorter of imports could move it behind shardrt."""
+    found = []
+    for path in (ROOT / "scripts").rglob("*.py"):
+        lines = path.read_text().splitlines()
+        first = next((n for n, line in enumerate(lines) if line.startswith("import common.checkout")), None)
+        if first is not None:
+            found.append(path.name)
+            assert not [line for line in lines[:first] if line.startswith(("import shardrt", "from shardrt"))], path
+    assert {"train.py", "gpu_check.py", "step.py", "overlap.py", "padding.py", "table.py"} == set(found)
 
 
 def test_feature_table(capsys: pytest.CaptureFixture[str]) -> None:

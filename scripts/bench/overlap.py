@@ -22,8 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
 
+import common.checkout  # noqa: F401  # before shardrt
 import shardrt
-from common import checkout  # noqa: F401  # before shardrt
 from shardrt.comm import Stream, World, new_stream
 
 

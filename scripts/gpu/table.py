@@ -14,6 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
 
+import common.checkout  # noqa: F401  # before shardrt
+from common.options import Parser
 from gpu.checks import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +61,7 @@ def kept() -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    Parser(__doc__).parse_args()
     path = ROOT / "README.md"
     path.write_text(readme(path.read_text(), kept()))
 
