@@ -1,4 +1,4 @@
-"""Classes of training frameworks that run on shardrt: `transformers`, `accelerate`, `lightning`.
+"""Classes that let training frameworks run on shardrt: `transformers`, `accelerate`, `lightning`.
 
-Each module needs the package of its name and is imported on its own. The rest of shardrt uses none of them.
+Each module needs the package of its name and must be imported explicitly. The rest of shardrt imports none of them.
 """

@@ -16,20 +16,20 @@ from torch.utils.data import DataLoader, RandomSampler
 from .. import comm
 from ..comm import ReduceOp, without_launcher_variables
 from ..optim import clip_grad_norm_
-from .world import full_state_dict, gather, no_gradient_sync, reduce, refuse_unsharded
+from .world import check_sharded, full_state_dict, gather, no_gradient_sync, reduce
 
 _OPERATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.AVG, "max": ReduceOp.MAX}
 
 
 class Accelerator(accelerate.Accelerator):
-    """Accelerate's, with the ranks of `shardrt.init()` for its processes. It starts no process group.
+    """Accelerate's `Accelerator` whose processes are the ranks of `shardrt.init()`. It starts no process group.
 
-    Shard the model with `fully_shard` before the optimizer is made. `prepare` then leaves both as they are, gives each rank its
-    part of the batches, and applies autocast. `gather`, `reduce`, `pad_across_processes`, `gather_for_metrics`, `no_sync`,
+    Shard the model with `fully_shard` before you create the optimizer. `prepare` leaves both unchanged, splits the batches
+    among the ranks, and applies autocast. `gather`, `reduce`, `pad_across_processes`, `gather_for_metrics`, `no_sync`,
     `accumulate`, `clip_grad_norm_`, `wait_for_everyone` and `get_state_dict` span the ranks.
     `prepare` raises ValueError for a trainable parameter that is not sharded.
-    Refused with a RuntimeError: `save_state` and `load_state`, other plugins for distributed training, and a process group that
-    is there already.
+    These raise RuntimeError: `save_state` and `load_state`, other plugins for distributed training, and an existing process
+    group.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -38,25 +38,25 @@ class Accelerator(accelerate.Accelerator):
         self._join_world()
 
     def _join_world(self) -> None:
-        """Let Accelerate know this process by its rank."""
-        refuse_process_group("shardrt.integrations.accelerate.Accelerator")
+        """Give Accelerate this process's rank and device."""
+        check_no_process_group("shardrt.integrations.accelerate.Accelerator")
         if self.distributed_type != accelerate.DistributedType.NO:
             raise RuntimeError(
-                f"Accelerator on rank {self.process_index}: distributed_type is {self.distributed_type}; expected none, since "
-                "shardrt distributes the model; leave out FSDP, DeepSpeed and other plugins for it"
+                f"Accelerator on rank {self.process_index}: distributed_type is {self.distributed_type}; expected NO, because "
+                "shardrt distributes the model; remove FSDP, DeepSpeed and other plugins for it"
             )
         if self.dataloader_config.dispatch_batches:
             raise RuntimeError(
-                f"Accelerator(dispatch_batches=True) on rank {self.process_index}: each rank reads its own batches"
+                f"Accelerator(dispatch_batches=True) on rank {self.process_index}: each rank reads its own batches; leave out"
             )
         self.dataloader_config.dispatch_batches = False
         world = comm.world()
-        # Accelerate's own helpers, such as its logger, ask the state that its objects share.
+        # Accelerate's own helpers, such as its logger, read the state that its objects share.
         for state in (accelerate.PartialState(), self.state):
             state.num_processes, state.process_index, state.local_process_index = world.size, world.rank, world.local_rank
             state.device = world.device
 
-    # Properties, since the shared state is emptied by whoever makes another `TrainingArguments`.
+    # Properties, since creating another `TrainingArguments` clears the shared state.
 
     @property
     def num_processes(self) -> int:
@@ -88,15 +88,15 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         if not evaluation_mode:
-            refuse_unsharded(model)
+            check_sharded(model)
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def gather(self, tensor: Any) -> Any:
-        """The ranks' tensors, one after the other along dim 0; a 0-dim one counts as one row. Collective."""
+        """The ranks' tensors concatenated along dim 0; a 0-dim tensor counts as one row. Collective."""
         return recursively_apply(lambda one: gather(torch.atleast_1d(one)).flatten(0, 1), tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerate's, for tensors: without what was repeated to fill the last batch. RuntimeError for other objects."""
+        """Gather tensors without the samples that fill the last batch. Raises RuntimeError for other objects. Collective."""
         leaves = tree_leaves(input_data)
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise RuntimeError(
@@ -106,7 +106,7 @@ class Accelerator(accelerate.Accelerator):
         return super().gather_for_metrics(input_data)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """As Accelerate's: each rank gets its part of the batches. A sampler that shuffles does so alike on all ranks."""
+        """Split the batches among the ranks, as Accelerate does. A shuffling sampler gets one seed on all ranks."""
         sampler = getattr(data_loader, "sampler", None)
         if isinstance(sampler, RandomSampler):
             seed = int(torch.randint(2**62, ()) if sampler.generator is None else sampler.generator.initial_seed())
@@ -120,7 +120,7 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(lambda one: reduce(one, _OPERATIONS[reduction]) * scale, tensor, error_on_other_type=True)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """The tensors padded to the size of the longest among the ranks along `dim`. Collective."""
+        """The tensors padded along `dim` to the largest size on any rank. Collective."""
 
         def pad(one: torch.Tensor) -> torch.Tensor:
             if not -one.dim() <= dim < one.dim():
@@ -139,7 +139,7 @@ class Accelerator(accelerate.Accelerator):
         comm.world().barrier()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Accumulate gradients in the `with` block without reducing them."""
+        """In the `with` block, backwards accumulate gradients without reducing them."""
         return no_gradient_sync(model)
 
     def clip_grad_norm_(
@@ -149,22 +149,24 @@ class Accelerator(accelerate.Accelerator):
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state on rank 0, an empty one elsewhere. Collective."""
+        """The full state dict on rank 0, an empty one on other ranks. Collective."""
         return full_state_dict(self.unwrap_model(model) if unwrap else model, keep=self.is_main_process)
 
     def save_state(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
-            f"save_state on rank {self.process_index}: save get_state_dict(model), which spans the ranks, instead"
+            f"save_state on rank {self.process_index}: save get_state_dict(model), which gathers from all ranks, instead"
         )
 
     def load_state(self, *args: object, **kwargs: object) -> NoReturn:
-        raise RuntimeError(f"load_state on rank {self.process_index}: load a whole state with model.load_state_dict() instead")
+        raise RuntimeError(
+            f"load_state on rank {self.process_index}: load a full state dict with model.load_state_dict() instead"
+        )
 
 
-def refuse_process_group(who: str) -> None:
-    """Raise RuntimeError if somebody has started a process group of torch.distributed: ranks would be counted twice."""
+def check_no_process_group(who: str) -> None:
+    """Raise RuntimeError if torch.distributed has a process group: the framework would then use its ranks as well."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise RuntimeError(
             f"{who} on rank {comm.world().rank}: torch.distributed has a process group, which Accelerate starts when it "
-            "sees a launcher's variables; make TrainingArguments and the like in `with shardrt.without_launcher_variables():`"
+            "finds a launcher's variables; make TrainingArguments and the like in `with shardrt.without_launcher_variables():`"
         )

@@ -19,6 +19,7 @@ from ..comm import ReduceOp
 from ..fsdp.module import register_fsdp_forward_method, unsharded
 from ..optim import clip_grad_norm_
 from .world import (
+    check_sharded,
     full_optimizer_state,
     full_state_dict,
     gather,
@@ -26,7 +27,6 @@ from .world import (
     load_full_optimizer_state,
     no_gradient_sync,
     reduce,
-    refuse_unsharded,
     repeated_blocks,
     shard_blocks,
 )
@@ -39,7 +39,7 @@ def shard_module(module: LightningModule, **options: Any) -> None:
     """`fully_shard` the repeated blocks of `module`, then `module`. In place, collective.
 
     Blocks are the modules of a class that occurs more than once in an `nn.ModuleList` or `nn.Sequential`.
-    options: as `fully_shard` takes them.
+    options: those of `fully_shard`.
     """
     shard_blocks(module, repeated_blocks(module), **options)
 
@@ -47,17 +47,17 @@ def shard_module(module: LightningModule, **options: Any) -> None:
 class ShardedStrategy(ParallelStrategy):
     """Pass it as `Trainer(strategy=ShardedStrategy())` on every rank, after `shardrt.init()`. It starts no process group.
 
-    - The module is sharded in `fit` and the like, once `configure_model` has run, unless that sharded it, or a part of it.
-    - Each rank gets its part of the batches, by a `DistributedSampler`.
-    - `self.log(..., sync_dist=True)`, `self.all_gather`, early stopping and gradient clipping by norm span the ranks.
-    - Checkpoints are whole, written by rank 0, and can be loaded by any number of ranks, or without shardrt.
+    - `fit` and the other entry points shard the module after `configure_model`, unless that has sharded it or a part of it.
+    - A `DistributedSampler` splits the batches among the ranks.
+    - `self.log(..., sync_dist=True)`, `self.all_gather`, early stopping and gradient clipping by norm cover all ranks.
+    - Rank 0 writes full checkpoints, which any number of ranks can load, also without shardrt.
 
-    shard: shards the module in place; None: `shard_module`.
+    shard: a function that shards the module in place; None means `shard_module`.
     Raises RuntimeError before `shardrt.init()`.
     """
 
     def __init__(self, shard: Callable[[LightningModule], None] | None = None, **options: Any) -> None:
-        """options: `precision_plugin` and `checkpoint_io`, as Lightning's strategies take them."""
+        """options: `precision_plugin` and `checkpoint_io`, as for Lightning's strategies."""
         device = comm.world().device
         super().__init__(parallel_devices=[device], cluster_environment=_WorldEnvironment(), **options)
         self._shard = shard_module if shard is None else shard
@@ -65,7 +65,7 @@ class ShardedStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ ranks
 
-    is_distributed = True  # asked by the Trainer, which then gives each rank a sampler of its own
+    is_distributed = True  # read by the Trainer, which then gives each rank its own sampler
 
     @property
     def root_device(self) -> torch.device:
@@ -80,7 +80,7 @@ class ShardedStrategy(ParallelStrategy):
         vars(rank_zero_only)["rank"] = self.global_rank
 
     def reduce(self, tensor: Any, group: object = None, reduce_op: Any = "mean") -> Any:
-        """The ranks' tensors as one; anything else as it is. Collective for tensors.
+        """The reduced tensor of all ranks; other objects are returned unchanged. Collective for tensors.
 
         reduce_op: "mean", "sum", "min", "max", "product" or torch.distributed's ReduceOp of these names.
         """
@@ -104,24 +104,25 @@ class ShardedStrategy(ParallelStrategy):
         return comm.world().comm.exchange(obj if self.global_rank == src else None)[src]
 
     def all_gather(self, tensor: torch.Tensor, group: object = None, sync_grads: bool = False) -> torch.Tensor:
-        """The ranks' tensors, of shape (...): (N, ...). Collective. Raises RuntimeError if gradients are to go through it."""
+        """The ranks' tensors of shape (...) stacked as (N, ...). Collective.
+
+        Raises RuntimeError if `sync_grads` is true and `tensor` requires a gradient.
+        """
         if sync_grads and tensor.requires_grad:
-            raise RuntimeError(
-                f"all_gather(sync_grads=True) on rank {self.global_rank}: gradients do not go through all_gather"
-            )
+            raise RuntimeError(f"all_gather(sync_grads=True) on rank {self.global_rank}: all_gather is not differentiable")
         return gather(tensor)
 
     # ------------------------------------------------------------------ the module
 
     def model_to_device(self) -> None:
-        """Shard the module, if nobody did, and move its buffers. Collective.
+        """Shard the module, unless it is sharded, and move its buffers to the device. Collective.
 
         Raises ValueError for a trainable parameter that is not sharded.
         """
         module = self._module
         if not is_sharded(module):
             self._shard(module)
-        refuse_unsharded(module)
+        check_sharded(module)
         for name in _STEPS:
             if name not in vars(module):
                 register_fsdp_forward_method(module, name)
@@ -135,7 +136,7 @@ class ShardedStrategy(ParallelStrategy):
         def clip(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
             clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
-        vars(plugin)["clip_grad_by_norm"] = clip  # instead of the method
+        vars(plugin)["clip_grad_by_norm"] = clip  # replaces the method
 
     def block_backward_sync(self) -> Any:
         return no_gradient_sync(self._module)
@@ -145,7 +146,7 @@ class ShardedStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is None:
             raise RuntimeError(
-                f"ShardedStrategy on rank {self.global_rank}: no module yet; the Trainer's fit() and the like give one"
+                f"ShardedStrategy on rank {self.global_rank}: no module yet; the Trainer sets it in fit() and the like"
             )
         return module
 
@@ -154,11 +155,11 @@ class ShardedStrategy(ParallelStrategy):
     restore_checkpoint_after_setup = True  # parameters are sharded by then
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state on rank 0, an empty one elsewhere. Collective."""
+        """The full state dict on rank 0, an empty one on other ranks. Collective."""
         return full_state_dict(self._module, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0, an empty one elsewhere. Collective."""
+        """The full state dict on rank 0, an empty one on other ranks. Collective."""
         return full_optimizer_state(_plain(optimizer), keep=self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -170,7 +171,7 @@ class ShardedStrategy(ParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def on_predict_start(self) -> None:
-        """Lightning gives the ranks different numbers of batches to predict: gather all parameters once."""
+        """Gather all parameters once: Lightning may give the ranks different numbers of batches to predict."""
         super().on_predict_start()
         assert self.lightning_module is not None, "set before"
         self._predicting.enter_context(unsharded(self.lightning_module))
@@ -180,8 +181,8 @@ class ShardedStrategy(ParallelStrategy):
         super().on_predict_end()
 
     def teardown(self) -> None:
-        """The end of `fit` and the like. The module stays sharded, where it is; others' strategies move it to the host."""
-        self._predicting.close()  # if an exception has ended a prediction
+        """End an entry point. The module stays sharded and on its device, while other strategies move it to the host."""
+        self._predicting.close()  # still open after an exception in a prediction
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -189,10 +190,10 @@ class ShardedStrategy(ParallelStrategy):
 
 
 class _WorldEnvironment(ClusterEnvironment):
-    """Tells Lightning the ranks of `shardrt.init()`, whatever launched them."""
+    """Gives Lightning the ranks of `shardrt.init()`, whichever launcher started them."""
 
     creates_processes_externally = True
-    main_address, main_port = "", 0  # where a process group would meet
+    main_address, main_port = "", 0  # of a process group, which does not exist
 
     @staticmethod
     def detect() -> bool:
@@ -214,7 +215,7 @@ class _WorldEnvironment(ClusterEnvironment):
         return comm.world().local_rank
 
     def node_rank(self) -> int:
-        return int(self.local_rank() != self.global_rank())  # Lightning asks for nothing but whether it is 0
+        return int(self.local_rank() != self.global_rank())  # Lightning only tests whether it is 0
 
 
 def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

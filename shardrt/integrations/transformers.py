@@ -1,4 +1,4 @@
-"""`transformers.Trainer` on a model that is sharded over shardrt's world."""
+"""`transformers.Trainer` for a model that is sharded over shardrt's world."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .. import comm
 from ..comm import without_launcher_variables
-from .accelerate import Accelerator, refuse_process_group
+from .accelerate import Accelerator, check_no_process_group
 from .world import full_optimizer_state, full_state_dict, is_sharded, load_full_optimizer_state, shard_blocks
 
-_REFUSED = ("fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size")
+_UNSUPPORTED = ("fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size")
 
 
 def shard_model(model: nn.Module, **options: Any) -> None:
     """`fully_shard` every block of a `PreTrainedModel`, then the model. In place, collective.
 
-    Blocks are the modules of the classes that the model names in `_no_split_modules`. options: as `fully_shard` takes them.
-    Raises ValueError for a model that names none.
+    Blocks are the modules of the classes that the model names in `_no_split_modules`. options: those of `fully_shard`.
+    Raises ValueError for a model that names no such classes.
     """
     names = getattr(model, "_no_split_modules", None)
     if not names:
         raise ValueError(
             f"shard_model on rank {comm.world().rank}: '{type(model).__name__}' names no blocks in _no_split_modules; call "
-            "fully_shard on its blocks and on it, before or in ShardedTrainer.shard_model()"
+            "fully_shard on its blocks and on the model, before or in ShardedTrainer.shard_model()"
         )
     shard_blocks(model, [module for module in model.modules() if type(module).__name__ in names], **options)
 
 
 class ShardedTrainerMixin:
-    """Put before `transformers.Trainer`, or a class derived from it: trains a sharded model on the ranks of `shardrt.init()`.
+    """Trains a sharded model on the ranks of `shardrt.init()`. List it before `transformers.Trainer` or a subclass as a base.
 
-    - The model is sharded when the trainer is made, by `shard_model`, unless it is sharded already.
-    - Each rank gets its part of the batches; sizes and steps in `TrainingArguments` mean what they mean for several processes.
+    - The constructor shards the model with `shard_model`, unless it is sharded already.
+    - The batches are split among the ranks; sizes and steps in `TrainingArguments` mean the same as for several processes.
     - Losses are averaged over all ranks' tokens, in training and in the logs; metrics are computed from all ranks' predictions.
-    - Rank 0 logs, and saves whole models and optimizers, which `from_pretrained` and any number of ranks can load.
+    - Rank 0 logs, and saves full models and optimizer states, which `from_pretrained` and any number of ranks can load.
 
-    Every rank makes the model alike and calls the trainer's methods alike: most are collective.
-    Raises RuntimeError for a process group of torch.distributed; ValueError for arguments that ask for other ways to distribute
+    Every rank must create the same model and call the same methods of the trainer in the same order: most are collective.
+    Raises RuntimeError if torch.distributed has a process group; ValueError for arguments that select other ways to distribute
     training, and for auto_find_batch_size.
     """
 
@@ -62,11 +62,11 @@ class ShardedTrainerMixin:
     _globalstep_last_logged: int
 
     def shard_model(self, model: nn.Module) -> None:
-        """Shard `model`, in place. Override it to shard otherwise, or with options of `fully_shard`."""
+        """Shard `model` in place. Override it to shard differently, or with options of `fully_shard`."""
         shard_model(model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The first thing that the Trainer does with its arguments: join the world, and shard the model."""
+        """Join the world and shard the model. The Trainer calls this before it uses its arguments otherwise."""
         _join_world(self.args)
         with without_launcher_variables():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -85,14 +85,14 @@ class ShardedTrainerMixin:
             return
         name = type(model).__name__
         self.shard_model(model)
-        # The Trainer looks up by this name whether labels are shifted.
+        # The Trainer decides by this name whether labels are shifted.
         model._get_name = lambda: name  # type: ignore[method-assign]
 
     # ------------------------------------------------------------------ logs
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
-            tr_loss.copy_(comm.world().mean(tr_loss))  # the Trainer's own sum, which it logs and empties
+            tr_loss.copy_(comm.world().mean(tr_loss))  # the Trainer's own sum, which it logs and resets
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class ShardedTrainerMixin:
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        comm.world().barrier()  # nobody reads a checkpoint that rank 0 still writes
+        comm.world().barrier()  # no rank may read the checkpoint while rank 0 writes it
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = full_optimizer_state(self._plain_optimizer(), keep=self.args.should_save)
@@ -126,13 +126,13 @@ class ShardedTrainerMixin:
         if checkpoint is None or not all((Path(checkpoint) / name).is_file() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)):
             return
         load: Callable[..., Any] = torch.load
-        # mmap: each rank reads its own parts only
+        # mmap: each rank reads only its own shards
         state = load(os.path.join(checkpoint, OPTIMIZER_NAME), map_location="cpu", mmap=True, weights_only=True)
         load_full_optimizer_state(self._plain_optimizer(), state)
         self.lr_scheduler.load_state_dict(load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
-        """Without Accelerate's wrapper."""
+        """The optimizer without Accelerate's wrapper."""
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer
 
@@ -145,25 +145,25 @@ class ShardedTrainer(ShardedTrainerMixin, transformers.Trainer):
 
 
 class _WorldState(PartialState):
-    """What `TrainingArguments` ask for world size and rank."""
+    """The state from which `TrainingArguments` read world size and rank."""
 
-    _shared_state = SharedDict()  # not PartialState's, which any other TrainingArguments empty
+    _shared_state = SharedDict()  # not PartialState's, which every new TrainingArguments clears
 
 
 def _join_world(args: transformers.TrainingArguments) -> None:
-    """Let `args` know this process by its rank. Raises for arguments that do not go with a sharded model."""
+    """Give `args` this process's rank and device. Raises ValueError for arguments that a sharded model does not support."""
     world = comm.world()
-    refuse_process_group("ShardedTrainer")
-    asked = [name for name in _REFUSED if getattr(args, name, None)]
-    if asked:
-        raise ValueError(f"ShardedTrainer on rank {world.rank}: expected no {', '.join(asked)} in TrainingArguments; leave out")
+    check_no_process_group("ShardedTrainer")
+    unsupported = [name for name in _UNSUPPORTED if getattr(args, name, None)]
+    if unsupported:
+        raise ValueError(f"ShardedTrainer on rank {world.rank}: expected no {', '.join(unsupported)} in TrainingArguments")
     with without_launcher_variables():
-        args.device  # noqa: B018  # made here, not on a device of Accelerate's choice later
+        args.device  # noqa: B018  # creates the cached state now, before Accelerate chooses a device
         state = _WorldState(cpu=world.device.type == "cpu")
     state.num_processes, state.process_index, state.local_process_index = world.size, world.rank, world.local_rank
     state.device = world.device
     args.distributed_state = state
     args.__dict__["_setup_devices"] = world.device  # a cached property
-    args._n_gpu = int(world.device.type == "cuda")  # more would wrap the model in nn.DataParallel
+    args._n_gpu = int(world.device.type == "cuda")  # a larger value would wrap the model in nn.DataParallel
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # TrainingArguments set the first
