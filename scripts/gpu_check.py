@@ -1,14 +1,17 @@
-"""Prove on this machine's GPUs all that runs on a GPU, and say how it went. Takes torch, CuPy, mpi4py and its MPI, pytest.
+"""Check on this machine's GPUs all code that runs on a GPU. Needs torch, CuPy, mpi4py with its MPI, and pytest.
 
     python scripts/gpu_check.py [--results FOLDER]
 
-Kernels, collectives, streams, training, a watchdog that ends a job, speed and memory beside PyTorch FSDP2: in a world of one
-rank, which takes no launcher; then the tests marked `gpu`; then, with an `mpirun`, 2, 4 or 8 ranks of a GPU each, or two on one
-if there is but one and its NCCL can.
-Takes at most 8 minutes. The last line is the summary in JSON, which is also written to FOLDER/<gpu>.json: README's table is
-made from it. --device cpu rehearses on the host what needs no GPU, on small sizes; its figures mean nothing.
+1. In a world of one rank, without a launcher: kernels, collectives, streams, training, a watchdog that ends a job, speed and
+   memory compared with PyTorch FSDP2.
+2. The tests marked `gpu`.
+3. With an `mpirun`: 2, 4 or 8 ranks with a GPU each; with a single GPU, two ranks that share it, if its NCCL supports that.
 
-Exit code: 0 if nothing failed (a goal of speed that was missed is no failure), 1 if something did, 2 without a GPU.
+It takes at most 8 minutes. The last line is the summary in JSON, which is also written to FOLDER/<gpu>.json, from which
+scripts/gpu/table.py makes README's table. --device cpu runs the checks that need no GPU on the host, with small sizes; its
+figures mean nothing.
+
+Exit code: 0 if nothing failed (a missed goal of speed is no failure), 1 if something failed, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -33,26 +36,26 @@ import common.checkout  # noqa: F401  # before shardrt
 import shardrt
 from common.jobs import follow_job, mpirun
 from common.models import GPU_GPT
-from common.options import Parser, refuse
+from common.options import Parser, exit_with_usage_error
 from gpu import collectives, kernels, training
-from gpu.checks import PREFIX, Check, Found, Outcome, Result, make_checks
+from gpu.checks import PREFIX, Check, Found, Outcome, Result, run_checks
 from shardrt.comm import World
 from shardrt.launch import Launcher, LaunchError, find_site
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 460.0  # for all of it, but for ending what has run too long
-LEAST_S = 20.0  # what is not started with less time left
-OPERATION_S = 60.0  # a collective that takes longer ends its job
-STUCK_S = 4.0  # the same where one has to
-EXIT_STUCK = 17  # of a job that a watchdog ends
-LARGE = "gpt-1b"  # of scripts/bench/step.py's models
-BLOCK_MB = 12 * GPU_GPT.channels**2 * torch.bfloat16.itemsize / 2**20  # its block's gathered parameters
-SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}  # for two ranks
-SHARES_GPUS = 23000  # the NCCL that can
+LIMIT_S = 460.0  # for all parts, without the time to end an overdue job
+LEAST_S = 20.0  # no part starts with less time left
+OPERATION_S = 60.0  # SHARDRT_TIMEOUT of the jobs
+STUCK_S = 4.0  # the same for the job that the watchdog must end
+EXIT_STUCK = 17  # of a job that the watchdog ended
+LARGE = "gpt-1b"  # a model of scripts/bench/step.py
+BLOCK_MB = 12 * GPU_GPT.channels**2 * torch.bfloat16.itemsize / 2**20  # the gathered parameters of one of its blocks
+SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4"}  # for two ranks on one GPU
+SHARES_GPUS = 23000  # the first NCCL version that supports it
 
 
 def versions(world: World) -> Found:
-    """What is checked; torch and CuPy must be built for one CUDA."""
+    """The versions; torch and CuPy must be built for the same CUDA."""
     if world.device.type == "cpu":
         return Found(f"a rehearsal on the host, torch {torch.__version__}")
     import cupy
@@ -88,7 +91,7 @@ SUITES: dict[str, tuple[Check, ...]] = {
 
 
 class Checker:
-    """Runs one part after the other, keeps the results, and lets none outlive the time there is."""
+    """Runs the parts in turn within the time limit and keeps the results."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -96,7 +99,7 @@ class Checker:
         self._start = time.monotonic()
 
     def part(self, name: str, ranks: int, run: Callable[[float], Iterator[Result]]) -> None:
-        """Keep and print the results of `run(seconds left)` as they come, with one more if it ends badly."""
+        """Keep and print the results of `run(seconds left)` as they come, and one more if it raises."""
         left, start = LIMIT_S - (time.monotonic() - self._start), time.monotonic()
         try:
             if left < LEAST_S:
@@ -106,7 +109,7 @@ class Checker:
                     self._add(result)
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and not isinstance(error.code, str):
-                raise  # a signal: what ends a job badly leaves with a text
+                raise  # a signal: a failed job exits with a text, not a number
             self._add(Result(name, ranks, Outcome.FAILED, round(time.monotonic() - start, 1), str(error) or repr(error)))
 
     def _add(self, result: Result) -> None:
@@ -114,14 +117,14 @@ class Checker:
         print(f"[{time.monotonic() - self._start:4.0f} s] {result}", flush=True)
 
     def suite(self, suite: str, ranks: int, left: float, **environment: str) -> Iterator[Result]:
-        """Make a suite's checks on so many ranks."""
+        """Run a suite's checks on `ranks` ranks."""
         command = [*self._launcher(ranks), __file__, "--device", self.device, "--suite", suite]
         for line in follow_job(command, left, SHARDRT_TIMEOUT=f"{OPERATION_S:g}", **environment):
             if line.startswith(PREFIX):
                 yield Result.parse(line)
 
     def stuck(self, left: float) -> Iterator[Result]:
-        """A job whose kernel does not end must be ended, by name."""
+        """The watchdog must end a job whose kernel does not end, and name the collective."""
         command = [sys.executable, __file__, "--device", self.device, "--suite", "stuck"]
         start = time.monotonic()
         done = subprocess.run(
@@ -139,26 +142,26 @@ class Checker:
         yield Result("stuck", 1, outcome, round(time.monotonic() - start, 1), note)
 
     def tests(self, left: float) -> Iterator[Result]:
-        """The tests marked `gpu`; of the files that have none, some import what is not here."""
-        start, said = time.monotonic(), ""
+        """The tests marked `gpu`. Other files are left out: some import packages that this environment may lack."""
+        start, last = time.monotonic(), ""
         files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
         for line in follow_job(
             [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-c", str(ROOT / "setup.cfg"), *files], left
         ):
-            said = line.strip() or said
-        yield Result("pytest -m gpu", 1, Outcome.OK, round(time.monotonic() - start, 1), said)
+            last = line.strip() or last
+        yield Result("pytest -m gpu", 1, Outcome.OK, round(time.monotonic() - start, 1), last)
 
     def bench(self, model: str, left: float) -> Iterator[Result]:
-        """A step of ours, of FSDP2's, and without either."""
+        """Time a step of shardrt, of FSDP2, and of the floor."""
         options = ["--device", self.device, "--models", model, "--ranks", "1", "--rounds", "1", "--fused", "--no-host-time"]
-        start, said = time.monotonic(), ""
+        start, last = time.monotonic(), ""
         for line in follow_job([sys.executable, str(ROOT / "scripts" / "bench" / "step.py"), *options], left):
-            said = line.strip() or said
-        (measured,) = json.loads(said)["results"]
-        yield Result.of(f"bench {model}", 1, time.monotonic() - start, self.beside_fsdp2(measured))
+            last = line.strip() or last
+        (measured,) = json.loads(last)["results"]
+        yield Result.of(f"bench {model}", 1, time.monotonic() - start, self.compare_with_fsdp2(measured))
 
-    def beside_fsdp2(self, measured: dict[str, Any]) -> Found:
-        """What a line of bench/step.py says, with the goals."""
+    def compare_with_fsdp2(self, measured: dict[str, Any]) -> Found:
+        """The figures of one result of bench/step.py, with their goals."""
         ms, host, peak = measured["ms"], measured["host_ms"], measured["peak_mb"]
         assert not measured["agreement"].startswith("DIFFER"), f"losses {measured['agreement']} from FSDP2's"
         found = Found(f"losses {measured['agreement']}")
@@ -177,7 +180,7 @@ class Checker:
         return mpirun(ranks) if ranks > 1 else [sys.executable]
 
     def together(self, left: float) -> Iterator[Result]:
-        """A rank for each GPU, 2, 4 or 8; with one GPU, two have to share it."""
+        """One rank per GPU, 2, 4 or 8 in all; a single GPU is shared by two ranks."""
         environment: dict[str, str] = {}
         gpus = torch.cuda.device_count() if self.device == "cuda" else 2
         ranks = max(2, 2 ** min(gpus.bit_length() - 1, 3))  # a power of two, so that averages are exact
@@ -189,14 +192,14 @@ class Checker:
         if gpus == 1:
             found = _nccl_version()
             if found < SHARES_GPUS:
-                note = f"two ranks on one GPU take an NCCL of code {SHARES_GPUS} (2.30), found {found}: a newer nvidia-nccl"
+                note = f"two ranks on one GPU need NCCL {SHARES_GPUS} (2.30), found {found}: install a newer nvidia-nccl"
                 yield Result("together", 2, Outcome.SKIPPED, 0.0, note)
                 return
             environment = SHARED_GPU
         yield from self.suite("together", ranks, left, **environment)
 
     def summary(self) -> dict[str, object]:
-        """All of it, for a file."""
+        """All results, for a file."""
         name = torch.cuda.get_device_name() if self.device == "cuda" else "host"
         counts = Counter(result.outcome.value for result in self.results)
         return {
@@ -233,15 +236,15 @@ def main() -> int:
     parser.add_argument("--suite", choices=tuple(SUITES), help=argparse.SUPPRESS)  # set for the jobs of this script
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        refuse(f"no GPU to check: torch {torch.__version__} sees no CUDA device on this machine")
+        exit_with_usage_error(f"no GPU to check: torch {torch.__version__} sees no CUDA device on this machine")
     if options.suite is not None:
-        make_checks(shardrt.init(options.device), SUITES[options.suite])
+        run_checks(shardrt.init(options.device), SUITES[options.suite])
         return 0
     return check(Checker(options.device), options.results)
 
 
 def check(checker: Checker, folder: Path) -> int:
-    """Every part, the summary, and the exit code."""
+    """Run every part and write the summary; returns the exit code."""
     on_gpu = checker.device == "cuda"
     checker.part("alone", 1, lambda left: checker.suite("alone", 1, left))
     if on_gpu:

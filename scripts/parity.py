@@ -27,7 +27,7 @@ ROWS = [
     Row("A1", "one group per call, bottom-up; FSDP<class>; slices of containers are plain", "yes", "yes", "module::slices_of_a_sharded_container_are_plain"),
     Row("A2", "a list of modules is one group; only part of it runs, several times", "yes", "yes, gathered once", "module::a_list_of_modules_is_one_group"),
     Row("A3", "reshard_after_forward: True, False, None", "yes", "yes", "parity::reshard_after_forward"),
-    Row("A3", "reshard_after_forward: a smaller world", "yes", "yes", "meshes::a_part_is_kept_after_forward"),
+    Row("A3", "reshard_after_forward: a smaller world", "yes", "yes", "meshes::a_post_forward_shard_is_kept"),
     Row("A4", "hybrid sharding over two mesh axes", "yes", "yes", "meshes::hybrid_sharding"),
     Row("A4", "replication only (data parallel)", "yes", "yes", "meshes::replicas_only"),
     Row("A4", "experts on a mesh of their own", "yes", "yes", "meshes::experts_on_a_mesh_of_their_own"),
@@ -38,7 +38,7 @@ ROWS = [
     Row("A6", "mixed precision: param, reduce and output dtype, inputs cast", "yes", "yes", "parity::bf16_parameters_with_float32_reduction"),
     Row("A7", "several dtypes, frozen and trainable, in one group", "one reduce dtype", "yes", "parity::mixed_original_dtypes"),
     Row("A8", "tied parameters stored and reduced once", "yes", "yes", "parity::gpt_with_tied_embeddings"),
-    Row("A8", "tied across groups", "silently untied", "refused by name", "bad_input::parameter_shared_across_groups"),
+    Row("A8", "tied across groups", "silently untied", "an error with the name", "bad_input::parameter_shared_across_groups"),
     Row("A9", "CPU offload", "yes", "yes", "module::the_copies_of_an_offload"),
     Row("A9", "optimizer state on disk", "no", "yes", "memory::optimizer_state_on_disk"),
     Row("A10", "meta device, to_empty, initialise", "yes", "yes", "meta::two_billion_parameters"),
@@ -75,7 +75,7 @@ ROWS = [
     Row("B8", "deepcopy of a sharded module: shards of its own", "no", "yes", "averaged_models::copy_trains_as_another_model_would"),
     Row("B8", "AveragedModel, EMA of a sharded model", "no", "yes", "averaged_models::averages_are_those_of_a_plain_model"),
     Row("B8", "parameters replaced before the first forward", "yes", "yes", "replaced_parameters::registered_before_the_first_forward"),
-    Row("B8", "functional_call with other parameters", "no", "refused by name", "replaced_parameters::functional_call"),
+    Row("B8", "functional_call with other parameters", "no", "an error with the name", "replaced_parameters::functional_call"),
     Row("B8", "load_state_dict(assign=True) on a meta model", "yes", "yes", "replaced_parameters::a_meta_model_takes_a_sharded_state"),
     Row("B8", "fully_shard.state", "yes", "yes", "fsdp2_names::the_state_of_a_module"),
     Row("B9", "activation checkpointing, both modes", "yes", "yes", "parity::activation_checkpointing"),
@@ -98,7 +98,7 @@ ROWS = [
     Row("C3", "all of torch.nn.init, alike on any number of ranks", "in part", "yes", "dtensor::initialisation_is_that_of_one_rank"),
     Row("C3", "random numbers independent of ranks and cuts", "CUDA only", "yes", "rng::the_same_on_any_number_of_ranks"),
     Row("D1", "GradScaler", "yes", "yes", "dtensor::grad_scaler"),
-    Row("D2", "torch's get_model_state_dict", "yes", "sharded; full is refused", "moves::checkpoint_helpers_of_torch"),
+    Row("D2", "torch's get_model_state_dict", "yes", "sharded; full: an error", "moves::checkpoint_helpers_of_torch"),
     Row("D5", "ranges in a profile", "yes", "yes, the same names", "fsdp2_names::ranges_in_a_profile"),
     Row("-", "transforms of torch.func, forward-mode AD", "yes", "yes", "moves::the_first_forward_inside_a_transform"),
     Row("-", "generate(), methods beside forward", "yes", "yes", "moves::generation"),
@@ -109,7 +109,7 @@ ROWS = [
 
 
 def main() -> None:
-    """Print the table and say which tests are missing."""
+    """Print the table; exit with the missing tests, if any."""
     missing = [row.test for row in ROWS if not _exists(row.test)]
     head = Row("row", "feature", "FSDP2", "shardrt", "test")
     widths = [max(len(row[column]) for row in (head, *ROWS)) for column in range(4)]

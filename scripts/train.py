@@ -1,16 +1,16 @@
 """Train a byte-level GPT on text, sharded over the ranks that started this script.
 
-    mpirun -n 2 python scripts/train.py         # learns Python from its standard library
+    mpirun -n 2 python scripts/train.py         # trains on the source of Python's standard library
     mpirun -n 4 python scripts/train.py --data ~/books --steps 2000 --dtype bfloat16
 
 One step, the same on every rank:
-  1. take this rank's rows of the global batch, micro-batch by micro-batch
-  2. forward and backward each; the ranks' gradients are averaged in the last backward only
+  1. draw this rank's rows of the global batch, one micro-batch at a time
+  2. forward and backward of each micro-batch; the last backward averages the gradients over the ranks
   3. clip by the norm over all ranks, set the learning rate, step the optimizer on the local shards
   4. average the loss over the ranks
-and every --eval-every steps the loss on held-out text. Rank 0 speaks for all: a progress bar, then
-log.jsonl (a line with the configuration, then one per step), loss.png and sample.txt in --out. The
-global batch does not depend on the number of ranks, so neither does the loss curve.
+and every --eval-every steps the validation loss. Only rank 0 writes: a progress bar, then log.jsonl
+(a line with the configuration, then one per step), loss.png and sample.txt in --out. The global
+batch does not depend on the number of ranks, so neither does the loss curve.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tqdm import tqdm
 import common.checkout  # noqa: F401  # before shardrt
 import shardrt
 from common.models import GPT, GPTConfig, next_byte_loss, shard
-from common.options import Parser, at_least, refuse
+from common.options import Parser, at_least, exit_with_usage_error
 from common.text import Corpus, batch, default_files, find_files, rank_rows, read_corpus, write_sample
 
 # ---------------------------------------------------------------------- options
@@ -73,56 +73,56 @@ def parse_options() -> Options:
     parser = Parser(description=__doc__)
     add, count = parser.add_argument, at_least(1)
     text = parser.add_argument_group("text").add_argument
-    text("--data", type=Path, nargs="+", default=[], help="files or folders; default: Python's own")
+    text("--data", type=Path, nargs="+", default=[], help="files or folders; default: Python's standard library")
     text("--max-bytes", type=count, default=1 << 25, help="read no more than this")
     shape = parser.add_argument_group("model").add_argument
     shape("--layers", type=count, default=4)
     shape("--heads", type=count, default=4)
     shape("--channels", type=count, default=128)
-    shape("--context", type=count, default=128, help="bytes that the model looks back on")
-    shape("--untied", action="store_true", help="a head of its own, not the embedding")
+    shape("--context", type=count, default=128, help="sequence length in bytes")
+    shape("--untied", action="store_true", help="do not share the weight of the head and the embedding")
     add("--steps", type=count, default=1000)
     add("--batch", type=count, default=12, help="sequences per step over all ranks")
-    add("--micro-batches", type=count, default=1, help="accumulate gradients over so many parts")
+    add("--micro-batches", type=count, default=1, help="accumulate gradients over this many micro-batches per rank")
     add("--lr", type=at_least(0.0, float), default=4e-3, help="the highest learning rate")
-    add("--warmup", type=at_least(0), default=30, help="steps up to the highest learning rate")
+    add("--warmup", type=at_least(0), default=30, help="steps until the highest learning rate")
     add("--weight-decay", type=at_least(0.0, float), default=0.1)
-    add("--clip", type=at_least(0.0, float), default=1.0, help="the largest gradient norm")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
-    add("--eval-every", type=count, default=100, help="steps")
+    add("--clip", type=at_least(0.0, float), default=1.0, help="the maximum gradient norm")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    add("--eval-every", type=count, default=100, help="steps between two validations")
     add("--eval-batches", type=count, default=4)
-    add("--prompt", default="def ", help="what the sample starts with")
+    add("--prompt", default="def ", help="start of the sample")
     add("--sample-bytes", type=at_least(0), default=300)
     add("--seed", type=at_least(0), default=0)
     run = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    add("--out", type=Path, default=run, help="folder for what the run leaves")
+    add("--out", type=Path, default=run, help="folder for log, plot and sample")
     return Options(**vars(parser.parse_args()))
 
 
 def check_options(options: Options) -> Corpus:
-    """Refuse what cannot work, before any collective; returns the text."""
+    """Exit with a usage error for options that cannot work. Returns the text. No collective."""
     if not options.prompt:
-        refuse("--prompt is empty: the model needs at least one byte to continue")
+        exit_with_usage_error("--prompt is empty: the model needs at least one byte to continue")
     if options.out.exists() and not options.out.is_dir():
-        refuse(f"--out {options.out} is not a folder")
+        exit_with_usage_error(f"--out {options.out} is not a folder")
     try:
-        _ = options.model  # refuses a shape that cannot be
+        _ = options.model  # raises ValueError for an invalid shape
         files = find_files(options.data) if options.data else default_files()
         return read_corpus(files, options.context, options.max_bytes)
     except (ValueError, OSError) as error:
-        refuse(str(error))
+        exit_with_usage_error(str(error))
 
 
 def check_world(options: Options, corpus: Corpus, world: shardrt.World) -> None:
-    """Refuse what this number of ranks, or these machines, cannot do. Collective."""
+    """Exit with a usage error for options that do not fit the ranks, or if their text differs. Collective."""
     parts = world.size * options.micro_batches
     if options.batch % parts != 0:
-        refuse(
+        exit_with_usage_error(
             f"--batch {options.batch} does not divide by {world.size} ranks x "
             f"{options.micro_batches} micro-batches: use a multiple of {parts}"
         )
     if len(set(world.comm.exchange(corpus.digest))) > 1:
-        refuse("the ranks read different text: give --data that all machines have alike")
+        exit_with_usage_error("the ranks read different text: pass --data that is the same on all machines")
 
 
 # ---------------------------------------------------------------------- training
@@ -130,7 +130,7 @@ def check_world(options: Options, corpus: Corpus, world: shardrt.World) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step has to tell; one line of the log."""
+    """The figures of a step; one line of the log."""
 
     step: int
     loss: float  # nats per byte, mean over the global batch
@@ -143,7 +143,7 @@ class Step:
 
 
 class Trainer:
-    """A step and a validation, as one rank does them."""
+    """The training step and the validation of one rank."""
 
     def __init__(self, options: Options, corpus: Corpus, world: shardrt.World) -> None:
         self.options, self.corpus, self.world = options, corpus, world
@@ -166,7 +166,7 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        mean = self.world.mean(loss).item()  # Cost: the step's one wait for the device
+        mean = self.world.mean(loss).item()  # Cost: the only host sync of the step
         if not math.isfinite(mean):
             raise RuntimeError(f"the loss is {mean} at step {step}: try a --lr below {lr:.1e}")
         seconds = time.perf_counter() - start
@@ -186,7 +186,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over --eval-batches batches of held-out text, always the same. Collective."""
+        """Mean loss over --eval-batches batches of the validation text, the same in every call. Collective."""
         steps = range(self.options.eval_batches)
         parts = [(step, rows) for step in steps for rows in self.rows()]
         total = torch.zeros((), device=self.world.device)
@@ -206,7 +206,7 @@ class Trainer:
 
 
 def learning_rate(options: Options, step: int) -> float:
-    """Straight up for --warmup steps, then a half cosine down to a tenth."""
+    """A linear warm-up over --warmup steps, then a cosine decay to a tenth."""
     if step < options.warmup:
         return options.lr * (step + 1) / options.warmup
     done = (step - options.warmup) / max(1, options.steps - options.warmup)
@@ -214,30 +214,30 @@ def learning_rate(options: Options, step: int) -> float:
 
 
 def peak_mb(world: shardrt.World) -> float:
-    """The most memory this rank has held: device memory with CUDA, else the process's."""
+    """This rank's peak memory in MiB: device memory with CUDA, otherwise resident memory."""
     if world.device.type == "cuda":
         return torch.cuda.max_memory_allocated(world.device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # in KiB on Linux
 
 
-# ---------------------------------------------------------------------- what the run leaves
+# ---------------------------------------------------------------------- output
 
 
 @contextmanager
 def open_log(options: Options, corpus: Corpus, world: shardrt.World) -> Iterator[TextIO]:
-    """log.jsonl with its header line on rank 0, nowhere on the others."""
+    """Open log.jsonl and write its header line on rank 0; other ranks open /dev/null."""
     path = Path(os.devnull)
     if world.rank == 0:
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / "log.jsonl"
     header = {"ranks": world.size, "files": corpus.files, **asdict(options)}
-    with open(path, "w", buffering=1) as log:  # by line: a killed run keeps its log
+    with open(path, "w", buffering=1) as log:  # line-buffered: a killed run keeps its log
         log.write(json.dumps(header, default=str) + "\n")
         yield log
 
 
 def train(trainer: Trainer, log: TextIO) -> None:
-    """All steps, shown and logged."""
+    """Run all steps; show progress and write the log."""
     options, quiet = trainer.options, trainer.world.rank != 0
     shown = ""
     with tqdm(total=options.steps, disable=quiet, unit="step", dynamic_ncols=True) as bar:
@@ -258,14 +258,14 @@ def train(trainer: Trainer, log: TextIO) -> None:
 def plot_losses(log: Path, picture: Path) -> None:
     import matplotlib
 
-    matplotlib.use("Agg")  # no screen needed
+    matplotlib.use("Agg")  # works without a display
     from matplotlib import pyplot
 
     steps = [json.loads(line) for line in log.read_text().splitlines()[1:]]
-    held_out = [step for step in steps if step["validation_loss"] is not None]
+    validated = [step for step in steps if step["validation_loss"] is not None]
     figure, axes = pyplot.subplots(figsize=(8, 5))
     axes.plot([s["step"] for s in steps], [s["loss"] for s in steps], label="training")
-    points = [(s["step"], s["validation_loss"]) for s in held_out]
+    points = [(s["step"], s["validation_loss"]) for s in validated]
     axes.plot(*zip(*points, strict=True), "o-", label="validation")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=str(log.parent))
     axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""The benchmark runs both sides, and their losses agree; the feature table names tests that exist."""
+"""The step benchmark runs and its losses agree; the feature table names existing tests."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_last_line_is_json_and_the_losses_agree() -> None:
 
 
 def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
-    """A bare checkout is found by `common.checkout` only; a sorter of imports could move it behind shardrt."""
+    """In a bare checkout, shardrt cannot be imported before `common.checkout`; sorted imports may change their order."""
     found = []
     for path in (ROOT / "scripts").rglob("*.py"):
         lines = path.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""scripts/gpu_check.py as far as it goes without a GPU: its checks on real ranks of the host, its results, its table."""
+"""scripts/gpu_check.py without a GPU: its checks on real ranks of the host, its results, its table."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from bench import step
 from common import checkout
 from common.jobs import follow_job, run_job
 from gpu import table as gpu_table
-from gpu.checks import Check, Found, Outcome, Result, make_checks
+from gpu.checks import Check, Found, Outcome, Result, run_checks
 from gpu_check import Checker
 from ranks import on_ranks, rank_environment
 from shardrt.comm import World
@@ -30,14 +30,14 @@ CHECK = Path(gpu_check.__file__)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_refuses_a_machine_without_a_gpu() -> None:
+def test_a_machine_without_a_gpu_is_an_error() -> None:
     done = subprocess.run([sys.executable, str(CHECK)], env=rank_environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"gpu_check.py: error: no GPU to check: .*\n", done.stderr)
 
 
 def test_two_ranks_of_the_host_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every check that is made of several ranks, and nothing else, each with its result."""
+    """Exactly the checks on several ranks run, each with one result."""
     monkeypatch.setenv("PYTHONPATH", rank_environment()["PYTHONPATH"])
     checker = Checker("cpu")
     checker.part("together", 2, checker.together)
@@ -49,34 +49,34 @@ def test_two_ranks_of_the_host_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_ranks(2)
 def test_a_failure_on_one_rank_is_one_result(world: World) -> None:
-    """The other rank does not hang, and the next check is made."""
+    """The other rank does not hang, and the next check runs."""
     written: list[str] = []
 
     def fails(world: World) -> None:
         assert world.rank == 0, f"wrong on rank {world.rank}"
 
-    def tells(world: World) -> Found:
+    def reports(world: World) -> Found:
         found = Found("a note")
         found.figure("share", 0.51234, least=0.9)
         found.figure("host us", 3.0, most=15.0)
         return found
 
-    checks: tuple[Check, ...] = (fails, tells)
+    checks: tuple[Check, ...] = (fails, reports)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.print", lambda line, flush: written.append(line))
-        make_checks(world, checks)
+        run_checks(world, checks)
     if world.rank == 1:
         assert not written
         return
-    failed, told = map(Result.parse, written)
+    failed, reported = map(Result.parse, written)
     assert (failed.check, failed.outcome) == ("fails", Outcome.FAILED)
     assert "wrong on rank 1" in failed.note
-    assert (told.outcome, told.figures) == (Outcome.MISSED, {"share": 0.512, "host us": 3.0})
-    assert told.note == "a note; share 0.512, goal >= 0.9"
-    assert Result.parse(told.write()) == told
+    assert (reported.outcome, reported.figures) == (Outcome.MISSED, {"share": 0.512, "host us": 3.0})
+    assert reported.note == "a note; share 0.512, goal >= 0.9"
+    assert Result.parse(reported.write()) == reported
 
 
-def test_a_part_that_ends_badly_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_exits_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     checker = Checker("cpu")
 
     def breaks(left: float) -> Iterator[Result]:
@@ -88,11 +88,11 @@ def test_a_part_that_ends_badly_is_a_failure(capsys: pytest.CaptureFixture[str])
         ("first", Outcome.OK),
         ("breaks", Outcome.FAILED),
     ]
-    assert "its last words" in capsys.readouterr().out  # a failure is told in full
+    assert "its last words" in capsys.readouterr().out  # a failure is printed in full
 
 
-def test_a_signal_ends_it() -> None:
-    """A job that ends badly leaves with a text; a signal with a number."""
+def test_a_signal_ends_the_script() -> None:
+    """A failed job exits with a text, a signal with a number."""
 
     def terminated(left: float) -> Iterator[Result]:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -108,10 +108,10 @@ def test_a_signal_ends_it() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_job_is_ended_in_time_whoever_has_its_output() -> None:
+def test_a_job_ends_in_time_though_another_process_holds_its_output() -> None:
     start = time.monotonic()
     with pytest.raises(SystemExit, match="not done in 1 s"):
-        run_job(["sh", "-c", "echo said; setsid sleep 8"], 1.0)
+        run_job(["sh", "-c", "echo line; setsid sleep 8"], 1.0)
     assert time.monotonic() - start < 8
 
 
@@ -135,7 +135,7 @@ def test_scripts_of_a_bare_checkout_find_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert (sys.path, os.environ["PYTHONPATH"]) == (["scripts", root], f"before{os.pathsep}{root}")
 
 
-def test_a_bench_takes_no_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_runs_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with step.make_bar(3) as bar:
         bar.set_description("first")
@@ -144,7 +144,7 @@ def test_a_bench_takes_no_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().out == "a row\n"
 
 
-def test_two_ranks_take_an_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_are_skipped_without_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_none(*_: object) -> None:
         raise LaunchError("no mpirun of MPICH")
 
@@ -153,8 +153,8 @@ def test_two_ranks_take_an_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.outcome, result.note) == (Outcome.SKIPPED, "no mpirun of MPICH")
 
 
-def test_a_bench_beside_fsdp2() -> None:
-    """The goals are those of a GPU, each for the model that it is about."""
+def test_goals_compared_with_fsdp2() -> None:
+    """Goals apply on a GPU only, each to one model."""
     measured: dict[str, Any] = {
         "model": "gpt-1b",
         "agreement": "bitwise",
@@ -163,15 +163,15 @@ def test_a_bench_beside_fsdp2() -> None:
         "peak_mb": {"shardrt": 900.0, "fsdp2": 1000.0, "floor": 800.0},
         "reserved_mb": {"shardrt": 990.0, "fsdp2": 1040.0, "floor": 850.0},
     }
-    large, small = (Checker("cuda").beside_fsdp2(measured | {"model": model}) for model in ("gpt-1b", "tiny"))
+    large, small = (Checker("cuda").compare_with_fsdp2(measured | {"model": model}) for model in ("gpt-1b", "tiny"))
     ratios, peaks = {"ms by FSDP2": 0.95, "host by FSDP2": 0.4}, {"peak MiB": 900, "MiB below FSDP2": 100}
     assert large.figures == {"ms": 95, **ratios, **peaks, "reserved MiB below FSDP2": 50}
     assert large.missed == ["ms by FSDP2 0.95, goal <= 0.9"]
     measured["host_ms"]["shardrt"] = 14.0
     assert small.missed == large.missed
-    assert Checker("cuda").beside_fsdp2(measured | {"model": "tiny"}).missed[1:] == ["host by FSDP2 0.8, goal <= 0.5"]
+    assert Checker("cuda").compare_with_fsdp2(measured | {"model": "tiny"}).missed[1:] == ["host by FSDP2 0.8, goal <= 0.5"]
     with pytest.raises(AssertionError, match="losses DIFFER by 1e-01 from FSDP2's"):
-        Checker("cuda").beside_fsdp2(measured | {"agreement": "DIFFER by 1e-01"})
+        Checker("cuda").compare_with_fsdp2(measured | {"agreement": "DIFFER by 1e-01"})
 
 
 def test_the_table_of_readme_is_made_of_the_results() -> None:

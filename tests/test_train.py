@@ -1,4 +1,4 @@
-"""The training script as users start it: one curve on any ranks, what it leaves and refuses."""
+"""The training script as users start it: the loss curve on any number of ranks, its files, its errors."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ SMALL = (
     "--eval-every 10 --eval-batches 1 --sample-bytes 20"
 )
 
-# Each rank speaks into a file of its own, whatever the launcher does with output.
+# Each rank writes to its own file, so that the launcher cannot mix their output.
 LAUNCH = """
 import os, sys
 rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
-said = os.open(f"{folder}/said.{{rank}}", os.O_WRONLY | os.O_CREAT)
-os.dup2(said, 1)
-os.dup2(said, 2)
+output = os.open(f"{folder}/output.{{rank}}", os.O_WRONLY | os.O_CREAT)
+os.dup2(output, 1)
+os.dup2(output, 2)
 os.execv(sys.executable, [sys.executable, *{command}])
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a job left."""
+    """The result of a job."""
 
     code: int
     out: Path
-    said: list[str]  # by rank
+    output: list[str]  # by rank
 
     def log(self) -> list[dict[str, float]]:
         """A line with the configuration, then one per step."""
@@ -48,19 +48,19 @@ def run(folder: Path, ranks: int, flags: str) -> Run:
     out = folder / "out"
     command = [str(TRAIN), "--out", str(out), *flags.split()]
     done = run_script(LAUNCH.format(folder=folder, command=command), ranks, deadline_s=50.0)
-    said = [(folder / f"said.{rank}").read_text() for rank in range(ranks)]
-    return Run(done.returncode, out, said)
+    output = [(folder / f"output.{rank}").read_text() for rank in range(ranks)]
+    return Run(done.returncode, out, output)
 
 
 def train(folder: Path, ranks: int, flags: str = "") -> Run:
     done = run(folder, ranks, f"{SMALL} {flags}")
-    assert done.code == 0, "\n".join(done.said)
+    assert done.code == 0, "\n".join(done.output)
     return done
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Trained by one rank."""
+    """The run on one rank."""
     return train(tmp_path_factory.mktemp("alone"), 1)
 
 
@@ -71,7 +71,7 @@ def test_the_loss_curve_does_not_depend_on_the_ranks(alone: Run, tmp_path: Path,
     assert done.curve() == pytest.approx(alone.curve(), rel=0, abs=1e-5)
     assert done.curve("norm") == pytest.approx(alone.curve("norm"), rel=1e-4)
     assert done.log()[-1]["validation_loss"] == pytest.approx(alone.log()[-1]["validation_loss"], abs=1e-5)
-    assert not any(done.said[1:]), "only rank 0 may speak"
+    assert not any(done.output[1:]), "only rank 0 may print"
 
 
 def test_a_run_learns_and_leaves_log_plot_and_sample(alone: Run) -> None:
@@ -85,8 +85,8 @@ def test_a_run_learns_and_leaves_log_plot_and_sample(alone: Run) -> None:
     assert (alone.out / "loss.png").read_bytes().startswith(b"\x89PNG")
     sample = (alone.out / "sample.txt").read_text()
     assert sample.startswith("def ")
-    assert "tokens/s" in alone.said[0]
-    assert sample in alone.said[0]
+    assert "tokens/s" in alone.output[0]
+    assert sample in alone.output[0]
 
 
 def test_bfloat16_stays_near_float32(alone: Run, tmp_path: Path) -> None:
@@ -106,6 +106,6 @@ def test_a_bad_flag_ends_every_rank_with_the_message(tmp_path: Path, flags: str,
     done = run(tmp_path, 2, flags)
     assert done.code == 2
     assert not done.out.exists()
-    for said in done.said:
-        assert said.startswith(f"train.py: error: {message}")
-        assert said.count("\n") == 1
+    for output in done.output:
+        assert output.startswith(f"train.py: error: {message}")
+        assert output.count("\n") == 1

@@ -1,1 +1,1 @@
-"""Benchmarks, each a script of its own."""
+"""The benchmarks."""

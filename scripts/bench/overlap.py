@@ -1,10 +1,10 @@
-"""How much of an all-gather hides behind compute that leaves the cores alone.
+"""Measure which share of an all-gather is hidden behind compute that uses no cores.
 
     mpirun -n 2 python scripts/bench/overlap.py [--mib 32] [--rounds 9] [--streams threaded inline]
 
-The compute is a sleep, the stand-in for an accelerator that works by itself. A round times the gather alone (g), the sleep
-alone (s, twice the gather), and the gather launched before the sleep and waited for after it (both). Hidden is
-(g + s - both) / g, at the median of the rounds: 100 % when the gather cost nothing, 0 % when one followed the other.
+The compute is a sleep, in place of an accelerator. Three medians over the rounds are measured: the gather alone (g), the sleep
+alone (s, twice as long as the gather), and both: the gather launched before the sleep and waited for after it. The hidden
+share is (g + s - both) / g: 100 % if the gather took no extra time, 0 % if gather and sleep ran one after the other.
 The last line is JSON.
 """
 
@@ -28,7 +28,7 @@ from shardrt.comm import Stream, World, new_stream
 
 
 def main() -> None:
-    """Measure each kind of stream, and print a line for each on rank 0."""
+    """Measure each kind of stream; rank 0 prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=float, default=32, help="size of the gathered tensor")
     parser.add_argument("--rounds", type=int, default=9)
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(world: World, stream: Stream, numel: int, rounds: int) -> float:
-    """The part of the gather that is hidden, on average over the ranks."""
+    """The hidden share of the gather, averaged over the ranks."""
     inp, out = torch.ones(numel), torch.empty(numel * world.size)
 
     def gather() -> None:
@@ -68,7 +68,7 @@ def measure(world: World, stream: Stream, numel: int, rounds: int) -> float:
 
 
 def timed(world: World, work: Callable[[], object]) -> float:
-    """Seconds for `work()`, begun by all ranks at once."""
+    """Seconds that `work()` takes after a barrier."""
     world.barrier()
     start = time.perf_counter()
     work()

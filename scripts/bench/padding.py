@@ -1,9 +1,9 @@
-"""Print how much shardrt and FSDP2 pad a Llama-3 transformer block, as a Markdown table.
+"""Print the padding of a Llama-3 transformer block in shardrt and FSDP2 as a Markdown table.
 
     python scripts/bench/padding.py [--itemsize 2] [--world-sizes 8 16 ...] [--down-dim 0 1]
 
-`flat` is the share of the block's bytes in parameters that are cut between elements. The down
-projection has rows of another length than the rest; on shard dim 1 it has the same.
+"cut flat" is the share of the block's bytes in parameters whose shards end inside a row. The rows of
+the down projection have another length than those of the other matrices; on shard dim 1 the same.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def table_row(model: str, world_size: int, *, itemsize: int, down_dim: int) -> s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Padding of a Llama-3 block, ours and FSDP2's.")
+    parser = argparse.ArgumentParser(description="Padding of a Llama-3 block in shardrt and FSDP2.")
     parser.add_argument("--itemsize", type=int, default=2, help="bytes per element")
     ranks = [2**power for power in range(3, 13)]
     parser.add_argument("--world-sizes", type=int, nargs="+", default=ranks, metavar="N")

@@ -1,17 +1,18 @@
-"""Time a training step: shardrt, PyTorch FSDP2, and the floor, where ranks do not talk.
+"""Time a training step: shardrt, PyTorch FSDP2, and the floor, which does not communicate.
 
     python scripts/bench/step.py --models gpt mlp tiny --ranks 2 4
     python scripts/bench/step.py --device cuda --models gpt-1b tiny --ranks 1 --fused
 
-Each measurement is a job of its own: `mpirun` for shardrt, torch's launcher for FSDP2, and for the
-floor as many lone processes, so that the cores are as busy. The jobs take turns, round after round,
-so that what else the machine does hits all alike. Both sides shard the same modules of the same
-model, see the same batches and step the same AdamW; their losses are compared step by step.
+Each measurement is a separate job: `mpirun` for shardrt and the floor, torch's launcher for FSDP2.
+The floor trains an unsharded model on as many ranks, so that the cores are as busy. The jobs
+alternate in rounds, so that other load of the machine affects all of them. shardrt and FSDP2 shard
+the same modules of the same model, get the same batches and use the same AdamW; their losses are
+compared for every step.
 
-A step is forward, backward and optimizer; batches are made before. Its time is the mean over the
-ranks, and what is reported is the median over the steps of all rounds. Peak memory is the most that
-any rank's process ever had resident, on a GPU the most that torch's allocator ever held for tensors
-and what lies outside it (on a GPU that nobody else uses). FSDP2 runs on gloo, on GPUs on NCCL.
+A step is forward, backward and optimizer; batches are made before. The time of a step is the mean
+over the ranks; the result is the median over the steps of all rounds. Peak memory is the maximum
+resident memory of any rank; on a GPU, the maximum that torch's allocator held for tensors plus the
+memory in use outside it (no other process may use the GPU). FSDP2 runs on gloo, on GPUs on NCCL.
 Progress goes to stderr; the last line on stdout is JSON.
 """
 
@@ -37,30 +38,30 @@ import common.checkout  # noqa: F401  # before shardrt
 from bench.workers import WORKERS, HostTime, Run, Timing, host_worker
 from common.jobs import mpirun, run_job, torchrun
 from common.models import CASES
-from common.options import Parser, at_least, refuse
+from common.options import Parser, at_least, exit_with_usage_error
 
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative, of losses: sums in another order
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative, of losses: the order of sums differs
 
 # ---------------------------------------------------------------------- results
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One model on so many ranks, over all rounds; the dicts are by worker."""
+    """One model on one number of ranks, over all rounds; the dicts have a value for each worker."""
 
     model: str
     ranks: int
     ms: dict[str, float]  # per step, median
-    best_ms: dict[str, float]  # the fastest step: what a busy machine disturbs least
-    host_ms: dict[str, float]  # per step, median, of the host in forward and backward
-    peak_mb: dict[str, float]  # MiB, most of any rank
-    grown_mb: dict[str, float]  # the same, beyond what was there before the model
-    reserved_mb: dict[str, float]  # as peak_mb, with what torch's allocator kept for later on a GPU
+    best_ms: dict[str, float]  # the fastest step, which other load disturbs least
+    host_ms: dict[str, float]  # per step, median, host time of forward and backward
+    peak_mb: dict[str, float]  # MiB, maximum over the ranks
+    grown_mb: dict[str, float]  # peak_mb less the memory in use before the model was built
+    reserved_mb: dict[str, float]  # as peak_mb; on a GPU with the memory that torch's allocator cached
     loss: dict[str, float]  # of the last step, mean over the ranks
-    agreement: str  # of shardrt's and FSDP2's losses, over all steps
-    ratio_fsdp2: float  # shardrt's step time by FSDP2's
+    agreement: str  # of the losses of shardrt and FSDP2 over all steps
+    ratio_fsdp2: float  # step time of shardrt / FSDP2
     ratio_floor: float
-    ratio_peak: float  # shardrt's peak memory by FSDP2's
+    ratio_peak: float  # peak memory of shardrt / FSDP2
     ratio_fsdp2_by_round: list[float]
 
 
@@ -80,12 +81,12 @@ def measure(model: str, ranks: int, options: Options, bar: Bar) -> Result:
 
 
 def run_worker(worker: str, ranks: int, model: str, options: Options) -> list[str]:
-    """Run this file as `worker` on so many ranks; returns what each rank wrote, in rank order."""
+    """Run this file as `worker` on `ranks` ranks; returns each rank's JSON in rank order."""
     launcher = torchrun(ranks) if worker == "fsdp2" else mpirun(ranks) if ranks > 1 else [sys.executable]
     with tempfile.TemporaryDirectory(prefix="bench-step-") as folder:
-        told = ["--worker", worker, "--model", model, "--steps", str(options.steps), "--device", options.device]
-        told += ["--fused"] if options.fused else []
-        run_job([*launcher, __file__, *told, "--results", folder], options.timeout)
+        args = ["--worker", worker, "--model", model, "--steps", str(options.steps), "--device", options.device]
+        args += ["--fused"] if options.fused else []
+        run_job([*launcher, __file__, *args, "--results", folder], options.timeout)
         return [(Path(folder) / str(rank)).read_text() for rank in range(ranks)]
 
 
@@ -112,18 +113,18 @@ def summarize(model: str, ranks: int, rounds: list[Round]) -> Result:
 
 
 def step_ms(rounds: list[Round], worker: str) -> Iterator[float]:
-    """Every timed step's mean over the ranks."""
+    """The mean over the ranks of every timed step, in ms."""
     for one in rounds:
         for seconds in zip(*(timing.seconds for timing in one[worker]), strict=True):
             yield fmean(seconds) * 1e3
 
 
 def compare(ours: list[Timing], theirs: list[Timing], tolerance: float) -> str:
-    """How well each rank's losses agree, over all steps."""
+    """Describe how well the losses agree over all ranks and steps."""
     pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a.losses, b.losses, strict=True)]
-    if all(mine == other for mine, other in pairs):
+    if all(our == their for our, their in pairs):
         return "bitwise"
-    worst = max(abs(mine - other) / max(abs(other), 1e-9) for mine, other in pairs)
+    worst = max(abs(our - their) / max(abs(their), 1e-9) for our, their in pairs)
     return f"{'within' if worst <= tolerance else 'DIFFER by'} {worst:.0e}"
 
 
@@ -133,7 +134,7 @@ model  ranks   shardrt    fsdp2    floor    fsdp2  floor   shardrt   fsdp2   by 
 
 
 def row(result: Result) -> str:
-    """A line of the table under HEADER."""
+    """A line of the table below HEADER."""
     ms, peak, loss = result.ms, result.peak_mb, result.loss
     return (
         f"{result.model:7}{result.ranks:5} {ms['shardrt']:9.1f}{ms['fsdp2']:9.1f}{ms['floor']:9.1f} "
@@ -169,10 +170,10 @@ def parse_options() -> Options:
     add("--ranks", type=at_least(1), nargs="+", default=[2, 4])
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--steps", type=at_least(1), default=20, help="timed steps of each job")
-    add("--fused", action="store_true", help="AdamW's fused loop, not the one over parameters that is torch's default")
-    add("--rounds", type=at_least(1), default=3, help="jobs of each kind")
+    add("--fused", action="store_true", help="use AdamW's fused loop instead of torch's default")
+    add("--rounds", type=at_least(1), default=3, help="jobs of each worker")
     add("--host-time", action=argparse.BooleanOptionalAction, default=True)
-    add("--timeout", type=at_least(1, float), default=600.0, help="seconds for a job")
+    add("--timeout", type=at_least(1, float), default=600.0, help="time limit of a job in seconds")
     add("--worker", choices=(*WORKERS, "host"), help=hidden)  # set for the jobs of this script
     add("--model", choices=tuple(CASES), default="tiny", help=hidden)
     add("--results", type=Path, default=Path(), help=hidden)
@@ -182,7 +183,7 @@ def parse_options() -> Options:
 def main() -> None:
     options = parse_options()
     if options.device == "cuda" and not torch.cuda.is_available():
-        refuse(f"--device cuda: torch {torch.__version__} sees no CUDA device on this machine")
+        exit_with_usage_error(f"--device cuda: torch {torch.__version__} sees no CUDA device on this machine")
     if options.worker == "host":
         (options.results / "0").write_text(json.dumps(asdict(host_worker(options.steps))))
     elif options.worker is not None:
@@ -194,7 +195,7 @@ def main() -> None:
 
 
 class Bar(AbstractContextManager["Bar"]):
-    """What this script asks of tqdm's bar, for where there is no tqdm: the table only."""
+    """The methods of tqdm's bar that this script uses, without a bar: for an environment without tqdm."""
 
     def write(self, line: str) -> None:
         print(line, flush=True)
@@ -231,8 +232,8 @@ def bench(options: Options) -> None:
     if options.host_time:
         host = HostTime(**json.loads(run_worker("host", 1, "tiny", options)[0]))
         summary["host"] = asdict(host)
-        told = f"{host.median_us:.0f} us, at best {host.best_us:.0f}"
-        print(f"host time per group, forward + backward, without collectives: {told}")
+        times = f"{host.median_us:.0f} us, at best {host.best_us:.0f}"
+        print(f"host time per group, forward + backward, without collectives: {times}")
     print(json.dumps(summary), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""One rank of one job of scripts/bench/step.py: what it trains and what it measures."""
+"""The workers of scripts/bench/step.py: each trains a model on one rank of a job and measures it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARMUP = 3  # steps that allocate and record; not timed
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How every worker of one job trains."""
+    """The options of one job."""
 
     device: str
     steps: int  # timed, after WARMUP
@@ -29,14 +29,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one rank measured."""
+    """The measurements of one rank."""
 
     seconds: list[float]  # per timed step
-    host_seconds: list[float]  # of it, until backward() returned: on a GPU, launches without what they launch
+    host_seconds: list[float]  # per timed step, until backward() returned: on a GPU, without waiting for the device
     losses: list[float]  # per step, warm-up included
-    start_mb: float  # resident before the model was built
+    start_mb: float  # in use before the model was built
     peak_mb: float
-    reserved_mb: float  # on a GPU with what torch's allocator kept for later; else the same
+    reserved_mb: float  # on a GPU with the memory that torch's allocator cached; otherwise peak_mb
 
 
 def time_steps(case: Case, model: nn.Module, rank: int, run: Run, start_mb: float) -> Timing:
@@ -52,7 +52,7 @@ def time_steps(case: Case, model: nn.Module, rank: int, run: Run, start_mb: floa
         host_seconds.append(time.perf_counter() - start)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())  # waits for all of the step
+        losses.append(loss.item())  # host sync: the step has ended
         seconds.append(time.perf_counter() - start)
     return Timing(seconds[WARMUP:], host_seconds[WARMUP:], losses, start_mb, *peaks_mb(run.device))
 
@@ -63,7 +63,7 @@ def build(case: Case, device: str) -> nn.Module:
 
 
 def held_mb(device: str) -> float:
-    """What this process holds now; on a GPU, what is taken of it."""
+    """This process's resident memory in MiB; with CUDA, the memory in use on the GPU."""
     if device == "cpu":
         return _status_mb("VmRSS")
     free, total = torch.cuda.mem_get_info()
@@ -71,9 +71,9 @@ def held_mb(device: str) -> float:
 
 
 def peaks_mb(device: str) -> tuple[float, float]:
-    """The most that this process ever held; on a GPU, what lies outside of torch's allocator is what does now.
+    """Peak memory in MiB; the second figure includes the memory that torch's allocator cached, since a pool keeps its blocks.
 
-    The second figure has what the allocator kept as well: a pool's blocks serve only that pool.
+    With CUDA, the memory outside torch's allocator is measured now, not at the peak.
     """
     if device == "cpu":
         return (_status_mb("VmHWM"),) * 2
@@ -122,7 +122,7 @@ def fsdp2_worker(case: Case, run: Run) -> tuple[int, Timing]:
 
 
 def floor_worker(case: Case, run: Run) -> tuple[int, Timing]:
-    """The whole model on every rank; MPI only lets them start together. What computes in bfloat16 is held in it as well."""
+    """An unsharded model on every rank, without communication but for a barrier at the start. Parameters have `param_dtype`."""
     from mpi4py import MPI
 
     rank = MPI.COMM_WORLD.Get_rank()
@@ -145,14 +145,14 @@ class HostTime:
     """Microseconds of host time per group for forward plus backward, collectives excluded."""
 
     median_us: float
-    best_us: float  # from the fastest steps: what a busy machine disturbs least
+    best_us: float  # from the fastest steps, which other load disturbs least
 
 
 def host_worker(steps: int) -> HostTime:
-    """Measured on the tiny blocks in a world of one rank, turn by turn with the plain model.
+    """Measure the tiny model in a world of one rank, alternating with an unsharded copy.
 
-    What the sharded model takes longer than the plain one, less the time inside collective calls,
-    by the number of groups.
+    The result is the extra time of the sharded model, without the time inside collective calls,
+    divided by the number of groups.
     """
     import shardrt
     from shardrt.comm import Communicator
@@ -163,12 +163,12 @@ def host_worker(steps: int) -> HostTime:
         def call(*args: object, **kwargs: object) -> object:
             start, before = time.perf_counter(), inside[0]
             work = collective(*args, **kwargs)
-            inside[0] = before + time.perf_counter() - start  # one may call another
+            inside[0] = before + time.perf_counter() - start  # a collective may call another
             return work
 
         return call
 
-    for name in ("all_gather", "reduce_scatter", "_run"):  # the last runs a group of calls, at its end
+    for name in ("all_gather", "reduce_scatter", "_run"):  # _run runs a group of calls at its end
         setattr(Communicator, name, timed(getattr(Communicator, name)))
 
     shardrt.init("cpu")
@@ -188,6 +188,6 @@ def host_worker(steps: int) -> HostTime:
     pairs = [(forward_backward(sharded), forward_backward(plain)) for _ in range(WARMUP + steps)]
     groups = sum(isinstance(module, shardrt.FSDPModule) for module in sharded.modules())
     shardrt.finalize()
-    ours, plains = zip(*pairs[WARMUP:], strict=True)
-    between = median(our - plain for our, plain in zip(ours, plains, strict=True))
-    return HostTime(between / groups * 1e6, (min(ours) - min(plains)) / groups * 1e6)
+    sharded_s, plain_s = zip(*pairs[WARMUP:], strict=True)
+    extra = median(ours - theirs for ours, theirs in zip(sharded_s, plain_s, strict=True))
+    return HostTime(extra / groups * 1e6, (min(sharded_s) - min(plain_s)) / groups * 1e6)

@@ -1,1 +1,1 @@
-"""What several scripts use."""
+"""Shared by several scripts."""

@@ -1,4 +1,4 @@
-"""Import this before shardrt: where that is not installed, it is found in this checkout, here and in what a script starts."""
+"""Import this before shardrt. Where shardrt is not installed, this process and its children import it from this checkout."""
 
 import os
 import sys
@@ -8,6 +8,6 @@ from pathlib import Path
 ROOT = str(Path(__file__).resolve().parents[2])
 
 if find_spec("shardrt") is None:
-    # Last: comm/ and kernels/ lie there too, and their names belong to others.
+    # Last: comm/ and kernels/ are there too, and other packages have these names.
     sys.path.append(ROOT)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), ROOT)))

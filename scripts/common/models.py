@@ -1,7 +1,7 @@
 """The models that the scripts train: a byte-level GPT, a wide MLP, a stack of tiny blocks.
 
-Each has `blocks`, an nn.ModuleList whose members are sharded one by one, then the model itself. Its
-weights are a function of the seed alone, so every rank builds the same model.
+Each has `blocks`, an nn.ModuleList whose members are sharded one by one, then the model itself. The
+weights depend on the seed only, so every rank builds the same model.
 
 Legend: B sequences, T tokens each, C channels, H heads, D = C / H channels per head, V = 256 bytes.
 """
@@ -25,8 +25,8 @@ class GPTConfig:
     layers: int = 4
     heads: int = 4
     channels: int = 128
-    context: int = 128  # the most tokens it can look back on
-    tied: bool = True  # the head is the embedding, transposed
+    context: int = 128  # the maximum sequence length
+    tied: bool = True  # the head and the embedding share their weight
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "channels", "context"):
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: each half adds to the stream what it makes of the normalised stream."""
+    """A pre-norm transformer block: attention, then an MLP, each with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (B, T) in, scores for each next byte (B, T, V) out."""
+    """Maps bytes (B, T) to logits of the next byte (B, T, V)."""
 
     def __init__(self, config: GPTConfig, seed: int = 0) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class GPT(nn.Module):
 
 
 class MLP(nn.Module):
-    """Wide layers on few rows: little to compute for each weight sent, so sending is what costs."""
+    """Wide layers on few rows: little compute per weight, so communication dominates."""
 
     def __init__(self, layers: int = 12, width: int = 1024, seed: int = 0) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class MLP(nn.Module):
 
 
 class TinyBlock(nn.Module):
-    """Four parameters and next to no arithmetic."""
+    """Four parameters and almost no arithmetic."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class TinyBlock(nn.Module):
 
 
 class TinyStack(nn.Module):
-    """A hundred tiny blocks: what a step costs here is the host's work per block."""
+    """A hundred tiny blocks: the host's work per block dominates the step."""
 
     def __init__(self, layers: int = 100, width: int = 32, seed: int = 0) -> None:
         super().__init__()
@@ -139,9 +139,9 @@ class TinyStack(nn.Module):
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Matrices keep the size of what they multiply; embeddings and the blocks' sums start small."""
+    """Matrices preserve the variance of their input; embeddings and residual branches start small."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    sums = 2 * len(list(model.get_submodule("blocks").children()))
+    branches = 2 * len(list(model.get_submodule("blocks").children()))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.fill_(1.0 if "norm" in name else 0.0)
@@ -150,12 +150,12 @@ def initialize(model: nn.Module, seed: int) -> None:
         if name in ("tokens.weight", "positions.weight"):
             std = 0.1
         elif name.endswith(("attention.out.weight", "down.weight", "linear.weight")):
-            std /= sums**0.5
+            std /= branches**0.5
         parameter.normal_(0.0, std, generator=generator)
 
 
 def shard(model: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
-    """One group per block, and one for what is left: the root."""
+    """One group per block, and one for the remaining parameters: the root."""
     for block in model.get_submodule("blocks").children():
         fully_shard(block)
     fully_shard(model)
@@ -166,14 +166,14 @@ def next_byte_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-# ---------------------------------------------------------------------- what the benchmarks train
+# ---------------------------------------------------------------------- benchmarks
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, how to make one rank's batch for it, and the loss."""
+    """A model, a function that makes one rank's batch for it, and the loss."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]

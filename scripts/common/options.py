@@ -1,4 +1,4 @@
-"""The command line of many ranks at once: a refusal is one line, a number has a least value."""
+"""The command line of a script on several ranks: one-line errors, numbers with a minimum."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps the lines of a description, and refuses in one write: argparse's several would tear."""
+    """Keeps the line breaks of a description, and writes an error in one call: ranks would mix argparse's several writes."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
-        refuse(message)
+        exit_with_usage_error(message)
 
 
-def refuse(message: str) -> NoReturn:
-    """End this rank with a message and exit code 2; every rank comes to the same end by itself."""
+def exit_with_usage_error(message: str) -> NoReturn:
+    """Exit with a message and code 2. No collective: every rank must find the error itself."""
     os.write(2, f"{Path(sys.argv[0]).name}: error: {message}\n".encode())
     sys.exit(2)
 
@@ -34,5 +34,5 @@ def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str]
             raise argparse.ArgumentTypeError(f"{text}: expected a number of at least {least:g}")
         return value
 
-    number.__name__ = kind.__name__  # argparse names it: "invalid int value"
+    number.__name__ = kind.__name__  # in argparse's message: "invalid int value"
     return number

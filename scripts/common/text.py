@@ -1,7 +1,7 @@
-"""Text as bytes: where it comes from, which part a rank sees at a step, how a model writes some.
+"""Text as bytes: read it, draw the batches of each rank, sample from a model.
 
-The order of the data does not know how many ranks there are: the global batch is a function of the
-seed and the step, and each rank takes its contiguous part of it.
+The data order does not depend on the number of ranks: the global batch is a function of the seed
+and the step, and each rank takes a contiguous part of it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 
 from common.models import GPT
 
-VALIDATION_PART = 10  # the last tenth is held out
-TEMPERATURE = 0.8  # of samples: below 1, likely bytes become likelier
+VALIDATION_PART = 10  # the last tenth is the validation set
+TEMPERATURE = 0.8  # of sampling: below 1, likely bytes become likelier
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """All text, cut in two: (n,) uint8 each."""
+    """All text, split in two: (n,) uint8 each."""
 
     train: torch.Tensor
     validation: torch.Tensor
     files: int
-    digest: str  # of every byte, so that ranks can tell that they read the same text
+    digest: str  # of all bytes: the ranks compare it to verify that they read the same text
 
 
 def default_files() -> list[Path]:
-    """Python's standard library in source, without its tests: some 10 MB, found on any machine."""
+    """The source of Python's standard library without its tests: about 10 MB, present on any machine."""
     library = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     inside = (path for path in library.rglob("*.py"))
@@ -39,7 +39,7 @@ def default_files() -> list[Path]:
 
 
 def find_files(paths: list[Path]) -> list[Path]:
-    """The files named and all below the folders named. Raises ValueError where nothing is there."""
+    """The given files and all files below the given folders. Raises ValueError for a path that does not exist."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -54,7 +54,7 @@ def read_corpus(files: list[Path], context: int, max_bytes: int) -> Corpus:
     Raises: ValueError when the text is too short for one window; OSError for unreadable files.
     """
     order = sorted(files)
-    random.Random(0).shuffle(order)  # so that what is held out is of the same kind as the rest
+    random.Random(0).shuffle(order)  # so that both sets have the same kind of text
     text, used = bytearray(), 0
     for path in order:
         if len(text) >= max_bytes:
@@ -67,19 +67,19 @@ def read_corpus(files: list[Path], context: int, max_bytes: int) -> Corpus:
     if min(cut, len(text) - cut) < needed:
         raise ValueError(
             f"the text has {len(text)} bytes in {used} files; a context of {context} needs at "
-            f"least {VALIDATION_PART * needed}: give more --data or a smaller --context"
+            f"least {VALIDATION_PART * needed}: pass more --data or a smaller --context"
         )
     data = torch.frombuffer(text, dtype=torch.uint8)
     return Corpus(data[:cut], data[cut:], used, hashlib.sha256(text).hexdigest())
 
 
 def batch(text: torch.Tensor, seed: int, step: int, rows: range, size: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `rows` of global batch `step`, which has `size` of them.
+    """Rows `rows` of global batch `step`, which has `size` rows.
 
     Returns inputs and targets: (len(rows), context) int64 each.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    # Invariant: every rank draws the whole batch, then takes its rows.
+    # Invariant: every rank draws the starts of the whole batch, then takes its rows.
     starts = torch.randint(len(text) - context, (size,), generator=generator)
     windows = starts[rows.start : rows.stop, None] + torch.arange(context + 1)
     tokens = text[windows].long()
@@ -87,7 +87,7 @@ def batch(text: torch.Tensor, seed: int, step: int, rows: range, size: int, cont
 
 
 def rank_rows(size: int, rank: int, ranks: int, micro_batches: int) -> list[range]:
-    """Rank `rank`'s part of a global batch of `size` rows, contiguous: a range per micro-batch."""
+    """The contiguous rows of rank `rank` in a global batch of `size` rows: one range per micro-batch."""
     rows = size // (ranks * micro_batches)
     first = rank * rows * micro_batches
     return [range(first + i * rows, first + (i + 1) * rows) for i in range(micro_batches)]
@@ -95,17 +95,17 @@ def rank_rows(size: int, rank: int, ranks: int, micro_batches: int) -> list[rang
 
 @torch.no_grad()
 def write_sample(model: GPT, prompt: str, length: int, seed: int) -> str:
-    """Let the model continue `prompt` by `length` bytes.
+    """Return `prompt` continued by `length` bytes that the model predicts.
 
-    Collective: a sharded model's forward runs on all ranks together. Every rank draws from the same
-    generator and none leaves the loop early.
-    Cost: one forward per byte over at most `model.context` bytes, as nothing is cached.
+    Collective: a sharded model's forward runs on all ranks. Every rank draws from the same generator
+    and runs the same number of iterations.
+    Cost: one forward per byte over at most `model.context` bytes; keys and values are not cached.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens, device = list(prompt.encode()), next(model.parameters()).device
     for _ in range(length):
         window = torch.tensor([tokens[-model.context :]], device=device)
         logits = model(window)[0, -1].double().cpu()  # (V,)
-        chances = torch.softmax(logits / TEMPERATURE, dim=0)
-        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+        probabilities = torch.softmax(logits / TEMPERATURE, dim=0)
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return bytes(tokens).decode(errors="replace")

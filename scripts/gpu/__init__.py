@@ -1,1 +1,1 @@
-"""The checks of scripts/gpu_check.py, by what they look at."""
+"""The checks of scripts/gpu_check.py, by subject."""

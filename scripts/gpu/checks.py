@@ -1,4 +1,4 @@
-"""What a check is, what it finds, and how every rank of a job makes its checks."""
+"""The type of a check, its result, and the function that runs checks on every rank of a job."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from enum import StrEnum
 
 from shardrt.comm import World
 
-PREFIX = "gpu_check "  # of a result on a job's standard output
+PREFIX = "gpu_check "  # of a line with a result on a job's standard output
 
 
 class Outcome(StrEnum):
-    """Only FAILED makes the command fail: a goal that was missed is a matter of speed, not of right or wrong."""
+    """Only FAILED makes the command fail: MISSED is a missed goal of speed, not a wrong result."""
 
     OK = "ok"
     MISSED = "missed"
@@ -24,7 +24,7 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True)
 class Found:
-    """What a check has to tell, if it did not raise: a note, figures by name, goals that were missed, why it was skipped."""
+    """The findings of a check that did not raise: a note, figures by name, missed goals, the reason for a skip."""
 
     note: str = ""
     figures: dict[str, float] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Found:
     skipped: str = ""
 
     def figure(self, name: str, value: float, *, least: float | None = None, most: float | None = None) -> None:
-        """Keep a figure, to three digits. least, most: its goal."""
+        """Record a figure, rounded to three digits. least, most: its goal."""
         self.figures[name] = value = float(f"{value:.3g}")
         if least is not None and value < least:
             self.missed.append(f"{name} {value:g}, goal >= {least:g}")
@@ -63,24 +63,24 @@ class Result:
 
     @classmethod
     def parse(cls, line: str) -> Result:
-        """From what `write` made."""
+        """The inverse of `write`."""
         fields = json.loads(line.removeprefix(PREFIX))
         return cls(**fields | {"outcome": Outcome(fields["outcome"])})
 
     def write(self) -> str:
-        """One line, for a pipe."""
+        """One line for a pipe."""
         return PREFIX + json.dumps(asdict(self))
 
     def __str__(self) -> str:
         figures = "  ".join(f"{name} {value:g}" for name, value in self.figures.items())
         note = self.note if self.outcome is Outcome.FAILED else self.note.partition("\n")[0]
-        told = "  ".join(part for part in (note, figures) if part)
+        details = "  ".join(part for part in (note, figures) if part)
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ' '}"
-        return f"{ranks}  {self.check:<22} {self.outcome:<8}{self.seconds:6.1f} s  {told}".rstrip()
+        return f"{ranks}  {self.check:<22} {self.outcome:<8}{self.seconds:6.1f} s  {details}".rstrip()
 
 
-def make_checks(world: World, checks: Sequence[Check]) -> None:
-    """Make each check on every rank; rank 0, which hears of every rank's failure, writes the results."""
+def run_checks(world: World, checks: Sequence[Check]) -> None:
+    """Run each check on every rank. A failure on any rank is agreed on by all; rank 0 writes the results."""
     for check in checks:
         name, start = check.__name__, time.perf_counter()
         try:

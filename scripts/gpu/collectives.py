@@ -1,4 +1,4 @@
-"""Every collective over every dtype, odd sizes, in place and out of place, against results worked out by each rank alone."""
+"""Every collective with every dtype and odd sizes, in place and out of place, compared with locally computed results."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def values(world: World, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def join(blocks: list[torch.Tensor]) -> torch.Tensor:
-    """One after the other, as bytes: torch joins not every dtype on a GPU."""
+    """Concatenate as bytes: torch.cat does not support every dtype on a GPU."""
     return torch.cat([block.view(torch.uint8) for block in blocks]).view(blocks[0].dtype)
 
 
 def compare(
-    world: World, wrong: list[str], name: str, expected: torch.Tensor | None, inp: torch.Tensor | None, *how: object
+    world: World, wrong: list[str], name: str, expected: torch.Tensor | None, inp: torch.Tensor | None, *args: object
 ) -> None:
-    """Make the call, where sizes permit also in place. expected: this rank's result, None where it has none.
+    """Make the call, also in place if both sizes are equal. expected: this rank's result, None if it has none.
 
-    What comes out wrong is added to `wrong`: raised at once, it would leave the other ranks in the next call.
+    A wrong result is appended to `wrong`: if one rank raised at once, the others would wait in the next call.
     """
     trials = [(None if expected is None else torch.zeros_like(expected), inp)]
     if name in ("all_reduce", "reduce", "broadcast", "all_to_all") and inp is not None:
@@ -37,9 +37,9 @@ def compare(
     stream = world.stream_for("check")
     for out, source in trials:
         stream.wait(world.stream.record())
-        getattr(world.comm, name)(out, source, *how, stream=stream).synchronize()
+        getattr(world.comm, name)(out, source, *args, stream=stream).synchronize()
         if out is not None and expected is not None and not torch.equal(out.view(torch.uint8), expected.view(torch.uint8)):
-            wrong.append(f"{name} of {expected.numel()} elements, {expected.dtype}, {how}")
+            wrong.append(f"{name} of {expected.numel()} elements, {expected.dtype}, {args}")
 
 
 def moves(world: World) -> None:
@@ -55,7 +55,7 @@ def moves(world: World) -> None:
             compare(world, wrong, "gather", firsts if on_root else None, rows[r][:n], root)
             compare(world, wrong, "scatter", rows[root][own].clone(), rows[r] if on_root else None, root)
             compare(world, wrong, "all_to_all", join([row[own] for row in rows]), rows[r])
-    _refuse(wrong)
+    _check_none(wrong)
 
 
 def reductions(world: World) -> None:
@@ -64,7 +64,7 @@ def reductions(world: World) -> None:
     for dtype in REDUCED:
         for n in SIZES:
             wide = torch.stack([row.double() for row in values(world, world.size * n, dtype)])
-            twos = 1 + wide % 2  # whose product is exact
+            twos = 1 + wide % 2  # their product is exact
             cases: list[tuple[ReduceOp | PreMulSum, torch.Tensor, torch.Tensor]] = [
                 (ReduceOp.SUM, wide, wide.sum(0)),
                 (ReduceOp.PRODUCT, twos, twos.prod(0)),
@@ -78,20 +78,20 @@ def reductions(world: World) -> None:
                 compare(world, wrong, "all_reduce", expected, inp, op)
                 compare(world, wrong, "reduce_scatter", expected[world.rank * n :][:n].clone(), inp, op)
                 compare(world, wrong, "reduce", expected if world.rank == root else None, inp, op, root)
-    _refuse(wrong)
+    _check_none(wrong)
 
 
 def _as(dtype: torch.dtype, numbers: torch.Tensor) -> torch.Tensor:
-    """Integers wrap round, as they do when they are added."""
+    """Cast `numbers` to `dtype`; integers wrap around, as in sums."""
     return numbers.to(dtype) if dtype.is_floating_point or dtype is torch.bool else numbers.long().to(dtype)
 
 
-def _refuse(wrong: list[str]) -> None:
+def _check_none(wrong: list[str]) -> None:
     assert not wrong, f"{len(wrong)} wrong results, first {wrong[0]}"
 
 
 def groups(world: World) -> None:
-    """Around a ring, with an all-to-all of uneven blocks, and all-reduces between buffers of `empty`."""
+    """A group of calls: send and recv around a ring, an uneven all-to-all, and all-reduces between buffers of `empty`."""
     size, r, stream, n = world.size, world.rank, world.stream, 1009
     rows, counts = values(world, 9 * size * size, torch.float32), [[s + 3 * p for p in range(size)] for s in range(size)]
     blocks = [row[: sum(count)].split(count) for row, count in zip(rows, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""The bandwidth of every kernel, as a share of a copy's on the same device, and what a launch costs the host."""
+"""The bandwidth of every kernel relative to a copy on the same device, and the host time of a launch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardrt.comm import World
 from shardrt.kernels import cuda
 from shardrt.kernels.reference import BLOCK
 
-# Of a transformer's block, and one that nothing divides.
+# The shapes of a transformer block, and one with prime sizes.
 SHAPES = ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (1024,), (1009, 1013))
 REPEATS = 9
-GOAL = 0.9  # of the copy's bandwidth
-ROWS = 4  # ranks whose codes are added
+GOAL = 0.9  # relative to the copy's bandwidth
+ROWS = 4  # ranks whose codes are summed
 
 
 def seconds(fn: Callable[[], object], device: torch.device) -> float:
-    """Median time of `fn` on the device, after a first call."""
+    """Median device time of `fn` in seconds, after a warm-up call."""
     fn()
     return median(_once(fn, device) for _ in range(REPEATS))
 
@@ -34,7 +34,7 @@ def _once(fn: Callable[[], object], device: torch.device) -> float:
         fn()
         return time.perf_counter() - start
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # cycles, a millisecond, in which the host launches what is timed
+    torch.cuda._sleep(2_000_000)  # about a millisecond in cycles, in which the host launches `fn`
     before.record()
     fn()
     after.record()
@@ -43,7 +43,7 @@ def _once(fn: Callable[[], object], device: torch.device) -> float:
 
 
 def tensors(numel: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """At least `numel` random elements, in tensors of SHAPES one after the other, each with memory of its own."""
+    """Random tensors with shapes from SHAPES in turn and at least `numel` elements in all, each in its own storage."""
     made: list[torch.Tensor] = []
     while sum(map(torch.numel, made)) < numel:
         made.append(torch.randn(SHAPES[len(made) % len(SHAPES)], device=device).to(dtype))
@@ -51,7 +51,7 @@ def tensors(numel: int, dtype: torch.dtype, device: torch.device) -> list[torch.
 
 
 def views(like: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Zeros in the shapes of `like`, in one buffer, each on a 16-byte boundary."""
+    """Zeros with the shapes of `like`, in one buffer, each aligned to 16 bytes."""
     step = 16 // dtype.itemsize
     flat = torch.zeros(sum(-(-tensor.numel() // step) * step for tensor in like), dtype=dtype, device=like[0].device)
     made, first = [], 0
@@ -62,7 +62,7 @@ def views(like: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def sizes(world: World) -> Found:
-    """On as many elements as bandwidths are measured with, what torch makes of each tensor; and on one of more than 2**31."""
+    """Compare the kernels with torch, on as many elements as `bandwidths` uses and on one tensor of more than 2**31."""
     device = world.device
     full = tensors(2**28 if device.type == "cuda" else 2**21, torch.float32, device)
     half, flat, low = [t.bfloat16() for t in full], views(full, torch.float32), views(full, torch.bfloat16)
@@ -72,13 +72,13 @@ def sizes(world: World) -> Found:
     kernels.add_into(flat, half)
     _expect("pack scaled, then add", flat, (t.float() * 1.5 for t in half))
     found, expected = kernels.squared_norm(half, device)[0], torch.stack([t.double().square().sum() for t in half]).sum()
-    rtol = 1e-5 if device.type == "cuda" else 1e-3  # on the host the whole of a tensor is summed in float32
+    rtol = 1e-5 if device.type == "cuda" else 1e-3  # on the host, each tensor is summed in float32
     assert torch.isclose(found, expected, rtol=rtol), f"squared_norm: {found} for {expected}"
     kernels.rescale(flat, torch.tensor(0.25, device=device))
     kernels.pack_into(full, flat)
     _expect("rescale, then unpack", full, (t.float() * 0.375 for t in half))
     if device.type == "cpu" or torch.cuda.mem_get_info(device)[0] < 2**34:
-        return Found(f"{len(full)} tensors; no room for one of more than 2**31 elements")
+        return Found(f"{len(full)} tensors; not enough memory for one of more than 2**31 elements")
     del full, flat, low, half
     large = [torch.randn(2**31 + 1009, device=device, dtype=torch.bfloat16)]
     copy = views(large, torch.bfloat16)
@@ -93,7 +93,7 @@ def _expect(what: str, found: list[torch.Tensor], expected: Iterable[torch.Tenso
 
 
 def bandwidths(world: World) -> Found:
-    """Many tensors at once, read and written in one pass."""
+    """Measure every kernel on many tensors, which it reads and writes in one pass."""
     device, found = world.device, Found()
     numel = 2**28 if device.type == "cuda" else 2**21
     full, half = tensors(numel, torch.float32, device), tensors(numel, torch.bfloat16, device)
@@ -106,7 +106,7 @@ def bandwidths(world: World) -> Found:
     source, target = torch.ones(2, numel, device=device)
     rate = 8 * numel / seconds(lambda: target.copy_(source), device)
     found.figure("copy TB/s", rate / 1e12)
-    cases: dict[str, tuple[int, Callable[[], object], float | None]] = {  # bytes moved, what moves them, the goal
+    cases: dict[str, tuple[int, Callable[[], object], float | None]] = {  # bytes moved, the call, the goal
         "pack f32": (8 * numel, lambda: kernels.pack_into(flat, full), GOAL),
         "pack f32 scaled": (8 * numel, lambda: kernels.pack_into(flat, full, 0.5), GOAL),
         "pack bf16 to f32": (6 * numel, lambda: kernels.pack_into(flat, half, 0.5), GOAL),
@@ -127,13 +127,13 @@ def bandwidths(world: World) -> Found:
 
 
 def launches(world: World) -> Found:
-    """That 100 small tensors are packed, unpacked and normed in a launch each, and what it costs the host."""
+    """Packing, unpacking and the norm of 100 small tensors take one launch each; measure its host time."""
     if world.device.type == "cpu":
         return Found(skipped="nothing is launched on the host")
     found, names, launch = Found(), list[str](), cuda.launch
     small = [torch.randn(1000, device=world.device) for _ in range(100)]
     flat = views(small, torch.bfloat16)
-    cases: dict[str, tuple[str, Callable[[], object]]] = {  # the kernel, what launches it
+    cases: dict[str, tuple[str, Callable[[], object]]] = {  # the kernel, the call that launches it
         "pack": ("pack<bf16, float, false>", lambda: kernels.pack_into(flat, small)),
         "unpack": ("pack<float, bf16, false>", lambda: kernels.pack_into(small, flat)),
         "norm": ("squares<float>", lambda: kernels.squared_norm(small, world.device)),

@@ -21,7 +21,7 @@ from gpu.checks import Outcome
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- scripts/gpu/table.py -->\n", "<!-- end -->\n"
 NOTHING = "No GPU has been checked yet.\n"
-# Columns after the GPU, its date and its checks: the head, the check and the figure that it shows.
+# Columns after GPU, date and checks: the head, the check, the name of its figure.
 COLUMNS = (
     ("copy, TB/s", "bandwidths", "copy TB/s"),
     ("pack f32 to bf16, by copy", "bandwidths", "pack f32 to bf16"),
@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:
-    """In Markdown: a row for each GPU, a sentence if there is none."""
+    """The Markdown table with a row for each GPU; without any, a sentence."""
     if not summaries:
         return NOTHING
     heads = ["GPU", "seen", "checks", *(head for head, _, _ in COLUMNS)]
@@ -56,15 +56,15 @@ def readme(text: str, summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def kept() -> list[dict[str, Any]]:
-    """What is in scripts/results, by GPU."""
+    """The summaries in scripts/results, sorted by file name."""
     return [json.loads(path.read_text()) for path in sorted((ROOT / "scripts" / "results").glob("*.json"))]
 
 
 def main() -> None:
-    Parser(__doc__).parse_args()
     path = ROOT / "README.md"
     path.write_text(readme(path.read_text(), kept()))
 
 
 if __name__ == "__main__":
+    Parser(__doc__).parse_args()
     main()

@@ -1,4 +1,4 @@
-"""A few steps of sharded training against torch alone on the batches of all ranks, and what those steps may not do."""
+"""A few steps of sharded training compared with unsharded training; allocations, host syncs and overlap of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 3
 FLOAT32 = shardrt.MixedPrecisionPolicy()
 BFLOAT16 = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
-# ---------------------------------------------------------------------- odd sizes, and every way to shard
+# ---------------------------------------------------------------------- odd sizes, every way to shard
 
 
 def training(world: World) -> None:
@@ -43,17 +43,17 @@ def training_offloaded(world: World) -> None:
     train(world, offload_policy=shardrt.CPUOffloadPolicy())
 
 
-def training_keeping_parts(world: World) -> None:
+def training_post_forward_shard(world: World) -> None:
     train(world, reshard_after_forward=1)
 
 
 def training_comm_memory(world: World) -> Found:
     train(world, comm_memory=True)
-    return Found("NCCL's own memory" if world.mesh.communicator("gather").pool() else "from plain memory")
+    return Found("NCCL's own memory" if world.mesh.communicator("gather").pool() else "plain memory")
 
 
 def train(world: World, *, comm_memory: bool = False, **options: Any) -> None:
-    """Layers of odd sizes, gradients clipped: norms and parameters."""
+    """Compare norms and parameters of layers of odd sizes, with clipped gradients."""
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(33, 129), nn.GELU(), nn.Linear(129, 33)) for _ in range(3))
     plain = nn.Sequential(nn.Linear(5, 33), *blocks, nn.Linear(33, 3)).to(world.device)
@@ -76,14 +76,14 @@ def train(world: World, *, comm_memory: bool = False, **options: Any) -> None:
 
 
 def full(model: nn.Module) -> list[torch.Tensor]:
-    """The whole parameters of a sharded model. Collective."""
+    """The full parameters of a sharded model. Collective."""
     return [cast(shardrt.DTensor, param).full_tensor() for param in model.parameters()]
 
 
 def random_numbers(world: World) -> None:
-    """A model built on the meta device, filled shard by shard, is the same on all ranks together as on each alone."""
+    """A model built on the meta device and initialized shard by shard is the same on a mesh of all ranks and of one."""
     alone = world.comm.split(world.rank, 0, "alone")
-    assert alone is not None, "every rank gave a colour"
+    assert alone is not None, "every rank passed a colour"
     made = []
     for mesh in (world.mesh, shardrt.DeviceMesh(alone)):
         torch.manual_seed(0)
@@ -116,7 +116,7 @@ def gpt_compiled_bfloat16(world: World) -> Found:
 
 
 def _without_compiler() -> Found | None:
-    """Why torch.compile cannot work here, if it cannot."""
+    """A skip with the reason, if torch.compile cannot work here."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         return Found(skipped="no C compiler on the PATH")
@@ -124,7 +124,7 @@ def _without_compiler() -> Found | None:
 
 
 def compare_gpt(world: World, tolerance: float, policy: shardrt.MixedPrecisionPolicy, *, compiled: bool = False) -> Found:
-    """Train it; tolerance: how far parameters may lie off, by how far training moved them."""
+    """Train a GPT; tolerance: the allowed distance of the parameters, relative to the distance that training moved them."""
     config = GPTConfig(layers=3, heads=4, channels=128, context=64)
     plain, sharded, start = (GPT(config).to(world.device) for _ in range(3))
     for block in sharded.blocks if compiled else ():
@@ -143,7 +143,7 @@ def compare_gpt(world: World, tolerance: float, policy: shardrt.MixedPrecisionPo
     apart, moved = _distance(full(sharded), list(plain.parameters())), _distance(plain.parameters(), start.parameters())
     found = Found()
     found.figure("apart", apart / moved)
-    assert apart <= tolerance * moved, f"{apart:.2e} from one process's parameters, which moved {moved:.2e}"
+    assert apart <= tolerance * moved, f"{apart:.2e} from the unsharded parameters, which moved {moved:.2e}"
     return found
 
 
@@ -157,11 +157,11 @@ def _distance(some: Any, others: Any) -> float:
     return float(torch.stack([(a - b).double().norm() for a, b in zip(some, others, strict=True)]).norm())
 
 
-# ---------------------------------------------------------------------- steps that only replay
+# ---------------------------------------------------------------------- the steady state
 
 
 class Job:
-    """A GPT under way, on the caller's stream: its buffers are there, its order of use is known."""
+    """A GPT in the steady state, on the caller's stream: buffers are allocated, the execution order is recorded."""
 
     def __init__(self, world: World) -> None:
         on_gpu = world.device.type == "cuda"
@@ -175,11 +175,11 @@ class Job:
             self.step()
 
     def loss(self) -> torch.Tensor:
-        """Forward."""
+        """The loss of a forward."""
         return next_byte_loss(self.model(self.batch[:, :-1]), self.batch[:, 1:])
 
     def step(self) -> None:
-        """Forward, backward, clip, optimizer; nothing in it makes the host wait."""
+        """Forward, backward, clip, optimizer, without a host sync."""
         self.loss().backward()
         shardrt.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -187,26 +187,26 @@ class Job:
 
 
 def allocations(world: World) -> Found:
-    """In the steady state a step asks the device for no memory, and leaves no more buffers than it found."""
+    """In the steady state a step allocates no device memory, and buffers in use do not grow."""
     job, seen, held = Job(world), [], []
     runtime = cast(shardrt.FSDPModule, job.model).param_group.runtime
     assert runtime is not None, "it has run"
     for _ in range(4):
         job.step()
         memory = torch.cuda.memory_stats() if world.device.type == "cuda" else {}
-        asked = [memory.get(f"num_device_{verb}", 0) for verb in ("alloc", "free")]
-        seen.append((runtime.memory.in_use, runtime.memory.peak, *asked))
+        allocs = [memory.get(f"num_device_{verb}", 0) for verb in ("alloc", "free")]
+        seen.append((runtime.memory.in_use, runtime.memory.peak, *allocs))
         held.append(memory.get("allocated_bytes.all.current", 0))
-    assert len(set(seen)) == 1, f"buffer bytes in use and at most, device allocations, frees change from step to step: {seen}"
+    assert len(set(seen)) == 1, f"buffer bytes in use, their peak, device allocations or frees change between steps: {seen}"
     found = Found()
-    found.figure("bytes grown", held[-1] - held[0])  # of anything, small tables of addresses among it
+    found.figure("bytes grown", held[-1] - held[0])  # of all tensors, including small tables of addresses
     return found
 
 
 def no_host_sync(world: World) -> Found:
-    """A whole step launches what it launches without waiting for the device."""
+    """A step never makes the host wait for the device."""
     if world.device.type == "cpu":
-        return Found(skipped="the host waits for nothing but itself")
+        return Found(skipped="a host has no device to wait for")
     job = Job(world)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -217,7 +217,7 @@ def no_host_sync(world: World) -> Found:
 
 
 def streams(world: World) -> Found:
-    """A step beside the default stream leaves that one alone, and its gathers and reductions run under compute."""
+    """A step on a side stream does not use the default stream, and its gathers and reductions overlap with compute."""
     if world.device.type == "cpu":
         return Found(skipped="there are no CUDA streams")
     found, compute = Found(), torch.cuda.Stream(world.device)
@@ -228,21 +228,21 @@ def streams(world: World) -> Found:
         with traced() as on_compute:
             torch.zeros(1, device=world.device)
         with traced() as step:
-            torch.cuda._sleep(50_000_000)  # cycles: the host gets ahead, so that the device waits for nothing but itself
+            torch.cuda._sleep(50_000_000)  # cycles: the host gets ahead, so that the device never waits for it
             job.step()
     (default,), (own,) = ({stream for stream, _, _ in spans} for spans in (on_default, on_compute))
     stray = sum(stream == default for stream, _, _ in step)
     assert not stray, f"{stray} of {len(step)} kernels and copies ran on the legacy default stream"
     beside = [(start, end) for stream, start, end in step if stream != own]
     hidden = _hidden(beside, [(start, end) for stream, start, end in step if stream == own])
-    assert beside, "nothing ran beside compute"
+    assert beside, "no kernel ran on another stream than compute"
     found.figure("under compute", hidden / sum(end - start for start, end in beside), least=0.5)
     assert hidden > 0, f"none of {len(beside)} gathers and reductions ran while compute did"
     return found
 
 
 class Mark:
-    """When a stream gets to a point: a CUDA event, or on the host the clock."""
+    """The time at which a stream reaches a point: a CUDA event, or the clock on the host."""
 
     def __init__(self, stream: Stream) -> None:
         self._at = time.perf_counter()
@@ -251,14 +251,14 @@ class Mark:
             stream.submit(self._event.record)
 
     def since(self, first: Mark) -> float:
-        """Milliseconds between them, once both have passed."""
+        """Milliseconds from `first` to this mark. Both must have passed."""
         if self._event is None or first._event is None:
             return (self._at - first._at) * 1e3
         return first._event.elapsed_time(self._event)
 
 
 def overlap(world: World) -> Found:
-    """Events around each gather and each block of a forward: gathers run while blocks compute."""
+    """Time each gather and each block of a forward: gathers run while blocks compute."""
     on_gpu, gather_ahead = world.device.type == "cuda", Runtime.gather_ahead
     with torch.cuda.stream(torch.cuda.Stream(world.device)) if on_gpu else nullcontext():
         job, gathers, blocks = Job(world), list[tuple[Mark, Mark]](), list[tuple[Mark, Mark]]()
@@ -291,7 +291,7 @@ def overlap(world: World) -> Found:
 
 
 def _hidden(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """How much of `some` lies in `others`, which do not overlap each other."""
+    """The time in `some` that lies in `others`, which do not overlap each other."""
     return sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in some for b, e in others)
 
 
@@ -300,7 +300,7 @@ Span = tuple[int, float, float]  # stream, start and end in microseconds
 
 @contextmanager
 def traced() -> Iterator[list[Span]]:
-    """What the device does meanwhile; filled at the end."""
+    """The kernels and copies of the device in the `with` block; the list is filled at its end."""
     spans: list[Span] = []
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -315,11 +315,11 @@ def traced() -> Iterator[list[Span]]:
 
 
 def stuck(world: World) -> None:
-    """For a job of its own: a kernel that does not end in time, before a collective that waits for it."""
+    """A collective behind a kernel that does not end in time; the watchdog ends the job, so it needs a separate one."""
     stream, values = world.stream_for("check"), torch.ones(4 * world.size, device=world.device)
     own = values[:4].clone()
     stream.wait(world.stream.record())
-    stream.submit(lambda: torch.cuda._sleep(2 * 10**11))  # cycles: a minute and more
+    stream.submit(lambda: torch.cuda._sleep(2 * 10**11))  # cycles: more than a minute
     world.comm.all_gather(values, own, stream=stream).synchronize()
 
 
@@ -327,7 +327,7 @@ PARITY: tuple[Callable[[World], Found | None], ...] = (
     training,
     training_replicas,
     training_offloaded,
-    training_keeping_parts,
+    training_post_forward_shard,
     training_comm_memory,
     random_numbers,
     gpt_float32,
