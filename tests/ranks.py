@@ -1,8 +1,8 @@
 """Tests on real ranks: `@on_ranks(1, 2, 3, 4)` runs a test's body on every rank of a real `mpirun`, of MPICH or Open MPI.
 
-The body gets the `World` and whatever the test is parametrised with; it asserts on its own rank. One job for each number of
-ranks serves all tests, since starting ranks costs seconds. Every body has a deadline: when it passes, or when one rank fails
-while others wait for it, the stacks of all ranks are shown, the job is killed, and the next test gets a new one.
+The body gets the `World` and the test's parameters; its assertions apply to its own rank. One job for each number of ranks
+serves all tests, since starting ranks takes seconds. Every body has a deadline: when it passes, or when one rank fails while
+others wait for it, the test shows the stacks of all ranks, the job is killed, and the next test gets a new one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pytest
 from shardrt import launch
 
 START_DEADLINE_S = 90.0
-AFTER_FAILURE_S = 5.0  # what the other ranks are given to finish once one has failed
+AFTER_FAILURE_S = 5.0  # time for the other ranks to finish after one has failed
 
 
 def on_ranks(*sizes: int, deadline_s: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -59,14 +59,14 @@ def site() -> launch.Site:
 
 
 def start(size: int, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
-    """Start `size` ranks of this Python with these arguments, as a process group of their own."""
+    """Start `size` ranks of this Python with these arguments in a new process group."""
     command = launch.plan(launch.Job([sys.executable, *arguments], size), site())
     environment = {**site().environment, **command.variables, **options.pop("env", {})}
     return subprocess.Popen(command.line, env=environment, text=True, start_new_session=True, **options)
 
 
 def run_script(source: str, size: int, deadline_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python script as a job of its own; past the deadline its process group is killed and the test fails."""
+    """Run a Python script as a separate job; at the deadline its process group is killed and the test fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(source)
@@ -81,7 +81,7 @@ def run_script(source: str, size: int, deadline_s: float = 60.0, **environment: 
 
 
 class Job:
-    """An `mpirun` of workers that run bodies one after the other."""
+    """An `mpirun` of workers that run one body after another."""
 
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -101,7 +101,7 @@ class Job:
         self.alive = True
 
     def run(self, module: str, body: str, parameters: dict[str, Any], deadline_s: float) -> None:
-        """Run one body on all ranks; pytest.fail with what each rank said if any of them fails."""
+        """Run one body on all ranks; pytest.fail with the report of each failed rank."""
         for connection in self._ranks.values():
             connection.send((module, body, parameters))
         answers = self._collect(time.monotonic() + deadline_s)
@@ -112,7 +112,7 @@ class Job:
         report = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failed.items())]
         if missing or "the rank died" in failed.values():
             report += [f"--- rank {rank} did not finish; its stacks ---\n{self._stacks(rank)}" for rank in missing]
-            report.append(f"--- output of the job ---\n{self._said()}")
+            report.append(f"--- output of the job ---\n{self._job_output()}")
             self.close()
         pytest.fail("\n".join(report), pytrace=False)
 
@@ -156,7 +156,7 @@ class Job:
         path = Path(self._folder.name) / f"stacks-{rank}"
         return path.read_text() if path.exists() else "(none)"
 
-    def _said(self) -> str:
+    def _job_output(self) -> str:
         self._output.seek(0)
         return self._output.read()[-4000:]
 
@@ -172,7 +172,7 @@ _jobs: dict[int, Job] = {}
 
 
 def job(size: int) -> Job:
-    """The running job of `size` ranks; started when first asked for, and again after a failure."""
+    """The running job of `size` ranks, started on the first call and after a failure."""
     if size not in _jobs or not _jobs[size].alive:
         _jobs[size] = Job(size)
     return _jobs[size]
@@ -185,7 +185,7 @@ def _close_all() -> None:
 
 
 def skip_at_home(why: str) -> NoReturn:
-    """Skip the test for want of something that CI installs; there, fail it."""
+    """Skip the test because something is missing that CI installs; fail it in CI."""
     if "CI" in os.environ:
         pytest.fail(why)
     pytest.skip(why)

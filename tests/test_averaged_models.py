@@ -1,4 +1,4 @@
-"""Copies of sharded modules, and averages of weights: torch's `AveragedModel` and the moving average that timm keeps."""
+"""Copies of sharded modules, and averages of weights: torch's `AveragedModel` and timm's moving average."""
 
 import copy
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from toys import OddMLP, TiedGPT, batch, compare, loss_of, shard_blocks, tokens,
 
 
 class WithBuffers(OddMLP):
-    """Normalises its output, and counts in a buffer that is no parameter's; has a method of its own, and a watched list."""
+    """Normalises its output, counts calls in a buffer; has another method, and an RNN, which keeps a list of its weights."""
 
     def __init__(self) -> None:
         super().__init__(layers=2)
@@ -67,14 +67,16 @@ def test_copy_trains_as_another_model_would(world: World) -> None:
             optimizer.zero_grad()
         compare(whole, copied, 1e-12, f"step {step}")
     copied(tokens(0))
-    assert all(isinstance(value, shardrt.DTensor) for value in copied.state_dict().values())  # its own hooks show its shards
+    assert all(
+        isinstance(value, shardrt.DTensor) for value in copied.state_dict().values()
+    )  # its own hooks register its shards
     for unchanged in (model, kept):
         assert all(torch.equal(value.full_tensor(), before[name]) for name, value in unchanged.state_dict().items())
     train_side_by_side(world, TiedGPT().double(), [tokens(0)], shard=lambda new: adopt_as(new, copied))
 
 
 def adopt_as(new: nn.Module, sharded: nn.Module) -> None:
-    """Make `new` a copy of `sharded`, but for the values, which stay its own."""
+    """Make `new` a copy of `sharded` that keeps its own values."""
     values = new.state_dict()
     made = copy.deepcopy(sharded)
     made.load_state_dict(values)
@@ -113,7 +115,7 @@ def test_copy_keeps_settings_and_methods(world: World) -> None:
     with torch.no_grad():
         copied.inp.bias.fill_(7.0)
         copied.rnn.weight_ih_l0.fill_(0.5)
-        assert (copied.first(x) - model.first(x)).min() > 6  # each computes with its own
+        assert (copied.first(x) - model.first(x)).min() > 6  # each uses its own parameters
     assert torch.equal(copied.rnn._flat_weights[0].full_tensor(), torch.full((4, 3), 0.5))
     loss_of(copied, x).backward()
     assert copied.inp.bias.grad is not None
@@ -140,13 +142,13 @@ def test_what_cannot_be_copied(world: World) -> None:
     model.blocks[0].register_forward_pre_hook(inside)
     model(batch(0).float())
     assert "deepcopy of 'OddMLP' in its forward" in seen[0]
-    block = copy.deepcopy(shard_blocks(OddMLP()).blocks[0])  # of a larger sharded model: a root of its own
+    block = copy.deepcopy(shard_blocks(OddMLP()).blocks[0])  # a block of a sharded model: the copy is a root
     block(torch.ones(2, 13)).sum().backward()
     assert block.scale.grad is not None
 
 
 def timm_update(average: nn.Module, model: nn.Module, decay: float, foreach: bool) -> None:
-    """What timm's `ModelEmaV3` does at an update."""
+    """The update of timm's `ModelEmaV3`."""
     pairs = list(zip(average.state_dict().values(), model.state_dict().values(), strict=True))
     with torch.no_grad():
         floating = [(mine, theirs) for mine, theirs in pairs if mine.is_floating_point()]
@@ -183,7 +185,7 @@ def test_averages_are_those_of_a_plain_model(world: World, kind: str) -> None:
                 timm_update(average, model, 0.8, foreach=kind.endswith("foreach"))
             average.eval()
         with torch.no_grad():
-            outputs = [average(batch(9)) for average in kept]  # of what was just written
+            outputs = [average(batch(9)) for average in kept]  # with the averages just written
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
     plain, sharded = [getattr(average, "module", average) for average in kept]
     compare(plain, sharded, 1e-12, kind)
@@ -193,7 +195,7 @@ def test_averages_are_those_of_a_plain_model(world: World, kind: str) -> None:
 
 @on_ranks(2)
 def test_copies_keep_what_belongs_together(world: World) -> None:
-    """An optimizer that is copied first goes with the copied model; a root inside of a root stays one."""
+    """A copied optimizer belongs to the copied model, also if it is copied first; a root inside a root stays a root."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
     shardrt.fully_shard(model[0])
     shardrt.fully_shard(model)

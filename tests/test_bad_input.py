@@ -1,4 +1,4 @@
-"""Bad input is refused on every rank alike, with the name of what is wrong, before anything is sent."""
+"""Bad input raises the same error on every rank, with the name of the object, before any communication."""
 
 import copy
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def test_parameter_shared_across_groups(world: World) -> None:
 
 
 @on_ranks(2)
-def test_a_block_after_the_stage_around_it(world: World) -> None:
+def test_a_block_after_the_module_that_contains_it(world: World) -> None:
     model = OddMLP()
     shardrt.fully_shard(model)
     expected = "'OddBlock' is inside 'OddMLP', which is sharded already, parameter 'gate' with it: call fully_shard bottom-up"
@@ -63,7 +63,7 @@ def test_a_block_after_the_stage_around_it(world: World) -> None:
 
 @on_ranks(2)
 def test_a_parameter_that_is_sharded_otherwise(world: World) -> None:
-    """A DTensor on the mesh to shard over is taken; on another mesh it would lose its sharding."""
+    """A DTensor on the same mesh is accepted; on another mesh it would lose its sharding."""
     meshes = [shardrt.DeviceMesh(world.comm, (world.size,), (name,)) for name in ("tp", "dp")]
     for mesh in meshes:
         model = nn.Linear(4, 6)
@@ -80,7 +80,7 @@ def test_a_parameter_that_is_sharded_otherwise(world: World) -> None:
 
 @on_ranks(2, 4)
 def test_one_rank_is_wrong(world: World) -> None:
-    """The other ranks raise as well, and say which rank it was."""
+    """The other ranks raise as well, and their message names the rank."""
     last = world.size - 1
     module = nn.ModuleList() if world.rank == last else nn.Linear(2, 2)
     refused(rf"'ModuleList' has no forward .* \(on rank {last}\)", lambda: shardrt.fully_shard(module))
@@ -88,7 +88,7 @@ def test_one_rank_is_wrong(world: World) -> None:
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor that says it is on a GPU, on any machine; it has no values."""
+    """A tensor without values that claims to be on a GPU, on any machine."""
 
     @staticmethod
     def __new__(cls, *shape: int) -> "Elsewhere":
@@ -157,7 +157,7 @@ def test_policy(world: World) -> None:
 
 @on_ranks(1, 2, 3)
 def test_exception_in_forward_and_in_backward(world: World) -> None:
-    """Named until reset, and after it training goes on as if nothing had happened, bit for bit."""
+    """Every forward raises an error until the reset; afterwards training continues, bitwise as without the exception."""
 
     class Explodes(torch.autograd.Function):
         @staticmethod
@@ -182,7 +182,7 @@ def test_exception_in_forward_and_in_backward(world: World) -> None:
                 refused("did not end", lambda: model(batch(0).float()), RuntimeError)
                 handle.remove()
                 model.reset_iter_state()
-                optimizer.zero_grad()  # blocks behind the failure had reduced
+                optimizer.zero_grad()  # blocks whose backward came before the exception have gradients
             model(batch(step).float().chunk(world.size)[world.rank]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -193,14 +193,14 @@ def test_exception_in_forward_and_in_backward(world: World) -> None:
 
 
 class Box:
-    """Holds a tensor where nobody sees it."""
+    """Holds a tensor that a traversal of the outputs cannot find."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 @on_ranks(1, 2)
-def test_outputs_and_roots_that_cannot_be(world: World) -> None:
+def test_unsupported_outputs_and_roots(world: World) -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     model[1].register_forward_hook(lambda module, args, out: Box(out))
     for module in (*model, model):
@@ -252,7 +252,7 @@ def test_a_parameter_must_not_leave_its_module(world: World) -> None:
 
 
 @on_ranks(1, 2)
-def test_what_would_tear_shards_from_their_buffer(world: World) -> None:
+def test_operations_that_would_detach_shards_from_their_buffer(world: World) -> None:
     model = shard_blocks(OddMLP())
     model.set_requires_gradient_sync(False)
     model(batch(0).float()).sum().backward()
@@ -275,7 +275,7 @@ def test_a_placement_function_that_fails_on_one_rank(world: World) -> None:
 
 @on_ranks(1, 2)
 def test_weights_changed_after_a_forward_without_backward(world: World) -> None:
-    """What stayed gathered is gathered anew when the shards have changed."""
+    """Groups that stayed gathered are gathered again if their shards have changed."""
     for reshard in (None, False):
         model = shard_blocks(OddMLP().double(), reshard_after_forward=reshard)
         model(batch(0))

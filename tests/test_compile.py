@@ -1,4 +1,4 @@
-"""torch.compile on, around and inside of sharded modules: the same numbers, few graphs, and none of them made twice.
+"""torch.compile on, around and inside sharded modules: the same numbers, few graphs, no recompilation.
 
 `aot_eager` traces, plans backwards and guards as inductor does, but writes no C++: it is what most tests take.
 """
@@ -23,29 +23,29 @@ from toys import OddBlock, OddMLP, Sharder, batch, buckets_of, loss_of, shard_bl
 
 STEPS = 4
 DEADLINE_S = 240.0  # the first test of a job imports the compiler: a minute per rank on a machine that is busy
-TOLERANCE = 2e-6  # float32: the sum over all rows, and that over the ranks' sums, round differently
+TOLERANCE = 2e-6  # float32: the sum over all rows rounds differently from the sum over the ranks' sums
 
 
 on_ranks = functools.partial(ranks.on_ranks, deadline_s=DEADLINE_S)
 
 
 class Counts:
-    """What the compiler did."""
+    """The compiler's counters."""
 
     @property
     def graphs(self) -> int:
-        """That went to the backend."""
+        """The graphs that the backend compiled."""
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     @property
     def breaks(self) -> int:
-        """Where a graph had to end early, each counted once for every time that it was traced."""
+        """Graph breaks, counted once per trace."""
         return torch._dynamo.utils.counters["graph_break"].total()
 
 
 @contextmanager
 def compiler() -> Iterator[Counts]:
-    """The compiler, knowing nothing yet; afterwards it has forgotten everything and may compile again."""
+    """Reset the compiler before and after the block, and let it compile again."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     try:
@@ -56,7 +56,7 @@ def compiler() -> Iterator[Counts]:
 
 
 def refuse_recompiling(step: int, model: nn.Module) -> None:
-    """From the third step on, whatever would have to be compiled is an error."""
+    """From the third step on, a compilation is an error."""
     if step == 2:
         torch.compiler.set_stance("fail_on_recompile")
 
@@ -80,7 +80,7 @@ def blocks_last(model: nn.Module) -> None:
 
 @on_ranks(1, 2, 3)
 def test_compiled_blocks_share_one_graph(world: World) -> None:
-    """Ten blocks: the compiler gives up on a function at its ninth variant, such as one per class of `self`."""
+    """Ten blocks, since the compiler stops at a function's ninth variant, such as one per class of `self`."""
     with compiler() as counts:
         train(world, OddMLP(layers=10), blocks_last)
         assert (counts.graphs, counts.breaks) == (1, 0)
@@ -94,7 +94,7 @@ def test_blocks_can_be_compiled_before_they_are_sharded(world: World) -> None:
 
 
 class Wrapped(OddMLP):
-    """Runs what `torch.compile` makes of its blocks, which is beside the module tree and so renames no parameter."""
+    """Runs its compiled blocks, which it keeps outside the module tree, so that parameters keep their names."""
 
     wrapped: tuple[nn.Module, ...] = ()
 
@@ -144,7 +144,7 @@ def model_last(model: nn.Module) -> None:
 
 
 class Unrolled(OddMLP):
-    """Calls its blocks one by one; the compiler leaves functions alone in which a graph would end in a loop."""
+    """Calls its blocks one by one; the compiler skips functions with a graph break in a loop."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](self.inp(x))
@@ -157,17 +157,17 @@ class Unrolled(OddMLP):
 @pytest.mark.parametrize("model", [OddMLP, Unrolled])
 @on_ranks(2)
 def test_a_compiled_model(world: World, model: type[nn.Module], shard: Sharder) -> None:
-    """A graph ends before each sharded block: the model falls into the blocks and what is between them."""
+    """A graph break before each sharded block splits the model into the blocks and the code between them."""
     with compiler() as counts:
         train(world, model(), shard)
         assert counts.breaks <= 3
-        # One serves all blocks. Before the first, between two and two, after the last: three of their own, or a loop.
+        # One graph serves all blocks. The code before, between and after them has three graphs, or runs uncompiled as a loop.
         assert counts.graphs == (1 if model is OddMLP else 5)
 
 
 @on_ranks(2)
 def test_a_compiled_training_step(world: World) -> None:
-    """Backward's hooks run under the compiler's eyes; it leaves them alone as well."""
+    """The compiler also sees the hooks of the backward, and skips them."""
     whole, model = Unrolled(), Unrolled()
     model.load_state_dict(whole.state_dict())
     shard_blocks(model)
@@ -177,14 +177,14 @@ def test_a_compiled_training_step(world: World) -> None:
 
     with compiler() as counts:
         torch.compile(step, backend="aot_eager")(batch(0).float().chunk(world.size)[world.rank])
-        assert counts.breaks <= 2 * 5  # at each module and at backward(), as seen from this function and from the model's
+        assert counts.breaks <= 2 * 5  # at each module and at backward(), in this function and in the model's forward
     loss_of(whole, batch(0).float()).backward()
     for sharded, param in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(sharded.grad.full_tensor(), param.grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 class Inner(nn.Module):
-    """A block of which a part is compiled."""
+    """A block with a compiled part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_checkpoints_around_compiled_blocks(world: World, use_reentrant: bool) -
     model.use_reentrant = use_reentrant
     with compiler() as counts:
         train(world, model, blocks_last)
-        # A reentrant checkpoint runs the forward without gradients first: another graph.
+        # A reentrant checkpoint first runs the forward without gradients, which has another graph.
         assert (counts.graphs, counts.breaks) == (2 if use_reentrant else 1, 0)
 
 
@@ -255,7 +255,7 @@ class OfNormed(OddMLP):
 
 @on_ranks(2)
 def test_the_same_bits_buffers_and_schedule_as_without(world: World) -> None:
-    """Gathers and frees come in the same order: the compiled backward asks for no parameter earlier or later."""
+    """Gathers and frees have the same order: the compiled backward uses no parameter earlier or later."""
     eager = OfNormed()
     compiled = copy.deepcopy(eager)
     shard_blocks(eager)
@@ -276,7 +276,7 @@ def test_the_same_bits_buffers_and_schedule_as_without(world: World) -> None:
 
 @on_ranks(2)
 def test_eval_and_inference_between_steps(world: World) -> None:
-    """Each mode has a graph of its own; coming back to one that ran already compiles nothing."""
+    """Each mode has its own graph; returning to an earlier mode compiles nothing."""
     whole, model = OddMLP(), OddMLP()
     model.load_state_dict(whole.state_dict())
     blocks_last(model)
@@ -298,7 +298,7 @@ def test_eval_and_inference_between_steps(world: World) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 @on_ranks(2)
 def test_inductor(world: World, tmp_path: Path) -> None:
-    """Its kernels read the parameters where they are at the time. The bits are those of the same blocks, not sharded.
+    """Its kernels read the parameters at their current addresses. Results are bitwise those of the unsharded blocks.
 
     Every rank has the same rows, so that the mean over two ranks is exact.
     """
@@ -308,7 +308,7 @@ def test_inductor(world: World, tmp_path: Path) -> None:
     model.load_state_dict(plain.state_dict())
     shard_blocks(model)
     with pytest.MonkeyPatch.context() as patch, config.patch(compile_threads=1), compiler() as counts:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # shared: one rank compiles, the others wait for its locks
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # shared: one rank compiles while the others wait for its lock
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (plain, model)]
         for block in (*plain.blocks, *model.blocks):
             block.compile(fullgraph=True)
@@ -320,14 +320,14 @@ def test_inductor(world: World, tmp_path: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             assert torch.equal(*losses)
-        assert counts.graphs <= 2  # the classes are two
+        assert counts.graphs <= 2  # there are two classes of blocks
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert isinstance(param, shardrt.DTensor)
         assert torch.equal(param.full_tensor(), expected), name
 
 
 class AsksForItsDtype(nn.Module):
-    """As models of transformers do."""
+    """Reads its parameters in forward, as models of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()

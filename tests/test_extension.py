@@ -1,4 +1,4 @@
-"""Parameters that say themselves what is gathered: FSDP2's scenarios, and the subclasses of other packages, as they come."""
+"""All-gather extensions: FSDP2's scenarios, and unmodified tensor subclasses of other packages."""
 
 import copy
 import importlib
@@ -76,7 +76,7 @@ def inputs(rows: int = 4) -> torch.Tensor:
 @pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2, 3)
 def test_two_tensors_train_as_one(world: World, reshard: bool, pre: Any) -> None:
-    """Both tensors of every weight are gathered; the training is that of the plain model. Rows that divide, and that do not."""
+    """Both tensors of every weight are gathered; training equals the plain model's, for even and uneven rows."""
     torch.manual_seed(0)
     with two_tensors_gather_both(pre):
         model = two_tensor_mlp(width=4)
@@ -138,7 +138,7 @@ def set_on_locals(model: nn.Module, name: str = "weight", post: Any = post_bfloa
 
 
 def rounded(model: nn.Module) -> nn.Module:
-    """The model as its weights are gathered."""
+    """The model with the values that are gathered."""
     made = copy.deepcopy(model)
     for name, param in made.named_parameters():
         if "weight" in name:
@@ -149,7 +149,7 @@ def rounded(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("reshard", [True, False, 1])
 @on_ranks(1, 2, 3)
 def test_methods_of_local_tensors(world: World, reshard: bool | int) -> None:
-    """Set after fully_shard, on plain tensors, with an optimizer that is there already; also in a hybrid mesh."""
+    """Methods set after fully_shard on plain tensors, with an existing optimizer; also on a hybrid mesh."""
     torch.manual_seed(2)
     whole = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
     with torch.device("meta"):
@@ -189,7 +189,7 @@ def test_methods_of_local_tensors(world: World, reshard: bool | int) -> None:
 
 
 class PadsItself(torch.Tensor):
-    """Gathered in bfloat16. Ranks with fewer rows return as many as the others, as FSDP2 asks of them."""
+    """Gathered in bfloat16. Ranks with fewer rows pad them to the number of the other ranks, as FSDP2 requires."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> "PadsItself":
@@ -221,7 +221,7 @@ class PadsItself(torch.Tensor):
 
 @on_ranks(2, 3)
 def test_rows_that_the_user_pads(world: World) -> None:
-    """Fewer rows than ranks, rows that do not divide: the padding is not seen afterwards."""
+    """Fewer rows than ranks, uneven rows: the gathered parameter has no padding."""
     torch.manual_seed(3)
     whole = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
     model = copy.deepcopy(whole)
@@ -239,7 +239,7 @@ def test_rows_that_the_user_pads(world: World) -> None:
 
 
 def whole_scales(linears: list[nn.Module], target: torch.dtype) -> None:
-    """A float8 weight's scale is that of the whole weight: before the first forward, and after each optimizer step."""
+    """Compute a float8 weight's scale from the full weight, before the first forward and after each optimizer step."""
     amaxes = torch._foreach_norm([linear.weight for linear in linears], ord=math.inf)
     for linear, amax in zip(linears, amaxes, strict=True):
         linear.weight._local_tensor._precomputed_scale = (torch.finfo(target).max / amax.double().clamp(min=1e-12)).float()
@@ -247,7 +247,7 @@ def whole_scales(linears: list[nn.Module], target: torch.dtype) -> None:
 
 @on_ranks(2)
 def test_float8_weights_of_torchao(world: World) -> None:
-    """torchao's own linear and weight: the weights travel as float8, and the step is that of one process."""
+    """torchao's own linear and weight: the weights are gathered as float8, and the step equals that of one process."""
     float8 = importlib.import_module("torchao.float8")
     torch.manual_seed(4)
     config = float8.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
@@ -328,7 +328,7 @@ def test_extensions_that_are_refused(world: World) -> None:
 
 @on_ranks(2)
 def test_two_tensors_from_the_meta_device(world: World) -> None:
-    """Made on the meta device, computed in bfloat16, into which the outputs are cast."""
+    """Parameters from the meta device; compute and outputs in bfloat16."""
     with two_tensors_gather_both(pre_of_one):
         model = two_tensor_mlp(width=4, device="meta")
         for linear in model:
@@ -337,7 +337,7 @@ def test_two_tensors_from_the_meta_device(world: World) -> None:
         model.to_empty(device="cpu")
         for param in model.parameters():
             nn.init.normal_(param)
-            param._local_tensor.b.copy_(param._local_tensor.a)  # each drew for itself
+            param._local_tensor.b.copy_(param._local_tensor.a)  # initialised separately
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
         losses = []
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""On 2 ranks in float32 the result is, bit for bit, that of PyTorch's FSDP2 on gloo."""
+"""On 2 ranks the result is bitwise equal to that of PyTorch's FSDP2 on gloo."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ def shard_with_fsdp2(model: nn.Module, **options: object) -> nn.Module:
 def train(
     world: World, model: nn.Module, batches: list[torch.Tensor], microbatches: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Losses, and all parameters after the last step."""
+    """The losses, and all parameters after the last step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step, x in enumerate(batches):
@@ -81,7 +81,7 @@ def _compare(
     theirs: Callable[[nn.Module], nn.Module],
 ) -> None:
     make, batches, microbatches = CASES[case]
-    model = without_scalars(make())  # FSDP2 takes no scalars
+    model = without_scalars(make())  # FSDP2 does not shard scalars
     peer = copy.deepcopy(model)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=world.rank, world_size=world.size)
     try:

@@ -1,4 +1,4 @@
-"""What FSDP2 calls by other names, or has besides: its older setters, larger meshes, symmetric memory, ranges in a profile."""
+"""FSDP2's other names and features: its older setters, larger meshes, symmetric memory, ranges in a profile."""
 
 import copy
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def test_axes_of_a_larger_mesh_are_named() -> None:
 
 @on_ranks(4)
 def test_axes_of_a_larger_mesh(world: World) -> None:
-    """Parameters are sharded and replicated over the axes named; along others every rank has its own."""
+    """Parameters are sharded and replicated over the named axes; along other axes each rank has its own parameters."""
     mesh = shardrt.DeviceMesh(world.comm, (2, 1, 2), ("outer", "one", "inner"))
     dims = shardrt.DataParallelMeshDims
     for axes, shape in (
@@ -63,7 +63,7 @@ def test_the_state_of_a_module(world: World) -> None:
 
 @on_ranks(2)
 def test_a_hook_on_a_stream_of_its_own(world: World) -> None:
-    """It runs there, after the reduction and before the gradients are published; also by the divide factor's older name."""
+    """The hook runs on its stream after the reduction, before gradients are published; also with the factor's older name."""
     for threaded in (True, False):
         whole = OddMLP(layers=2).double()
         model = shard_blocks(copy.deepcopy(whole))
@@ -91,7 +91,7 @@ def test_a_hook_on_a_stream_of_its_own(world: World) -> None:
 
 
 def parts_of_windows(kind: type[Communicator], patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """A list that grows with every call that is given a part of a symmetric window: its name, the window's number, the part."""
+    """Record every call on a range of a symmetric window: its name, the window's number, the range."""
     windows: list[torch.Tensor] = []
     parts: list[tuple[str, int, int]] = []
     empty, gather, reduce = kind.empty, kind.all_gather, kind.reduce_scatter
@@ -121,7 +121,7 @@ def parts_of_windows(kind: type[Communicator], patch: pytest.MonkeyPatch) -> lis
 
 @on_ranks(2, 3)
 def test_symmetric_windows(world: World) -> None:
-    """On the host no effect; as on GPUs, all ranks give a call the same part of a window, and the training is the same."""
+    """No effect on the host. As on GPUs, all ranks pass the same range of a window, and training is unchanged."""
 
     def shard(model: nn.Module) -> nn.Module:
         shard_blocks(model)
@@ -167,14 +167,14 @@ def ranges_of(profile: profiler.profile) -> list[tuple[str, float, float]]:
 
 
 def around(events: Sequence[tuple[str, float, float]], inner: str) -> list[str]:
-    """The ranges that the first range of this name lies in, the outermost first."""
+    """The ranges that contain the first range of this name, outermost first."""
     start, end = next(event[1:] for event in events if event[0] == inner)
     return [name for name, first, last in events if first <= start and end <= last and name != inner]
 
 
 @on_ranks(2)
 def test_ranges_in_a_profile(world: World) -> None:
-    """Named and nested as FSDP2's, in the order of a step; none stays open after an exception; none without a profiler."""
+    """Ranges have FSDP2's names and nesting. None stays open after an exception, none is made without a profiler."""
     model = shard_blocks(OddMLP(layers=2))
     x = batch(0).float()
     with buckets_of(0):
@@ -230,7 +230,7 @@ def test_ranges_in_a_profile(world: World) -> None:
 
 @on_ranks(2)
 def test_ranges_around_compiled_blocks(world: World) -> None:
-    """They lie outside of the graphs: a profiler makes nothing compile again."""
+    """The ranges are outside the graphs: a profiler triggers no recompilation."""
     model = shard_blocks(OddMLP(layers=2))
     for block in model.blocks:
         block.compile(backend="eager")

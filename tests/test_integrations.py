@@ -1,6 +1,6 @@
 """Training frameworks on sharded models, compared with the same framework in a single process. One job for each framework.
 
-The ranks of a job import this file and run one of its functions: frameworks are heavy to import, and leave marks on a process.
+The ranks of a job import this file and run one of its functions: frameworks are slow to import and change global state.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_launcher_variables_are_hidden(world: World) -> None:
     del os.environ["RANK"]
 
 
-def test_repeated_blocks_are_those_of_lists() -> None:
+def test_repeated_blocks_are_found_in_lists_only() -> None:
     from shardrt.integrations.world import repeated_blocks
 
     def make_block() -> nn.Module:
@@ -142,14 +142,14 @@ def train_with_accelerate(world: World) -> None:
         accelerator.save_state("nowhere")
     with pytest.raises(RuntimeError, match=r"expected tensors, found \['str'\]"):
         accelerator.gather_for_metrics(["text"])
-    torch.manual_seed(world.rank)  # each rank's own, as for dropout
+    torch.manual_seed(world.rank)  # a seed per rank, as for dropout
     shuffled = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(16), batch_size=2, shuffle=True))
     parts = world.comm.exchange([row for batch in shuffled for row in batch.tolist()])
     assert sorted(row for part in parts for row in part) == list(range(16))
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Rows of tokens, with as many labels left out as their number says."""
+    """Rows of tokens; row n has n ignored labels."""
 
     def __init__(self, count: int) -> None:
         self.tokens = torch.randint(0, 50, (count, 8), generator=torch.Generator().manual_seed(1))
@@ -197,7 +197,7 @@ def train_with_transformers(world: World, folder: Path) -> None:
         trainer.compute_metrics = None
         return accurate, trainer.evaluate(Sentences(8))["eval_loss"]
 
-    # First, since Accelerate has one state for all trainers of a process.
+    # Run first, since all trainers of a process share Accelerate's state.
     whole = make(transformers.Trainer, f"whole{world.rank}", accumulate=4)
     whole.train()
     metrics = evaluate(whole)
@@ -216,7 +216,7 @@ def train_with_transformers(world: World, folder: Path) -> None:
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), key
     assert evaluate(sharded) == pytest.approx(metrics)
 
-    # Whole models and optimizers are saved, and training goes on from them.
+    # Full models and optimizer states are saved, and training resumes from them.
     for checkpoint in ("checkpoint-2", "checkpoint-4"):
         files = [{p.name for p in (folder / run / checkpoint).iterdir()} for run in ("sharded", f"whole{world.rank}")]
         assert files[0] - {f"rng_state_{rank}.pth" for rank in (0, 1)} == files[1] - {"rng_state.pth"}
@@ -230,7 +230,7 @@ def train_with_transformers(world: World, folder: Path) -> None:
     alone.train(resume_from_checkpoint=str(folder / "sharded" / "checkpoint-2"))
     compare(alone.model)
 
-    # Labels are shifted with label smoothing too, whatever the class is called.
+    # Labels are also shifted with label smoothing, which the Trainer decides by the class name.
     kinds = {"smooth": transformers.Trainer, "smooth_sharded": ShardedTrainer}
     smooth = [make(kind, name, accumulate=1, label_smoothing_factor=0.1) for name, kind in kinds.items()]
     batch = torch.utils.data.default_collate([Sentences(2)[row] for row in range(2)])
@@ -261,7 +261,7 @@ def train_with_lightning(world: World, folder: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.scale = nn.Parameter(torch.ones(5))  # of the module itself, which is no block
+            self.scale = nn.Parameter(torch.ones(5))  # a parameter of the module itself, not of a block
             self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)))
             self.seen: list[int] = []
 
@@ -284,7 +284,7 @@ def train_with_lightning(world: World, folder: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    # A step accumulates all rows, since Lightning's samplers shuffle.
+    # A step accumulates all rows, because Lightning's samplers shuffle them.
     rows = torch.randn(16, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     rows = torch.cat([torch.arange(16.0, dtype=torch.float64)[:, None], rows], 1)
 
@@ -319,7 +319,7 @@ def train_with_lightning(world: World, folder: Path) -> None:
         expected_rows = [whole.predict_step(row[None], 0) for row in rows[world.rank : 5 : 2]]
     torch.testing.assert_close(predicted, expected_rows, rtol=0, atol=1e-12)
 
-    # A checkpoint is whole, and training goes on from it.
+    # A checkpoint is full, and training resumes from it.
     first, _ = fit("first", ShardedStrategy(), epochs=1)
     saved = folder / "first.ckpt"
     first.save_checkpoint(saved)

@@ -1,4 +1,4 @@
-"""The launcher: which command line for which situation, and real jobs under mpirun and under a Slurm of the tests' own."""
+"""The launcher: its command line in each environment, and real jobs under mpirun and the tests' own Slurm."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def test_slurm(mpi: Mpi, plugin: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", list(Launcher))
-def test_what_the_user_set_stays(launcher: Launcher) -> None:
+def test_variables_of_the_user_are_kept(launcher: Launcher) -> None:
     here = at(Mpi.OPEN_MPI, launcher, OMP_NUM_THREADS="3", OMPI_MCA_mpi_yield_when_idle="0", SLURM_CPUS_PER_TASK="1")
     assert launch.plan(Job(["program"], 20), here).variables == {}
 
 
-# ---------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_what_the_user_set_stays(launcher: Launcher) -> None:
         ({"SLURM_NTASKS": "2"}, False),  # a batch script
     ],
 )
-def test_a_rank_launches_nothing(environment: dict[str, str], refused: bool) -> None:
+def test_a_rank_cannot_launch_a_job(environment: dict[str, str], refused: bool) -> None:
     if refused:
         with pytest.raises(LaunchError, match="already one of 2 ranks"):
             launch.check_not_a_rank(environment)
@@ -108,9 +108,9 @@ def test_a_rank_launches_nothing(environment: dict[str, str], refused: bool) -> 
         launch.check_not_a_rank(environment)
 
 
-def program(folder: Path, name: str, says: str) -> None:
+def program(folder: Path, name: str, output: str) -> None:
     path = folder / name
-    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.write_text(f"#!/bin/sh\necho '{output}'\n")
     path.chmod(0o755)
 
 
@@ -162,7 +162,7 @@ def test_bad_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 # ---------------------------------------------------------------------- shared memory
 
 
-def test_only_what_nobody_maps_is_removed(tmp_path: Path) -> None:
+def test_only_old_unmapped_segments_are_removed(tmp_path: Path) -> None:
     mapped, stale, young, other = (tmp_path / name for name in ("mpich_shm_1", "sm_segment.2", "mpich_shm_3", "other"))
     for path in (mapped, stale, young, other):
         path.write_bytes(b"-" * mmap.PAGESIZE)
@@ -182,8 +182,8 @@ import os, sys, torch, shardrt
 world = shardrt.init("cpu")
 total = torch.full((3,), world.rank + 1.0)
 world.comm.all_reduce(total, total, shardrt.comm.ReduceOp.SUM, stream=world.stream)
-said = f"{world.size} ranks, {world.nodes} nodes: {total.tolist()} {os.environ['OMP_NUM_THREADS']} {sys.argv[1:]}"
-os.write(1, f"rank {world.rank} of {said}\\n".encode())
+text = f"{world.size} ranks, {world.nodes} nodes: {total.tolist()} {os.environ['OMP_NUM_THREADS']} {sys.argv[1:]}"
+os.write(1, f"rank {world.rank} of {text}\\n".encode())
 """
 
 
@@ -209,7 +209,7 @@ FILE = [sys.executable, "-P", launch.__file__]  # imports no torch, so it is qui
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes a program for the ranks."""
+    """A function that writes a program for the ranks."""
 
     def write(source: str) -> Path:
         path = tmp_path / "program.py"
@@ -229,7 +229,7 @@ def test_mpirun_starts_one_world(script: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.mpi
-def test_the_exit_code_is_the_program_s(script: Callable[[str], Path]) -> None:
+def test_the_exit_code_is_that_of_the_program(script: Callable[[str], Path]) -> None:
     environment = rank_environment()
     environment["PYTHONPATH"] += f":{script('import sys; sys.exit(int(sys.argv[1]))').parent}"
     done = run(*FILE, "--launcher", "mpirun", "-n", "2", "-m", "program", "7", environment=environment)
@@ -238,7 +238,7 @@ def test_the_exit_code_is_the_program_s(script: Callable[[str], Path]) -> None:
 
 @pytest.mark.mpi
 def test_signals_reach_the_ranks(script: Callable[[str], Path], tmp_path: Path) -> None:
-    """The process that was started is mpirun by now, so a SIGTERM to it ends the ranks."""
+    """The started process has become mpirun, so a SIGTERM to it ends the ranks."""
     source = f"import os, time; open({str(tmp_path)!r} + f'/rank-{{os.getpid()}}', 'w').close(); time.sleep(100)"
     command = [*FILE, "--launcher", "mpirun", "-n", "2", str(script(source))]
     with subprocess.Popen(command, env=rank_environment(), start_new_session=True, stderr=subprocess.DEVNULL) as process:
@@ -348,7 +348,7 @@ def test_the_batch_file_requeues_when_the_time_is_up(slurm: Slurm, script: Calla
     job = ask(*submit, batch_file, script(STOP_AND_GO_ON))
     log = tmp_path / f"train-{job}.log"
     wait_for(lambda: log.exists() and log.read_text().count("started, restarts 0\n") == 2)
-    ask("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@300 has Slurm do
+    ask("scancel", "--batch", "--signal=USR1", job)  # as Slurm does for --signal=B:USR1@300
     wait_for(lambda: "JobState=COMPLETED" in ask("scontrol", "show", "job", job))
     assert log.read_text().count("started, restarts 1\n") == 2, log.read_text()
 

@@ -1,4 +1,4 @@
-"""The planner's promises: what tiles, where cuts fall, how much is padded, how long it takes."""
+"""The planner: segments tile the buffer, shards end at rows, padding and planning time are bounded."""
 
 from collections.abc import Callable
 from itertools import pairwise, permutations
@@ -152,7 +152,7 @@ def smallest_row_segment(specs: list[ParamSpec], world_size: int, largest: int) 
 
 
 def test_tiny_groups_against_exhaustive_search() -> None:
-    """The search is a heuristic, yet on tiny groups at most one in fifty may miss the optimum."""
+    """The search is a heuristic: on tiny groups at most one in fifty may miss the optimum."""
     random = Random(0)
     missed = 0
     for _ in range(200):
@@ -211,7 +211,7 @@ def test_uniform_transformer_block_pads_next_to_nothing(world_size: int) -> None
     specs = transformer_block(4096, 14336, 1024, down_dim=1)
     layout = plan(specs, world_size)
     assert not any(param.flat for param in layout.placed)
-    # A whole number of rows per segment is the least that rows allow: below one row per rank.
+    # Segments hold a whole number of rows, so the padding is less than one row per rank.
     assert layout.padding_nbytes <= world_size * 4096 * 2
 
 
@@ -307,7 +307,7 @@ def many_unrelated_rows() -> list[ParamSpec]:
 @pytest.mark.parametrize("make", [many_transformer_parameters, many_unrelated_rows])
 @pytest.mark.parametrize("world_size", [1024, 100_000])
 def test_plan_time(make: Callable[[], list[ParamSpec]], world_size: int) -> None:
-    """Printed for the record (target: 50 ms at 1024 ranks); the bound catches a change of class."""
+    """Prints the time (target: 50 ms at 1024 ranks); the bound detects a change of complexity."""
     specs = make()
     seconds = []
     for _ in range(3):

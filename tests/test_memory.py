@@ -1,4 +1,4 @@
-"""Buffer memory: the most ever in use is what arithmetic says, and nothing is left over."""
+"""Buffer memory: the peak equals a computed value, and no buffer stays allocated."""
 
 import os
 import resource
@@ -41,15 +41,15 @@ def test_peak_of_the_default_schedule(world: World) -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_peak_in_buckets(world: World) -> None:
-    """Small groups together: all of a bucket are gathered at once, and all their packed gradients are there at once."""
+    """All groups of a bucket are gathered at once, and all their packed gradients are allocated at once."""
     model = OddMLP(layers=5).double()
     shard_blocks(model)
     root, block = model.param_group, model.blocks[0].param_group
     with buckets_of(3 * block.layout.nbytes):
         train(model, world)
-    # Backward gathers blocks 4, 3 and 2, then, when 2 begins, 1 and 0. When 1 ends, four blocks' gradients wait, one more than
-    # a bucket: they are packed, while the root, 1 and 0 are gathered. What is left goes last, when all blocks are freed.
-    # A rank alone packs gradients where they stay: it has most in forward, the five blocks.
+    # Backward gathers blocks 4, 3 and 2, then, when 2 begins, 1 and 0. When 1 ends, the gradients of four blocks are pending,
+    # one more than a bucket: they are packed while the root, 1 and 0 are gathered. The rest is packed when all blocks are
+    # freed. A single rank packs gradients in place: its peak is in forward, with the five blocks.
     most = 2 * block.layout.nbytes + 4 * block.layout.nbytes if world.size > 1 else 5 * block.layout.nbytes
     assert root.runtime.memory.peak == root.layout.nbytes + most
     assert root.runtime.memory.in_use == 0
@@ -69,7 +69,7 @@ class CountingPool(Pool):
 @on_ranks(2)
 @buckets_of(0)
 def test_gathered_parameters_come_from_a_pool(world: World) -> None:
-    """All but packed gradients; those of one block from its communicator's, since that is asked for."""
+    """All buffers but packed gradients come from the runtime's pool; one block is set to use its communicator's pool."""
     model = OddMLP(layers=3).double()
     shard_blocks(model)
     root, first, second, third = (module.param_group for module in (model, *model.blocks))
@@ -88,8 +88,8 @@ def test_gathered_parameters_come_from_a_pool(world: World) -> None:
 @on_ranks(1, 2, 3)
 @buckets_of(0)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_gradients_give_their_memory_back(world: World, reduce_dtype: torch.dtype | None) -> None:
-    """From a forward that finds none to the backward, unless somebody has one of them or a view of it."""
+def test_gradients_free_their_memory_after_zero_grad(world: World, reduce_dtype: torch.dtype | None) -> None:
+    """It is free from a forward without gradients to the backward, unless a gradient or a view of one is referenced."""
     model = OddMLP(layers=2).double()
     shard_blocks(model, mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     block = model.blocks[0]
@@ -115,7 +115,7 @@ def test_gradients_give_their_memory_back(world: World, reduce_dtype: torch.dtyp
         assert not block.param_group.reduction._own.available
 
 
-def test_a_slot_is_handed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comm_buffer_is_passed_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two roots may compute on different streams."""
     comm_buffer, memory = CommBuffer(torch.zeros(16, dtype=torch.uint8)), MemoryCounter()
     first, second = CommFlatBuffer(16, comm_buffer, memory), CommFlatBuffer(8, comm_buffer, memory)
@@ -149,7 +149,7 @@ def test_a_slot_is_handed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch)
 @on_ranks(2, 3)
 @buckets_of(0)
 def test_peak_without_resharding(world: World) -> None:
-    """All groups stay gathered through forward; the first packed gradients come on top, when nothing is freed yet."""
+    """All groups stay gathered through forward; the first packed gradients are allocated before any group is freed."""
     model = OddMLP(layers=5).double()
     shard_blocks(model, reshard_after_forward=False)
     train(model, world)
@@ -173,7 +173,7 @@ def test_peak_with_bfloat16_compute(world: World) -> None:
 
 
 @on_ranks(2)
-def test_a_gathered_block_is_whole_and_a_resharded_one_is_not_there(world: World) -> None:
+def test_a_gathered_block_has_its_storage_and_a_resharded_one_has_none(world: World) -> None:
     model = OddMLP()
     expected = [param.detach().clone() for param in model.parameters()]
     shard_blocks(model)
@@ -195,7 +195,7 @@ def test_a_gathered_block_is_whole_and_a_resharded_one_is_not_there(world: World
 
 @on_ranks(2)
 def test_modifying_a_gathered_parameter_between_forward_and_backward_is_noticed(world: World) -> None:
-    """A gather writes the same buffer without autograd taking offence; a user's write is refused as ever."""
+    """Autograd ignores the writes of a gather to the same buffer, but still raises for a write by the user."""
     model = shard_blocks(OddMLP(), reshard_after_forward=False)
     loss = loss_of(model, batch(0).float())
     with torch.no_grad():
@@ -208,7 +208,7 @@ def test_modifying_a_gathered_parameter_between_forward_and_backward_is_noticed(
 @on_ranks(2)
 @buckets_of(0)
 def test_summary(world: World) -> None:
-    """Figures by hand: block bytes are those of its layout; the root holds inp and out, 5 * 13 + 13 + 13 * 3 + 3 elements."""
+    """By hand: a block has the bytes of its layout; the root holds inp and out, 5 * 13 + 13 + 13 * 3 + 3 elements."""
     model = shard_blocks(OddMLP(layers=1).double())
     with pytest.raises(ValueError, match="'Linear' is not sharded"):
         shardrt.memory_summary(torch.nn.Linear(2, 2))
@@ -228,7 +228,7 @@ def test_summary(world: World) -> None:
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
 @on_ranks(1, 3)
 def test_optimizer_state_on_disk(world: World, options: dict[str, bool]) -> None:
-    """The same bits as in memory; the state is in files without names, and only what is worth a page."""
+    """The result is bitwise equal to state in memory; states of a page or more are in unlinked files."""
     with tempfile.TemporaryDirectory() as folder:
         models, optimizers = [], []
         for _ in range(2):
@@ -256,7 +256,7 @@ def test_optimizer_state_on_disk(world: World, options: dict[str, bool]) -> None
 @on_ranks(1, 2)
 @buckets_of(0)
 def test_no_fresh_memory_in_the_steady_state(world: World) -> None:
-    """Buffers of 4 MiB come and go, six at least per step, 1024 pages each; no step touches a page for the first time."""
+    """Each step allocates and frees at least six buffers of 4 MiB, 1024 pages each, without a new page fault."""
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
     for module in model:
         shardrt.fully_shard(module)

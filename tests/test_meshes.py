@@ -1,4 +1,4 @@
-"""Groups over meshes: hybrid sharding, plain replication, parts kept after forward, experts on a mesh of their own."""
+"""Groups over meshes: hybrid sharding, plain replication, post-forward shards, experts on a separate mesh."""
 
 import copy
 
@@ -32,7 +32,7 @@ def test_hybrid_sharding(world: World, replicas: int) -> None:
 @pytest.mark.parametrize("factor", [None, 3.0])
 @on_ranks(4)
 def test_hybrid_sharding_accumulates_by_reduce_scatter_only(world: World, factor: float | None) -> None:
-    """Without the all-reduce a backward leaves no gradients; the next one with it reduces the sum of all of them."""
+    """A backward without the all-reduce publishes no gradients; the next one with it reduces the accumulated sum."""
     whole = OddMLP().double()
     model = shard_blocks(copy.deepcopy(whole), mesh=plane(world, 2))
     if factor is not None:
@@ -63,8 +63,8 @@ def test_replicas_only(world: World) -> None:
 
 @pytest.mark.parametrize("kept", [1, 2, 4])
 @on_ranks(4)
-def test_a_part_is_kept_after_forward(world: World, kept: int) -> None:
-    """`kept` ranks have all of the parameters between forward and backward, and gather them from each other."""
+def test_a_post_forward_shard_is_kept(world: World, kept: int) -> None:
+    """Between forward and backward a subgroup of `kept` ranks holds all parameters; the backward gathers within it."""
 
     def shard(model: nn.Module) -> None:
         shard_blocks(model, reshard_after_forward=kept)
@@ -79,12 +79,12 @@ def test_a_part_is_kept_after_forward(world: World, kept: int) -> None:
     loss.backward()
     loss_of(model, batch(0))
     with torch.no_grad():
-        loss_of(model, batch(0))  # keeps nothing, and frees what was kept
+        loss_of(model, batch(0))  # a forward without gradients frees the post-forward shards and keeps none
     assert memory.in_use == 0
 
 
 class Experts(nn.Module):
-    """Every block has an expert of which each pair of ranks has its own; the rest is the same on all ranks."""
+    """Each pair of ranks has its own expert in every block; the other parameters are the same on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,11 +98,11 @@ class Experts(nn.Module):
 
 @on_ranks(4)
 def test_experts_on_a_mesh_of_their_own(world: World) -> None:
-    """One call makes a group for each mesh: experts are cut over, and averaged over, two ranks, the rest over four."""
+    """One call makes a group for each mesh: experts are sharded and averaged over two ranks, the rest over four."""
     mesh = DeviceMesh(world.comm, (2, 2), ("expert", "within"))
     pair = world.rank // 2
     torch.manual_seed(0)
-    whole = [Experts().double() for _ in range(2)]  # what the two pairs hold
+    whole = [Experts().double() for _ in range(2)]  # the models of the two pairs
     whole[1].load_state_dict({**whole[0].state_dict(), **{f"expert.{k}": v for k, v in Experts().expert.state_dict().items()}})
     model = copy.deepcopy(whole[pair])
     experts = set(model.expert.parameters())
@@ -121,7 +121,7 @@ def test_experts_on_a_mesh_of_their_own(world: World) -> None:
             mine = [loss_of(expected, part) for part in parts[2 * index : 2 * index + 2]]
             torch.stack(mine).mean().backward()
         for name, param in whole[0].named_parameters():
-            if not name.startswith("expert"):  # shared by both: the mean of the pairs' means
+            if not name.startswith("expert"):  # shared by both pairs: the mean of their means
                 other = whole[1].get_parameter(name)
                 param.grad = other.grad = (param.grad + other.grad) / 2
         compare(whole[pair], model, 1e-12, f"step {step}")
@@ -132,7 +132,7 @@ def test_experts_on_a_mesh_of_their_own(world: World) -> None:
 
 @on_ranks(2, 3)
 def test_divide_factors(world: World) -> None:
-    """A factor divides the sum; float16 is divided before and after; a sum in the network is divided after."""
+    """A factor divides the sum: for float16 partly before the reduction, with force-sum after it."""
     for dtype, force_sum, tolerance in (
         (torch.float64, False, 1e-12),
         (torch.float64, True, 1e-12),
@@ -156,7 +156,7 @@ def test_divide_factors(world: World) -> None:
 
 @on_ranks(2, 4)
 def test_stages_of_a_pipeline_on_ranks_of_their_own(world: World) -> None:
-    """The first stage runs while the second still waits for what it puts out; both are cut over their own ranks."""
+    """The first stage runs while the second waits for its output; each is sharded over its own ranks."""
     mesh = DeviceMesh(world.comm, (2, world.size // 2), ("stage", "dp"))
     stage, peer = mesh["stage"].rank, 1 - mesh["stage"].rank
     comm, stream = mesh["stage"].communicator("pipeline"), world.stream

@@ -1,4 +1,4 @@
-"""Models built on the meta device: sharded without values, materialised shard by shard, initialised alike on any world."""
+"""Models built on the meta device: sharded without values, materialised shard by shard, the same values on any world."""
 
 import copy
 import resource
@@ -22,7 +22,7 @@ def on_meta(kind: type[nn.Module]) -> nn.Module:
 
 @on_ranks(1, 2, 3)
 def test_from_a_state_dict(world: World) -> None:
-    """Sharded on meta, then filled from another model's shards; a tie stays a tie, and training goes on as from values."""
+    """Shard on meta, then load another model's shards: ties are kept, and training equals that of the other model."""
     for kind, x in ((OddMLP, batch(0).float()), (TiedGPT, tokens(0))):
         whole = kind()
         source, model = shard_blocks(copy.deepcopy(whole)), shard_blocks(on_meta(kind))
@@ -40,7 +40,7 @@ def test_from_a_state_dict(world: World) -> None:
 
 @on_ranks(1, 2)
 def test_a_list_of_modules(world: World) -> None:
-    """Materialised when the last of them has been."""
+    """The group is materialised when the last of its modules is."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
     shardrt.fully_shard([model[0], model[1]])
@@ -69,7 +69,7 @@ class Initialised(OddMLP):
 
 @on_ranks(1, 2, 3, 4)
 def test_initialised_alike_on_any_world(world: World) -> None:
-    """What a rank makes on all ranks together it makes on a mesh of itself alone, too: the same whole tensors."""
+    """A mesh of all ranks and a mesh of one rank initialise the same full tensors."""
     alone = world.comm.split(world.rank, 0, "alone")
     made = []
     for mesh in (world.mesh, shardrt.DeviceMesh(alone)):
@@ -88,7 +88,7 @@ def test_initialised_alike_on_any_world(world: World) -> None:
 
 
 class Wide(nn.Module):
-    """2 billion parameters in 16 blocks, never whole anywhere."""
+    """2 billion parameters in 16 blocks; no process ever holds the full model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Wide(nn.Module):
 
 @on_ranks(4, deadline_s=240)
 def test_two_billion_parameters(world: World) -> None:
-    """bfloat16 shards of a quarter: 1 GB per rank, and little beside them while they are made; the whole model is 4 GB."""
+    """Each of four ranks has 1 GB of bfloat16 shards and little else while it initialises them; the full model has 4 GB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with torch.device("meta"):
         model = Wide().bfloat16()

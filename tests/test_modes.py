@@ -1,4 +1,4 @@
-"""Evaluation, inference and generation, before, between and after training steps; several backwards through one forward."""
+"""Evaluation, inference and generation before, between and after training steps; several backwards through one forward."""
 
 import copy
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ TOLERANCE = 1e-12
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @on_ranks(1, 2, 3)
 def test_forwards_without_gradients_around_training_steps(world: World, mode: type[AbstractContextManager[None]]) -> None:
-    """The very first forward is one of them. Every rank evaluates rows of its own."""
+    """Also as the very first forward. Each rank evaluates its own rows."""
 
     def evaluate(step: int, model: nn.Module) -> None:
         model.eval()
@@ -38,7 +38,7 @@ def test_forwards_without_gradients_around_training_steps(world: World, mode: ty
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @on_ranks(2)
 def test_evaluation_between_forward_and_backward(world: World, reshard_after_forward: bool) -> None:
-    """It reshards, or finds gathered, what the backward needs; the backward gathers it again."""
+    """The evaluation reshards groups that the backward needs, or uses them gathered; the backward gathers them again."""
     whole = OddMLP().double()
     sharded = shard_blocks(copy.deepcopy(whole), reshard_after_forward=reshard_after_forward)
     loss = loss_of(sharded, batch(0).chunk(world.size)[world.rank])
@@ -52,7 +52,7 @@ def test_evaluation_between_forward_and_backward(world: World, reshard_after_for
 
 @on_ranks(2, 3)
 def test_three_backwards_through_one_forward(world: World) -> None:
-    """Through all of the graph, through part of it, and through all of it again; then a step as usual."""
+    """Through the whole graph, a part of it, and the whole graph again; then a usual step."""
     whole = OddMLP().double()
     sharded = shard_blocks(copy.deepcopy(whole))
     for model, x in ((whole, batch(0)), (sharded, batch(0).chunk(world.size)[world.rank])):
@@ -74,7 +74,7 @@ def generate(model: nn.Module, prompt: torch.Tensor, length: int) -> torch.Tenso
 
 @on_ranks(1, 2, 3)
 def test_token_by_token(world: World) -> None:
-    """Each rank goes on with a prompt of its own, of the same length; between two texts the model learns."""
+    """Each rank continues its own prompt of the same length; the model trains between two texts."""
     whole = TiedGPT().double()
     sharded = shard_blocks(copy.deepcopy(whole))
     prompt = tokens(world.rank, rows=2)[:, :3]

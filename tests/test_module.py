@@ -1,4 +1,4 @@
-"""What `FSDPModule` adds: verbs, settings, lists of modules, forward methods, and what users build on them."""
+"""The methods of `FSDPModule`, its settings, lists of modules, forward methods, custom collectives, offload."""
 
 import copy
 import logging
@@ -30,7 +30,7 @@ def test_slices_of_a_sharded_container_are_plain(world: World) -> None:
 
 
 class Chunked(nn.Module):
-    """The loss is worked out in chunks, by a head that shares a group with the norm before it."""
+    """Computes the loss in chunks; the head shares a group with the norm before it."""
 
     chunks = 3
 
@@ -56,7 +56,7 @@ def shard_chunked(model: nn.Module) -> None:
 @on_ranks(1, 2, 3)
 @buckets_of(0)
 def test_a_list_of_modules_is_one_group(world: World, reshard: bool | None) -> None:
-    """Gathered once for a forward and once for a backward, whatever runs how often, or not at all."""
+    """The group is gathered once per forward and once per backward, however often its modules run."""
     whole = Chunked().double()
     model = copy.deepcopy(whole)
     shard_chunked(model)
@@ -82,7 +82,7 @@ def test_a_list_of_modules_is_one_group(world: World, reshard: bool | None) -> N
 
 @on_ranks(2)
 def test_modules_without_parameters(world: World) -> None:
-    """As a root, as a block, and in a list: a group of nothing."""
+    """An empty group: as a root, as a block, and in a list."""
     x = batch(0)
     relu = shardrt.fully_shard(nn.ReLU(), ignored_params=None)
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_unshard_ahead(world: World) -> None:
         model(batch(0))
         for param in model.blocks[1].param_group.params:
             param.sharded.zero_()
-        model.blocks[1].unshard()  # of the shards as they are now
+        model.blocks[1].unshard()  # gathers the current shards
         assert not model.blocks[1].up.weight.any()
     model = shard_blocks(OddMLP().double())
     expected = model.blocks[1].up.weight.full_tensor()
@@ -159,7 +159,7 @@ def test_other_methods_as_forwards(world: World) -> None:
     model = copy.deepcopy(whole)
     shard_blocks(model)
     shardrt.register_fsdp_forward_method(model, "embed")
-    shardrt.register_fsdp_forward_method(whole, "embed")  # not sharded: nothing to do
+    shardrt.register_fsdp_forward_method(whole, "embed")  # not sharded: no effect
     with pytest.raises(ValueError, match="'FSDPGenerator' has no method 'imagine'"):
         shardrt.register_fsdp_forward_method(model, "imagine")
     for step in range(2):
@@ -190,11 +190,11 @@ def test_ignored_parameters_stay_whole(world: World) -> None:
         if param not in ignored:
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12, msg=name)
         else:
-            assert not torch.equal(param.grad, expected.grad)  # of this rank's rows only
+            assert not torch.equal(param.grad, expected.grad)  # the gradient of this rank's rows only
 
 
 class Choosy(OddMLP):
-    """Rank by rank, other parameters of its blocks are used."""
+    """Each rank uses other parameters of the blocks."""
 
     rank = 0
 
@@ -222,12 +222,12 @@ class Optional(nn.Module):
 @pytest.mark.parametrize("bucket", [0, 1 << 20])
 @on_ranks(2, 3)
 def test_parameters_unused_on_some_ranks(world: World, bucket: int) -> None:
-    """They get the gradient of the ranks that use them, on every rank, and zeros count for the others."""
+    """On every rank they get the gradient of the ranks that use them, averaged with zeros of the other ranks."""
     whole = Choosy().double()
     whole.blocks = nn.ModuleList(Optional(13).double() for _ in range(3))
     whole.blocks.append(Optional(13).double().requires_grad_(False))
     whole.blocks.append(nn.Sequential(Optional(13).double()))
-    whole.blocks.append(whole.blocks[0])  # runs again, and waits for that
+    whole.blocks.append(whole.blocks[0])  # runs again: its gradient is complete after the second run
     model = copy.deepcopy(whole)
     shardrt.fully_shard(model.blocks[4][0])
     for block in list(model.blocks)[:5]:
@@ -252,7 +252,7 @@ def test_parameters_unused_on_some_ranks(world: World, bucket: int) -> None:
 @on_ranks(2)
 @buckets_of(0)
 def test_reductions_in_flight(world: World, in_flight: int) -> None:
-    """So many packed buffers are there at most: the peak of a model that stays gathered says it."""
+    """The setting limits the packed buffers: it determines the peak of a model that stays gathered."""
     model = OddMLP(layers=4).double()
     shard_blocks(model, reshard_after_forward=False)
     model.set_reshard_after_backward(False)
@@ -274,7 +274,7 @@ def test_reductions_in_flight(world: World, in_flight: int) -> None:
 @on_ranks(2)
 @buckets_of(0)
 def test_reductions_in_flight_by_group(world: World) -> None:
-    """The most that any group was told holds for all of the root."""
+    """The maximum of the groups' settings holds for all groups of the root."""
     model = shard_blocks(OddMLP(layers=4).double(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     model.blocks[1].set_reduce_scatter_max_input_buffers(2)
@@ -292,7 +292,7 @@ def test_reductions_in_flight_by_group(world: World) -> None:
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
 @on_ranks(1, 2)
 def test_parameters_stay_gathered_between_microbatches(world: World, options: dict[str, bool]) -> None:
-    """Until an optimizer of any kind has changed them; also when a forward without a backward has left them."""
+    """They stay gathered until an optimizer has changed them, also after a forward without a backward."""
     whole = OddMLP().double()
     model = shard_blocks(copy.deepcopy(whole), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
@@ -318,7 +318,7 @@ def test_parameters_stay_gathered_between_microbatches(world: World, options: di
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 @on_ranks(1, 2, 3)
 def test_optimizer_in_backward(world: World, reduce_dtype: torch.dtype | None) -> None:
-    """A hook per sharded parameter steps and forgets the gradient as soon as it is reduced."""
+    """A hook per sharded parameter steps and deletes the gradient as soon as it is reduced."""
     whole = OddMLP().double()
     model = shard_blocks(copy.deepcopy(whole), mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     owners = {param: torch.optim.AdamW([param], lr=1e-2, eps=1e-3) for param in model.parameters()}
@@ -356,7 +356,7 @@ def test_optimizer_in_backward_of_parameters_that_stay_gathered(world: World) ->
 
 
 class Halves:
-    """A custom all-gather that goes on with what it has gathered; all memory comes from one pool."""
+    """A custom all-gather that uses its own output in a second step; all memory comes from one pool."""
 
     def __init__(self) -> None:
         self.pool, self.used = torch.zeros(1 << 20, dtype=torch.uint8), 0
@@ -395,7 +395,7 @@ class Wrong(Halves):
 
 
 class Counting:
-    """A custom collective that does what the default does, in memory of its own, and counts."""
+    """A custom collective that equals the default, allocates its own memory, and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -405,15 +405,15 @@ class Counting:
         self.memory.append(torch.zeros(nbytes, dtype=torch.uint8, device=device))
         return self.memory[-1]
 
-    def __call__(self, out: torch.Tensor, inp: torch.Tensor, *how: object) -> Work:
+    def __call__(self, out: torch.Tensor, inp: torch.Tensor, *args: object) -> Work:
         self.calls += 1
         assert any(memory.untyped_storage().data_ptr() in self.storages(out, inp) for memory in self.memory)
-        if len(how) == 2:
-            comm, stream = how
+        if len(args) == 2:
+            comm, stream = args
             assert isinstance(comm, Communicator)
             assert isinstance(stream, Stream)
             return comm.all_gather(out, inp, stream=stream)
-        op, comm, stream = how
+        op, comm, stream = args
         return comm.reduce_scatter(out, inp, op, stream=stream)
 
     @staticmethod
@@ -440,7 +440,7 @@ def test_custom_collectives(world: World) -> None:
 
 @on_ranks(1, 2)
 def test_two_roots_take_turns(world: World) -> None:
-    """Two stages of a pipeline, two microbatches under way at once: forward, forward, backward, backward."""
+    """Two stages of a pipeline with two microbatches: forward, forward, backward, backward."""
     whole = [OddMLP().double(), OddMLP().double()]
     stages = [shard_blocks(copy.deepcopy(stage)) for stage in whole]
     shardrt.share_comm_ctx(stages)
@@ -461,7 +461,7 @@ def test_two_roots_take_turns(world: World) -> None:
         microbatches(whole, xs)
         microbatches(stages, [x.chunk(world.size)[world.rank] for x in xs])
         for expected, stage in zip(whole, stages, strict=True):
-            for param in expected.parameters():  # the mean over a stage's rows of what the ranks' means gave
+            for param in expected.parameters():  # the mean over the ranks of the means over a stage's rows
                 assert param.grad is not None
             compare(expected, stage, 1e-12, f"step {step}")
         for optimizer in optimizers:
@@ -492,7 +492,7 @@ def test_a_module_called_twice_and_recomputed(world: World, reentrant: bool) -> 
 
 @on_ranks(1, 2, 3)
 def test_moved_and_cast_after_sharding(world: World) -> None:
-    """To double and on, with layouts that differ; the tie stays a tie; parameters are new objects."""
+    """To double and other dtypes with other layouts: ties are kept; parameters are new objects."""
     whole = OddMLP()
     model = shard_blocks(copy.deepcopy(whole))
     loss_of(model, batch(0).float()).backward()
@@ -534,7 +534,7 @@ def test_offload_is_free_on_the_cpu(world: World) -> None:
 
 
 class Elsewhere(shardrt.CPUOffloadPolicy):
-    """Keeps shards apart from what is gathered on the CPU, too, as if the mesh were on another device."""
+    """Keeps shards separate from gathered parameters on the CPU too, as if the mesh were on another device."""
 
     def applies_to(self, device: torch.device) -> bool:
         return True
@@ -543,7 +543,7 @@ class Elsewhere(shardrt.CPUOffloadPolicy):
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 @on_ranks(1, 2, 3)
 def test_the_copies_of_an_offload(world: World, dtype: torch.dtype | None) -> None:
-    """What a GPU would do, on the CPU: shards are copied into the buffer, with a cast or without, and then gathered."""
+    """As on a GPU, shards are copied into the buffer, with a cast or without, and then gathered."""
     mp_policy = shardrt.MixedPrecisionPolicy(dtype, dtype)
     shard: Callable[[nn.Module], object] = lambda m: shard_blocks(  # noqa: E731
         m, offload_policy=Elsewhere(pin_memory=False), mp_policy=mp_policy
@@ -561,7 +561,7 @@ def test_the_copies_of_an_offload(world: World, dtype: torch.dtype | None) -> No
 @pytest.mark.parametrize("offload_policy", [None, Elsewhere(pin_memory=False)])
 @on_ranks(1, 2)
 def test_the_default_device_is_left_to_the_user(world: World, offload_policy: Elsewhere | None) -> None:
-    """What the runtime makes for itself lies where it has to, within `with torch.device(...)` too."""
+    """Inside `with torch.device(...)` the runtime still allocates its tensors on the right device."""
     whole, x = OddMLP().double(), batch(0)
     sharded = copy.deepcopy(whole)
     loss_of(whole, x).backward()
@@ -596,7 +596,7 @@ def test_parameters_that_are_not_contiguous(world: World) -> None:
 
 
 class Narrow(torch.Tensor):
-    """A float64 weight of which float32 values and a scale for each row are gathered."""
+    """A float64 weight that is gathered as float32 values and a scale per row."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> "Narrow":
@@ -631,8 +631,8 @@ class Narrow(torch.Tensor):
 
 @pytest.mark.parametrize("reshard", [True, False, 1])
 @on_ranks(1, 2, 3)
-def test_a_parameter_that_says_what_is_gathered(world: World, reshard: bool | int) -> None:
-    """Its gradient, optimizer step and gather are those of a plain one, rounded to float32 on the way; odd sizes."""
+def test_a_parameter_with_an_all_gather_extension(world: World, reshard: bool | int) -> None:
+    """Gradient, optimizer step and gather equal those of a plain parameter rounded to float32; odd sizes."""
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     model = copy.deepcopy(whole)

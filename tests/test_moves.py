@@ -1,4 +1,4 @@
-"""What models go through besides training: transforms of torch.func, `to()` and the like, generation, checkpoint helpers."""
+"""Uses of a sharded model besides training: transforms of torch.func, `to()`, generation, checkpoint helpers."""
 
 import copy
 import logging
@@ -37,7 +37,7 @@ def tiny_t5() -> Any:
 
 
 def shard_lists(model: nn.Module) -> Any:
-    """A group for each module in a ModuleList that is not inside another, and one for the rest."""
+    """A group for each module of an outermost ModuleList, and one for the rest."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     for name, modules in lists:
         if not any(name.startswith(f"{other}.") for other, _ in lists):
@@ -63,7 +63,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
 
 @on_ranks(2, 3)
 def test_the_first_forward_inside_a_transform(world: World) -> None:
-    """Its values are a plain model's; so are the gradients of a backward through its result, and those of a step after it."""
+    """Its values equal a plain model's, as do the gradients of a backward through its result and of a step after it."""
     torch.manual_seed(0)
     whole = OddMLP(layers=1).double()
     for name, transform in TRANSFORMS.items():
@@ -82,7 +82,7 @@ def test_the_first_forward_inside_a_transform(world: World) -> None:
 
 
 def train(models: list[nn.Module], step: int, world: World, dtype: torch.dtype = torch.float64) -> None:
-    """The first of the models is whole, the others are sharded."""
+    """The first model is unsharded, the others are sharded."""
     x = batch(step).to(dtype)
     for number, model in enumerate(models):
         loss_of(model, x if number == 0 else x.chunk(world.size)[world.rank]).backward()
@@ -90,7 +90,7 @@ def train(models: list[nn.Module], step: int, world: World, dtype: torch.dtype =
 
 @on_ranks(2, 3)
 def test_a_move_that_changes_nothing(world: World) -> None:
-    """Whatever there is stays as it is: objects, gradients, gradients not reduced yet, an iteration under way."""
+    """It keeps parameter objects, gradients, unreduced gradients, and a running iteration."""
     torch.manual_seed(0)
     whole = OddMLP().double()
     model = shard_blocks(copy.deepcopy(whole))
@@ -122,7 +122,7 @@ def test_a_move_that_changes_nothing(world: World) -> None:
 
 @on_ranks(2, 3)
 def test_gradients_move_with_parameters(world: World) -> None:
-    """To other dtypes, in which the layout differs, of some groups only, and back; the next backward adds to them."""
+    """To other dtypes with another layout, for some groups only, and back; the next backward adds to the gradients."""
     torch.manual_seed(0)
     whole = OddMLP().double()
     models = [whole, shard_blocks(copy.deepcopy(whole)), shard_blocks(copy.deepcopy(whole))]
@@ -138,7 +138,7 @@ def test_gradients_move_with_parameters(world: World) -> None:
 
 @on_ranks(2)
 def test_torch_swaps_what_is_not_sharded(world: World) -> None:
-    """With torch's flag, or without, parameters that stay whole are moved torch's way, and the flag stays as it was."""
+    """torch moves the unsharded parameters, with its swap flag or without, and the flag is unchanged."""
     for flag in (True, False):
         torch.__future__.set_swap_module_params_on_conversion(flag)
         try:
@@ -156,7 +156,7 @@ def test_torch_swaps_what_is_not_sharded(world: World) -> None:
 
 
 class Recurrent(nn.Module):
-    """Keeps a list of its weights, and has a 5-D one."""
+    """Keeps a list of its weights, one of which is 5-D."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Recurrent(nn.Module):
 
 @on_ranks(2, 3)
 def test_a_memory_format(world: World) -> None:
-    """It is that of buffers; parameters lie as the layout has planned, and keep their values, gradients and identity."""
+    """It applies to buffers; parameters keep the planned layout, their values, gradients and identity."""
     torch.manual_seed(0)
     whole = Recurrent().double()
     model = shardrt.fully_shard(copy.deepcopy(whole))
@@ -192,7 +192,7 @@ def test_a_memory_format(world: World) -> None:
 
 
 class Rotary(OddMLP):
-    """With tables that are computed, not saved, in a sharded block and outside."""
+    """Has computed buffers that are not saved, in a sharded block and outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,8 +218,8 @@ def log() -> Iterator[list[str]]:
 
 
 @on_ranks(1, 2)
-def test_buffers_that_nobody_has_written(world: World) -> None:
-    """Named once, by the first forward after to_empty(); those that were written or replaced are not, nor saved ones."""
+def test_buffers_without_values_are_named(world: World) -> None:
+    """The first forward after to_empty() logs their names once, without written, replaced or persistent buffers."""
     with torch.device("meta"):
         model = Rotary()
     shard_blocks(model)
@@ -247,7 +247,7 @@ def test_buffers_that_nobody_has_written(world: World) -> None:
 @needs_transformers
 @on_ranks(2)
 def test_rotary_tables_of_a_model_on_meta(world: World) -> None:
-    """Garbage by to_empty() and load_state_dict() alone; written by the model's own initialisation."""
+    """to_empty() and load_state_dict() leave them uninitialised; the model's own initialisation writes them."""
     torch.manual_seed(0)
     whole = tiny_llama()
     with torch.device("meta"):
@@ -270,7 +270,7 @@ def test_rotary_tables_of_a_model_on_meta(world: World) -> None:
 @needs_transformers
 @on_ranks(2)
 def test_generation(world: World) -> None:
-    """As a plain model's, token by token: registered, or with all gathered, when ranks may stop at different lengths."""
+    """It equals a plain model's, with generate() registered, or in `unsharded`, where ranks may stop at different lengths."""
     prompt = tokens(0, rows=1)[:, :4]
     for make in (tiny_llama, tiny_t5):
         torch.manual_seed(0)
@@ -297,7 +297,7 @@ def test_generation(world: World) -> None:
 
 
 class Features(OddMLP):
-    """Methods beside forward: one on parameters of its own and a block's, one on what its forward does before the head."""
+    """Methods beside forward: one uses parameters of the root and a block, one runs the forward up to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class Features(OddMLP):
 
 @on_ranks(2, 3)
 def test_methods_beside_forward(world: World) -> None:
-    """Refused by the parameter's name, also where each rank's gradient would stay its own; right once they are registered."""
+    """They raise an error with the parameter's name, also where gradients would not be reduced; once registered, they work."""
     torch.manual_seed(0)
     whole = Features().double()
     model = shard_blocks(copy.deepcopy(whole))
@@ -340,7 +340,7 @@ def test_methods_beside_forward(world: World) -> None:
 
 @on_ranks(2)
 def test_checkpoint_helpers_of_torch(world: World) -> None:
-    """Sharded and whole state dicts go in, sharded ones come out; whole ones are refused, of the model and the optimizer."""
+    """They load sharded and full state dicts of model and optimizer and return sharded ones; full ones raise an error."""
     from torch.distributed.checkpoint import state_dict as dcp
 
     torch.manual_seed(0)

@@ -50,7 +50,7 @@ def test_reshard_after_forward(world: World, reshard: bool | None) -> None:
     with buckets_of(0):
         loss_of(model, batch(0))
     kept = [group.ready is not None for group in model.param_group.with_descendants()]
-    # By default the root stays gathered, and the block that the backward begins with.
+    # By default the root and the block that the backward begins with stay gathered.
     assert kept == {True: [False] * 4, False: [True] * 4, None: [True, False, False, True]}[reshard]
 
 
@@ -97,7 +97,7 @@ def test_accumulation_over_three_microbatches(world: World) -> None:
 
 @on_ranks(2, 3)
 def test_accumulation_with_reductions(world: World) -> None:
-    """Two backwards with sync before one step: the sharded gradients add up."""
+    """Two backwards with sync before one step accumulate the sharded gradients."""
     whole, sharded = OddMLP().double(), OddMLP().double()
     sharded.load_state_dict(whole.state_dict())
     shard_blocks(sharded)
@@ -143,7 +143,7 @@ def test_many_dims(world: World, dim: int) -> None:
 
 @on_ranks(2, 3, 4)
 def test_all_dims_in_one_group(world: World) -> None:
-    """Three parameters cut along dims 0, 1 and 2, uneven, of fewer rows than ranks, one of them frozen."""
+    """Three parameters sharded along dims 0, 1 and 2: uneven, with fewer rows than ranks, one of them frozen."""
 
     def shard(model: Conv) -> None:
         dims = {model.blocks[0].weight: 0, model.blocks[1].weight: 1, model.strided: 2}
@@ -155,7 +155,7 @@ def test_all_dims_in_one_group(world: World) -> None:
 
 
 class Checkpointed(OddMLP):
-    """Recomputes its blocks, each as a whole."""
+    """Checkpoints each block from outside."""
 
     use_reentrant = False
 
@@ -167,7 +167,7 @@ class Checkpointed(OddMLP):
 
 
 def _recompute_inside(model: nn.Module, use_reentrant: bool) -> None:
-    """Recompute inside the sharded module: its hooks are outside of the checkpoint."""
+    """Checkpoints inside the sharded module, whose hooks are outside the checkpoint."""
     for block in model.get_submodule("blocks").children():
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=use_reentrant)
 
@@ -220,7 +220,7 @@ def test_threaded_streams_give_the_same_bits(world: World) -> None:
 
 
 class Towers(nn.Module):
-    """Blocks whose inputs want no gradient: each looks up its own indices."""
+    """Blocks whose inputs require no gradient: each looks up its own indices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def test_blocks_without_input_gradients_reduce_during_backward(world: World) -> 
 
 
 def _bf16_step(master: nn.Module, parts: tuple[torch.Tensor, ...]) -> None:
-    """By hand: each rank's gradient in bfloat16, their mean in float32 in rank order, on float32 parameters."""
+    """The reference: each rank's gradient in bfloat16, their mean in float32 in rank order, on float32 parameters."""
     low = type(master)().bfloat16()
     sums: dict[str, torch.Tensor] = {}
     for part in parts:
@@ -317,7 +317,7 @@ def test_mixed_original_dtypes(world: World) -> None:
 
 
 class Detached(nn.Module):
-    """Needs a parameter in backward after its own gradient is there: the saved one is detached."""
+    """Its backward reads a parameter after that parameter's gradient is complete, since the saved one is detached."""
 
     def __init__(self) -> None:
         super().__init__()

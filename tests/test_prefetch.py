@@ -1,4 +1,4 @@
-"""What is gathered when: the recorded order, gathered ahead both ways, and what a changed order does."""
+"""Prefetch: gathers follow the recorded order in forward and backward, and adapt to a changed order."""
 
 import copy
 import json
@@ -41,8 +41,8 @@ def gathers_of(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def said() -> Iterator[list[str]]:
-    """What the package logs meanwhile."""
+def logged() -> Iterator[list[str]]:
+    """The package's log lines in the `with` block."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -63,7 +63,7 @@ def test_both_ways(world: World) -> None:
     assert events == f"{on_demand} {backward}".split()
     events.clear()
     model(batch(0).float()).sum().backward()
-    # Two ahead; and the last block is not freed, since the backward begins with it.
+    # Two groups ahead. The last block is not freed, since the backward begins with it.
     ahead = "OddMLP blocks.0 blocks.1 blocks.2 -blocks.0 -blocks.1"
     backward = "blocks.1 -blocks.2 blocks.0 -blocks.1 -blocks.0 -OddMLP"
     assert events == f"{ahead} {backward}".split()
@@ -71,8 +71,8 @@ def test_both_ways(world: World) -> None:
 
 @on_ranks(1, 2)
 @buckets_of(0)
-def test_the_recorder_tells_a_step(world: World) -> None:
-    """All that happens to the groups in the second step, whose order is known, and what is kept of it in a dump."""
+def test_the_recorder_lists_the_events_of_a_step(world: World) -> None:
+    """All events of the groups in the second step, whose order is recorded, and their lines in a dump."""
     model = shard_blocks(OddMLP())
     model(batch(0).float()).sum().backward()
     since = time.time()
@@ -99,7 +99,7 @@ def test_the_recorder_tells_a_step(world: World) -> None:
 
 @on_ranks(1, 2)
 def test_small_groups_in_buckets(world: World) -> None:
-    """The root and block 0 are a bucket, then pairs. Two buckets ahead in forward, one in backward, which finds two kept."""
+    """The root and block 0 are a bucket, then pairs of blocks. Two buckets ahead in forward, one in backward; two stay."""
     model = shard_blocks(OddMLP(layers=8))
     events = gathers_of(model)
     with buckets_of(2 * model.blocks[0].param_group.layout.nbytes):
@@ -113,7 +113,7 @@ def test_small_groups_in_buckets(world: World) -> None:
 
 @on_ranks(1, 2)
 def test_a_prefetch_policy(world: World) -> None:
-    """At most so many groups and bytes ahead, which may be none, both ways."""
+    """The policy limits the groups and bytes gathered ahead, also to zero, in forward and backward."""
     block = "blocks.0"
     for policy, forward, backward in (
         (shardrt.PrefetchPolicy(max_groups=0), "OddMLP 0 -0 1 -1 2 -2 3 -3", "3 -3 2 -2 1 -1 0 -0 -OddMLP"),
@@ -121,7 +121,7 @@ def test_a_prefetch_policy(world: World) -> None:
         (shardrt.PrefetchPolicy(max_bytes=1), "OddMLP 0 1 -0 2 -1 3 -2", "2 -3 1 -2 0 -1 -0 -OddMLP"),
     ):
         model = shard_blocks(OddMLP(layers=4))
-        if policy.max_bytes is not None:  # one block, and not two
+        if policy.max_bytes is not None:  # enough for one block, not for two
             nbytes = model.get_submodule(block).param_group.layout.nbytes
             policy = shardrt.PrefetchPolicy(max_bytes=2 * nbytes - 1)
         model.set_prefetch_policy(policy)
@@ -157,7 +157,7 @@ def test_named_modules_are_gathered_ahead(world: World) -> None:
 @on_ranks(1, 2)
 @buckets_of(0)
 def test_a_module_whose_backward_reads_no_parameters(world: World) -> None:
-    """An embedding is not gathered for its backward, and still gets its gradient."""
+    """An embedding gets its gradient without being gathered for its backward."""
     model = nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 3)).double()
     whole = copy.deepcopy(model)
     for module in model:
@@ -177,47 +177,47 @@ def test_a_module_whose_backward_reads_no_parameters(world: World) -> None:
 
 @on_ranks(1, 2)
 @buckets_of(0)
-def test_a_changed_order_is_served_on_demand_and_recorded(world: World) -> None:
+def test_a_changed_order_is_gathered_on_demand_and_recorded(world: World) -> None:
     model = shard_blocks(Skipping())
     events = gathers_of(model)
     for _ in range(2):
         model(batch(0).float()).sum().backward()
     model.skip = True
     events.clear()
-    with said() as lines:
+    with logged() as lines:
         model(batch(0).float()).sum().backward()
-    # blocks.1 was gathered ahead for nothing; it is freed when the forward ends, and is not gathered in backward.
+    # blocks.1 was gathered ahead but not used; the end of the forward frees it, and the backward does not gather it.
     forward = "Skipping blocks.0 blocks.1 blocks.2 -blocks.0 -blocks.2 -blocks.1"
     assert events == f"{forward} blocks.2 blocks.0 -blocks.2 -blocks.0 -Skipping".split()
     events.clear()
-    with said() as more:
+    with logged() as more:
         model(batch(0).float()).sum().backward()
         assert events == ["Skipping", "blocks.0", "blocks.2", "-blocks.0", "blocks.0", "-blocks.2", "-blocks.0", "-Skipping"]
         model.skip = False
         model(batch(0).float()).sum().backward()
     expected = "the order of use changed: expected 'blocks.1', found 'blocks.2'"
     assert [line.startswith(expected) for line in lines] == [True] * (world.rank == 0)
-    assert more == []  # once is enough
+    assert more == []  # logged once
 
 
 @on_ranks(2)
 @buckets_of(0)
 def test_a_root_that_ends_with_its_last_child(world: World) -> None:
-    """Both share the output's node; the child's backward starts first, and gathering ahead goes on behind it."""
+    """Both share the output's autograd node; the child's backward starts first, and prefetch continues after it."""
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
     for module in model:
         shardrt.fully_shard(module)
     shardrt.fully_shard(model)
     events = gathers_of(model)
     model(batch(0).float()).sum().backward()
-    gathered = [event for event in events if event != "Sequential"]  # which has no parameters of its own
+    gathered = [event for event in events if event != "Sequential"]  # the root, which has no parameters of its own
     assert gathered[-8:] == ["3", "2", "-3", "1", "-2", "0", "-1", "-0"]
 
 
 @on_ranks(2)
 @buckets_of(0)
 def test_branches_are_freed_in_time(world: World) -> None:
-    """Blocks 4 and 2 share their input with others: each is freed by its own backward, not by that input's whole gradient.
+    """Blocks 4 and 2 share their input with others: its own backward frees each, before that input's gradient is complete.
 
     Block 3 waits for the gradient of an input that it does not use, and that never comes, till the end.
     """
@@ -230,7 +230,7 @@ def test_branches_are_freed_in_time(world: World) -> None:
 
 
 class PassingOn(OddBlock):
-    """Gives its input out again, beside its output."""
+    """Returns its input together with its output."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         return super().forward(x), x
@@ -252,7 +252,7 @@ class Passing(OddMLP):
 @on_ranks(1, 2)
 @buckets_of(0)
 def test_an_input_that_is_passed_on(world: World) -> None:
-    """It is part of the module's outputs, and does not begin its backward once more."""
+    """An input among the outputs does not start the module's backward a second time."""
     model = shard_blocks(Passing(), reshard_after_forward=True)
     events = gathers_of(model)
     for _ in range(2):
@@ -274,7 +274,7 @@ def test_late_sharding_is_refused(world: World) -> None:
 
 
 @on_ranks(2)
-def test_freezing_while_gradients_wait_is_refused(world: World) -> None:
+def test_freezing_with_unreduced_gradients_is_refused(world: World) -> None:
     model = shard_blocks(OddMLP())
     model.set_requires_gradient_sync(False)
     model(batch(0).float()).sum().backward()
@@ -285,8 +285,8 @@ def test_freezing_while_gradients_wait_is_refused(world: World) -> None:
 
 
 @on_ranks(2, 3)
-def test_gradients_that_waited_go_out_without_new_ones(world: World) -> None:
-    """A block that takes no part in the backward with sync still reduces what it accumulated before."""
+def test_accumulated_gradients_are_reduced_without_new_ones(world: World) -> None:
+    """A block that does not run in the backward with sync still reduces the gradients that it accumulated before."""
     whole, sharded = Skipping().double(), Skipping().double()
     sharded.load_state_dict(whole.state_dict())
     shard_blocks(sharded)

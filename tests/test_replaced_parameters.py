@@ -1,4 +1,4 @@
-"""Parameters that users put in the place of those that were sharded, write to through `.data`, or add later."""
+"""Parameters that users register in place of sharded ones, write to through `.data`, or add later."""
 
 import copy
 import importlib
@@ -26,14 +26,14 @@ def distributed(value: torch.Tensor, mesh: shardrt.DeviceMesh, dim: int = 0) -> 
 
 
 def replace_all(model: nn.Module, source: nn.Module, mesh: shardrt.DeviceMesh) -> None:
-    """Register the values of `source`, each lying as the user likes."""
+    """Register the values of `source`, each with a placement of the user's choice."""
     for name, value in source.named_parameters():
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, distributed(value.detach(), mesh, dim=-1 if value.dim() else 0))
 
 
 def train_alike(world: World, whole: nn.Module, sharded: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Three steps, compared; `optimizer` was made before the first forward."""
+    """Compare three steps; `optimizer` was made before the first forward."""
     reference = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-3)
     for step in range(3):
         x = batch(step)
@@ -48,7 +48,7 @@ def train_alike(world: World, whole: nn.Module, sharded: nn.Module, optimizer: t
 @pytest.mark.parametrize("meta", [False, True])
 @on_ranks(2, 3)
 def test_registered_before_the_first_forward(world: World, meta: bool) -> None:
-    """They become the model's own, wherever they were cut, and an optimizer that holds them trains them."""
+    """The model adopts them, whatever their placement, and an optimizer that holds them trains them."""
     whole = OddMLP().double()
     with torch.device("meta" if meta else "cpu"):
         model = OddMLP().double()
@@ -87,7 +87,7 @@ def test_of_another_dtype(world: World, cast: bool) -> None:
 
 @on_ranks(2)
 def test_ties_before_the_first_forward(world: World) -> None:
-    """A tie that is kept is followed, one that is broken or new is refused."""
+    """A tie that is kept is followed; one that is broken or new raises an error."""
     new = distributed(torch.randn(11, 12), world.mesh)
     model = shard_blocks(TiedGPT())
     model.tokens.weight = new
@@ -105,12 +105,12 @@ def test_ties_before_the_first_forward(world: World) -> None:
 
 
 class Marked(torch.Tensor):
-    """Whatever is made of it is one as well."""
+    """A subclass that its operations preserve."""
 
 
 @on_ranks(2, 3)
 def test_what_cannot_be_registered(world: World) -> None:
-    """Named on every rank, also by those that see nothing wrong; put right, the model runs."""
+    """The error names it on every rank, also on ranks without the problem; once it is fixed, the model runs."""
 
     def refused_with(match: str, param: nn.Parameter | None, kind: type[Exception] = RuntimeError) -> None:
         before = model.blocks[1].up.weight
@@ -147,7 +147,7 @@ def test_what_cannot_be_registered(world: World) -> None:
 
 @on_ranks(2)
 def test_replaced_after_the_first_forward(world: World) -> None:
-    """Between steps, and between a forward and its backward: the next forward says so, and goes on with what was there."""
+    """Between steps, or a forward and its backward: the next forward raises an error, and the old parameter remains usable."""
     model, x = shard_blocks(OddMLP()), batch(0).float()
     model(x).sum().backward()
     for holder, name in ((model.blocks[0].down, "blocks.0.down.weight"), (model.inp, "inp.weight")):
@@ -173,7 +173,7 @@ def test_replaced_after_the_first_forward(world: World) -> None:
 @pytest.mark.parametrize("first", [False, True])
 @on_ranks(2)
 def test_functional_call(world: World, first: bool) -> None:
-    """Parameters of its own are taken, others refused by name, and the model is as it was."""
+    """The model's own parameters are accepted; others raise an error with their name and leave the model unchanged."""
     whole, x = OddMLP(), batch(0).float()
     model = shard_blocks(copy.deepcopy(whole))
     if not first:
@@ -204,7 +204,7 @@ def test_functional_call(world: World, first: bool) -> None:
 @pytest.mark.parametrize("kind", [OddMLP, TiedGPT])
 @on_ranks(2, 3)
 def test_a_meta_model_takes_a_sharded_state(world: World, kind: type[nn.Module]) -> None:
-    """With assign=True, and then shares no memory with where it came from; ties stay ties."""
+    """With assign=True; afterwards it shares no memory with the source, and ties are kept."""
     whole, x = kind(), batch(0).float() if kind is OddMLP else tokens(0)
     source = shard_blocks(copy.deepcopy(whole))
     with torch.device("meta"):
@@ -244,7 +244,7 @@ def kind_without_grad(whole: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @on_ranks(2, 3)
 def test_data_of_parameters(world: World, dtype: torch.dtype | None) -> None:
-    """Whole tensors, sharded ones and slices of a vector, while sharded and while gathered, are what the next forward uses."""
+    """The next forward uses assigned full tensors, sharded tensors and slices of a vector, while sharded and while gathered."""
     policy = shardrt.MixedPrecisionPolicy(param_dtype=dtype)
     whole, fresh, x = OddMLP(), OddMLP(), batch(0).float()
     model, expected = shard_blocks(copy.deepcopy(whole), mp_policy=policy), shard_blocks(copy.deepcopy(fresh), mp_policy=policy)
@@ -305,7 +305,7 @@ def warnings_of_shardrt() -> Iterator[list[str]]:
 
 @on_ranks(2)
 def test_parameters_added_later(world: World) -> None:
-    """Named once, whatever is done to the model; a parameter of the model's own under another name is refused."""
+    """A warning names them once; an existing parameter of the model under another name raises an error."""
     ignoring = OddMLP(layers=8)
     model, x = shard_blocks(ignoring, ignored_params=[ignoring.out.bias]), batch(0).float()
     with warnings_of_shardrt() as messages:
@@ -356,7 +356,7 @@ def test_adapters_added_later(world: World) -> None:
 
 @on_ranks(2, 3)
 def test_writes_to_gathered_parameters_are_kept(world: World) -> None:
-    """After a forward without backward the root's parameters are gathered: what is done to them reaches the shards."""
+    """After a forward without backward the root's parameters are gathered: writes to them reach the shards."""
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     shardrt.fully_shard(model, mp_policy=shardrt.MixedPrecisionPolicy(torch.float32))
     x = torch.randn(2, 5, dtype=torch.float64)
@@ -375,7 +375,9 @@ def test_writes_to_gathered_parameters_are_kept(world: World) -> None:
     model[1].weight.data[0] = 7.0
     model(x).sum().backward()
     assert torch.equal(model[0].weight.full_tensor(), torch.full((4, 5), 2.0, dtype=torch.float64))
-    assert torch.equal(model[0].bias.full_tensor(), before.index_fill(0, torch.tensor([1]), 3.0))  # the rest to the last bit
+    assert torch.equal(
+        model[0].bias.full_tensor(), before.index_fill(0, torch.tensor([1]), 3.0)
+    )  # the other elements are bitwise unchanged
     assert torch.equal(model[1].weight.full_tensor()[0], torch.full((4,), 7.0, dtype=torch.float64))
     once = model[1].bias.grad.full_tensor().clone()
     model(x)

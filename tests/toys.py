@@ -1,4 +1,4 @@
-"""Small models that are awkward on purpose, and the loop that trains one sharded and whole side by side."""
+"""Small models with deliberate edge cases, and a loop that trains one sharded and unsharded and compares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sharder = Callable[[nn.Module], object]
 
 
 class OddBlock(nn.Module):
-    """Rows that do not divide, fewer rows than ranks, and a 1-element parameter."""
+    """Uneven rows, fewer rows than ranks, a 1-element and a 0-dim parameter."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Skipping(OddMLP):
 
 
 class Branching(OddMLP):
-    """One tensor goes into three blocks, at once and late, and one block takes two, of which it uses one."""
+    """One tensor is the input of three blocks and of the sum at the end; one block has two inputs and uses only the first."""
 
     def __init__(self, width: int = 13) -> None:
         super().__init__(width, layers=5)
@@ -85,7 +85,7 @@ class Branching(OddMLP):
 
 
 class FirstOfTwo(nn.Module):
-    """Has no use for its second input."""
+    """Does not use its second input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class FirstOfTwo(nn.Module):
 
 
 class TiedGPT(nn.Module):
-    """A causal transformer whose head is its embedding."""
+    """A causal transformer whose head and embedding share their weight."""
 
     def __init__(self, vocab: int = 11, width: int = 12, layers: int = 2) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class TiedGPT(nn.Module):
 
 
 def without_scalars(model: nn.Module) -> nn.Module:
-    """The model with its 0-dim parameters made 1-element ones, for what cannot take them."""
+    """Replace the 0-dim parameters of `model` by 1-element ones, for code that does not support scalars."""
     for module in model.modules():
         if isinstance(module, OddBlock):
             module.scale = nn.Parameter(module.scale.detach().reshape(1))
@@ -125,7 +125,7 @@ def without_scalars(model: nn.Module) -> nn.Module:
 
 
 def shard_blocks(model: nn.Module, **options: object) -> nn.Module:
-    """One group per block and one for the rest."""
+    """One group per block and one for the remaining parameters."""
     for block in model.get_submodule("blocks").children():
         shardrt.fully_shard(block, **options)  # type: ignore[arg-type]
     return shardrt.fully_shard(model, **options)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def shard_blocks(model: nn.Module, **options: object) -> nn.Module:
 
 @contextmanager
 def buckets_of(nbytes: int) -> Iterator[None]:
-    """Gather and reduce groups up to `nbytes` in one go; 0: one group at a time. By default the toys are one bucket."""
+    """Set the size of a bucket; 0: one group at a time. By default each of these models fits in one bucket."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefetch, "BUCKET_BYTES", nbytes)
         yield
@@ -150,7 +150,7 @@ def tokens(step: int, rows: int = 12) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A mean over the rows, so that the mean over equal parts is the mean over all."""
+    """A mean over the rows, so that the mean over equal parts equals the mean over all rows."""
     out = model(x)
     if x.is_floating_point():
         return ((out - x[:, :3]) ** 2).mean()
@@ -174,14 +174,14 @@ def train_side_by_side(
     before_step: Callable[[int, nn.Module], None] = lambda step, model: None,
     tolerance: float = 1e-12,
 ) -> nn.Module:
-    """Train `model` in one process on whole batches and a sharded copy on this rank's part of each; compare as they go.
+    """Train `model` on full batches and a sharded copy on this rank's rows of each, and compare them.
 
-    Compared after every step: the loss, every gradient (also: that the same parameters have none), every parameter.
-    Groups go in buckets in one step, one by one in the next.
+    Compared after every step: the loss, every gradient (and which parameters have none), every parameter.
+    Steps alternate between groups in buckets and single groups.
     """
     whole, sharded = model, copy.deepcopy(model)
     shard(sharded)
-    # A large eps: Adam divides a gradient of pure rounding noise by itself, and would show the noise at full size.
+    # A large eps: otherwise Adam scales gradients of pure rounding noise to the size of a real step.
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (whole, sharded)]
     for step, x in enumerate(batches):
         before_step(step, whole)
@@ -206,17 +206,17 @@ def train_side_by_side(
 
 
 def compare(whole: nn.Module, sharded: nn.Module, tolerance: float, when: str) -> None:
-    """Every parameter and gradient of the sharded model against the whole one's. Collective."""
+    """Compare every parameter and gradient of the sharded model with the unsharded one's. Collective."""
     pairs = zip(whole.named_parameters(), sharded.named_parameters(), strict=True)
     for (name, expected), (sharded_name, param) in pairs:
         assert name == sharded_name
         assert isinstance(param, shardrt.DTensor)
 
-        def say(text: str, name: str = name) -> str:
+        def describe(text: str, name: str = name) -> str:
             return f"{name} {when}: {text}"
 
-        torch.testing.assert_close(param.full_tensor(), expected.detach(), rtol=tolerance, atol=tolerance, msg=say)
+        torch.testing.assert_close(param.full_tensor(), expected.detach(), rtol=tolerance, atol=tolerance, msg=describe)
         assert (param.grad is None) == (expected.grad is None), f"{name} {when}: a gradient on one side only"
         if expected.grad is not None:
             assert isinstance(param.grad, shardrt.DTensor)
-            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=tolerance, atol=tolerance, msg=say)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=tolerance, atol=tolerance, msg=describe)

@@ -1,6 +1,6 @@
-"""A rank of a test job: runs the bodies it is told to, until the connection closes. Started by `ranks.Job`.
+"""A rank of a test job: runs the bodies that it receives until the connection closes. Started by `ranks.Job`.
 
-SHARDRT_TEST_DEVICE=cuda has it do so on GPUs, one for each rank, or under fake_cuda/run.py, where races fail a test.
+With SHARDRT_TEST_DEVICE=cuda each rank uses a GPU; under fake_cuda/run.py, a race between streams fails the test.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def main() -> None:
                 if device != "cpu":
                     torch.set_default_device(device)
                 getattr(importlib.import_module(module), body).__wrapped__(world, **parameters)
-                if races := told_races():
+                if races := take_races():
                     raise AssertionError(f"streams have raced:\n{races}")
                 connection.send(None)
             except BaseException:
-                connection.send(traceback.format_exc() + told_races())
+                connection.send(traceback.format_exc() + take_races())
 
 
-def told_races() -> str:
-    """Races of streams since the last call, a line each, where fake_cuda/run.py watches."""
+def take_races() -> str:
+    """The races between streams since the last call, one per line; empty unless fake_cuda/run.py watches."""
     return str(importlib.import_module("sitecustomize").races()) if "FAKE_GPUS" in os.environ else ""
 
 
