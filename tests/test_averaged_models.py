@@ -67,9 +67,7 @@ def test_copy_trains_as_another_model_would(world: World) -> None:
             optimizer.zero_grad()
         compare(whole, copied, 1e-12, f"step {step}")
     copied(tokens(0))
-    assert all(
-        isinstance(value, shardrt.DTensor) for value in copied.state_dict().values()
-    )  # its own hooks register its shards
+    assert all(isinstance(value, shardrt.DTensor) for value in copied.state_dict().values())  # its hooks show its shards
     for unchanged in (model, kept):
         assert all(torch.equal(value.full_tensor(), before[name]) for name, value in unchanged.state_dict().items())
     train_side_by_side(world, TiedGPT().double(), [tokens(0)], shard=lambda new: adopt_as(new, copied))

@@ -298,7 +298,7 @@ def test_eval_and_inference_between_steps(world: World) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 @on_ranks(2)
 def test_inductor(world: World, tmp_path: Path) -> None:
-    """Its kernels read the parameters at their current addresses. Results are bitwise those of the unsharded blocks.
+    """Its kernels read the parameters where they are at the time. The bits are those of the same blocks, not sharded.
 
     Every rank has the same rows, so that the mean over two ranks is exact.
     """
@@ -308,7 +308,7 @@ def test_inductor(world: World, tmp_path: Path) -> None:
     model.load_state_dict(plain.state_dict())
     shard_blocks(model)
     with pytest.MonkeyPatch.context() as patch, config.patch(compile_threads=1), compiler() as counts:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # shared: one rank compiles while the others wait for its lock
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # shared: one rank compiles, the others wait for its locks
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (plain, model)]
         for block in (*plain.blocks, *model.blocks):
             block.compile(fullgraph=True)
@@ -320,7 +320,7 @@ def test_inductor(world: World, tmp_path: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             assert torch.equal(*losses)
-        assert counts.graphs <= 2  # there are two classes of blocks
+        assert counts.graphs <= 2  # the classes are two
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert isinstance(param, shardrt.DTensor)
         assert torch.equal(param.full_tensor(), expected), name

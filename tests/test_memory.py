@@ -88,8 +88,8 @@ def test_gathered_parameters_come_from_a_pool(world: World) -> None:
 @on_ranks(1, 2, 3)
 @buckets_of(0)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_gradients_free_their_memory_after_zero_grad(world: World, reduce_dtype: torch.dtype | None) -> None:
-    """It is free from a forward without gradients to the backward, unless a gradient or a view of one is referenced."""
+def test_gradients_give_their_memory_back(world: World, reduce_dtype: torch.dtype | None) -> None:
+    """From a forward that finds none to the backward, unless somebody has one of them or a view of it."""
     model = OddMLP(layers=2).double()
     shard_blocks(model, mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     block = model.blocks[0]
@@ -115,7 +115,7 @@ def test_gradients_free_their_memory_after_zero_grad(world: World, reduce_dtype:
         assert not block.param_group.reduction._own.available
 
 
-def test_a_comm_buffer_is_passed_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_is_handed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two roots may compute on different streams."""
     comm_buffer, memory = CommBuffer(torch.zeros(16, dtype=torch.uint8)), MemoryCounter()
     first, second = CommFlatBuffer(16, comm_buffer, memory), CommFlatBuffer(8, comm_buffer, memory)

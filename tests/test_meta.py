@@ -88,7 +88,7 @@ def test_initialised_alike_on_any_world(world: World) -> None:
 
 
 class Wide(nn.Module):
-    """2 billion parameters in 16 blocks; no process ever holds the full model."""
+    """2 billion parameters in 16 blocks, never whole anywhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Wide(nn.Module):
 
 @on_ranks(4, deadline_s=240)
 def test_two_billion_parameters(world: World) -> None:
-    """Each of four ranks has 1 GB of bfloat16 shards and little else while it initialises them; the full model has 4 GB."""
+    """bfloat16 shards of a quarter: 1 GB per rank, and little beside them while they are made; the whole model is 4 GB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with torch.device("meta"):
         model = Wide().bfloat16()

@@ -375,9 +375,7 @@ def test_writes_to_gathered_parameters_are_kept(world: World) -> None:
     model[1].weight.data[0] = 7.0
     model(x).sum().backward()
     assert torch.equal(model[0].weight.full_tensor(), torch.full((4, 5), 2.0, dtype=torch.float64))
-    assert torch.equal(
-        model[0].bias.full_tensor(), before.index_fill(0, torch.tensor([1]), 3.0)
-    )  # the other elements are bitwise unchanged
+    assert torch.equal(model[0].bias.full_tensor(), before.index_fill(0, torch.tensor([1]), 3.0))  # others bitwise equal
     assert torch.equal(model[1].weight.full_tensor()[0], torch.full((4,), 7.0, dtype=torch.float64))
     once = model[1].bias.grad.full_tensor().clone()
     model(x)
