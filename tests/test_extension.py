@@ -315,9 +315,9 @@ def test_extensions_that_are_refused(world: World) -> None:
 
     with mock.patch.object(extension._log, "warning") as warn, pytest.raises(AssertionError):
         linear(own_metadata)(inputs())
-    said = [str(call.args[0]) for call in warn.call_args_list]
-    assert len(said) == (world.rank == 0)
-    assert all("fsdp_pre_all_gather of '0.weight' returns other metadata on each rank" in text for text in said)
+    messages = [str(call.args[0]) for call in warn.call_args_list]
+    assert len(messages) == (world.rank == 0)
+    assert all("fsdp_pre_all_gather of '0.weight' returns other metadata on each rank" in text for text in messages)
 
     model = linear(set_on_locals)
     model(inputs())
