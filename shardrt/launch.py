@@ -276,9 +276,9 @@ def remove_stale_shared_memory(folder: Path = Path("/dev/shm")) -> None:
     Hazard: a requeued Slurm job gives its segments the same names as before, and MPI_Init fails on those of the killed run.
     A file that no process maps is stale, unless it is new: a rank creates a segment before it maps it.
     """
-    newest = time.time() - _MIN_AGE_S
+    max_mtime = time.time() - _MIN_AGE_S
     found = [(path, path.lstat()) for pattern in _SEGMENTS for path in folder.glob(pattern)]
-    own = {path: status.st_ino for path, status in found if status.st_uid == os.geteuid() and status.st_mtime < newest}
+    own = {path: status.st_ino for path, status in found if status.st_uid == os.geteuid() and status.st_mtime < max_mtime}
     mapped = _mapped_inodes() if own else set()
     for path, inode in own.items():
         if inode not in mapped:

@@ -47,7 +47,7 @@ class Accelerator(accelerate.Accelerator):
             )
         if self.dataloader_config.dispatch_batches:
             raise RuntimeError(
-                f"Accelerator(dispatch_batches=True) on rank {self.process_index}: each rank reads its own batches; leave out"
+                f"Accelerator(dispatch_batches=True) on rank {self.process_index}: each rank reads its own batches; remove it"
             )
         self.dataloader_config.dispatch_batches = False
         world = comm.world()
