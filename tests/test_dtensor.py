@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
+from shardrt.tensor.dispatch import FOREACH_AND_FUSED
 from shardrt.tensor.placement import Placement
 from test_module import Narrow
 from test_redistribute import uneven
@@ -46,21 +47,115 @@ def cuts(shape: tuple[int, ...], size: int) -> list[Placement]:
 # ---------------------------------------------------------------------- lists of tensors
 
 
+def foreach_and_fused() -> list[torch._ops.OpOverload]:
+    """Every overload of `aten::_foreach_*` and `aten::_fused_*` that this torch has."""
+    names = (name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::_f"))
+    split = (name.partition(".") for name in sorted(names) if name.startswith(("_foreach_", "_fused_")))
+    return [getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in split]
+
+
+def arguments_of(op: torch._ops.OpOverload, tensors: Iterator[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments that fit the schema: `tensors` for lists and for a first tensor, plain scalars for other tensors."""
+    by_type: dict[str, Callable[[], Any]] = {
+        "Tensor": lambda: torch.tensor(0.25, dtype=torch.float64),
+        "List[Tensor]": lambda: [next(tensors), next(tensors)],
+        "List[number]": lambda: [0.25, 0.5],
+        "List[int]": lambda: [6],
+        "List[bool]": lambda: [True, True],
+        "number": lambda: 0.25,
+        "float": lambda: 0.25,
+        "int": lambda: 1,
+        "bool": lambda: False,
+    }
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for index, argument in enumerate(op._schema.arguments):
+        kind = str(argument.type)
+        if argument.name == "state_steps":
+            value: Any = [torch.tensor(3.0), torch.tensor(4.0)]
+        elif argument.name == "amsgrad":
+            value = True
+        elif argument.name == "scalars":
+            value = torch.tensor([0.25, 0.5], dtype=torch.float64) if kind == "Tensor" else [0.25, 0.5]
+        elif kind == "Tensor" and index == 0:
+            value = next(tensors)
+        else:
+            value = by_type.get(kind, lambda: None)()  # None for what is optional
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
 @on_ranks(2)
-def test_only_elementwise_operations_on_lists_run_on_the_parts(world: World) -> None:
-    whole = drawn(5, 6).float()
-    tensor = distribute_tensor(whole, world.mesh, [Shard(0)])
-    for refused in (
-        lambda: torch.ops.aten._fused_dropout(tensor, 0.5),
-        lambda: torch._foreach_max([tensor]),
-        lambda: torch._foreach_powsum([tensor], 2),
-    ):
-        with pytest.raises(NotImplementedError, match=r"aten\._f\w+.* is not defined on sharded tensors"):
-            refused()
+def test_every_foreach_and_fused_operation_is_elementwise_or_refused(world: World) -> None:
+    """What runs yields the values of the full tensors, in its results and in its arguments."""
+    ran, refused = set(), set()
+    for op in foreach_and_fused():
+        fulls = [drawn(5, 6, seed=seed).abs() / 4 + 0.1 for seed in range(12)]
+        plain_args, plain_kwargs = arguments_of(op, iter([full.clone() for full in fulls]))
+        sharded = [distribute_tensor(full, world.mesh, [(Shard(0), Shard(1))[index % 2]]) for index, full in enumerate(fulls)]
+        args, kwargs = arguments_of(op, iter(sharded))
+        name = op._schema.name.removeprefix("aten::")
+        if name not in FOREACH_AND_FUSED or (name == "_foreach_norm" and "out" in kwargs):
+            if name != "_fused_rms_norm":  # composed of other operations
+                with pytest.raises(NotImplementedError, match=rf"aten\.{name}\.\w+ is not defined on sharded tensors"):
+                    op(*args, **kwargs)
+                refused.add(name)
+            continue
+        found, expected = op(*args, **kwargs), op(*plain_args, **plain_kwargs)
+        ran.add(name)
+        for one, other in zip(
+            tree_leaves((found, args, kwargs)), tree_leaves((expected, plain_args, plain_kwargs)), strict=True
+        ):
+            if isinstance(other, torch.Tensor):
+                torch.testing.assert_close(whole(one), other, rtol=1e-12, atol=1e-12, equal_nan=True, msg=str(op))
+    assert FOREACH_AND_FUSED - ran <= {"_foreach_clone_"}  # which torch does not have
+    assert refused >= {"_foreach_max", "_foreach_powsum", "_fused_adam", "_fused_adamw", "_fused_dropout", "_fused_sgd"}
+
+
+@on_ranks(2)
+def test_fused_operations_by_value(world: World) -> None:
+    full = drawn(5, 6).float()
+    tensor = distribute_tensor(full, world.mesh, [Shard(0)])
     norm = torch.ops.aten._fused_rms_norm
-    assert torch.equal(norm(tensor, [6], None, None)[0], norm(whole, [6], None, None)[0])  # torch takes it apart on a CPU
-    (found,) = torch._foreach_lerp([tensor], [tensor.neg()], 0.25)
-    assert torch.equal(found.full_tensor(), torch.lerp(whole, -whole, 0.25))
+    for found, expected in zip(norm(tensor, [6], None, None), norm(full, [6], None, None), strict=True):
+        assert torch.equal(whole(found), expected)  # composed of other operations, which gather
+    with pytest.raises(NotImplementedError, match=r"aten\._fused_dropout\.default is not defined on sharded tensors"):
+        torch.ops.aten._fused_dropout(tensor, 0.5)
+    assert torch.equal(tensor.full_tensor(), full)
+    half = full.bfloat16()
+    sharded = distribute_tensor(half, world.mesh, [Shard(0)])
+    for found, expected in zip(
+        torch._foreach_norm([sharded, sharded], 2, torch.float64),
+        torch._foreach_norm([half, half], 2, torch.float64),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@on_ranks(2)
+def test_operations_that_are_not_in_the_table_are_refused(world: World) -> None:
+    """Unknown operations, outputs that a rule does not write, and random operations that torch calls pointwise."""
+    full = drawn(5, 6)
+    tensor, out = distribute_tensor(full, world.mesh, [Shard(0)]), torch.empty((), dtype=torch.float64)
+    aten = torch.ops.aten
+    for refused in (
+        lambda: aten.native_layer_norm(tensor, [6], None, None, 1e-5),
+        lambda: aten.native_dropout(tensor, 0.5, True),
+        lambda: aten.rrelu_with_noise(tensor, torch.empty_like(tensor), 0.1, 0.3, True),
+        lambda: aten.linalg_vector_norm.out(tensor, 2, out=out),
+        lambda: aten._foreach_norm.Scalar_out([tensor], 2, out=[out]),
+        lambda: aten.rand_like.out(tensor, out=torch.empty(5, 6)),
+        lambda: aten.new_empty.out(tensor, [5, 6], out=torch.empty(5, 6)),
+        lambda: aten.clone.out(tensor, out=torch.empty(5, 6)),
+        lambda: aten._amp_foreach_non_finite_check_and_unscale([tensor], out, torch.tensor(0.5)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"aten\.\w+\.\w+ is not defined on sharded tensors"):
+            refused()
+    first, second = (torch.rand_like(tensor, generator=torch.Generator().manual_seed(3)).full_tensor() for _ in range(2))
+    assert torch.equal(first, second)
 
 
 MIXED = [

@@ -68,13 +68,18 @@ _GATHERED_IN_PLACE = (
     "addmm_ cumprod_ cumsum_ eye fill_diagonal_ index_add_ index_copy_ index_fill_ masked_scatter_ put_ renorm_ scatter_ "
     "scatter_add_ tril_ triu_"
 )
-# What `_foreach_*` and `_fused_*` do to each element alone; other operations of such names are refused.
+# The `_foreach_*` and `_fused_*` operations that treat each element alone. All others of these names are refused, and of the
+# `_fused_*` steps all overloads but those in place.
 _FOREACH = (
     "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 floor frac "
     "lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh sqrt sub "
     "tan tanh trunc zero"
 )
-_LISTS = {f"_foreach_{name}" for name in _FOREACH.split()} | {f"_fused_{name}" for name in ("adagrad", "adam", "adamw", "sgd")}
+FOREACH_AND_FUSED = (
+    {f"_foreach_{name}{suffix}" for name in _FOREACH.split() for suffix in ("", "_")}
+    | {f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")}
+    | {"_foreach_norm"}
+)  # fmt: skip
 # What may be done to each part of what a reduction will make one tensor of.
 _PARTIAL_COPIES = {
     aten.clone.default,
@@ -92,14 +97,17 @@ def _find_rule(func: Any) -> Rule:
     name = func._schema.name.removeprefix("aten::")
     if func in TO_SCALAR:
         return to_scalar
+    outputs = [argument.name for argument in func._schema.arguments if argument.is_out]
+    if outputs and (outputs != ["out"] or name in _BY_NAME):
+        return refuse  # these rules return their results, and would leave the outputs as they are
     if name in _BY_NAME:
         return _BY_NAME[name]
     if func in RANDOM:
         return _random
-    if torch.Tag.pointwise in func.tags or func in _COPIES:
+    if name.startswith(("_foreach_", "_fused_")):
+        return _on_lists if name in FOREACH_AND_FUSED else refuse
+    if func in _COPIES or (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags):
         return _elementwise
-    if name.removesuffix("_") in _LISTS:
-        return _local
     if func.is_view:
         return gathered_view
     if name in (_GATHERED_IN_PLACE if func._schema.is_mutable else _GATHERED).split():
@@ -108,7 +116,7 @@ def _find_rule(func: Any) -> Rule:
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`_local` for what optimizers call most: sharded tensors that lie alike, numbers and 0-dim tensors, no lists."""
+    """`_local` for what optimizers call most: sharded tensors of one spec, numbers and 0-dim tensors."""
     spec: Spec | None = None
     local_args = []
     for arg in args:
@@ -137,7 +145,27 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run on the local parts; what comes out has the placement of the first sharded argument (list: element by element)."""
+    """Run on the local shards; what comes out has the placement of the first sharded argument."""
+    (spec,) = specs = specs_of((*args, *kwargs.values()) if kwargs else args)
+    destination = kwargs.get("out", args[0])
+    if func._schema.is_mutable and not isinstance(destination, DTensor):
+        return gathered(func, args, kwargs)  # a plain tensor is written: it needs all of the values
+    if spec.partial:
+        _check_partial(func, args, kwargs)
+    local_args = [localized(arg, specs, func) for arg in args]
+    local_kwargs = {key: localized(value, specs, func) for key, value in kwargs.items()}
+    out = func(*local_args, **local_kwargs)
+    if isinstance(out, torch.Tensor):
+        written = local_kwargs.get("out", local_args[0])
+        return destination if out is written else DTensor(out, spec)
+    return [DTensor(part, spec) for part in out]  # mantissas and exponents
+
+
+def _on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on the local shards of the lists; results lie as the tensors of the first list with sharded tensors.
+
+    Plain tensors that are in no list go in as they are: scalars, or one scalar for each tensor.
+    """
     specs = specs_of((*args, *kwargs.values()) if kwargs else args)
     if not all(specs):
         return _apart(func, args, kwargs)
@@ -146,21 +174,21 @@ def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return gathered(func, args, kwargs)  # a plain tensor is written: it needs all of the values
     if any(spec.partial for spec in specs):
         _check_partial(func, args, kwargs)
-    local_args = [localized(arg, specs, func) for arg in args]
-    local_kwargs = {key: localized(value, specs, func) for key, value in kwargs.items()}
+    local_args = [arg if type(arg) is torch.Tensor else localized(arg, specs, func) for arg in args]
+    local_kwargs = {
+        key: value if type(value) is torch.Tensor else localized(value, specs, func) for key, value in kwargs.items()
+    }
     out = func(*local_args, **local_kwargs)
-    if func._schema.is_mutable and isinstance(destination, (list, tuple)):
-        increment_version(destination)  # of lists the dispatcher does not
-    if isinstance(out, torch.Tensor):
-        written = local_kwargs.get("out", local_args[0])
-        return destination if out is written else DTensor(out, specs[0])
-    if isinstance(out, (list, tuple)):
-        return [DTensor(part, spec) for part, spec in zip(out, specs, strict=True)]
-    return out
+    if func._schema.is_mutable:
+        increment_version(destination)  # the dispatcher increments it for tensors, not for lists
+        return out
+    return [DTensor(shard, spec) for shard, spec in zip(out, specs, strict=True)]
 
 
 def _apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
     """Lists of sharded and of plain tensors: one call for those places of the lists that are sharded in the same lists."""
+    if "out" in kwargs:
+        refuse(func, args, kwargs)
     numbers = range(len(specs_of(args)))
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) == len(numbers)]
     alike: dict[tuple[bool, ...], list[int]] = {}

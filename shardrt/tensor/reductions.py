@@ -64,10 +64,10 @@ def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _norms(func, args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    return _norms(func, args[0], args[1] if len(args) > 1 else 2, args[2] if len(args) > 2 else None)
 
 
-def _norms(func: Any, tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+def _norms(func: Any, tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """The norm of each whole tensor, combined in float64. Cost: one all-reduce for all that are spread over the same ranks."""
     if order <= 0:
         raise NotImplementedError(f"the {order}-norm of sharded tensors is not defined here: use full_tensor()")
@@ -85,7 +85,7 @@ def _norms(func: Any, tensors: list[torch.Tensor], order: float) -> list[torch.T
         else:
             whole = combine(local**order, ReduceOp.SUM, mesh) ** (1.0 / order)
         for index, norm in zip(indices, whole, strict=True):
-            norms[index] = norm.to(tensors[index].dtype)
+            norms[index] = norm.to(dtype or tensors[index].dtype)
     return norms
 
 

@@ -146,7 +146,7 @@ def random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
     """`rand_like` and the others: the same whole tensor on any number of ranks. It lies as the tensor that it is like."""
     made = torch.empty_like(args[0], dtype=kwargs.get("dtype"))
     bounds = args[1:] if len(args) != 2 else (0, args[1])
-    return getattr(made, _DRAWS[func.overloadpacket])(*bounds)
+    return getattr(made, _DRAWS[func.overloadpacket])(*bounds, generator=kwargs.get("generator"))
 
 
 def _plain(value: Any) -> Any:
