@@ -113,7 +113,7 @@ def test_values_come_in_and_go_out(world: World) -> None:
         with torch.no_grad():
             param.copy_(values)
         assert torch.equal(param.full_tensor(), values)
-        assert torch.equal(param.spec.local_part(values), param.to_local())
+        assert torch.equal(param.spec.local_shard(values), param.to_local())
         assert torch.equal((param.detach() * values).full_tensor(), values * values)
         plain = torch.zeros_like(values)
         plain.copy_(param.detach())
@@ -127,9 +127,9 @@ def test_what_is_not_defined_is_refused_by_name(world: World) -> None:
     weight, bias = (param.detach() for param in sharded.parameters())
     with pytest.raises(NotImplementedError, match=r"aten.embedding.*shapes \[\(5, 7\).*full_tensor"):
         nn.functional.embedding(torch.tensor([1]), weight)
-    with pytest.raises(ValueError, match="lie differently"):
+    with pytest.raises(ValueError, match="with different placements"):
         weight + bias
-    with pytest.raises(ValueError, match="with a sharded one of shape"):
+    with pytest.raises(ValueError, match="and a sharded tensor of shape"):
         weight + torch.ones(5)
     with pytest.raises(RuntimeError, match="cannot be pickled"):
         pickle.dumps(weight)
@@ -275,7 +275,7 @@ def test_partial_values(world: World) -> None:
         highest + highest
     param = nn.Parameter(torch.zeros(2, 3))
     param.grad = partial.clone()
-    with pytest.raises(ValueError, match=r"a gradient lies as .*Partial.*not reduced yet"):
+    with pytest.raises(ValueError, match=r"a gradient of .*Partial.*not reduced yet"):
         shardrt.clip_grad_norm_([param], 1.0)
 
 
@@ -286,9 +286,9 @@ def test_different_meshes_and_placements_do_not_mix(world: World) -> None:
     here, there = (shardrt.distribute_tensor(whole, mesh, [Shard(0)]) for mesh in (world.mesh, other))
     across = shardrt.distribute_tensor(whole, world.mesh, [Shard(1)])
     for mix in (lambda a, b: a + b, torch.equal, lambda a, b: torch._foreach_add([a], [b]), lambda a, b: a.copy_(b)):
-        with pytest.raises(ValueError, match=r"of different meshes: .*other=2.*dp=2"):
+        with pytest.raises(ValueError, match=r"on different meshes: .*other=2.*dp=2"):
             mix(here, there)
-        with pytest.raises(ValueError, match=r"that lie differently: .*Shard\(dim=1\).*against.*Shard\(dim=0\)"):
+        with pytest.raises(ValueError, match=r"with different placements: .*Shard\(dim=1\).* and .*Shard\(dim=0\)"):
             mix(here, across)
     for norm in torch._foreach_norm([here, there, across]):  # each of its own mesh
         assert norm == whole.norm()
