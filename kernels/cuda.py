@@ -139,7 +139,7 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Guards:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How lists of tensors are processed: `batches` by kernels, `rest` by torch. `guards` tells whether it applies."""
+    """How lists of tensors are processed: `batches` by kernels, `rest` by torch. `guards` checks whether it applies."""
 
     guards: Guards
     batches: list[Batch]

@@ -193,7 +193,7 @@ squares(const i64 *addresses, const i64 *geometry, i64 n, double2 *sums, u32 *ar
     }
 }
 
-// Blockwise codes for collectives: BLOCK elements share one float32 scale. A warp processes a block, a thread PER_LANE elements.
+// Blockwise codes for collectives: BLOCK elements share one float32 scale. A warp handles a block, a thread PER_LANE elements.
 constexpr int BLOCK = 256;
 constexpr int PER_LANE = BLOCK / 32;
 constexpr float SMALLEST = 0x1p-100f;  // the smallest magnitude for a block's scale, whose inverse is finite

@@ -1,4 +1,4 @@
-"""What people do with `DTensor`s outside of training: look at them, copy them, initialise them; and mixed with plain ones."""
+"""`DTensor`s outside of training: reading, writing, copying and initialising them, and mixing them with plain tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def cuts(shape: tuple[int, ...], size: int) -> list[Placement]:
-    """Every kind of placement of a whole tensor on one axis, parts without elements included."""
+    """Every kind of placement but `Partial` on one axis, with empty shards."""
     numel = torch.Size(shape).numel()
     last = len(shape) - 1
     return [
@@ -207,7 +207,7 @@ SCALED = {
 @pytest.mark.parametrize("axes", [("dp",), ("replicate", "shard")], ids=len)
 @on_ranks(4)
 def test_grad_scaler(world: World, axes: tuple[str, ...], name: str) -> None:
-    """An infinity in one rank's part of a gradient skips the step on all ranks and halves the scale, as in one process."""
+    """An infinity in one rank's shard of a gradient makes all ranks skip the step and halve the scale, as in one process."""
     mesh = DeviceMesh(world.comm, (4,) if len(axes) == 1 else (2, 2), axes)
     whole = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     sharded = shardrt.fully_shard(copy.deepcopy(whole), mesh=mesh)
@@ -241,7 +241,7 @@ def test_grad_scaler(world: World, axes: tuple[str, ...], name: str) -> None:
 
 @on_ranks(4)
 def test_what_one_mesh_found_reaches_all(world: World) -> None:
-    """Gradients on crossing meshes, plain ones among them; parts without elements; float16."""
+    """Gradients on crossing meshes, with plain ones, empty shards, and float16."""
     mesh = DeviceMesh(world.comm, (2, 2), ("a", "b"))
     for bad_rank in range(4):
         grads = [distribute_tensor(torch.ones(4), mesh[axis], [RaggedShard(0, (4, 0))]).half() for axis in ("a", "b")]
@@ -267,7 +267,7 @@ def compare_parameters(whole: nn.Module, sharded: nn.Module) -> None:
 
 @on_ranks(2)
 def test_deepcopy(world: World) -> None:
-    """Of tensors, parameters and state dicts: the parts are copied, what is shared among them stays shared."""
+    """Of tensors, parameters and state dicts: local shards are copied, shared objects stay shared."""
     model = shardrt.fully_shard(nn.Linear(7, 5).double())
     model(torch.ones(2, 7, dtype=torch.float64)).sum().backward()
     model.weight.note = ["mine"]
@@ -335,7 +335,7 @@ def test_names_and_arguments_of_torch(world: World) -> None:
 
 # ---------------------------------------------------------------------- looking at tensors
 
-Look = Callable[[torch.Tensor, torch.Tensor], Any]  # of a sharded tensor, and of the same whole one as a plain tensor
+Look = Callable[[torch.Tensor, torch.Tensor], Any]  # of a sharded tensor, and of the full tensor
 LOOKS: dict[str, Look] = {
     "row": lambda w, p: w[0],
     "slice": lambda w, p: w[1:3, ::2],
@@ -397,7 +397,7 @@ def whole(value: Any) -> Any:
 
 @on_ranks(3)
 def test_what_people_look_at(world: World) -> None:
-    """As of the whole tensor, and the same on every rank."""
+    """The results equal those of the full tensor on every rank."""
     plain = drawn(5, 6)
     for placement in (RaggedShard(1, (4, 0, 2)), FlatShard(0, (0, 7, 23))):
         tensor = distribute_tensor(plain, world.mesh, [placement])
@@ -437,14 +437,14 @@ def test_views_are_of_the_moment_and_read_by_any_rank_alone(world: World) -> Non
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):  # as of a plain parameter
         weight[0] = 1
     with pytest.raises(NotImplementedError, match=r"aten.mul.Tensor on parameter 'weight' of the sharded module 'Linear'"):
-        weight[1] * plain[0]  # each rank may have other data: nobody would reduce the gradients
+        weight[1] * plain[0]  # data may differ between ranks, and nothing would reduce the gradients
     row = weight[1]
     row.square().sum().backward()
     zeros = torch.zeros(5, 6, dtype=torch.float64)
     assert torch.equal(whole(weight.grad), zeros.index_copy(0, torch.tensor([1]), 2 * row.detach()[None] + 0))
 
 
-# ---------------------------------------------------------------------- writing to parts of a tensor
+# ---------------------------------------------------------------------- writes to a tensor
 
 
 def swap(w: torch.Tensor) -> None:
@@ -550,7 +550,7 @@ def test_views_on_two_axes(world: World) -> None:
 
 
 def embedding_with_padding(w: torch.Tensor) -> None:
-    """As models do in their own code."""
+    """An initialisation that models contain."""
     w.data.normal_()
     w.data[2].zero_()
 
@@ -577,7 +577,7 @@ INITS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], object]]] = {
 
 @on_ranks(2, 3)
 def test_initialisation_is_that_of_one_rank(world: World) -> None:
-    """Of every placement, with other seeds on other ranks; and with torch's own properties."""
+    """For every placement and with different seeds on the ranks; the values have the properties that torch documents."""
     alone = world.comm.split(world.rank, 0, "alone")
     assert alone is not None
     for name, (shape, init) in INITS.items():
@@ -590,7 +590,7 @@ def test_initialisation_is_that_of_one_rank(world: World) -> None:
             torch.manual_seed(7 + world.rank)
             with torch.no_grad():
                 init(tensor)
-            # Elements are drawn in the order in which the tensor is cut; what is put together on every rank has but one order.
+            # Elements are drawn in the order of the sharded dim; for an operation on the full tensor the order is fixed.
             if getattr(placement, "dim", 0) == 0 or not draws_elements(name):
                 assert torch.equal(tensor.full_tensor(), expected.full_tensor()), f"{name} {placement}"
         check_init(name, expected.full_tensor())
@@ -603,7 +603,7 @@ def draws_elements(name: str) -> bool:
 
 @on_ranks(2)
 def test_parts_that_are_subclasses(world: World) -> None:
-    """Of which the values lie elsewhere than in the memory of the tensor itself."""
+    """Local shards of a subclass that keeps its values in other memory."""
     model = nn.Linear(4, 5, bias=False).double()
     model.weight = nn.Parameter(Narrow(model.weight.detach().clone()))
     expected = model.weight.detach().data64
@@ -620,7 +620,7 @@ def test_parts_that_are_subclasses(world: World) -> None:
 
 
 def check_init(name: str, found: torch.Tensor) -> None:
-    """The values, of what is not drawn; else what the initialisation promises."""
+    """Compare deterministic values, and check the properties of random ones."""
     if name.startswith(("eye_", "dirac_")):
         plain = torch.empty_like(found)
         INITS[name][1](plain)
@@ -641,7 +641,7 @@ def check_init(name: str, found: torch.Tensor) -> None:
 @pytest.mark.parametrize("first", ["view", "model"])
 @on_ranks(2, 3)
 def test_gradients_through_views_add_to_those_of_the_model(world: World, first: str) -> None:
-    """Autograd gives the whole gradient of what is computed of a view: the model's is added to this rank's part of it."""
+    """A view's gradient is the full one: this rank's shard of it and the gradient of the model are added."""
     whole = nn.Linear(4, 3).double()
     model = copy.deepcopy(whole)
     shardrt.fully_shard(model)

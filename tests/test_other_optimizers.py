@@ -1,4 +1,4 @@
-"""Optimizer state that was loaded whole, and optimizers of other packages on shards."""
+"""Loading a full optimizer state, and optimizers of other packages on local shards."""
 
 import copy
 import importlib
@@ -21,7 +21,7 @@ Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range, world: World | None = None) -> torch.Tensor:
-    """Train, on this rank's part of the batches if a world is given; returns the last loss."""
+    """Train, on this rank's chunk of each batch if a world is given; returns the last loss."""
     for step in numbers:
         x = batch(step).to(next(model.parameters()).dtype)
         loss = loss_of(model, x if world is None else x.chunk(world.size)[world.rank])
@@ -86,7 +86,7 @@ def test_a_full_optimizer_state_is_sharded(world: World, kind: str) -> None:
 
 @on_ranks(2, 3)
 def test_a_full_state_by_elements_and_by_columns(world: World) -> None:
-    """Each rank keeps its own elements of a 1-D parameter as long as a part, of `FlatShard` and of another dim's rows."""
+    """Each rank keeps its elements of a 1-D parameter, of a `FlatShard`, and of rows along another dim."""
     model = nn.ParameterDict()
     model["long"] = nn.Parameter(torch.arange(64.0 * world.size))
     model["tall"] = nn.Parameter(torch.randn(1013, 3))
@@ -131,7 +131,7 @@ def shrink(x: torch.Tensor) -> torch.Tensor:
 def test_registered_operators_run_on_parts(world: World) -> None:
     ops = torch.ops.shardrt_tests
     full = torch.arange(12.0).view(4, 3)
-    table = torch.full((4, 3), 2.0)  # of the shape of the whole, and no part of it
+    table = torch.full((4, 3), 2.0)  # of the global shape, but passed unchanged
     x, y = (shardrt.distribute_tensor(value, world.mesh, [shardrt.Shard(0)]) for value in (full, full + 1))
     with pytest.raises(NotImplementedError, match=r"shardrt_tests.decay.default is not defined on sharded tensors"):
         ops.decay("one", x, y, table, 0.5)
@@ -142,7 +142,7 @@ def test_registered_operators_run_on_parts(world: World) -> None:
     ops.decay("one", x, y, table, 0.5)
     assert x._version > before
     assert torch.equal(x.full_tensor(), full - (full + 1))
-    ops.decay("one", x=x, y=full + 1, rate=0.5, table=table)  # a plain tensor by its part
+    ops.decay("one", x=x, y=full + 1, rate=0.5, table=table)  # of a plain tensor, this rank's shard
     assert torch.equal(x.full_tensor(), full - 2 * (full + 1))
     maxima = ops.block_maxima(y)
     assert isinstance(maxima, shardrt.DTensor)
@@ -191,7 +191,7 @@ def sharded_wide() -> tuple[nn.Module, nn.Module]:
 
 
 def parts_of(model: nn.Module) -> list[nn.Parameter]:
-    """Plain parameters of what this rank has: what an optimizer on shards must amount to."""
+    """Plain parameters with the values of the local shards, as a reference."""
     return [nn.Parameter(contiguous_copy(param)) for param in model.parameters()]
 
 
@@ -201,7 +201,7 @@ def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_on_parts(world: World, make: Make, rounds: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Bit for bit what the optimizer makes of this rank's parts alone, and near training in one process."""
+    """The same bits as a step on plain copies of the local shards, and close to training in one process."""
     whole, model = sharded_wide()
     optimizer, alone = make(model.parameters()), make(whole.parameters())
     parts = parts_of(model)
@@ -242,12 +242,12 @@ def test_bitsandbytes(world: World) -> None:
             with pytest.raises(RuntimeError, match=f"the state of {name} is each rank's own"):
                 full_optimizer_state(optimizer, keep=True)
             if "absmax1" in state:
-                assert state["absmax1"].shape[-1] == -(-local.numel() // 256)  # blocks of the part
+                assert state["absmax1"].shape[-1] == -(-local.numel() // 256)  # blocks of the local shard
             check_resume(world, model, optimizer, lambda params, name=name: getattr(optim, name)(params, lr=1e-3))
 
 
 def check_resume(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, make: Make) -> None:
-    """The state of this rank, loaded into a new optimizer, goes on to the same bits."""
+    """A new optimizer with this rank's loaded state computes the same bits."""
     other = copy.deepcopy(model)
     again = make(other.parameters())
     file = io.BytesIO()

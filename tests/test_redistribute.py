@@ -44,7 +44,7 @@ def values(shape: Sequence[int], seed: int) -> torch.Tensor:
 
 
 def tensor_and_whole(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> tuple[DTensor, torch.Tensor]:
-    """A tensor that lies so, each partial axis with terms of its own, and what it is as a whole."""
+    """A tensor with these placements, with different terms on partial axes, and its full tensor."""
     terms = torch.stack([values(shape, place) for place in range(mesh.size)]).view(*mesh.shape, *shape)
     mine = whole = terms
     for axis in reversed(range(len(placements))):
@@ -112,7 +112,7 @@ def test_every_pair_on_two_axes(world: World, shape: tuple[int, ...]) -> None:
 
 @on_ranks(2, 3)
 def test_dtypes(world: World) -> None:
-    """Whatever has bytes moves; what is not contiguous does as well."""
+    """Every dtype, and tensors that are not contiguous."""
     for dtype in (torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn):
         whole = torch.arange(15).view(3, 5).to(dtype).t()
         tensor = distribute_tensor(whole, world.mesh, [Shard(0)])
@@ -130,7 +130,7 @@ def test_dtypes(world: World) -> None:
 
 
 class Log(Hook):
-    """The collectives made, by name, with what they were given."""
+    """Records collectives: (axis, name, elements of the input)."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int]] = []
@@ -142,7 +142,7 @@ class Log(Hook):
 
 
 def test_order_of_the_axes() -> None:
-    """Inner axes that cut what an outer one changes are undone first, from the innermost; others stay."""
+    """Inner axes that depend on a changing outer axis are gathered first, the innermost first; others keep their placement."""
     flat = FlatShard(0, (4, 4))
     for source, target, expected in [
         ((S0, S0, S0), (R, S0, S0), [(2, R), (1, R), (0, R), (1, S0), (2, S0)]),
@@ -242,22 +242,22 @@ def test_gradients(world: World) -> None:
     def leaf(spec: Spec) -> torch.Tensor:
         return spec.local_shard(torch.ones(5, 3, dtype=torch.float64)).clone().requires_grad_()
 
-    # Every rank computes the same from the whole: its part of the gradient comes back.
+    # Every rank computes the same from the full tensor: each gets its shard of the gradient.
     part = leaf(shard)
     (DTensor.from_local(part, mesh, [Shard(0)], (5, 3)).full_tensor() * first).sum().backward()
     assert torch.equal(part.grad, shard.local_shard(first))
-    # Every rank computes a term of its own: the gradients are summed.
+    # Every rank computes a different term: the gradients are summed.
     part = leaf(shard)
     whole = DTensor.from_local(part, mesh, [Shard(0)], (5, 3)).full_tensor(grad_placements=[Partial()])
     (whole * mine).sum().backward()
     assert torch.equal(part.grad, shard.local_shard(weights.sum(0)))
-    # Terms that are reduced and scattered: all of them get the whole gradient, those of an average their share.
+    # Terms that are reduced and scattered: each gets the full gradient, divided by the number of ranks for an average.
     for op, share in ((ReduceOp.SUM, 1), (ReduceOp.AVG, size)):
         term = leaf(replicate)
         summed = DTensor.from_local(term, mesh, [Partial(op)]).redistribute([Shard(0)])
         (summed.to_local() * shard.local_shard(first)).sum().backward()
         assert torch.equal(term.grad, first / share)
-    # Replicated in, partial out, as a linear layer cut along its inputs.
+    # Replicated input, partial output, as of a linear layer that is sharded along its inputs.
     term = leaf(replicate)
     cut = DTensor.from_local(term, mesh, [Replicate()]).redistribute([Shard(1)]).to_local()
     out = DTensor.from_local(cut.sum(1), mesh, [Partial()]).full_tensor()
@@ -270,7 +270,7 @@ def test_gradients(world: World) -> None:
 
 @on_ranks(4)
 def test_gradients_of_a_parameter_on_two_axes(world: World) -> None:
-    """A leaf that is sharded gets a gradient that lies as it does, elementwise operations and uses added up included."""
+    """A sharded leaf gets a gradient of the same spec, also through elementwise operations and several uses."""
     mesh = DeviceMesh(world.comm, (2, 2), ("replicate", "shard"))
     whole = values((5, 6), 3)
     spec = (Replicate(), RaggedShard(0, (1, 4)))

@@ -1,4 +1,4 @@
-"""Sharded tensors: every torch optimizer steps on them as on whole ones; reductions are those of the whole tensor."""
+"""Sharded tensors: torch's optimizers step on them as on full ones; reductions equal those of the full tensor."""
 
 import copy
 import pickle
@@ -55,7 +55,7 @@ def test_optimizers(world: World, name: str, options: dict[str, bool]) -> None:
 
 @on_ranks(2, 3)
 def test_muon_and_lbfgs(world: World) -> None:
-    """The optimizers that work on whole matrices and whole vectors: on sharded tensors they gather."""
+    """Optimizers that use full matrices or vectors gather sharded tensors."""
     whole = nn.Sequential(nn.Linear(5, 9, bias=False), nn.Tanh(), nn.Linear(9, 3, bias=False)).double()
     for make in (
         lambda p: torch.optim.Muon(p, lr=0.05),
@@ -68,7 +68,7 @@ def test_muon_and_lbfgs(world: World) -> None:
 
             def closure_of(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
                 optimizer.zero_grad()
-                # The whole batch on every rank: LBFGS needs the loss of all of it, not this rank's share.
+                # The full batch on every rank: LBFGS needs its loss, not that of this rank's chunk.
                 loss = loss_of(model, x)
                 loss.backward()
                 return loss
@@ -137,7 +137,7 @@ def test_what_is_not_defined_is_refused_by_name(world: World) -> None:
 
 @on_ranks(2, 3, 4)
 def test_placements(world: World) -> None:
-    """Rows where rows go together, elements where they do not; either way every rank's part is where it says."""
+    """Rows where their sizes need little padding, else elements; local shards have the shapes that the placements state."""
     if world.size != 3:
         flat = shardrt.fully_shard(nn.Linear(64, 64)).weight  # rows would pad more than 1 %
         assert isinstance(flat.placements[0], FlatShard)
@@ -150,7 +150,7 @@ def test_placements(world: World) -> None:
 
 @on_ranks(1, 2, 3)
 def test_state_dict_in_memory(world: World) -> None:
-    """What a sharded state dict saved, loading restores; whole tensors load as well. No communication."""
+    """Loading restores a sharded state dict, and loads full tensors too. No communication."""
     model = shard_blocks(OddMLP())
     model(batch(0).float())  # the root is gathered now; its state dict is sharded all the same
     saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -199,7 +199,7 @@ def grid(world: World) -> DeviceMesh:
 
 
 def lying(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
-    """How a (5, 6) tensor may lie on two axes, replicas and empty parts included."""
+    """Placements of a (5, 6) tensor on two axes, with replicas and empty shards."""
     return [
         (Replicate(), RaggedShard(0, (2, 3))),
         (Replicate(), FlatShard(0, (30, 0))),
@@ -254,7 +254,7 @@ def test_optimizers_on_two_axes(world: World, options: dict[str, bool]) -> None:
 
 @on_ranks(2)
 def test_partial_values(world: World) -> None:
-    """Copies and sums stay partial, whole matrices are reduced first, everything else is refused by name."""
+    """Copies and sums stay partial, operations on full tensors reduce first, all others raise."""
     value = torch.arange(6.0).view(2, 3) + world.rank
     whole = 2 * torch.arange(6.0).view(2, 3) + 1
     partial = shardrt.DTensor.from_local(value, world.mesh, [Partial()])

@@ -323,7 +323,7 @@ def _without_dispatcher(name: str) -> Callable[..., torch.Tensor]:
         out = method(self._local_tensor, *local_args, **kwargs)
         if not in_place:
             return DTensor(out, spec)
-        increment_version(self)  # as the dispatcher does: the version tells that the shards have changed
+        increment_version(self)  # as the dispatcher does: a new version marks the shards as changed
         return self
 
     return call
