@@ -29,7 +29,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def cuts(shape: tuple[int, ...], size: int) -> list[Placement]:
+def sample_placements(shape: tuple[int, ...], size: int) -> list[Placement]:
     """Every kind of placement but `Partial` on one axis, with empty shards."""
     numel = torch.Size(shape).numel()
     last = len(shape) - 1
@@ -240,7 +240,7 @@ def test_grad_scaler(world: World, axes: tuple[str, ...], name: str) -> None:
 
 
 @on_ranks(4)
-def test_what_one_mesh_found_reaches_all(world: World) -> None:
+def test_found_inf_propagates_between_meshes(world: World) -> None:
     """Gradients on crossing meshes, with plain ones, empty shards, and float16."""
     mesh = DeviceMesh(world.comm, (2, 2), ("a", "b"))
     for bad_rank in range(4):
@@ -297,10 +297,12 @@ def test_deepcopy(world: World) -> None:
 
 
 @on_ranks(2)
-def test_pickling_is_refused_in_a_line(world: World) -> None:
+def test_pickling_raises_a_short_error(world: World) -> None:
     tensor = distribute_tensor(torch.ones(4, 2), world.mesh, [Shard(0)])
     for refused in (lambda: pickle.dumps(tensor), lambda: torch.save({"weight": nn.Parameter(tensor)}, io.BytesIO())):
-        with pytest.raises(RuntimeError, match=r"of shape \(4, 2\), cannot be pickled.*full_tensor\(\).*torch\.save") as caught:
+        with pytest.raises(
+            RuntimeError, match=r"of shape \(4, 2\)\) cannot be pickled.*full_tensor\(\).*torch\.save"
+        ) as caught:
             refused()
         assert len(str(caught.value)) < 250
 
@@ -396,7 +398,7 @@ def whole(value: Any) -> Any:
 
 
 @on_ranks(3)
-def test_what_people_look_at(world: World) -> None:
+def test_reads(world: World) -> None:
     """The results equal those of the full tensor on every rank."""
     plain = drawn(5, 6)
     for placement in (RaggedShard(1, (4, 0, 2)), FlatShard(0, (0, 7, 23))):
@@ -413,7 +415,7 @@ def test_what_people_look_at(world: World) -> None:
 
 
 @on_ranks(2)
-def test_views_are_of_the_moment_and_read_by_any_rank_alone(world: World) -> None:
+def test_views_keep_their_values_and_read_without_communication(world: World) -> None:
     plain = drawn(5, 6)
     tensor = distribute_tensor(plain, world.mesh, [Shard(0)])
     row = tensor[4]
@@ -520,8 +522,8 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 
 
 @on_ranks(2, 3)
-def test_no_write_is_lost(world: World) -> None:
-    for placement in cuts((5, 6), world.size):
+def test_writes(world: World) -> None:
+    for placement in sample_placements((5, 6), world.size):
         for name, write in WRITES.items():
             expected, values = drawn(5, 6), drawn(5, 6, seed=1)
             tensor = distribute_tensor(expected, world.mesh, [placement])
@@ -585,7 +587,7 @@ def test_initialisation_is_that_of_one_rank(world: World) -> None:
         expected = distribute_tensor(torch.full(shape, 0.5), DeviceMesh(alone), [Shard(0)])
         with torch.no_grad():
             init(expected)
-        for placement in cuts(shape, world.size):
+        for placement in sample_placements(shape, world.size):
             tensor = distribute_tensor(torch.full(shape, 0.5), world.mesh, [placement])
             torch.manual_seed(7 + world.rank)
             with torch.no_grad():
@@ -602,7 +604,7 @@ def draws_elements(name: str) -> bool:
 
 
 @on_ranks(2)
-def test_parts_that_are_subclasses(world: World) -> None:
+def test_local_shards_of_a_subclass(world: World) -> None:
     """Local shards of a subclass that keeps its values in other memory."""
     model = nn.Linear(4, 5, bias=False).double()
     model.weight = nn.Parameter(Narrow(model.weight.detach().clone()))

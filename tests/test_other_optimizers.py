@@ -128,7 +128,7 @@ def shrink(x: torch.Tensor) -> torch.Tensor:
 
 
 @on_ranks(2, 3)
-def test_registered_operators_run_on_parts(world: World) -> None:
+def test_registered_operators_run_on_local_shards(world: World) -> None:
     ops = torch.ops.shardrt_tests
     full = torch.arange(12.0).view(4, 3)
     table = torch.full((4, 3), 2.0)  # of the global shape, but passed unchanged
@@ -190,7 +190,7 @@ def sharded_wide() -> tuple[nn.Module, nn.Module]:
     return whole, model
 
 
-def parts_of(model: nn.Module) -> list[nn.Parameter]:
+def local_params_of(model: nn.Module) -> list[nn.Parameter]:
     """Plain parameters with the values of the local shards, as a reference."""
     return [nn.Parameter(contiguous_copy(param)) for param in model.parameters()]
 
@@ -200,11 +200,11 @@ def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach().clone(memory_format=torch.contiguous_format)
 
 
-def check_on_parts(world: World, make: Make, rounds: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+def check_on_local_shards(world: World, make: Make, rounds: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same bits as a step on plain copies of the local shards, and close to training in one process."""
     whole, model = sharded_wide()
     optimizer, alone = make(model.parameters()), make(whole.parameters())
-    parts = parts_of(model)
+    parts = local_params_of(model)
     reference = make(part for part in parts if part.numel())
     for step in range(rounds):
         x = batch(step).float()
@@ -235,7 +235,7 @@ def test_bitsandbytes(world: World) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
         for name in BITSANDBYTES:
-            model, optimizer = check_on_parts(world, lambda params, name=name: getattr(optim, name)(params, lr=1e-3))
+            model, optimizer = check_on_local_shards(world, lambda params, name=name: getattr(optim, name)(params, lr=1e-3))
             local = model.hidden.weight.to_local()
             state = optimizer.state[model.hidden.weight]
             assert ("absmax1" in state) == (name.endswith("8bit") and local.numel() >= 4096)
@@ -261,7 +261,7 @@ def check_resume(world: World, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 @on_ranks(2)
-def test_bitsandbytes_settings_and_whole_states(world: World) -> None:
+def test_bitsandbytes_settings_and_full_states(world: World) -> None:
     bitsandbytes = importlib.import_module("bitsandbytes")
     whole, model = sharded_wide()
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
@@ -295,7 +295,7 @@ def test_torchao(world: World) -> None:
     with torch.compiler.set_stance("force_eager"):
         for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
             make = lambda params, name=name: getattr(optim, name)(params, lr=1e-3)  # noqa: E731
-            model, optimizer = check_on_parts(world, make)
+            model, optimizer = check_on_local_shards(world, make)
             local = model.hidden.weight.to_local()
             state = optimizer.state[model.hidden.weight]["exp_avg"]
             assert state.numel() == local.numel()
@@ -329,10 +329,10 @@ class Signs(torch.optim.Optimizer):
 
 
 @on_ranks(2, 3)
-def test_registered_optimizers_step_on_parts(world: World) -> None:
+def test_registered_optimizers_step_on_local_shards(world: World) -> None:
     shardrt.register_local_optimizer(Signs)
     plain = nn.Parameter(torch.ones(3))
-    check_on_parts(world, Signs)
+    check_on_local_shards(world, Signs)
     _, model = sharded_wide()
     optimizer = Signs([*model.parameters(), plain])
     x = batch(0).float().chunk(world.size)[world.rank]

@@ -187,7 +187,7 @@ def test_collectives_of_a_change(world: World) -> None:
 
 
 @on_ranks(2)
-def test_bad_placements_are_refused(world: World) -> None:
+def test_bad_placements_raise(world: World) -> None:
     whole, mesh = torch.ones(4, 3), world.mesh
     grid = DeviceMesh(world.comm, (1, 2), ("a", "b"))
     cases: list[tuple[list[Placement], str]] = [

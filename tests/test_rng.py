@@ -139,7 +139,7 @@ def test_modules_initialise_themselves(world: World) -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_drawn_is_refused(world: World) -> None:
+def test_undefined_random_operations_raise(world: World) -> None:
     tensor = empty(world.mesh, [FlatShard(0, (0, 301 * 499))])
     with pytest.raises(RuntimeError, match="normal expects std >= 0"):
         tensor.normal_(0, -1)

@@ -85,7 +85,7 @@ def compare_parameters(whole: nn.Module, sharded: nn.Module) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_reductions_are_those_of_the_whole(world: World) -> None:
+def test_reductions_equal_those_of_the_full_tensor(world: World) -> None:
     torch.manual_seed(4)
     whole = nn.Linear(7, 5).double()
     sharded = shardrt.fully_shard(copy.deepcopy(whole))
@@ -105,7 +105,7 @@ def test_reductions_are_those_of_the_whole(world: World) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_values_come_in_and_go_out(world: World) -> None:
+def test_copies_between_sharded_and_plain_tensors(world: World) -> None:
     whole = nn.Linear(7, 5)
     sharded = shardrt.fully_shard(copy.deepcopy(whole))
     for param in sharded.parameters():
@@ -122,7 +122,7 @@ def test_values_come_in_and_go_out(world: World) -> None:
 
 
 @on_ranks(2)
-def test_what_is_not_defined_is_refused_by_name(world: World) -> None:
+def test_undefined_operations_raise(world: World) -> None:
     sharded = shardrt.fully_shard(nn.Linear(7, 5))
     weight, bias = (param.detach() for param in sharded.parameters())
     with pytest.raises(NotImplementedError, match=r"aten.embedding.*shapes \[\(5, 7\).*full_tensor"):
@@ -198,7 +198,7 @@ def grid(world: World) -> DeviceMesh:
     return DeviceMesh(world.comm, (2, 2), ("replicate", "shard"))
 
 
-def lying(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
+def sample_placements(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
     """Placements of a (5, 6) tensor on two axes, with replicas and empty shards."""
     return [
         (Replicate(), RaggedShard(0, (2, 3))),
@@ -214,7 +214,7 @@ def lying(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
 def test_reductions_count_replicas_once(world: World) -> None:
     mesh = grid(world)
     whole = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).double()
-    tensors = [shardrt.distribute_tensor(whole, mesh, placements) for placements in lying(mesh)]
+    tensors = [shardrt.distribute_tensor(whole, mesh, placements) for placements in sample_placements(mesh)]
     for tensor in tensors:
         for order in (1, 2, float("inf")):
             torch.testing.assert_close(torch.linalg.vector_norm(tensor, order), torch.linalg.vector_norm(whole, order))
@@ -238,7 +238,9 @@ def test_optimizers_on_two_axes(world: World, options: dict[str, bool]) -> None:
     mesh = grid(world)
     draw = torch.Generator().manual_seed(2)
     whole = nn.Parameter(torch.randn(5, 6, generator=draw))
-    params = [nn.Parameter(shardrt.distribute_tensor(whole.detach(), mesh, placements)) for placements in lying(mesh)]
+    params = [
+        nn.Parameter(shardrt.distribute_tensor(whole.detach(), mesh, placements)) for placements in sample_placements(mesh)
+    ]
     for name in sorted(FUSED):
         optimizers = [OPTIMIZERS[name](tensors, **options) for tensors in ([whole], params)]
         for _ in range(2):
