@@ -1,4 +1,4 @@
-"""Operations over many tensors at once. Knows nothing of communication or sharding."""
+"""Multi-tensor operations on the host and on CUDA, independent of communication and sharding."""
 
 from .norm import rescale, squared_norm, total_norm
 from .pack import add_into, pack_into

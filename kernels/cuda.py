@@ -1,14 +1,14 @@
-"""Launches of the kernels in kernels.cu, each on torch's current stream, compiled by CuPy at the first use of each name.
+"""Launches of the kernels in kernels.cu on torch's current stream. CuPy compiles each kernel at its first use.
 
 A launch reads two tables on the device:
 
-| table     | what                                        | made                                                            |
-|-----------|---------------------------------------------|-----------------------------------------------------------------|
-| geometry  | sizes, and which block does which part      | once for a list: a `Plan` holds while dtypes, shapes, strides do |
-| addresses | where the tensors are at the moment         | once for a set of addresses: one small copy from pinned memory  |
+| table     | content                                     | created                                                          |
+|-----------|---------------------------------------------|------------------------------------------------------------------|
+| geometry  | sizes, and the chunk of each block          | once per list: a `Plan` is valid for fixed dtypes, shapes, strides |
+| addresses | the current addresses of the tensors        | once per set of addresses: one small copy from pinned memory     |
 
-A table is found by what it says, so nothing makes it stale: new gradients and resized storages, wherever the allocator put
-them, find another one or get it. It belongs to the stream it was copied on: no other reads it, its memory goes back there.
+Tables are cached by their content, so they cannot become stale: new gradients and resized storages at other addresses select or
+create another table. A table belongs to the stream that copied it: only this stream reads it, and its memory is freed there.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ CODES = {torch.int8: "i8", torch.float8_e4m3fn: "e4m3"}
 WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
 Kernel = Callable[[tuple[int, ...], tuple[int, ...], tuple[int | float, ...]], None]  # grid, block, arguments
 Name = Callable[..., str | None]
-_PLANS = 1024  # at most; then they are made anew
+_PLANS = 1024  # the cache's capacity; when full it is cleared
 _TABLES = 4096
 
 
 @cache
 def _kernel(name: str) -> Kernel:
-    """Cost: half a second of compiling; CuPy keeps the result on disk."""
+    """The compiled kernel. Cost: half a second to compile; CuPy caches the result on disk."""
     import cupy
 
     module = cupy.RawModule(code=SOURCE.read_text(), backend="nvrtc", options=OPTIONS, name_expressions=(name,))
@@ -49,13 +49,13 @@ def _kernel(name: str) -> Kernel:
 
 
 def launch(name: str, blocks: int, threads: int, args: tuple[int | float, ...], device: torch.device) -> None:
-    """Run a kernel on the current stream of `device`. args: Python's int is the kernel's i64 or pointer, float its double."""
+    """Launch a kernel on the current stream of `device`. args: an int is passed as i64 or pointer, a float as double."""
     with torch.cuda.device(device), _cupys(_stream(device), device.index):
         _kernel(name)((blocks,), (threads,), args)
 
 
 class _Handle(int):
-    """A raw stream, as other libraries take it."""
+    """A raw stream handle with the protocol that other libraries accept."""
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, int(self)
@@ -65,7 +65,7 @@ def _stream(device: torch.device) -> _Handle:
     return _Handle(torch.cuda.current_stream(device).cuda_stream)
 
 
-@cache  # Cost: 2 us. Hazard: not to be dropped, a CuPy may destroy the stream with its object
+@cache  # Cost: 2 us to create. Hazard: some versions of CuPy destroy the stream with this object, so it is kept
 def _cupys(stream: _Handle, device: int) -> AbstractContextManager[object]:
     import cupy
 
@@ -74,8 +74,8 @@ def _cupys(stream: _Handle, device: int) -> AbstractContextManager[object]:
 
 
 def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # Hazard: in the capture of a CUDA graph the copy is only recorded; what is captured must have run on that stream before.
-    # torch's pinned memory is not used again before the copy has run.
+    # Hazard: a CUDA graph's capture only records the copy; the captured code must have run on this stream before.
+    # torch reuses the pinned memory only after the copy.
     return table.pin_memory().to(device, non_blocking=True)
 
 
@@ -93,7 +93,7 @@ def geometry(numels: Sequence[int], chunk: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one launch does: the tensors at `positions`."""
+    """One launch: the tensors at `positions`."""
 
     kernel: str
     positions: list[int]
@@ -102,14 +102,14 @@ class Batch:
 
 
 class Guards(Protocol):
-    """Tells whether tensors have the dtypes, shapes, strides and devices of those that it was made from."""
+    """The dtypes, shapes, strides and devices of a list of tensors."""
 
     def check(self, *tensors: torch.Tensor) -> bool:
-        """True if they have."""
+        """Whether `tensors` have the same ones."""
 
 
 class PythonGuards:
-    """`Guards` in public terms. Cost: 1 us for each tensor, ten times torch's `TensorGuards`."""
+    """`Guards` without private names of torch. Cost: 1 us for each tensor, ten times that of torch's `TensorGuards`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._expected = list(map(self._properties, tensors))
@@ -123,12 +123,12 @@ class PythonGuards:
 
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Guards:
-    """torch's own guards, written in C++ and not public; a torch that has them no more, or others, gets `PythonGuards`."""
+    """torch's private guards, written in C++; `PythonGuards` if this torch does not have them or they behave otherwise."""
     sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        # torch declares one list, and reads one for each tensor.
+        # torch's type declares one list, its code reads one list for each tensor.
         guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
         if guards.check(*tensors):
             return guards
@@ -139,7 +139,7 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Guards:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How lists of tensors are done: in batches, and by torch the `rest`. `guards` tells whether tensors are as these were."""
+    """How lists of tensors are processed: `batches` by kernels, `rest` by torch. `guards` checks whether it applies."""
 
     guards: Guards
     batches: list[Batch]
@@ -150,9 +150,10 @@ _plans: dict[tuple[object, ...], Plan] = {}
 
 
 def _plan(naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[object, ...] = ()) -> Plan:
-    """The plan for `lists`, whose i-th tensors go together. naming: the kernel for them, or None where there is none.
+    """The cached plan for `lists`, whose i-th tensors are processed together.
 
-    Cost: a microsecond for ten tensors, in C++, once it is made. The ids of the first list only find it; `guards` decide.
+    naming: returns the kernel for the i-th tensors, or None if no kernel supports them.
+    Cost: a microsecond for ten tensors, in C++, after the first call. The ids of the first list are the key; `guards` decide.
     """
     key = (naming, options, _stream(lists[0][0].device), *map(id, lists[0]))
     plan, together = _plans.get(key), [tensor for tensors in lists for tensor in tensors]
@@ -183,7 +184,7 @@ def _make_plan(
 
 
 def _laid_out_alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Their elements are in the same order in memory, without gaps."""
+    """Whether all have the same shape and order of elements in memory, without gaps."""
     first = tensors[0]
     order = sorted(range(first.dim()), key=first.stride, reverse=True)
     return all(tensor.shape == first.shape and tensor.permute(order).is_contiguous() for tensor in tensors)
@@ -222,12 +223,12 @@ def _single_name(tensor: torch.Tensor, kernel: str) -> str | None:
 
 @lru_cache(_TABLES)
 def _arrived(device: torch.device, stream: int) -> torch.Tensor:
-    """Counts the blocks that a launch has finished; 0 between the launches of a stream."""
+    """The counter of a launch's finished blocks; 0 between the launches of a stream."""
     return _upload(torch.zeros(1, dtype=torch.int64, device="cpu"), device)
 
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """See `reference.squared_norm`. One launch for each dtype; each adds to what the one before it found."""
+    """See `reference.squared_norm`. One launch for each dtype; each adds to the result of the previous one."""
     plan, device = _plan(_single_name, (tensors,), ("squares",)), tensors[0].device
     out = (torch.empty if plan.batches else torch.zeros)(2, dtype=torch.float64, device=device)
     sums = torch.empty(2 * max((batch.chunks for batch in plan.batches), default=0), dtype=torch.float64, device=device)
@@ -252,12 +253,12 @@ def rescale(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
 
 
 def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
-    """See `reference.encode`. One launch, a warp for a block."""
+    """See `reference.encode`. One launch, one warp for each block of elements."""
     _launch_warps(f"encode<{CODES[codes.dtype]}, {FLOATS[x.dtype]}>", (codes, scales, x), (), x)
 
 
 def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """See `reference.decode_sum`. One launch, a warp for a block."""
+    """See `reference.decode_sum`. One launch, one warp for each block of elements."""
     _launch_warps(f"decode_sum<{FLOATS[out.dtype]}, {CODES[codes.dtype]}>", (out, codes, scales), (len(codes),), out)
 
 

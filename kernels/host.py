@@ -1,4 +1,4 @@
-"""The operations in torch's own: all there is on the host; on CUDA, for what the kernels do not take (strided, say)."""
+"""The operations in terms of torch: for all tensors on the host, and for strided or other unsupported ones on CUDA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from .reference import BLOCK, LARGEST, SMALLEST
 
-PIECE = 256 * BLOCK  # elements that are encoded or decoded at a time: what is made on the way stays in the cache
+PIECE = 256 * BLOCK  # elements encoded or decoded at a time, so that temporary tensors fit the cache
 
 
 def pack(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float, accumulate: bool) -> None:
@@ -20,19 +20,19 @@ def pack(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float, a
     else:
         for view, tensor in zip(views, tensors, strict=True):
             if view.element_size() < tensor.element_size() and view.device == tensor.device:
-                torch.mul(tensor, scale, out=view)  # Hazard: cast first, what the scale brings into range would overflow
+                torch.mul(tensor, scale, out=view)  # Hazard: a cast before the scaling could overflow
             else:
-                view.copy_(tensor).mul_(scale)  # blocking: a copy from the device must have arrived
+                view.copy_(tensor).mul_(scale)  # blocking: a copy from the device must be complete before mul_
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """(n,) float64: each tensor's norm, taken in its own dtype (low precision: in float32). n is at least 1."""
+    """(n,) float64: the norm of each tensor, computed in its own dtype, at least float32. n is at least 1."""
     widened = [tensor.float() if tensor.element_size() < 4 else tensor for tensor in tensors]
     return torch.stack([norm.double() for norm in torch._foreach_norm(widened, order)])
 
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """See `reference.squared_norm`. Only if a norm is not finite are the elements looked at: squares may be too large alone."""
+    """See `reference.squared_norm`. Elements are checked only if a norm is not finite: finite ones may overflow too."""
     if not tensors:
         return torch.zeros(2, dtype=torch.float64, device="cpu")
     each = norms(tensors, 2.0)
@@ -65,19 +65,19 @@ def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
 
 
 def _floats(codes: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """float32 numbers, and the power of two by which they are smaller than the codes.
+    """The codes as float32 divided by a power of two, and that power.
 
-    Cost: torch takes 7 ns to widen an e4m3; as the float16 with the same fields, whose exponent is 8 too small, it takes 1.
+    Cost: torch converts an e4m3 in 7 ns. Its bits as a float16, whose exponent is too small by 8, are converted in 1 ns.
     """
     if codes.dtype is torch.int8:
         return codes.float(), 1.0
     fields = codes.view(torch.int8).short().bitwise_left_shift_(7)
-    fields &= ~0x4000  # the sign was extended into the exponent
+    fields &= ~0x4000  # clear the sign bit that was extended into the exponent
     return fields.view(torch.float16).float(), 256.0
 
 
 def _pieces(numel: int) -> Iterator[tuple[slice, slice, int]]:
-    """Elements, their blocks, and the elements of each of these: BLOCK, but in the last piece, which may be part of a block."""
+    """(elements, blocks, elements per block) of each piece. A last, incomplete block is a piece of its own."""
     whole = numel // BLOCK * BLOCK
     for first in range(0, whole, PIECE):
         last = min(first + PIECE, whole)

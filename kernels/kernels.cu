@@ -1,8 +1,8 @@
-// Every kernel, compiled at run time for compute capability 8.0 or more, one instantiation for each dtype or pair of them.
-// No headers: NVRTC alone has none for half precision. Arithmetic on elements is PTX: CuPy has subnormals flushed, and a
-// compiler left alone fuses what it likes.
+// All kernels, compiled at run time for compute capability 8.0 or more, one instantiation for each dtype or pair of dtypes.
+// No headers: NVRTC alone has none for half precision. Arithmetic on elements is PTX, since CuPy's options flush subnormals and
+// the compiler may fuse operations.
 //
-// Multi-tensor kernels: block b does chunk b. `geometry` is one table for n tensors: [0, n) elements of each,
+// Multi-tensor kernels: block b processes chunk b. `geometry` is one table for n tensors: [0, n) elements of each,
 // [n, 2n) the first chunk of each, [2n, 2n + gridDim.x) the tensor of each chunk. `addresses`: the first list, the second.
 
 typedef signed char i8;
@@ -35,7 +35,7 @@ __device__ inline float of_f16(u16 a) { float r; asm("cvt.f32.f16 %0, %1;" : "=f
 
 template <typename T> struct Widened { float value; };
 template <> struct Widened<double> { double value; };
-// What a pair of dtypes is worked out in: float64 if one of them is, else float32.
+// The dtype in which a pair of dtypes is computed: float64 if one of them is, else float32.
 template <typename A, typename B = A> using Wide = decltype(Widened<A>().value + Widened<B>().value);
 __device__ inline void widen(float &out, float x) { out = x; }
 __device__ inline void widen(float &out, f16 x) { out = of_f16(x.bits); }
@@ -63,7 +63,7 @@ struct Chunk {
     }
 };
 
-// out[i] = f(in[i], out[i]); out is read only if READS. Elements go to the same threads however the memory is aligned.
+// out[i] = f(in[i], out[i]); out is read only if READS. The alignment does not change which thread computes an element.
 template <bool READS, typename Out, typename In, typename F>
 __device__ inline void transform(Out *out, const In *in, i64 count, F f) {
     constexpr int V = 16 / larger(sizeof(Out), sizeof(In));
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(THREADS) rescale(const i64 *addresses, const i
 }
 
 __device__ inline double2 plus(double2 a, double2 b) { return {a.x + b.x, a.y + b.y}; }
-// The sum over the block, in thread 0: a tree, so always in the same order. Threads meet before it is called again.
+// The sum over the block, in thread 0, in the fixed order of a tree. A barrier must separate two calls.
 __device__ inline double2 block_sum(double2 x) {
     __shared__ double2 of_warp[THREADS / 32];
     for (int step = 16; step > 0; step /= 2)
@@ -143,9 +143,9 @@ __device__ inline double2 block_sum(double2 x) {
     return x;
 }
 
-// sums[b]: of chunk b the sum of squares, and NaN if an element is not finite, else 0. The last block to arrive, whichever it
-// is, adds them up in one order. `out` becomes that, or if `adds` what it was and that; its second number is 1 if an element
-// was not finite, else 0. arrived: 0 before and after.
+// sums[b]: the sum of squares of chunk b, and NaN if an element is not finite, else 0. The block that finishes last adds all of
+// them in a fixed order and writes `out`, or adds to it if `adds`. The second number of `out` is 1 if an element is not finite,
+// else 0. arrived: 0 before and after.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
 squares(const i64 *addresses, const i64 *geometry, i64 n, double2 *sums, u32 *arrived, double2 *out, i64 adds) {
@@ -193,10 +193,10 @@ squares(const i64 *addresses, const i64 *geometry, i64 n, double2 *sums, u32 *ar
     }
 }
 
-// Blockwise codes for collectives: BLOCK elements share one float32 scale. A warp does a block, a thread PER_LANE elements.
+// Blockwise codes for collectives: BLOCK elements share one float32 scale. A warp handles a block, a thread PER_LANE elements.
 constexpr int BLOCK = 256;
 constexpr int PER_LANE = BLOCK / 32;
-constexpr float SMALLEST = 0x1p-100f;  // the least magnitude that a block is scaled by: its inverse is finite
+constexpr float SMALLEST = 0x1p-100f;  // the smallest magnitude for a block's scale, whose inverse is finite
 
 __device__ inline float largest(i8) { return 127.0f; }
 __device__ inline float largest(e4m3) { return 448.0f; }
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(THREADS) encode(Code *codes, float *scales, co
     if (block * BLOCK >= count) return;
     const i64 start = block * BLOCK + threadIdx.x % 32 * PER_LANE;
     const Vec<In, PER_LANE> x = load(in + start, count - start);
-    u32 peak = 0;  // bits of magnitudes are in the order of the magnitudes; NaN is above infinity
+    u32 peak = 0;  // bits of magnitudes have the magnitudes' order; NaN is above infinity
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) peak = max(peak, __float_as_uint(wide<float>(x.at[k])) & 0x7fffffffu);
     peak = __reduce_max_sync(0xffffffffu, peak);

@@ -1,4 +1,4 @@
-"""Many tensors as if they were one vector: its norm, and scaling it."""
+"""The norm and the scaling of many tensors as one vector."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from . import cuda, host
 
 
 def total_norm(tensors: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """The `order`-norm of all elements of `tensors` together: a float64 scalar on `device`, without a host sync.
+    """The `order`-norm of all elements of `tensors`: a 0-dim float64 tensor on `device`. No host sync.
 
-    Each tensor's norm is taken in its own dtype (low precision: in float32), their combination in float64.
-    Cost: every byte read once, but on the host low precision is first copied to float32.
+    The norm of each tensor is computed in its own dtype, at least float32; norms are combined in float64.
+    Cost: each byte is read once; on the host, dtypes below float32 are first copied to float32.
     """
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
@@ -26,16 +26,17 @@ def total_norm(tensors: Sequence[torch.Tensor], order: float, device: torch.devi
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """(2,) float64 on `device`: the sum of all squares, and 1 if an element is infinite or NaN, else 0. No host sync.
 
-    Deterministic: on CUDA blocks of 32 KiB are summed in float32, their sums in float64, both in a fixed order.
-    Cost on CUDA: every byte read once, one launch for each dtype. On the host low precision is first copied to float32.
+    Deterministic: on CUDA, chunks of 32 KiB are summed in float32 and these sums in float64, both in a fixed order.
+    Cost: on CUDA each byte is read once, with one launch per dtype; on the host, narrower dtypes are copied to float32 first.
     """
     return (cuda if tensors and tensors[0].is_cuda else host).squared_norm(tensors).to(device)
 
 
 def rescale(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
-    """`tensors[i] *= scale`, a scalar tensor on their device, without a host sync.
+    """`tensors[i] *= scale`, in place. No host sync.
 
-    Cost: every byte read and written once; on CUDA nothing if the scale is 1.
+    scale: a 0-dim tensor on the device of the tensors.
+    Cost: each byte is read and written once; on CUDA none if the scale is 1.
     """
     if tensors and tensors[0].is_cuda:
         cuda.rescale(tensors, scale)

@@ -1,6 +1,6 @@
-"""Many tensors into the views of one flat buffer, with cast: one call whatever their number; on CUDA one launch.
+"""Copy many tensors into the views of a flat buffer, with casts, in one call: on CUDA one launch for each pair of dtypes.
 
-With the roles swapped the same calls unpack a flat buffer.
+With the arguments exchanged, the same calls unpack a flat buffer.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from . import cuda, host
 
 
 def pack_into(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float = 1.0) -> None:
-    """Copy `scale * tensors[i]` into `views[i]`, cast to its dtype. Shapes match pairwise; strides are free.
+    """Copy `scale * tensors[i]` into `views[i]`, cast to its dtype. Shapes must match pairwise; strides are arbitrary.
 
-    scale: applied in the wider of the two dtypes, at least float32, before the one rounding to the view's.
-    Cost: every byte read once and written once; on the host a scaled view once more, unless the cast narrows.
+    scale: applied in the wider of the two dtypes, at least float32, before the only rounding, to the view's dtype.
+    Cost: each byte is read and written once; on the host a scaled view once more, unless the cast narrows.
     """
     _pack(views, tensors, scale, False)
 
 
 def add_into(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float = 1.0) -> None:
-    """Add `scale * tensors[i]` to `views[i]`, in the wider of the two dtypes. Shapes match pairwise; strides are free.
+    """Add `scale * tensors[i]` to `views[i]`, in the wider of the two dtypes. Shapes must match; strides are arbitrary.
 
-    Cost: every view read and written once, every tensor read once.
+    Cost: each view is read and written once, each tensor read once.
     """
     _pack(views, tensors, scale, True)
 

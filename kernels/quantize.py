@@ -1,4 +1,4 @@
-"""Blockwise codes for quantised collectives: BLOCK elements share one float32 scale."""
+"""Blockwise quantisation for collectives: BLOCK consecutive elements share one float32 scale."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from .reference import BLOCK, LARGEST
 
 
 def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
-    """Write the codes of `x`, and their scales; see `reference.encode`. No host sync.
+    """Quantise `x` into codes and scales; see `reference.encode`. No host sync.
 
-    x: (n,) float32, float16 or bfloat16. codes: (n,) int8 or float8_e4m3fn. scales: (ceil(n / BLOCK),) float32. Contiguous.
-    Cost on CUDA: x read once, codes and scales written once. Raises ValueError for tensors that are not so.
+    x: (n,) float32, float16 or bfloat16. codes: (n,) int8 or float8_e4m3fn. scales: (ceil(n / BLOCK),) float32. All contiguous.
+    Cost on CUDA: x read once, codes and scales written once. Raises ValueError for other shapes, dtypes or strides.
     """
     _check("encode", x, codes[None], scales[None])
     (cuda if x.is_cuda else host).encode(codes, scales, x)
 
 
 def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Write the sum of the rows that `codes` stand for, added in float32 from the first to the last. One row is decoded.
+    """Dequantise each row of `codes` and write the sum of the rows, added in float32 from the first to the last.
 
-    out: (n,), codes: (rows, n), scales: (rows, ceil(n / BLOCK)); dtypes as for `encode`. Contiguous. No host sync.
-    Cost on CUDA: codes and scales read once, out written once. Raises ValueError for tensors that are not so.
+    out: (n,), codes: (rows, n), scales: (rows, ceil(n / BLOCK)); dtypes as for `encode`. All contiguous. No host sync.
+    Cost on CUDA: codes and scales read once, out written once. Raises ValueError for other shapes, dtypes or strides.
     """
     _check("decode_sum", out, codes, scales)
     (cuda if out.is_cuda else host).decode_sum(out, codes, scales)

@@ -1,6 +1,6 @@
-"""What every operation means, in plain torch. The host versions and the CUDA kernels are held to it.
+"""The definition of each operation in plain torch. Tests compare the host versions and the CUDA kernels with it.
 
-Arithmetic on elements is done in float32, or in float64 if one of the operands is, and rounded once to what is written.
+Elements are computed in float32, or in float64 if an operand is float64, and rounded once to the dtype of the result.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-BLOCK = 256  # elements with one scale
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # of a code
-SMALLEST = 2.0**-100  # the least magnitude that a block is scaled by: its inverse is finite
+BLOCK = 256  # elements that share a scale
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the largest magnitude of a code
+SMALLEST = 2.0**-100  # the smallest magnitude for a block's scale, whose inverse is finite
 
 
 def pack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: float = 1.0, accumulate: bool = False) -> None:
-    """`views[i] = scale * tensors[i]`, or `+=`. Views of a flat buffer pack it; tensors that are views of one unpack it.
+    """`views[i] = scale * tensors[i]`, or `+=` if `accumulate`.
 
-    Whether product and sum are rounded apart or once is left open: for powers of two it is the same.
+    With views of a flat buffer as `views` this packs it; with views of one as `tensors` it unpacks it.
+    Product and sum may be rounded once or separately, which is the same for a scale that is a power of two.
     """
     for view, tensor in zip(views, tensors, strict=True):
         if scale == 1.0 and not accumulate:
@@ -30,23 +31,23 @@ def pack(views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: 
 
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(2,) float64: the sum of the squares of all elements, and 1 if one of them is not finite, else 0."""
+    """(2,) float64: the sum of the squares of all elements, and 1 if an element is not finite, else 0."""
     elements = torch.cat([torch.zeros(1, dtype=torch.float64), *(tensor.double().flatten() for tensor in tensors)])
     return torch.stack([elements.square().sum(), (~elements.isfinite()).any().double()])
 
 
 def rescale(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
-    """`tensors[i] *= scale`, a scalar tensor."""
+    """`tensors[i] *= scale`, a 0-dim tensor."""
     for tensor in tensors:
         wide = torch.promote_types(tensor.dtype, torch.float32)
         tensor.copy_(tensor.to(wide) * scale.to(wide))
 
 
 def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
-    """Each block's largest magnitude becomes the largest code, the others the nearest codes (ties to even).
+    """Scale each block such that its largest magnitude is the largest code, and round to the nearest code (ties to even).
 
     codes: (n,) int8 or float8_e4m3fn. scales: (ceil(n / BLOCK),) float32. A block with an element that is not finite
-    has the scale NaN and the codes 0, so all of it is NaN once decoded.
+    gets the scale NaN and codes 0, so that all its elements decode to NaN.
     """
     blocks = F.pad(x.float(), (0, -len(x) % BLOCK)).view(-1, BLOCK)
     peaks = blocks.abs().amax(1)
@@ -59,7 +60,7 @@ def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
 def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """`out` = the sum over rows of `codes` times their scales, in float32, row by row. scales: (rows, ceil(n / BLOCK)).
 
-    Both as `encode` makes them: a code is not NaN, and 256 times a scale is finite, or the scale is NaN.
+    Codes and scales must come from `encode`: no code is NaN, and 256 times a scale is finite, or the scale is NaN.
     """
     total = torch.zeros(len(out), dtype=torch.float32, device=out.device)
     for row, factors in zip(codes, scales, strict=True):

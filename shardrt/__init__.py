@@ -2,10 +2,10 @@
 
 from pathlib import Path as _Path
 
-# In a checkout comm/ and kernels/ lie beside this folder; installed, they lie inside it. Searching
-# the checkout's root as well makes `PYTHONPATH=checkout` enough.
-# Hazard: never do so for an installed package: beside it lie other people's `comm` and `kernels`.
-# A file that only our comm/ has tells them apart.
+# In a checkout, comm/ and kernels/ are siblings of this folder; in an installed package they are inside it. With the
+# checkout's root in the search path, `PYTHONPATH=checkout` suffices.
+# Hazard: site-packages may contain unrelated packages `comm` and `kernels`, so an installed package must not search there.
+# communicator.py identifies our comm/.
 _here = _Path(__file__).resolve().parent
 if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py").is_file():
     __path__.append(str(_here.parent))
@@ -30,7 +30,7 @@ from .fsdp.policy import (
     ShardPlacementResult,
 )
 from .optim import clip_grad_norm_, offload_state_to_disk
-from .tensor import dispatch as dispatch  # says what operations do with a DTensor
+from .tensor import dispatch as dispatch  # the import installs DTensor's operation table
 from .tensor.dtensor import DTensor, distribute_tensor
 from .tensor.local_ops import register_local_op
 from .tensor.local_optimizers import register_local_optimizer

@@ -1,5 +1,5 @@
-// CUDA's C++ on the host, as far as kernels.cu goes: a block's threads are fibres that take turns, blocks run one by one.
-// Every other launch runs threads and blocks from the last to the first, so that what rests on an order shows.
+// The subset of CUDA C++ that kernels.cu uses, on the host: a block's threads are fibres, and blocks run one after another.
+// Every second launch runs threads and blocks in reverse order, to find code that depends on an order.
 
 #include <ucontext.h>
 
@@ -27,7 +27,7 @@ struct Meeting { unsigned arrived = 0, round = 0; };
 struct Fibre { ucontext_t context; bool done; };
 Fibre fibres[MOST_THREADS];
 Meeting of_block, of_warp[MOST_THREADS / WARP];
-unsigned long long slots[MOST_THREADS];  // what a thread shows the others of its warp
+unsigned long long slots[MOST_THREADS];  // the value that a thread shares with its warp
 ucontext_t scheduler;
 unsigned threads;
 bool progress, backwards;
@@ -48,7 +48,7 @@ void enter() {
     fibres[threadIdx.x].done = progress = true;
 }
 
-// False if threads wait at a barrier to which others do not come.
+// Returns false if threads wait at a barrier that others never reach.
 bool run_block() {
     static std::vector<char> stacks(std::size_t(MOST_THREADS) * STACK_BYTES);
     of_block = Meeting();
@@ -142,7 +142,7 @@ static int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 static double __dmul_rn(double a, double b) { return a * b; }
 static double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 
-// PTX instructions, each under its name.
+// PTX instructions, as functions of the same names.
 static float mul_rn_f32(float a, float b) { return a * b; }
 static float add_rn_f32(float a, float b) { return a + b; }
 static float fma_rn_f32(float a, float b, float c) { return std::fma(a, b, c); }

@@ -1,4 +1,4 @@
-"""kernels.cu as a library for this machine's processor: the kernels themselves, on threads that cuda_on_host.h makes."""
+"""kernels.cu compiled for the host's processor, with the threads of cuda_on_host.h."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPORT = 'extern "C" bool kernel_{}(u32 blocks, u32 threads, const u64 *args, u3
 
 
 class Kernels:
-    """The kernels called `names`, compiled in `folder`."""
+    """The instantiations `names` of the kernels in `source`, compiled in `folder`."""
 
     def __init__(self, source: str, names: Sequence[str], folder: Path) -> None:
         compiler = shutil.which("c++")
@@ -35,15 +35,15 @@ class Kernels:
         self._library = ctypes.CDLL(str(library))
 
     def launch(self, name: str, blocks: int, threads: int, args: Sequence[int | float]) -> None:
-        """Run a kernel to its end."""
+        """Run a kernel until it ends."""
         bits = struct.pack("".join("d" if isinstance(arg, float) else "q" for arg in args), *args)
         function = getattr(self._library, f"kernel_{self._names.index(name)}")
         function.restype = ctypes.c_bool
-        assert function(blocks, threads, bits, len(args)), f"{name}: {args} do not fit, or threads wait for ever"
+        assert function(blocks, threads, bits, len(args)), f"{name}: {args} do not fit, or threads wait at a barrier forever"
 
 
 def _without_ptx(source: str) -> str:
-    """Each instruction as a call of a function of its name."""
+    """Replace each PTX instruction by a call of the function of its name."""
     calls = re.sub(
         r'asm\("([\w.]+) [^"]*" : "=\w"\((\w+)\) : (.*?)\);', lambda m: f"{m[2]} = {m[1].replace('.', '_')}({m[3]});", source
     )

@@ -1,11 +1,11 @@
-"""What people do with `DTensor`s outside of training: look at them, copy them, initialise them; and mixed with plain ones."""
+"""`DTensor`s outside of training: reading, writing, copying and initialising them, and mixing them with plain tensors."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from shardrt.comm import DeviceMesh, World
+from shardrt.tensor.dispatch import FOREACH_AND_FUSED
 from shardrt.tensor.placement import Placement
 from test_module import Narrow
 from test_redistribute import uneven
@@ -28,8 +29,8 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def cuts(shape: tuple[int, ...], size: int) -> list[Placement]:
-    """Every kind of placement of a whole tensor on one axis, parts without elements included."""
+def sample_placements(shape: tuple[int, ...], size: int) -> list[Placement]:
+    """Every kind of placement but `Partial` on one axis, with empty shards."""
     numel = torch.Size(shape).numel()
     last = len(shape) - 1
     return [
@@ -46,21 +47,115 @@ def cuts(shape: tuple[int, ...], size: int) -> list[Placement]:
 # ---------------------------------------------------------------------- lists of tensors
 
 
+def foreach_and_fused() -> list[torch._ops.OpOverload]:
+    """Every overload of `aten::_foreach_*` and `aten::_fused_*` that this torch has."""
+    names = (name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::_f"))
+    split = (name.partition(".") for name in sorted(names) if name.startswith(("_foreach_", "_fused_")))
+    return [getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in split]
+
+
+def arguments_of(op: torch._ops.OpOverload, tensors: Iterator[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments that fit the schema: `tensors` for lists and for a first tensor, plain scalars for other tensors."""
+    by_type: dict[str, Callable[[], Any]] = {
+        "Tensor": lambda: torch.tensor(0.25, dtype=torch.float64),
+        "List[Tensor]": lambda: [next(tensors), next(tensors)],
+        "List[number]": lambda: [0.25, 0.5],
+        "List[int]": lambda: [6],
+        "List[bool]": lambda: [True, True],
+        "number": lambda: 0.25,
+        "float": lambda: 0.25,
+        "int": lambda: 1,
+        "bool": lambda: False,
+    }
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for index, argument in enumerate(op._schema.arguments):
+        kind = str(argument.type)
+        if argument.name == "state_steps":
+            value: Any = [torch.tensor(3.0), torch.tensor(4.0)]
+        elif argument.name == "amsgrad":
+            value = True
+        elif argument.name == "scalars":
+            value = torch.tensor([0.25, 0.5], dtype=torch.float64) if kind == "Tensor" else [0.25, 0.5]
+        elif kind == "Tensor" and index == 0:
+            value = next(tensors)
+        else:
+            value = by_type.get(kind, lambda: None)()  # None for what is optional
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
 @on_ranks(2)
-def test_only_elementwise_operations_on_lists_run_on_the_parts(world: World) -> None:
-    whole = drawn(5, 6).float()
-    tensor = distribute_tensor(whole, world.mesh, [Shard(0)])
-    for refused in (
-        lambda: torch.ops.aten._fused_dropout(tensor, 0.5),
-        lambda: torch._foreach_max([tensor]),
-        lambda: torch._foreach_powsum([tensor], 2),
-    ):
-        with pytest.raises(NotImplementedError, match=r"aten\._f\w+.* is not defined on sharded tensors"):
-            refused()
+def test_every_foreach_and_fused_operation_is_elementwise_or_refused(world: World) -> None:
+    """What runs yields the values of the full tensors, in its results and in its arguments."""
+    ran, refused = set(), set()
+    for op in foreach_and_fused():
+        fulls = [drawn(5, 6, seed=seed).abs() / 4 + 0.1 for seed in range(12)]
+        plain_args, plain_kwargs = arguments_of(op, iter([full.clone() for full in fulls]))
+        sharded = [distribute_tensor(full, world.mesh, [(Shard(0), Shard(1))[index % 2]]) for index, full in enumerate(fulls)]
+        args, kwargs = arguments_of(op, iter(sharded))
+        name = op._schema.name.removeprefix("aten::")
+        if name not in FOREACH_AND_FUSED or (name == "_foreach_norm" and "out" in kwargs):
+            if name != "_fused_rms_norm":  # composed of other operations
+                with pytest.raises(NotImplementedError, match=rf"aten\.{name}\.\w+ is not defined on sharded tensors"):
+                    op(*args, **kwargs)
+                refused.add(name)
+            continue
+        found, expected = op(*args, **kwargs), op(*plain_args, **plain_kwargs)
+        ran.add(name)
+        for one, other in zip(
+            tree_leaves((found, args, kwargs)), tree_leaves((expected, plain_args, plain_kwargs)), strict=True
+        ):
+            if isinstance(other, torch.Tensor):
+                torch.testing.assert_close(whole(one), other, rtol=1e-12, atol=1e-12, equal_nan=True, msg=str(op))
+    assert FOREACH_AND_FUSED - ran <= {"_foreach_clone_"}  # which torch does not have
+    assert refused >= {"_foreach_max", "_foreach_powsum", "_fused_adam", "_fused_adamw", "_fused_dropout", "_fused_sgd"}
+
+
+@on_ranks(2)
+def test_fused_operations_by_value(world: World) -> None:
+    full = drawn(5, 6).float()
+    tensor = distribute_tensor(full, world.mesh, [Shard(0)])
     norm = torch.ops.aten._fused_rms_norm
-    assert torch.equal(norm(tensor, [6], None, None)[0], norm(whole, [6], None, None)[0])  # torch takes it apart on a CPU
-    (found,) = torch._foreach_lerp([tensor], [tensor.neg()], 0.25)
-    assert torch.equal(found.full_tensor(), torch.lerp(whole, -whole, 0.25))
+    for found, expected in zip(norm(tensor, [6], None, None), norm(full, [6], None, None), strict=True):
+        assert torch.equal(whole(found), expected)  # composed of other operations, which gather
+    with pytest.raises(NotImplementedError, match=r"aten\._fused_dropout\.default is not defined on sharded tensors"):
+        torch.ops.aten._fused_dropout(tensor, 0.5)
+    assert torch.equal(tensor.full_tensor(), full)
+    half = full.bfloat16()
+    sharded = distribute_tensor(half, world.mesh, [Shard(0)])
+    for found, expected in zip(
+        torch._foreach_norm([sharded, sharded], 2, torch.float64),
+        torch._foreach_norm([half, half], 2, torch.float64),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@on_ranks(2)
+def test_operations_that_are_not_in_the_table_are_refused(world: World) -> None:
+    """Unknown operations, outputs that a rule does not write, and random operations that torch calls pointwise."""
+    full = drawn(5, 6)
+    tensor, out = distribute_tensor(full, world.mesh, [Shard(0)]), torch.empty((), dtype=torch.float64)
+    aten = torch.ops.aten
+    for refused in (
+        lambda: aten.native_layer_norm(tensor, [6], None, None, 1e-5),
+        lambda: aten.native_dropout(tensor, 0.5, True),
+        lambda: aten.rrelu_with_noise(tensor, torch.empty_like(tensor), 0.1, 0.3, True),
+        lambda: aten.linalg_vector_norm.out(tensor, 2, out=out),
+        lambda: aten._foreach_norm.Scalar_out([tensor], 2, out=[out]),
+        lambda: aten.rand_like.out(tensor, out=torch.empty(5, 6)),
+        lambda: aten.new_empty.out(tensor, [5, 6], out=torch.empty(5, 6)),
+        lambda: aten.clone.out(tensor, out=torch.empty(5, 6)),
+        lambda: aten._amp_foreach_non_finite_check_and_unscale([tensor], out, torch.tensor(0.5)),
+    ):
+        with pytest.raises(NotImplementedError, match=r"aten\.\w+\.\w+ is not defined on sharded tensors"):
+            refused()
+    first, second = (torch.rand_like(tensor, generator=torch.Generator().manual_seed(3)).full_tensor() for _ in range(2))
+    assert torch.equal(first, second)
 
 
 MIXED = [
@@ -112,7 +207,7 @@ SCALED = {
 @pytest.mark.parametrize("axes", [("dp",), ("replicate", "shard")], ids=len)
 @on_ranks(4)
 def test_grad_scaler(world: World, axes: tuple[str, ...], name: str) -> None:
-    """An infinity in one rank's part of a gradient skips the step on all ranks and halves the scale, as in one process."""
+    """An infinity in one rank's shard of a gradient makes all ranks skip the step and halve the scale, as in one process."""
     mesh = DeviceMesh(world.comm, (4,) if len(axes) == 1 else (2, 2), axes)
     whole = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3)).double()
     sharded = shardrt.fully_shard(copy.deepcopy(whole), mesh=mesh)
@@ -145,8 +240,8 @@ def test_grad_scaler(world: World, axes: tuple[str, ...], name: str) -> None:
 
 
 @on_ranks(4)
-def test_what_one_mesh_found_reaches_all(world: World) -> None:
-    """Gradients on crossing meshes, plain ones among them; parts without elements; float16."""
+def test_found_inf_propagates_between_meshes(world: World) -> None:
+    """Gradients on crossing meshes, with plain ones, empty shards, and float16."""
     mesh = DeviceMesh(world.comm, (2, 2), ("a", "b"))
     for bad_rank in range(4):
         grads = [distribute_tensor(torch.ones(4), mesh[axis], [RaggedShard(0, (4, 0))]).half() for axis in ("a", "b")]
@@ -172,7 +267,7 @@ def compare_parameters(whole: nn.Module, sharded: nn.Module) -> None:
 
 @on_ranks(2)
 def test_deepcopy(world: World) -> None:
-    """Of tensors, parameters and state dicts: the parts are copied, what is shared among them stays shared."""
+    """Of tensors, parameters and state dicts: local shards are copied, shared objects stay shared."""
     model = shardrt.fully_shard(nn.Linear(7, 5).double())
     model(torch.ones(2, 7, dtype=torch.float64)).sum().backward()
     model.weight.note = ["mine"]
@@ -197,17 +292,17 @@ def test_deepcopy(world: World) -> None:
     assert model.weight.grad.full_tensor().all()
     frozen = copy.deepcopy(distribute_tensor(torch.ones(4), world.mesh, [Partial()]))
     assert torch.equal(frozen.full_tensor(), torch.ones(4))
-    with pytest.raises(
-        RuntimeError, match=r"deepcopy of a DTensor of shape \(5, 7\) that autograd computed: detach\(\) it first"
-    ):
+    with pytest.raises(RuntimeError, match=r"deepcopy of a DTensor of shape \(5, 7\) that is not a leaf: detach\(\) it first"):
         copy.deepcopy(model.weight * 2)
 
 
 @on_ranks(2)
-def test_pickling_is_refused_in_a_line(world: World) -> None:
+def test_pickling_raises_a_short_error(world: World) -> None:
     tensor = distribute_tensor(torch.ones(4, 2), world.mesh, [Shard(0)])
     for refused in (lambda: pickle.dumps(tensor), lambda: torch.save({"weight": nn.Parameter(tensor)}, io.BytesIO())):
-        with pytest.raises(RuntimeError, match=r"of shape \(4, 2\), cannot be pickled.*full_tensor\(\).*torch\.save") as caught:
+        with pytest.raises(
+            RuntimeError, match=r"of shape \(4, 2\)\) cannot be pickled.*full_tensor\(\).*torch\.save"
+        ) as caught:
             refused()
         assert len(str(caught.value)) < 250
 
@@ -231,7 +326,7 @@ def test_names_and_arguments_of_torch(world: World) -> None:
     local = tensor.to_local().clone()
     again = DTensor.from_local(local, mesh, lies, run_check=True, shape=whole.size(), stride=whole.stride())
     assert torch.equal(again.full_tensor(), whole)
-    with pytest.raises(ValueError, match=r"stride \(1, 5\) of shape \(5, 6\): expected a contiguous tensor's"):
+    with pytest.raises(ValueError, match=r"stride \(1, 5\) of shape \(5, 6\): expected that of a contiguous tensor"):
         DTensor.from_local(local, mesh, lies, shape=(5, 6), stride=(1, 5))
     if world.rank == 3:
         local[-1, -1] += 1
@@ -242,7 +337,7 @@ def test_names_and_arguments_of_torch(world: World) -> None:
 
 # ---------------------------------------------------------------------- looking at tensors
 
-Look = Callable[[torch.Tensor, torch.Tensor], Any]  # of a sharded tensor, and of the same whole one as a plain tensor
+Look = Callable[[torch.Tensor, torch.Tensor], Any]  # of a sharded tensor, and of the full tensor
 LOOKS: dict[str, Look] = {
     "row": lambda w, p: w[0],
     "slice": lambda w, p: w[1:3, ::2],
@@ -303,8 +398,8 @@ def whole(value: Any) -> Any:
 
 
 @on_ranks(3)
-def test_what_people_look_at(world: World) -> None:
-    """As of the whole tensor, and the same on every rank."""
+def test_reads(world: World) -> None:
+    """The results equal those of the full tensor on every rank."""
     plain = drawn(5, 6)
     for placement in (RaggedShard(1, (4, 0, 2)), FlatShard(0, (0, 7, 23))):
         tensor = distribute_tensor(plain, world.mesh, [placement])
@@ -320,7 +415,7 @@ def test_what_people_look_at(world: World) -> None:
 
 
 @on_ranks(2)
-def test_views_are_of_the_moment_and_read_by_any_rank_alone(world: World) -> None:
+def test_views_keep_their_values_and_read_without_communication(world: World) -> None:
     plain = drawn(5, 6)
     tensor = distribute_tensor(plain, world.mesh, [Shard(0)])
     row = tensor[4]
@@ -344,14 +439,14 @@ def test_views_are_of_the_moment_and_read_by_any_rank_alone(world: World) -> Non
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):  # as of a plain parameter
         weight[0] = 1
     with pytest.raises(NotImplementedError, match=r"aten.mul.Tensor on parameter 'weight' of the sharded module 'Linear'"):
-        weight[1] * plain[0]  # each rank may have other data: nobody would reduce the gradients
+        weight[1] * plain[0]  # data may differ between ranks, and nothing would reduce the gradients
     row = weight[1]
     row.square().sum().backward()
     zeros = torch.zeros(5, 6, dtype=torch.float64)
     assert torch.equal(whole(weight.grad), zeros.index_copy(0, torch.tensor([1]), 2 * row.detach()[None] + 0))
 
 
-# ---------------------------------------------------------------------- writing to parts of a tensor
+# ---------------------------------------------------------------------- writes to a tensor
 
 
 def swap(w: torch.Tensor) -> None:
@@ -427,8 +522,8 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 
 
 @on_ranks(2, 3)
-def test_no_write_is_lost(world: World) -> None:
-    for placement in cuts((5, 6), world.size):
+def test_writes(world: World) -> None:
+    for placement in sample_placements((5, 6), world.size):
         for name, write in WRITES.items():
             expected, values = drawn(5, 6), drawn(5, 6, seed=1)
             tensor = distribute_tensor(expected, world.mesh, [placement])
@@ -457,7 +552,7 @@ def test_views_on_two_axes(world: World) -> None:
 
 
 def embedding_with_padding(w: torch.Tensor) -> None:
-    """As models do in their own code."""
+    """An initialisation that models contain."""
     w.data.normal_()
     w.data[2].zero_()
 
@@ -484,7 +579,7 @@ INITS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], object]]] = {
 
 @on_ranks(2, 3)
 def test_initialisation_is_that_of_one_rank(world: World) -> None:
-    """Of every placement, with other seeds on other ranks; and with torch's own properties."""
+    """For every placement and with different seeds on the ranks; the values have the properties that torch documents."""
     alone = world.comm.split(world.rank, 0, "alone")
     assert alone is not None
     for name, (shape, init) in INITS.items():
@@ -492,12 +587,12 @@ def test_initialisation_is_that_of_one_rank(world: World) -> None:
         expected = distribute_tensor(torch.full(shape, 0.5), DeviceMesh(alone), [Shard(0)])
         with torch.no_grad():
             init(expected)
-        for placement in cuts(shape, world.size):
+        for placement in sample_placements(shape, world.size):
             tensor = distribute_tensor(torch.full(shape, 0.5), world.mesh, [placement])
             torch.manual_seed(7 + world.rank)
             with torch.no_grad():
                 init(tensor)
-            # Elements are drawn in the order in which the tensor is cut; what is put together on every rank has but one order.
+            # Elements are drawn in the order of the sharded dim; for an operation on the full tensor the order is fixed.
             if getattr(placement, "dim", 0) == 0 or not draws_elements(name):
                 assert torch.equal(tensor.full_tensor(), expected.full_tensor()), f"{name} {placement}"
         check_init(name, expected.full_tensor())
@@ -509,8 +604,8 @@ def draws_elements(name: str) -> bool:
 
 
 @on_ranks(2)
-def test_parts_that_are_subclasses(world: World) -> None:
-    """Of which the values lie elsewhere than in the memory of the tensor itself."""
+def test_local_shards_of_a_subclass(world: World) -> None:
+    """Local shards of a subclass that keeps its values in other memory."""
     model = nn.Linear(4, 5, bias=False).double()
     model.weight = nn.Parameter(Narrow(model.weight.detach().clone()))
     expected = model.weight.detach().data64
@@ -527,7 +622,7 @@ def test_parts_that_are_subclasses(world: World) -> None:
 
 
 def check_init(name: str, found: torch.Tensor) -> None:
-    """The values, of what is not drawn; else what the initialisation promises."""
+    """Compare deterministic values, and check the properties of random ones."""
     if name.startswith(("eye_", "dirac_")):
         plain = torch.empty_like(found)
         INITS[name][1](plain)
@@ -548,7 +643,7 @@ def check_init(name: str, found: torch.Tensor) -> None:
 @pytest.mark.parametrize("first", ["view", "model"])
 @on_ranks(2, 3)
 def test_gradients_through_views_add_to_those_of_the_model(world: World, first: str) -> None:
-    """Autograd gives the whole gradient of what is computed of a view: the model's is added to this rank's part of it."""
+    """A view's gradient is the full one: this rank's shard of it and the gradient of the model are added."""
     whole = nn.Linear(4, 3).double()
     model = copy.deepcopy(whole)
     shardrt.fully_shard(model)

@@ -1,4 +1,4 @@
-"""Optimizer state that was loaded whole, and optimizers of other packages on shards."""
+"""Loading a full optimizer state, and optimizers of other packages on local shards."""
 
 import copy
 import importlib
@@ -21,7 +21,7 @@ Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range, world: World | None = None) -> torch.Tensor:
-    """Train, on this rank's part of the batches if a world is given; returns the last loss."""
+    """Train, on this rank's chunk of each batch if a world is given; returns the last loss."""
     for step in numbers:
         x = batch(step).to(next(model.parameters()).dtype)
         loss = loss_of(model, x if world is None else x.chunk(world.size)[world.rank])
@@ -86,7 +86,7 @@ def test_a_full_optimizer_state_is_sharded(world: World, kind: str) -> None:
 
 @on_ranks(2, 3)
 def test_a_full_state_by_elements_and_by_columns(world: World) -> None:
-    """Each rank keeps its own elements of a 1-D parameter as long as a part, of `FlatShard` and of another dim's rows."""
+    """Each rank keeps its elements of a 1-D parameter, of a `FlatShard`, and of rows along another dim."""
     model = nn.ParameterDict()
     model["long"] = nn.Parameter(torch.arange(64.0 * world.size))
     model["tall"] = nn.Parameter(torch.randn(1013, 3))
@@ -128,10 +128,10 @@ def shrink(x: torch.Tensor) -> torch.Tensor:
 
 
 @on_ranks(2, 3)
-def test_registered_operators_run_on_parts(world: World) -> None:
+def test_registered_operators_run_on_local_shards(world: World) -> None:
     ops = torch.ops.shardrt_tests
     full = torch.arange(12.0).view(4, 3)
-    table = torch.full((4, 3), 2.0)  # of the shape of the whole, and no part of it
+    table = torch.full((4, 3), 2.0)  # of the global shape, but passed unchanged
     x, y = (shardrt.distribute_tensor(value, world.mesh, [shardrt.Shard(0)]) for value in (full, full + 1))
     with pytest.raises(NotImplementedError, match=r"shardrt_tests.decay.default is not defined on sharded tensors"):
         ops.decay("one", x, y, table, 0.5)
@@ -142,16 +142,18 @@ def test_registered_operators_run_on_parts(world: World) -> None:
     ops.decay("one", x, y, table, 0.5)
     assert x._version > before
     assert torch.equal(x.full_tensor(), full - (full + 1))
-    ops.decay("one", x=x, y=full + 1, rate=0.5, table=table)  # a plain tensor by its part
+    ops.decay("one", x=x, y=full + 1, rate=0.5, table=table)  # of a plain tensor, this rank's shard
     assert torch.equal(x.full_tensor(), full - 2 * (full + 1))
     maxima = ops.block_maxima(y)
     assert isinstance(maxima, shardrt.DTensor)
     assert maxima.spec == y.spec
     assert torch.equal(maxima.to_local(), ops.block_maxima(y.to_local()))
     other = y.redistribute([shardrt.Replicate()])
-    with pytest.raises(ValueError, match="shardrt_tests::decay on tensors that lie differently"):
+    with pytest.raises(ValueError, match="shardrt_tests::decay on tensors with different placements"):
         ops.decay("one", x, other, table, 0.5)
-    with pytest.raises(ValueError, match=r"shardrt_tests::shrink, .* made a tensor of shape \(1,\) of a part of shape"):
+    with pytest.raises(
+        ValueError, match=r"shardrt_tests::shrink, .* returned a tensor of shape \(1,\) for a local shard of shape"
+    ):
         ops.shrink(shardrt.distribute_tensor(full.repeat(world.size, 1), world.mesh, [shardrt.Shard(0)]))
     partial = shardrt.DTensor.from_local(full, world.mesh, [shardrt.Partial()])
     with pytest.raises(NotImplementedError, match="is not defined on sharded tensors"):
@@ -188,8 +190,8 @@ def sharded_wide() -> tuple[nn.Module, nn.Module]:
     return whole, model
 
 
-def parts_of(model: nn.Module) -> list[nn.Parameter]:
-    """Plain parameters of what this rank has: what an optimizer on shards must amount to."""
+def local_params_of(model: nn.Module) -> list[nn.Parameter]:
+    """Plain parameters with the values of the local shards, as a reference."""
     return [nn.Parameter(contiguous_copy(param)) for param in model.parameters()]
 
 
@@ -198,11 +200,11 @@ def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach().clone(memory_format=torch.contiguous_format)
 
 
-def check_on_parts(world: World, make: Make, rounds: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Bit for bit what the optimizer makes of this rank's parts alone, and near training in one process."""
+def check_on_local_shards(world: World, make: Make, rounds: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same bits as a step on plain copies of the local shards, and close to training in one process."""
     whole, model = sharded_wide()
     optimizer, alone = make(model.parameters()), make(whole.parameters())
-    parts = parts_of(model)
+    parts = local_params_of(model)
     reference = make(part for part in parts if part.numel())
     for step in range(rounds):
         x = batch(step).float()
@@ -233,19 +235,19 @@ def test_bitsandbytes(world: World) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
         for name in BITSANDBYTES:
-            model, optimizer = check_on_parts(world, lambda params, name=name: getattr(optim, name)(params, lr=1e-3))
+            model, optimizer = check_on_local_shards(world, lambda params, name=name: getattr(optim, name)(params, lr=1e-3))
             local = model.hidden.weight.to_local()
             state = optimizer.state[model.hidden.weight]
             assert ("absmax1" in state) == (name.endswith("8bit") and local.numel() >= 4096)
             with pytest.raises(RuntimeError, match=f"the state of {name} is each rank's own"):
                 full_optimizer_state(optimizer, keep=True)
             if "absmax1" in state:
-                assert state["absmax1"].shape[-1] == -(-local.numel() // 256)  # blocks of the part
+                assert state["absmax1"].shape[-1] == -(-local.numel() // 256)  # blocks of the local shard
             check_resume(world, model, optimizer, lambda params, name=name: getattr(optim, name)(params, lr=1e-3))
 
 
 def check_resume(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, make: Make) -> None:
-    """The state of this rank, loaded into a new optimizer, goes on to the same bits."""
+    """A new optimizer with this rank's loaded state computes the same bits."""
     other = copy.deepcopy(model)
     again = make(other.parameters())
     file = io.BytesIO()
@@ -259,7 +261,7 @@ def check_resume(world: World, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 @on_ranks(2)
-def test_bitsandbytes_settings_and_whole_states(world: World) -> None:
+def test_bitsandbytes_settings_and_full_states(world: World) -> None:
     bitsandbytes = importlib.import_module("bitsandbytes")
     whole, model = sharded_wide()
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
@@ -272,7 +274,7 @@ def test_bitsandbytes_settings_and_whole_states(world: World) -> None:
     assert optimizer.state[model.hidden.weight]["state1"].dtype == torch.float32
     optimizer.load_state_dict(alone.state_dict())
     loss_of(model, batch(0).float()).backward()
-    with pytest.raises(ValueError, match=r"state 'state1' of a parameter of shape \(128, 130\) is that of the whole parameter"):
+    with pytest.raises(ValueError, match=r"state 'state1' of a parameter of shape \(128, 130\) is that of the full parameter"):
         optimizer.step()
     whole, model = sharded_wide()
     optimizer, alone = (bitsandbytes.optim.AdamW32bit(each.parameters()) for each in (model, whole))
@@ -293,7 +295,7 @@ def test_torchao(world: World) -> None:
     with torch.compiler.set_stance("force_eager"):
         for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
             make = lambda params, name=name: getattr(optim, name)(params, lr=1e-3)  # noqa: E731
-            model, optimizer = check_on_parts(world, make)
+            model, optimizer = check_on_local_shards(world, make)
             local = model.hidden.weight.to_local()
             state = optimizer.state[model.hidden.weight]["exp_avg"]
             assert state.numel() == local.numel()
@@ -327,10 +329,10 @@ class Signs(torch.optim.Optimizer):
 
 
 @on_ranks(2, 3)
-def test_registered_optimizers_step_on_parts(world: World) -> None:
+def test_registered_optimizers_step_on_local_shards(world: World) -> None:
     shardrt.register_local_optimizer(Signs)
     plain = nn.Parameter(torch.ones(3))
-    check_on_parts(world, Signs)
+    check_on_local_shards(world, Signs)
     _, model = sharded_wide()
     optimizer = Signs([*model.parameters(), plain])
     x = batch(0).float().chunk(world.size)[world.rank]
@@ -349,7 +351,7 @@ def test_registered_optimizers_step_on_parts(world: World) -> None:
     with pytest.raises(AssertionError):
         optimizer.step(closure)
     optimizer.fails = False
-    with pytest.raises(RuntimeError, match="the last step of Signs was cut short by an exception"):
+    with pytest.raises(RuntimeError, match="the previous step of Signs was interrupted by an exception"):
         optimizer.step(closure)
     optimizer.zero_grad()
     assert all(param.grad is None for param in model.parameters())

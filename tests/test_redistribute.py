@@ -44,7 +44,7 @@ def values(shape: Sequence[int], seed: int) -> torch.Tensor:
 
 
 def tensor_and_whole(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> tuple[DTensor, torch.Tensor]:
-    """A tensor that lies so, each partial axis with terms of its own, and what it is as a whole."""
+    """A tensor with these placements, with different terms on partial axes, and its full tensor."""
     terms = torch.stack([values(shape, place) for place in range(mesh.size)]).view(*mesh.shape, *shape)
     mine = whole = terms
     for axis in reversed(range(len(placements))):
@@ -56,7 +56,7 @@ def tensor_and_whole(mesh: DeviceMesh, placements: Sequence[Placement], shape: S
         else:
             whole = whole.movedim(axis, 0)[0]
     cuts = [Replicate() if isinstance(placement, Partial) else placement for placement in placements]
-    local = Spec.of(mesh, cuts, torch.Size(shape)).local_part(mine).clone()
+    local = Spec.of(mesh, cuts, torch.Size(shape)).local_shard(mine).clone()
     return DTensor.from_local(local, mesh, placements, shape), whole
 
 
@@ -67,7 +67,7 @@ def check_pair(mesh: DeviceMesh, source: Sequence[Placement], target: Sequence[P
     what = f"{source} to {target} of {tuple(shape)}"
     assert found.placements == tuple(target), what
     if not any(isinstance(placement, Partial) for placement in target):
-        assert torch.equal(found.to_local(), found.spec.local_part(whole)), what
+        assert torch.equal(found.to_local(), found.spec.local_shard(whole)), what
     assert found.to_local().shape == local_shape(mesh, target, whole.shape), what
     assert torch.equal(found.full_tensor(), whole), what
     if tuple(source) != tuple(target):
@@ -112,7 +112,7 @@ def test_every_pair_on_two_axes(world: World, shape: tuple[int, ...]) -> None:
 
 @on_ranks(2, 3)
 def test_dtypes(world: World) -> None:
-    """Whatever has bytes moves; what is not contiguous does as well."""
+    """Every dtype, and tensors that are not contiguous."""
     for dtype in (torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn):
         whole = torch.arange(15).view(3, 5).to(dtype).t()
         tensor = distribute_tensor(whole, world.mesh, [Shard(0)])
@@ -130,7 +130,7 @@ def test_dtypes(world: World) -> None:
 
 
 class Log(Hook):
-    """The collectives made, by name, with what they were given."""
+    """Records collectives: (axis, name, elements of the input)."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int]] = []
@@ -142,7 +142,7 @@ class Log(Hook):
 
 
 def test_order_of_the_axes() -> None:
-    """Inner axes that cut what an outer one changes are undone first, from the innermost; others stay."""
+    """Inner axes that depend on a changing outer axis are gathered first, the innermost first; others keep their placement."""
     flat = FlatShard(0, (4, 4))
     for source, target, expected in [
         ((S0, S0, S0), (R, S0, S0), [(2, R), (1, R), (0, R), (1, S0), (2, S0)]),
@@ -187,30 +187,32 @@ def test_collectives_of_a_change(world: World) -> None:
 
 
 @on_ranks(2)
-def test_bad_placements_are_refused(world: World) -> None:
+def test_bad_placements_raise(world: World) -> None:
     whole, mesh = torch.ones(4, 3), world.mesh
     grid = DeviceMesh(world.comm, (1, 2), ("a", "b"))
     cases: list[tuple[list[Placement], str]] = [
         ([Shard(2)], r"Shard\(dim=2\) of a tensor of shape \(4, 3\): expected -2 <= dim < 2"),
         ([Shard(0), Shard(0)], r"expected one for each of its 1 axes"),
-        ([RaggedShard(0, (1, 2))], r"expected 2 counts, none below 0, that add up to 4; these 2 add up to 3"),
-        ([RaggedShard(0, (4,))], r"RaggedShard\(dim=0, rows=\(4,\)\).*over 2 ranks: expected 2 counts"),
-        ([FlatShard(0, (-1, 13))], r"expected 2 counts, none below 0, that add up to 12"),
+        ([RaggedShard(0, (1, 2))], r"expected 2 counts >= 0 that add up to 4; found 2 that add up to 3"),
+        ([RaggedShard(0, (4,))], r"RaggedShard\(dim=0, rows=\(4,\)\).*on 2 ranks: expected 2 counts"),
+        ([FlatShard(0, (-1, 13))], r"expected 2 counts >= 0 that add up to 12"),
     ]
     for placements, error in cases:
         with pytest.raises(ValueError, match=error):
             distribute_tensor(whole, mesh, placements)
         with pytest.raises(ValueError, match=error):
             distribute_tensor(whole, mesh, [Replicate()]).redistribute(placements)
-    with pytest.raises(ValueError, match=r"of which another axis leaves one dim: expected -1 <= dim < 1"):
+    with pytest.raises(ValueError, match=r"which another axis flattens to one dim: expected -1 <= dim < 1"):
         distribute_tensor(whole, grid, [FlatShard(0, (12,)), Shard(1)])
-    with pytest.raises(ValueError, match=r"reductions of several kinds depend on their order"):
+    with pytest.raises(ValueError, match=r"the order of several kinds of reductions matters"):
         distribute_tensor(whole, grid, [Partial(), Partial(ReduceOp.MAX)])
-    with pytest.raises(TypeError, match=r"0 is none"):
+    with pytest.raises(TypeError, match=r"0 is not a Placement"):
         distribute_tensor(whole, mesh, [0])
-    with pytest.raises(ValueError, match=r"from_local on rank \d: expected a part of shape \(2, 3\).*found \(4, 3\) on cpu"):
+    with pytest.raises(
+        ValueError, match=r"from_local on rank \d: expected a local shard of shape \(2, 3\).*found \(4, 3\) on cpu"
+    ):
         DTensor.from_local(whole, mesh, [Shard(0)], (4, 3))
-    with pytest.raises(ValueError, match=r"give the shape of the whole"):
+    with pytest.raises(ValueError, match=r"pass the global shape"):
         DTensor.from_local(whole, mesh, [RaggedShard(0, (1, 2))])
     with pytest.raises(ValueError, match=r"'bad' is not a valid ReduceOp"):
         Partial("bad")
@@ -238,24 +240,24 @@ def test_gradients(world: World) -> None:
     shard, replicate = Spec.of(mesh, [Shard(0)], first.shape), Spec.of(mesh, [Replicate()], first.shape)
 
     def leaf(spec: Spec) -> torch.Tensor:
-        return spec.local_part(torch.ones(5, 3, dtype=torch.float64)).clone().requires_grad_()
+        return spec.local_shard(torch.ones(5, 3, dtype=torch.float64)).clone().requires_grad_()
 
-    # Every rank computes the same from the whole: its part of the gradient comes back.
+    # Every rank computes the same from the full tensor: each gets its shard of the gradient.
     part = leaf(shard)
     (DTensor.from_local(part, mesh, [Shard(0)], (5, 3)).full_tensor() * first).sum().backward()
-    assert torch.equal(part.grad, shard.local_part(first))
-    # Every rank computes a term of its own: the gradients are summed.
+    assert torch.equal(part.grad, shard.local_shard(first))
+    # Every rank computes a different term: the gradients are summed.
     part = leaf(shard)
     whole = DTensor.from_local(part, mesh, [Shard(0)], (5, 3)).full_tensor(grad_placements=[Partial()])
     (whole * mine).sum().backward()
-    assert torch.equal(part.grad, shard.local_part(weights.sum(0)))
-    # Terms that are reduced and scattered: all of them get the whole gradient, those of an average their share.
+    assert torch.equal(part.grad, shard.local_shard(weights.sum(0)))
+    # Terms that are reduced and scattered: each gets the full gradient, divided by the number of ranks for an average.
     for op, share in ((ReduceOp.SUM, 1), (ReduceOp.AVG, size)):
         term = leaf(replicate)
         summed = DTensor.from_local(term, mesh, [Partial(op)]).redistribute([Shard(0)])
-        (summed.to_local() * shard.local_part(first)).sum().backward()
+        (summed.to_local() * shard.local_shard(first)).sum().backward()
         assert torch.equal(term.grad, first / share)
-    # Replicated in, partial out, as a linear layer cut along its inputs.
+    # Replicated input, partial output, as of a linear layer that is sharded along its inputs.
     term = leaf(replicate)
     cut = DTensor.from_local(term, mesh, [Replicate()]).redistribute([Shard(1)]).to_local()
     out = DTensor.from_local(cut.sum(1), mesh, [Partial()]).full_tensor()
@@ -268,7 +270,7 @@ def test_gradients(world: World) -> None:
 
 @on_ranks(4)
 def test_gradients_of_a_parameter_on_two_axes(world: World) -> None:
-    """A leaf that is sharded gets a gradient that lies as it does, elementwise operations and uses added up included."""
+    """A sharded leaf gets a gradient of the same spec, also through elementwise operations and several uses."""
     mesh = DeviceMesh(world.comm, (2, 2), ("replicate", "shard"))
     whole = values((5, 6), 3)
     spec = (Replicate(), RaggedShard(0, (1, 4)))

@@ -1,4 +1,4 @@
-"""Random numbers on sharded tensors: the same whole tensor on any number of ranks, however it is cut."""
+"""Random numbers on sharded tensors do not depend on the number of ranks or the placements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def empty(mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, .
 
 
 def whole_normal(seed: int, dim: int) -> torch.Tensor:
-    """What `normal_` must yield, worked out anew: block by block, `dim` outermost."""
+    """The expected values of `normal_`, computed independently: block by block, `dim` outermost."""
     first = int(torch.randint(2**63 - 1, (1,), generator=torch.Generator().manual_seed(seed)).item())
     numel = torch.Size(SHAPE).numel()
     blocks = [
@@ -96,7 +96,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], object]] = {
 
 @on_ranks(2, 3)
 def test_every_distribution_and_initialisation(world: World) -> None:
-    """As on a mesh of one rank, where torch's own statistics of the whole can be looked at."""
+    """Equal to those on a mesh of one rank, whose statistics are compared with torch's."""
     alone = world.comm.split(world.rank, 0, "alone")
     assert alone is not None
     for name, draw in DRAWS.items():
@@ -119,7 +119,7 @@ def test_every_distribution_and_initialisation(world: World) -> None:
 
 @on_ranks(1, 2, 3)
 def test_modules_initialise_themselves(world: World) -> None:
-    """`reset_parameters` under no_grad, on rows and on flat parts; scalars, no elements, and bfloat16."""
+    """`reset_parameters` under no_grad, on rows and on flat shards; scalars, no elements, and bfloat16."""
     alone = world.comm.split(world.rank, 0, "alone")
     assert alone is not None
     found = []
@@ -139,12 +139,14 @@ def test_modules_initialise_themselves(world: World) -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_drawn_is_refused(world: World) -> None:
+def test_undefined_random_operations_raise(world: World) -> None:
     tensor = empty(world.mesh, [FlatShard(0, (0, 301 * 499))])
     with pytest.raises(RuntimeError, match="normal expects std >= 0"):
         tensor.normal_(0, -1)
-    with pytest.raises(NotImplementedError, match=r"aten.normal_.default on a tensor of Spec.*no values of its own"):
+    with pytest.raises(
+        NotImplementedError, match=r"aten.normal_.default on a tensor of Spec.*expected a sharded or replicated tensor"
+    ):
         empty(world.mesh, [Partial()]).normal_()
     meta = DTensor(torch.empty(1, device="meta"), empty(world.mesh, [Shard(0)], (2,)).spec)
-    with pytest.raises(NotImplementedError, match=r"on meta: it has no values of its own"):
+    with pytest.raises(NotImplementedError, match=r"on meta: expected a sharded or replicated tensor with memory"):
         meta.uniform_()

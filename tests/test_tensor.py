@@ -1,4 +1,4 @@
-"""Sharded tensors: every torch optimizer steps on them as on whole ones; reductions are those of the whole tensor."""
+"""Sharded tensors: torch's optimizers step on them as on full ones; reductions equal those of the full tensor."""
 
 import copy
 import pickle
@@ -55,7 +55,7 @@ def test_optimizers(world: World, name: str, options: dict[str, bool]) -> None:
 
 @on_ranks(2, 3)
 def test_muon_and_lbfgs(world: World) -> None:
-    """The optimizers that work on whole matrices and whole vectors: on sharded tensors they gather."""
+    """Optimizers that use full matrices or vectors gather sharded tensors."""
     whole = nn.Sequential(nn.Linear(5, 9, bias=False), nn.Tanh(), nn.Linear(9, 3, bias=False)).double()
     for make in (
         lambda p: torch.optim.Muon(p, lr=0.05),
@@ -68,7 +68,7 @@ def test_muon_and_lbfgs(world: World) -> None:
 
             def closure_of(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
                 optimizer.zero_grad()
-                # The whole batch on every rank: LBFGS needs the loss of all of it, not this rank's share.
+                # The full batch on every rank: LBFGS needs its loss, not that of this rank's chunk.
                 loss = loss_of(model, x)
                 loss.backward()
                 return loss
@@ -85,7 +85,7 @@ def compare_parameters(whole: nn.Module, sharded: nn.Module) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_reductions_are_those_of_the_whole(world: World) -> None:
+def test_reductions_equal_those_of_the_full_tensor(world: World) -> None:
     torch.manual_seed(4)
     whole = nn.Linear(7, 5).double()
     sharded = shardrt.fully_shard(copy.deepcopy(whole))
@@ -105,7 +105,7 @@ def test_reductions_are_those_of_the_whole(world: World) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_values_come_in_and_go_out(world: World) -> None:
+def test_copies_between_sharded_and_plain_tensors(world: World) -> None:
     whole = nn.Linear(7, 5)
     sharded = shardrt.fully_shard(copy.deepcopy(whole))
     for param in sharded.parameters():
@@ -113,7 +113,7 @@ def test_values_come_in_and_go_out(world: World) -> None:
         with torch.no_grad():
             param.copy_(values)
         assert torch.equal(param.full_tensor(), values)
-        assert torch.equal(param.spec.local_part(values), param.to_local())
+        assert torch.equal(param.spec.local_shard(values), param.to_local())
         assert torch.equal((param.detach() * values).full_tensor(), values * values)
         plain = torch.zeros_like(values)
         plain.copy_(param.detach())
@@ -122,14 +122,14 @@ def test_values_come_in_and_go_out(world: World) -> None:
 
 
 @on_ranks(2)
-def test_what_is_not_defined_is_refused_by_name(world: World) -> None:
+def test_undefined_operations_raise(world: World) -> None:
     sharded = shardrt.fully_shard(nn.Linear(7, 5))
     weight, bias = (param.detach() for param in sharded.parameters())
     with pytest.raises(NotImplementedError, match=r"aten.embedding.*shapes \[\(5, 7\).*full_tensor"):
         nn.functional.embedding(torch.tensor([1]), weight)
-    with pytest.raises(ValueError, match="lie differently"):
+    with pytest.raises(ValueError, match="with different placements"):
         weight + bias
-    with pytest.raises(ValueError, match="with a sharded one of shape"):
+    with pytest.raises(ValueError, match="and a sharded tensor of shape"):
         weight + torch.ones(5)
     with pytest.raises(RuntimeError, match="cannot be pickled"):
         pickle.dumps(weight)
@@ -137,7 +137,7 @@ def test_what_is_not_defined_is_refused_by_name(world: World) -> None:
 
 @on_ranks(2, 3, 4)
 def test_placements(world: World) -> None:
-    """Rows where rows go together, elements where they do not; either way every rank's part is where it says."""
+    """Rows where their sizes need little padding, else elements; local shards have the shapes that the placements state."""
     if world.size != 3:
         flat = shardrt.fully_shard(nn.Linear(64, 64)).weight  # rows would pad more than 1 %
         assert isinstance(flat.placements[0], FlatShard)
@@ -150,7 +150,7 @@ def test_placements(world: World) -> None:
 
 @on_ranks(1, 2, 3)
 def test_state_dict_in_memory(world: World) -> None:
-    """What a sharded state dict saved, loading restores; whole tensors load as well. No communication."""
+    """Loading restores a sharded state dict, and loads full tensors too. No communication."""
     model = shard_blocks(OddMLP())
     model(batch(0).float())  # the root is gathered now; its state dict is sharded all the same
     saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -198,8 +198,8 @@ def grid(world: World) -> DeviceMesh:
     return DeviceMesh(world.comm, (2, 2), ("replicate", "shard"))
 
 
-def lying(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
-    """How a (5, 6) tensor may lie on two axes, replicas and empty parts included."""
+def sample_placements(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
+    """Placements of a (5, 6) tensor on two axes, with replicas and empty shards."""
     return [
         (Replicate(), RaggedShard(0, (2, 3))),
         (Replicate(), FlatShard(0, (30, 0))),
@@ -214,7 +214,7 @@ def lying(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
 def test_reductions_count_replicas_once(world: World) -> None:
     mesh = grid(world)
     whole = torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).double()
-    tensors = [shardrt.distribute_tensor(whole, mesh, placements) for placements in lying(mesh)]
+    tensors = [shardrt.distribute_tensor(whole, mesh, placements) for placements in sample_placements(mesh)]
     for tensor in tensors:
         for order in (1, 2, float("inf")):
             torch.testing.assert_close(torch.linalg.vector_norm(tensor, order), torch.linalg.vector_norm(whole, order))
@@ -238,7 +238,9 @@ def test_optimizers_on_two_axes(world: World, options: dict[str, bool]) -> None:
     mesh = grid(world)
     draw = torch.Generator().manual_seed(2)
     whole = nn.Parameter(torch.randn(5, 6, generator=draw))
-    params = [nn.Parameter(shardrt.distribute_tensor(whole.detach(), mesh, placements)) for placements in lying(mesh)]
+    params = [
+        nn.Parameter(shardrt.distribute_tensor(whole.detach(), mesh, placements)) for placements in sample_placements(mesh)
+    ]
     for name in sorted(FUSED):
         optimizers = [OPTIMIZERS[name](tensors, **options) for tensors in ([whole], params)]
         for _ in range(2):
@@ -254,7 +256,7 @@ def test_optimizers_on_two_axes(world: World, options: dict[str, bool]) -> None:
 
 @on_ranks(2)
 def test_partial_values(world: World) -> None:
-    """Copies and sums stay partial, whole matrices are reduced first, everything else is refused by name."""
+    """Copies and sums stay partial, operations on full tensors reduce first, all others raise."""
     value = torch.arange(6.0).view(2, 3) + world.rank
     whole = 2 * torch.arange(6.0).view(2, 3) + 1
     partial = shardrt.DTensor.from_local(value, world.mesh, [Partial()])
@@ -275,7 +277,7 @@ def test_partial_values(world: World) -> None:
         highest + highest
     param = nn.Parameter(torch.zeros(2, 3))
     param.grad = partial.clone()
-    with pytest.raises(ValueError, match=r"a gradient lies as .*Partial.*not reduced yet"):
+    with pytest.raises(ValueError, match=r"a gradient of .*Partial.*not reduced yet"):
         shardrt.clip_grad_norm_([param], 1.0)
 
 
@@ -286,9 +288,9 @@ def test_different_meshes_and_placements_do_not_mix(world: World) -> None:
     here, there = (shardrt.distribute_tensor(whole, mesh, [Shard(0)]) for mesh in (world.mesh, other))
     across = shardrt.distribute_tensor(whole, world.mesh, [Shard(1)])
     for mix in (lambda a, b: a + b, torch.equal, lambda a, b: torch._foreach_add([a], [b]), lambda a, b: a.copy_(b)):
-        with pytest.raises(ValueError, match=r"of different meshes: .*other=2.*dp=2"):
+        with pytest.raises(ValueError, match=r"on different meshes: .*other=2.*dp=2"):
             mix(here, there)
-        with pytest.raises(ValueError, match=r"that lie differently: .*Shard\(dim=1\).*against.*Shard\(dim=0\)"):
+        with pytest.raises(ValueError, match=r"with different placements: .*Shard\(dim=1\).* and .*Shard\(dim=0\)"):
             mix(here, across)
     for norm in torch._foreach_norm([here, there, across]):  # each of its own mesh
         assert norm == whole.norm()

@@ -12,7 +12,8 @@ from torch import nn
 
 from .. import comm
 from ..comm import DeviceMesh
-from ..tensor.dtensor import DTensor, group_of, set_group
+from ..tensor.dtensor import DTensor
+from ..tensor.group_registry import group_of, set_group
 from ..tensor.placement import Shard
 from .extension import ExtensionGroup, check_methods, has_methods
 from .module import FSDPModule, adopt

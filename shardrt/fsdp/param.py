@@ -119,7 +119,7 @@ class ShardedParam:
     def keep_writes(self) -> None:
         """Write to this rank's part what the user has written in place to the unsharded parameter."""
         sharded, local = cast(DTensor, self.sharded), self.local.detach()
-        part = sharded.spec.local_part(self.unsharded.detach()).to(local.device)
+        part = sharded.spec.local_shard(self.unsharded.detach()).to(local.device)
         # Only what differs: the unsharded parameter may be of a lower precision.
         local.copy_(torch.where(part == local.to(part.dtype), local, part.to(local.dtype)))
         increment_version(sharded)
@@ -164,10 +164,10 @@ class GatheredParameter(nn.Parameter):
 def local_shard(original: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's part of a parameter, whole or sharded. Collective if it is sharded in another way."""
     if not isinstance(original, DTensor):
-        return spec.local_part(original)
+        return spec.local_shard(original)
     if original.spec.mesh is spec.mesh:
         return original.redistribute(spec.placements).to_local()
-    return spec.local_part(original.full_tensor())
+    return spec.local_shard(original.full_tensor())
 
 
 class Attributes:
@@ -206,7 +206,7 @@ def placement_of(index: int, layout: Layout) -> ResolvedShard:
 
 def local_geometry(shape: torch.Size, cut: ResolvedShard, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
     """Shape and strides of a rank's part, as it lies in its segment; a scalar's is 1-D."""
-    part = cut.part_shape(shape, rank)
+    part = cut.shard_shape(shape, rank)
     return part, outermost_stride(part, cut.dim)
 
 

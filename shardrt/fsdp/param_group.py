@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm import Communicator, DeviceMesh, Event, Pool, Stream, Work, world
 from ..kernels import pack_into
-from ..tensor.dtensor import set_group
+from ..tensor.group_registry import set_group
 from . import registered
 from .buffers import CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
 from .layout import Layout, ParamSpec, plan

@@ -373,7 +373,7 @@ class GradientReduction:
         """This rank's part of a gradient from before: a whole one, if autograd made it of a view of the gathered parameter."""
         param, sharded = self.params[position], self._sharded[position]
         if not isinstance(sharded.grad, DTensor):
-            sharded.grad = param.sharded_like(sharded.spec.local_part(sharded.grad).clone())  # type: ignore[attr-defined]
+            sharded.grad = param.sharded_like(sharded.spec.local_shard(sharded.grad).clone())  # type: ignore[attr-defined]
         return sharded.grad.to_local()
 
     def _call_hook(self, hook: Callable[[torch.Tensor], None], stream: Stream) -> None:

@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..comm import DeviceMesh
-from ..tensor.dtensor import DTensor, group_of
+from ..tensor.dtensor import DTensor
+from ..tensor.group_registry import group_of
 from .param import Owner, ShardedParam
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""How a tensor lies over ranks: `DTensor`, its placements, and what operations do with it."""
+"""Sharded tensors: `DTensor`, its placements, redistribution, and the operations that are defined on it."""

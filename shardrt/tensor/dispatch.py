@@ -1,22 +1,23 @@
-"""What an operation does with `DTensor`s: one table.
+"""The operations that are defined on `DTensor`s, and how each is run. Importing this module installs the table.
 
-| operations                                            | done                                        | communication        |
-|-------------------------------------------------------|---------------------------------------------|----------------------|
-| elementwise (torch's `pointwise` tag; of lists: `_LISTS`), copies, `zeros_like` and the like | on the local parts | none   |
-| sum, mean, norm, max, min, any, all of everything     | on the local parts, then over the ranks     | all-reduce, a scalar |
-| `GradScaler`'s scaling of gradients                   | the same                                    | the same, each mesh  |
-| `normal_`, `uniform_`, `rand_like` and the like       | the same whole tensor on any number of ranks (`rng.py`) | a seed   |
-| indexing, slices, shapes: `w[0]`, `split`, `view`, `t`, ... | a view of the gathered tensor (`views.py`) | all-gather      |
-| what optimizers do with matrices, and people who look at a tensor: `_GATHERED` | on the gathered tensors | all-gather, each |
-| other indices, `eye`, `cumsum_`, ...: `_GATHERED_IN_PLACE` | on the gathered tensor; each rank keeps its part | all-gather |
-| anything else                                         | refused, by name                            |                      |
+| operations                                           | run on                                         | communication        |
+|------------------------------------------------------|------------------------------------------------|----------------------|
+| elementwise (torch's `pointwise` tag), copies, `zeros_like` and the like | the local shards           | none                 |
+| `_foreach_*`, `_fused_*` in `FOREACH_AND_FUSED`      | the local shards                               | none (norm: a sum's) |
+| sum, mean, norm, max, min, any, all over all elements | the local shards, then over the ranks         | all-reduce, a scalar |
+| `GradScaler`'s unscaling of gradients                | the local shards, then over the ranks          | the same, each mesh  |
+| `normal_`, `uniform_`, `rand_like` and the like      | blocks, for any number of ranks (`random.py`)  | broadcast of a seed  |
+| indexing, slices, shapes: `w[0]`, `split`, `view`, `t` | the full tensor; the result is a view (`views.py`) | all-gather |
+| matrices, statistics, sorting: `_ON_FULL_TENSORS`    | the full tensors                               | all-gather of each   |
+| the same in place: `_IN_PLACE_ON_FULL_TENSORS` | the full tensors; each rank writes its shard back | all-gather of each |
+| any other                                            | raises NotImplementedError with its name       |                      |
 
-All of it counts replicas once. With a `Partial` placement only copies, and of sums and averages what is linear, are done on
-the local parts; the gathered operations reduce first, and everything else is refused.
-Plain tensors may take part, the same on every rank: of one that can be expanded to the global shape, this rank's part of that.
-In lists of sharded and plain tensors, the plain ones are dealt with as always.
-Results of reductions and gathered operations are plain tensors, the same on every rank. What is written to a gathered tensor or
-a view of one is written to the sharded tensor.
+- Replicas count once.
+- On a `Partial` tensor, only copies, and sums if its reduction is linear, run on the local shards. Operations on full tensors
+  reduce it first. All others raise.
+- Plain tensors may take part if all ranks pass the same values and they expand to the global shape: each rank uses its shard.
+  In lists of sharded and plain tensors, plain ones are processed as usual.
+- Results of reductions and of operations on full tensors are plain tensors, the same on every rank.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .dtensor import RULES, DTensor, Rule
-from .operands import first_of, gathered, localized, refuse, specs_of
+from .operands import first_element, local_shards, raise_undefined, run_on_full_tensors, specs_of
 from .placement import Partial, Spec
-from .random import RANDOM, agree_on_seed, agreed, fill
+from .random import RANDOM, broadcast_indices, broadcast_seed, fill
 from .reductions import TO_SCALAR, foreach_norm, to_scalar, unscale, vector_norm
 from .views import gathered_view, new_empty, random_like
 
@@ -53,8 +54,8 @@ _COPIES = {
     aten.empty_like.default,
     aten.full_like.default,
 }
-# What optimizers do with whole matrices, and people who look at a tensor.
-_GATHERED = (
+# Elements of the result depend on several elements of the arguments.
+_ON_FULL_TENSORS = (
     "_cdist_forward _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd _local_scalar_dense _log_softmax "
     "_pdist_forward _softmax _unique2 _unsafe_view addmm addmv all allclose amax amin aminmax any argmax argmin argsort "
     "baddbmm bincount bmm bucketize cat constant_pad_nd count_nonzero cummax cummin cumprod cumsum diag_embed diagonal_copy "
@@ -63,19 +64,24 @@ _GATHERED = (
     "nansum new_full new_ones new_zeros nonzero prod renorm repeat repeat_interleave roll rot90 searchsorted sort stack std "
     "std_mean sum take topk trace tril triu unique_consecutive unique_dim var var_mean vdot"
 )
-# What writes a whole tensor of which elements depend on others, or on where they are.
-_GATHERED_IN_PLACE = (
+# Elements of the mutated tensor depend on others, or on their own indices.
+_IN_PLACE_ON_FULL_TENSORS = (
     "addmm_ cumprod_ cumsum_ eye fill_diagonal_ index_add_ index_copy_ index_fill_ masked_scatter_ put_ renorm_ scatter_ "
     "scatter_add_ tril_ triu_"
 )
-# What `_foreach_*` and `_fused_*` do to each element alone; other operations of such names are refused.
+# The `_foreach_*` and `_fused_*` operations that are defined: elementwise ones, and the norm. All others of these names raise,
+# among them the `_fused_*` optimizer steps that are not in place.
 _FOREACH = (
     "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 floor frac "
     "lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh sqrt sub "
     "tan tanh trunc zero"
 )
-_LISTS = {f"_foreach_{name}" for name in _FOREACH.split()} | {f"_fused_{name}" for name in ("adagrad", "adam", "adamw", "sgd")}
-# What may be done to each part of what a reduction will make one tensor of.
+FOREACH_AND_FUSED = (
+    {f"_foreach_{name}{suffix}" for name in _FOREACH.split() for suffix in ("", "_")}
+    | {f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")}
+    | {"_foreach_norm"}
+)  # fmt: skip
+# Operations on `Partial` tensors that commute with every reduction, and those that commute with linear ones.
 _PARTIAL_COPIES = {
     aten.clone.default,
     aten.detach.default,
@@ -89,123 +95,148 @@ _PARTIAL_SUMS = {aten.add.Tensor, aten.add_.Tensor, aten.neg.default, aten.neg_.
 
 
 def _find_rule(func: Any) -> Rule:
+    """The row of the table for one overload. Called once per overload."""
     name = func._schema.name.removeprefix("aten::")
     if func in TO_SCALAR:
         return to_scalar
+    outputs = [argument.name for argument in func._schema.arguments if argument.is_out]
+    if outputs and (outputs != ["out"] or name in _BY_NAME):
+        return raise_undefined  # the rules return new tensors, and would not write the outputs
     if name in _BY_NAME:
         return _BY_NAME[name]
     if func in RANDOM:
         return _random
-    if torch.Tag.pointwise in func.tags or func in _COPIES:
+    if name.startswith(("_foreach_", "_fused_")):
+        return _on_lists if name in FOREACH_AND_FUSED else raise_undefined
+    if func in _COPIES or (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags):
         return _elementwise
-    if name.removesuffix("_") in _LISTS:
-        return _local
     if func.is_view:
         return gathered_view
-    if name in (_GATHERED_IN_PLACE if func._schema.is_mutable else _GATHERED).split():
-        return gathered
-    return refuse
+    if name in (_IN_PLACE_ON_FULL_TENSORS if func._schema.is_mutable else _ON_FULL_TENSORS).split():
+        return run_on_full_tensors
+    return raise_undefined
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`_local` for what optimizers call most: sharded tensors that lie alike, numbers and 0-dim tensors, no lists."""
+    """Fast path of `_on_local_shards`: sharded tensors of one spec, numbers and 0-dim tensors."""
     spec: Spec | None = None
     local_args = []
     for arg in args:
         if type(arg) is DTensor:
             spec = arg.spec if spec is None else spec
             if arg.spec is not spec:
-                return _local(func, args, kwargs)
+                return _on_local_shards(func, args, kwargs)
             local_args.append(arg._local_tensor)
         elif isinstance(arg, torch.Tensor) and arg.dim() != 0:
-            return _local(func, args, kwargs)
+            return _on_local_shards(func, args, kwargs)
         else:
             local_args.append(arg)
     if spec is None or spec.partial or type(args[0]) is not DTensor or "out" in kwargs:
-        return _local(func, args, kwargs)
+        return _on_local_shards(func, args, kwargs)
     out = func(*local_args, **kwargs)
     if isinstance(out, torch.Tensor):
         return args[0] if out is local_args[0] else DTensor(out, spec)
-    return [DTensor(part, spec) for part in out]  # mantissas and exponents
+    return [DTensor(shard, spec) for shard in out]  # frexp has two results
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A copy of the parts, in the memory format that they have: channels_last is a format of whole tensors."""
+    """Copy the local shards and keep their memory format: `channels_last` describes full tensors only."""
     if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
     return _elementwise(func, args, kwargs)
 
 
-def _local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run on the local parts; what comes out has the placement of the first sharded argument (list: element by element)."""
+def _on_local_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on the local shards; the result has the spec of the first sharded argument."""
+    (spec,) = specs = specs_of((*args, *kwargs.values()) if kwargs else args)
+    destination = kwargs.get("out", args[0])
+    if func._schema.is_mutable and not isinstance(destination, DTensor):
+        return run_on_full_tensors(func, args, kwargs)  # the mutated tensor is plain and needs all values
+    if spec.partial:
+        _check_partial(func, args, kwargs)
+    local_args = [local_shards(arg, specs, func) for arg in args]
+    local_kwargs = {key: local_shards(value, specs, func) for key, value in kwargs.items()}
+    out = func(*local_args, **local_kwargs)
+    if isinstance(out, torch.Tensor):
+        mutated = local_kwargs.get("out", local_args[0])
+        return destination if out is mutated else DTensor(out, spec)
+    return [DTensor(shard, spec) for shard in out]  # frexp has two results
+
+
+def _on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on the local shards of each list; results have the specs of the first list with sharded tensors.
+
+    Plain tensors outside of lists are passed unchanged: they hold a scalar, or one scalar for each tensor.
+    """
     specs = specs_of((*args, *kwargs.values()) if kwargs else args)
     if not all(specs):
-        return _apart(func, args, kwargs)
+        return _split_mixed_lists(func, args, kwargs)
     destination = kwargs.get("out", args[0])
-    if func._schema.is_mutable and not isinstance(first_of(destination), DTensor):
-        return gathered(func, args, kwargs)  # a plain tensor is written: it needs all of the values
+    if func._schema.is_mutable and not isinstance(first_element(destination), DTensor):
+        return run_on_full_tensors(func, args, kwargs)  # the mutated tensors are plain and need all values
     if any(spec.partial for spec in specs):
         _check_partial(func, args, kwargs)
-    local_args = [localized(arg, specs, func) for arg in args]
-    local_kwargs = {key: localized(value, specs, func) for key, value in kwargs.items()}
+    local_args = [arg if type(arg) is torch.Tensor else local_shards(arg, specs, func) for arg in args]
+    local_kwargs = {
+        key: value if type(value) is torch.Tensor else local_shards(value, specs, func) for key, value in kwargs.items()
+    }
     out = func(*local_args, **local_kwargs)
-    if func._schema.is_mutable and isinstance(destination, (list, tuple)):
-        increment_version(destination)  # of lists the dispatcher does not
-    if isinstance(out, torch.Tensor):
-        written = local_kwargs.get("out", local_args[0])
-        return destination if out is written else DTensor(out, specs[0])
-    if isinstance(out, (list, tuple)):
-        return [DTensor(part, spec) for part, spec in zip(out, specs, strict=True)]
-    return out
+    if func._schema.is_mutable:
+        increment_version(destination)  # the dispatcher does not increment it for tensors in lists
+        return out
+    return [DTensor(shard, spec) for shard, spec in zip(out, specs, strict=True)]
 
 
-def _apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-    """Lists of sharded and of plain tensors: one call for those places of the lists that are sharded in the same lists."""
-    numbers = range(len(specs_of(args)))
-    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) == len(numbers)]
-    alike: dict[tuple[bool, ...], list[int]] = {}
-    for number in numbers:
-        alike.setdefault(tuple(isinstance(values[number], DTensor) for values in lists), []).append(number)
-    made: dict[int, torch.Tensor] = {}
-    for chosen in alike.values():
-        some = (
-            [arg[number] for number in chosen] if isinstance(arg, (list, tuple)) and len(arg) == len(numbers) else arg
+def _split_mixed_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+    """Lists that mix sharded and plain tensors: one call for all positions at which the same lists hold sharded tensors."""
+    if "out" in kwargs:
+        raise_undefined(func, args, kwargs)
+    count = len(specs_of(args))
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) == count]
+    positions_by_kind: dict[tuple[bool, ...], list[int]] = {}
+    for position in range(count):
+        kind = tuple(isinstance(values[position], DTensor) for values in lists)
+        positions_by_kind.setdefault(kind, []).append(position)
+    results: dict[int, torch.Tensor] = {}
+    for positions in positions_by_kind.values():
+        selected = (
+            [arg[position] for position in positions] if isinstance(arg, (list, tuple)) and len(arg) == count else arg
             for arg in args
         )
-        made.update(zip(chosen, func(*some, **kwargs) or (), strict=False))
-    return [made[number] for number in numbers] if made else None
+        results.update(zip(positions, func(*selected, **kwargs) or (), strict=False))
+    return [results[position] for position in range(count)] if results else None
 
 
 def _check_partial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what does not commute with the reductions that are still to be made."""
+    """Raise NotImplementedError unless the operation commutes with the pending reductions."""
     if func in _PARTIAL_COPIES:
         return
     summed = func in _PARTIAL_SUMS and all(isinstance(arg, DTensor) for arg in args)
     if not summed or not all(p.linear for arg in args for p in arg.placements if isinstance(p, Partial)):
-        refuse(func, args, kwargs)
+        raise_undefined(func, args, kwargs)
 
 
 def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[mask] = scalar` is elementwise; other indices, of which rank 0's count, are those of the whole."""
-    whole, indices, values = args[:3]
+    """`x[mask] = scalar` is elementwise. Other indices refer to the full tensor; those of rank 0 are used on every rank."""
+    target, indices, values = args[:3]
     mask = indices[0]
     masked = len(indices) == 1 and isinstance(mask, DTensor) and mask.dtype == torch.bool
-    if masked and isinstance(whole, DTensor) and mask.spec == whole.spec and values.dim() == 0:
-        return _local(func, args, kwargs)
-    mesh = next(value.spec.mesh for value in (whole, *indices, values) if isinstance(value, DTensor))
-    return gathered(func, (whole, agreed(mesh, indices), *args[2:]), kwargs)
+    if masked and isinstance(target, DTensor) and mask.spec == target.spec and values.dim() == 0:
+        return _on_local_shards(func, args, kwargs)
+    mesh = next(value.spec.mesh for value in (target, *indices, values) if isinstance(value, DTensor))
+    return run_on_full_tensors(func, (target, broadcast_indices(mesh, indices), *args[2:]), kwargs)
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, given = args[0], kwargs.get("generator")
+    """Fill a tensor with random numbers that do not depend on the number of ranks."""
+    tensor, generator = args[0], kwargs.get("generator")
     if tensor.spec.partial or tensor.device.type == "meta":
         raise NotImplementedError(
-            f"{func} on a tensor of {tensor.spec} on {tensor.device}: it has no values of its own to draw"
+            f"{func} on a tensor of {tensor.spec} on {tensor.device}: expected a sharded or replicated tensor with memory"
         )
-    func(
-        torch.empty(0, dtype=tensor.dtype, device=tensor.device), *args[1:], generator=given
-    )  # bad arguments raise here, on every rank alike
-    seed = agree_on_seed(tensor.spec.mesh, given)
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    func(empty, *args[1:], generator=generator)  # invalid arguments raise here, on every rank
+    seed = broadcast_seed(tensor.spec.mesh, generator)
     fill(tensor._local_tensor, tensor.spec, seed, lambda block, generator: func(block, *args[1:], generator=generator))
     return tensor
 

@@ -1,4 +1,4 @@
-"""Optimizer state that was loaded whole: each rank keeps its part."""
+"""Sharding of optimizer state that was loaded from a full state dict."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from torch.optim import Optimizer
 
 from .dtensor import DTensor
 
-_followed: WeakSet[Optimizer] = WeakSet()
+_with_load_hook: WeakSet[Optimizer] = WeakSet()
 
 
 def shard_optimizer_state(optimizer: Optimizer) -> None:
-    """Let this rank keep its part of state that lies whole, as `load_state_dict` of a full state dict leaves it.
+    """Replace full state tensors, as `load_state_dict` of a full state dict leaves them, by sharded ones. No communication.
 
-    Sharded parameters' plain state tensors of the parameter's global shape become tensors that lie as the parameter does.
-    Other state stays as it is: "step", and what has another shape for some parameter. No communication.
-    An optimizer's step does this by itself, and once it has stepped, so does every `load_state_dict`. Call it between the
-    first load and the first step to have the memory of the whole back at once.
+    optimizer: any `torch.optim.Optimizer`; its state is changed in place. A plain state tensor of a sharded parameter's global
+        shape becomes a `DTensor` of the same dtype with the parameter's mesh and placements. Unchanged are "step", entries that
+        have another shape for some parameter, and state of plain parameters.
+    The first step of an optimizer calls this, and from then on each `load_state_dict`. Call it between the first load and the
+    first step to free the memory of the full tensors at once.
     """
     keys = _elementwise_keys(optimizer)
     for param, state in optimizer.state.items():
         if isinstance(param, DTensor):
             for key in keys & state.keys():
-                whole = state[key]
-                if isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor):
+                full = state[key]
+                if isinstance(full, torch.Tensor) and not isinstance(full, DTensor):
                     with torch.no_grad():
-                        state[key] = torch.empty_like(param, dtype=whole.dtype, requires_grad=False).copy_(whole)
+                        state[key] = torch.empty_like(param, dtype=full.dtype, requires_grad=False).copy_(full)
 
 
-def follow(optimizer: Optimizer) -> None:
-    """Shard what was loaded before the first step, and what will be loaded from now on."""
-    if optimizer not in _followed:
-        _followed.add(optimizer)
+def shard_loaded_state(optimizer: Optimizer) -> None:
+    """Shard state that was loaded before the first step, and install a hook that shards state loaded later."""
+    if optimizer not in _with_load_hook:
+        _with_load_hook.add(optimizer)
         shard_optimizer_state(optimizer)
         optimizer.register_load_state_dict_post_hook(shard_optimizer_state)
 
 
 def _elementwise_keys(optimizer: Optimizer) -> set[Hashable]:
-    """Keys under which every parameter has a tensor of its own shape: a shape alone could be that of a 0-dim counter."""
+    """Keys whose tensors have the parameter's shape for all parameters; for one alone it may be a 0-dim counter."""
     shaped: dict[Hashable, bool] = {"step": False}
     for param, state in optimizer.state.items():
         for key, value in state.items():

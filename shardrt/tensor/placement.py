@@ -1,12 +1,12 @@
-"""How a tensor lies across the ranks of a mesh: one placement for each mesh axis, the outer axes cutting first.
+"""Placements: how a tensor is distributed over a mesh, one placement for each mesh axis. Outer axes shard first.
 
 A tensor of 5 rows as (Shard(0), Shard(0)) on a mesh of 2 x 2:
 
     axis 0   rows 0 1 2          rows 3 4
     axis 1   rows 0 1 | row 2    row 3 | row 4
 
-`Shard` is what a user asks for; `RaggedShard` and `FlatShard` are what the planned layout makes of it: contiguous runs of
-one tensor's elements in rank order, of any length, possibly none. A scalar's part is 1-D: one element, or none.
+Users pass `Shard`; the layout planner resolves it to a `RaggedShard` or a `FlatShard`: contiguous runs of the tensor's elements
+in rank order, of any length, possibly 0. The local shard of a 0-dim tensor is 1-D, with one element or none.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ from ..comm import DeviceMesh, ReduceOp
 
 
 class Placement:
-    """How a tensor lies along one mesh axis."""
+    """How a tensor is distributed along one mesh axis."""
 
     __slots__ = ()
 
     def resolve(self, shape: torch.Size, size: int) -> Placement:
-        """What this means for a tensor of `shape` over `size` ranks. Raises ValueError if it does not fit them."""
+        """The placement with explicit counts for a tensor of `shape` on `size` ranks. Raises ValueError if it does not fit."""
         return self
 
-    def part_shape(self, shape: torch.Size, rank: int) -> torch.Size:
-        """The shape of a rank's part of a tensor of `shape`."""
+    def shard_shape(self, shape: torch.Size, rank: int) -> torch.Size:
+        """The shape of a rank's shard of a tensor of `shape`."""
         return shape
 
     def local_shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """A rank's part of a whole tensor: a view where it can be one."""
+        """A rank's shard of the full tensor: a view if possible."""
         return full
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Placement):
-    """Every rank holds all of it, the same values."""
+    """Every rank holds the full tensor, with the same values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
-    """The tensor is what `reduce_op` ("sum", "avg", "min", "max", "product") makes of the ranks' tensors of its shape.
+    """The tensor is the reduction of the ranks' local tensors, each of the global shape.
 
-    A whole tensor becomes a sum or product by rank 0 keeping it and the others holding zeros or ones: exact in every dtype.
+    reduce_op: a `ReduceOp` or its name: "sum", "avg", "min", "max" or "product". Raises ValueError for any other.
+    A full tensor becomes a partial sum (product) as its values on rank 0 and zeros (ones) elsewhere, which is exact in every
+    dtype; for "avg", "min" and "max" every rank keeps the values.
     """
 
     reduce_op: ReduceOp = ReduceOp.SUM
@@ -58,7 +60,7 @@ class Partial(Placement):
 
     @property
     def linear(self) -> bool:
-        """Whether sums of such tensors are sums of their parts."""
+        """Whether the reduction of a sum is the sum of the reductions."""
         return self.reduce_op in (ReduceOp.SUM, ReduceOp.AVG)
 
     def local_shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
@@ -69,7 +71,7 @@ class Partial(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Sharded(Placement, ABC):
-    """Cut along `dim`: ranks in order, nothing twice, nothing left out."""
+    """Split along `dim` in rank order: each element is on exactly one rank of the axis."""
 
     dim: int
 
@@ -79,9 +81,10 @@ class Sharded(Placement, ABC):
 
 @dataclass(frozen=True, slots=True)
 class Shard(Sharded):
-    """Cut along `dim` into chunks of ceil(rows / N) rows, the last ones shorter or empty, as torch does.
+    """Split along `dim` into chunks of ceil(rows / N) rows on N ranks, the last ones shorter or empty, as in torch.
 
-    Asked of `fully_shard`: cut anywhere between two rows.
+    dim: may be negative where a shape is given too. A row is one slice along `dim`.
+    In `shard_placement_fn` of `fully_shard`, the layout planner chooses the number of rows of each rank.
     """
 
     dim: int = 0
@@ -94,22 +97,25 @@ class Shard(Sharded):
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard(Shard):
-    """Rank r holds `rows[r]` consecutive rows (slices along `dim`), possibly none."""
+    """Rank r holds `rows[r]` consecutive rows (slices along `dim`), possibly 0.
 
-    dim: int  # no default: rows are of one dim
+    rows: one count for each rank of the mesh axis, which add up to the size of `dim`.
+    """
+
+    dim: int  # without a default: `rows` count slices along one dim
     rows: tuple[int, ...]
 
     def resolve(self, shape: torch.Size, size: int) -> RaggedShard:
         _check_counts(self, self.rows, shape[self.dim] if shape else 1, shape, size)
         return self
 
-    def part_shape(self, shape: torch.Size, rank: int) -> torch.Size:
+    def shard_shape(self, shape: torch.Size, rank: int) -> torch.Size:
         return torch.Size((*shape[: self.dim], self.rows[rank], *shape[self.dim + 1 :]))
 
     def local_shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         return (full if full.dim() else full.reshape(1)).narrow(self.dim, sum(self.rows[:rank]), self.rows[rank])
 
-    def numels_of(self, shape: torch.Size) -> tuple[int, ...]:
+    def shard_numels(self, shape: torch.Size) -> tuple[int, ...]:
         """How many elements of a tensor of `shape` each rank holds."""
         row_numel = shape.numel() // max(1, shape[self.dim]) if shape else 1
         return tuple(rows * row_numel for rows in self.rows)
@@ -117,7 +123,10 @@ class RaggedShard(Shard):
 
 @dataclass(frozen=True, slots=True)
 class FlatShard(Sharded):
-    """Rank r holds `numels[r]` consecutive elements of the tensor, read with `dim` outermost, as a 1-D tensor."""
+    """Rank r holds `numels[r]` consecutive elements of the tensor, in the order that has `dim` outermost, as a 1-D tensor.
+
+    numels: one count for each rank of the mesh axis, which add up to the number of elements.
+    """
 
     numels: tuple[int, ...]
 
@@ -125,31 +134,31 @@ class FlatShard(Sharded):
         _check_counts(self, self.numels, shape.numel(), shape, size)
         return self
 
-    def part_shape(self, shape: torch.Size, rank: int) -> torch.Size:
+    def shard_shape(self, shape: torch.Size, rank: int) -> torch.Size:
         return torch.Size((self.numels[rank],))
 
     def local_shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         return flattened(full, self.dim).narrow(0, sum(self.numels[:rank]), self.numels[rank])
 
-    def numels_of(self, shape: torch.Size) -> tuple[int, ...]:
+    def shard_numels(self, shape: torch.Size) -> tuple[int, ...]:
         """How many elements of a tensor of `shape` each rank holds."""
         return self.numels
 
 
-ResolvedShard = RaggedShard | FlatShard  # what the planned layout makes
+ResolvedShard = RaggedShard | FlatShard  # with explicit counts for every rank
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Where the parts of a tensor are. Made as it is by who knows that it fits; `of` checks.
+    """The mesh, placements and global shape of a tensor. The constructor does not check that they fit; `Spec.of` does.
 
-    partial: whether a reduction is still to be made.
-    shard_mesh: the part of the mesh over which elements are spread, replicas left out; None if they are spread over no axis.
+    partial: whether a placement is `Partial`.
+    shard_mesh: the submesh of the axes that shard the tensor; None if no axis does.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # one for each mesh axis
-    shape: torch.Size  # of the whole tensor
+    shape: torch.Size  # the global shape
     partial: bool = field(init=False, repr=False, compare=False)
     shard_mesh: DeviceMesh | None = field(init=False, repr=False, compare=False)
 
@@ -162,34 +171,38 @@ class Spec:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Spec:
-        """The spec of these placements, negative dims counted from the end.
+        """The spec of these placements; negative dims count from the end.
 
-        Raises ValueError, on every rank alike, for placements that do not fit the mesh or the shape, on whatever rank.
+        Raises ValueError, on every rank, for placements that do not fit the mesh or the shape on any rank, and TypeError for
+        what is not a `Placement`.
         """
-        whole, checked = torch.Size(shape), []
+        global_shape, checked = torch.Size(shape), []
         if len(placements) != len(mesh.shape):
             raise ValueError(f"placements {placements} on {mesh}: expected one for each of its {len(mesh.shape)} axes")
-        shapes = {whole}  # of the parts on all ranks
+        shapes = {global_shape}  # of the local shards on all ranks
         for placement, size in zip(placements, mesh.shape, strict=True):
             if not isinstance(placement, Placement):
-                raise TypeError(f"placements {placements} on {mesh}: {placement!r} is none")
+                raise TypeError(f"placements {placements} on {mesh}: {placement!r} is not a Placement")
             if isinstance(placement, Sharded):
-                placement = _counted_from_front(placement, len(next(iter(shapes))), whole)
-            cuts = {(placement.resolve(shape, size), shape) for shape in shapes}
-            shapes = {cut.part_shape(shape, rank) for cut, shape in cuts for rank in range(size)}
+                placement = _with_nonnegative_dim(placement, len(next(iter(shapes))), global_shape)
+            resolved = {(placement.resolve(shape, size), shape) for shape in shapes}
+            shapes = {shard.shard_shape(shape, rank) for shard, shape in resolved for rank in range(size)}
             checked.append(placement)
         ops = [placement for placement in checked if isinstance(placement, Partial)]
         if len(set(ops)) > 1 and not all(op.linear for op in ops):
-            raise ValueError(f"placements {placements}: reductions of several kinds depend on their order; expected one kind")
-        return cls(mesh, tuple(checked), whole)
+            raise ValueError(f"placements {placements}: the order of several kinds of reductions matters; expected one kind")
+        return cls(mesh, tuple(checked), global_shape)
 
     @property
     def replicated(self) -> tuple[Placement, ...]:
-        """The placements of the whole tensor on every rank."""
+        """`Replicate` on every mesh axis."""
         return (Replicate(),) * len(self.placements)
 
-    def local_part(self, full: torch.Tensor, axis: int = 0) -> torch.Tensor:
-        """This rank's part of a whole tensor, or of its part by the axes before `axis`: a view where it can be one."""
+    def local_shard(self, full: torch.Tensor, axis: int = 0) -> torch.Tensor:
+        """This rank's shard of `full`: a view if possible.
+
+        axis: the first mesh axis to shard; `full` is then the shard by the axes before it.
+        """
         axes = zip(self.placements, self.mesh.shape, self.mesh.coordinates, strict=True)
         for placement, size, rank in islice(axes, axis, None):
             full = placement.resolve(full.shape, size).local_shard(full, rank)
@@ -197,35 +210,35 @@ class Spec:
 
 
 def local_shape(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> torch.Size:
-    """The shape of this rank's part of a tensor of `shape`."""
+    """The shape of this rank's local shard of a tensor of `shape`."""
     for placement, size, rank in zip(placements, mesh.shape, mesh.coordinates, strict=True):
-        shape = placement.resolve(shape, size).part_shape(shape, rank)
+        shape = placement.resolve(shape, size).shard_shape(shape, rank)
     return shape
 
 
 def flattened(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The elements with `dim` outermost, 1-D: a view if they lie so. A 1-D tensor is taken to be flat already."""
+    """The elements as a 1-D tensor in the order that has `dim` outermost: a view if possible. A 1-D tensor is unchanged."""
     return (tensor.movedim(dim, 0) if tensor.dim() > 1 else tensor).reshape(-1)
 
 
 def unflattened(elements: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-    """The contiguous tensor of `shape` whose elements, `dim` outermost, these are."""
+    """The inverse of `flattened`: a contiguous tensor of `shape`."""
     if len(shape) < 2:
         return elements.view(shape)
     return elements.view(shape[dim], *shape[:dim], *shape[dim + 1 :]).movedim(0, dim).contiguous()
 
 
-def _counted_from_front(placement: Sharded, dims: int, shape: torch.Size) -> Sharded:
+def _with_nonnegative_dim(placement: Sharded, dims: int, shape: torch.Size) -> Sharded:
     dims = max(1, dims)
     if not -dims <= placement.dim < dims:
-        flat = ", of which another axis leaves one dim" if dims < len(shape) else ""
+        flat = ", which another axis flattens to one dim" if dims < len(shape) else ""
         raise ValueError(f"{placement} of a tensor of shape {tuple(shape)}{flat}: expected {-dims} <= dim < {dims}")
     return replace(placement, dim=placement.dim % dims)
 
 
-def _check_counts(cut: ResolvedShard, counts: tuple[int, ...], total: int, shape: torch.Size, size: int) -> None:
+def _check_counts(shard: ResolvedShard, counts: tuple[int, ...], total: int, shape: torch.Size, size: int) -> None:
     if len(counts) != size or min(counts) < 0 or sum(counts) != total:
         raise ValueError(
-            f"{cut} of a tensor, or another axis's part of one, of shape {tuple(shape)} over {size} ranks: expected {size} "
-            f"counts, none below 0, that add up to {total}; these {len(counts)} add up to {sum(counts)}"
+            f"{shard} of a tensor, or of its shard along another axis, of shape {tuple(shape)} on {size} ranks: expected "
+            f"{size} counts >= 0 that add up to {total}; found {len(counts)} that add up to {sum(counts)}"
         )

@@ -1,7 +1,8 @@
-"""Random numbers that depend neither on the number of ranks nor on where a tensor is cut.
+"""Random numbers that depend neither on the number of ranks nor on the boundaries of the shards.
 
-A call draws one seed; rank 0's counts. The elements of the whole tensor, read with the dim of its outermost cut outermost, form
-blocks of BLOCK_NUMEL. Block b is drawn whole, from a generator seeded with seed + b, and each rank keeps its overlap:
+Each call draws a seed on rank 0 and broadcasts it. The elements of the full tensor, in the order that has the dim of the
+outermost sharded axis outermost, form blocks of BLOCK_NUMEL. A generator with the seed `seed + b` draws block b; each rank
+draws the blocks that overlap its shard and keeps the overlap:
 
     block        0         1         2    3
     elements  |---------|---------|---------|---|
@@ -34,8 +35,11 @@ RANDOM = {
 }
 
 
-def agree_on_seed(mesh: DeviceMesh, generator: torch.Generator | None) -> int:
-    """A seed of 63 bits from rank 0's generator (None: torch's default one); every rank's moves on. Collective: 8 bytes."""
+def broadcast_seed(mesh: DeviceMesh, generator: torch.Generator | None) -> int:
+    """A 63-bit seed drawn from rank 0's generator (None: torch's default), and from the others' to keep them in step.
+
+    Collective. Cost: a broadcast of 8 bytes, and a host sync.
+    """
     device = torch.device("cpu") if generator is None else generator.device
     seed = torch.randint(2**63 - 1, (1,), generator=generator, device=device).to(mesh.device)
     stream = current_stream(mesh.device)
@@ -43,8 +47,8 @@ def agree_on_seed(mesh: DeviceMesh, generator: torch.Generator | None) -> int:
     return int(seed.item())
 
 
-def agreed(mesh: DeviceMesh, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Rank 0's of these plain tensors on every rank, since they may have been drawn. Collective: a broadcast of each."""
+def broadcast_indices(mesh: DeviceMesh, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Rank 0's values of the plain tensors, which may be random and differ. Collective. Cost: a broadcast of each."""
     stream, made = current_stream(mesh.device), []
     for index in indices:
         if index is not None and type(index) is torch.Tensor:
@@ -55,23 +59,25 @@ def agreed(mesh: DeviceMesh, indices: Sequence[torch.Tensor | None]) -> list[tor
 
 
 def fill(local: torch.Tensor, spec: Spec, seed: int, draw: Callable[[torch.Tensor, torch.Generator], object]) -> None:
-    """Fill this rank's part of a tensor; `draw` fills a 1-D tensor from a generator.
+    """Fill this rank's shard with random numbers.
 
-    Cost: this rank's part, or what its outermost sharded axis leaves of the tensor if others cut that too, and two blocks.
+    draw: fills a 1-D tensor from a generator.
+    Cost: memory and draws for two blocks and this rank's shard by the outermost sharded axis; no communication.
     """
     sharded = [(axis, placement) for axis, placement in enumerate(spec.placements) if isinstance(placement, Sharded)]
     axis, outermost = sharded[0] if sharded else (0, Shard(0))
     size, rank = (spec.mesh.shape[axis], spec.mesh.coordinates[axis]) if sharded else (1, 0)
-    cut = outermost.resolve(spec.shape, size)
-    numels, numel = cut.numels_of(spec.shape), spec.shape.numel()
+    shard = outermost.resolve(spec.shape, size)
+    numels, numel = shard.shard_numels(spec.shape), spec.shape.numel()
     start, stop = sum(numels[:rank]), sum(numels[: rank + 1])
-    drawn = torch.empty(stop - start, dtype=local.dtype, device=local.device)  # `local` may be of a subclass
-    # Hazard: torch's CPU generator keeps 32 bits of its seed. Seeds that follow each other never give a tensor the same
-    # block twice; hashed ones would, among the blocks of a large model.
+    drawn = torch.empty(stop - start, dtype=local.dtype, device=local.device)  # `local` may be a subclass
+    # Hazard: torch's CPU generator uses 32 bits of its seed. Consecutive seeds never repeat a block within a tensor; hashed
+    # seeds would repeat one among the blocks of a large model.
     generator = torch.Generator(local.device)
     for first in range(start // BLOCK_NUMEL * BLOCK_NUMEL, stop, BLOCK_NUMEL):
         block = drawn.new_empty(min(BLOCK_NUMEL, numel - first))
         draw(block, generator.manual_seed(seed + first // BLOCK_NUMEL))
         begin, end = max(start, first), min(stop, first + block.numel())
         drawn[begin - start : end - start] = block[begin - first : end - first]
-    local.copy_(spec.local_part(unflattened(drawn, cut.part_shape(spec.shape, rank), cut.dim), axis + 1).view(local.shape))
+    values = unflattened(drawn, shard.shard_shape(spec.shape, rank), shard.dim)
+    local.copy_(spec.local_shard(values, axis + 1).view(local.shape))

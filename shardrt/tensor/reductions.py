@@ -1,4 +1,4 @@
-"""Reductions of whole sharded tensors: of this rank's part, then over the ranks that hold the others."""
+"""Reductions over all elements of sharded tensors: first over the local shard, then over the ranks of the mesh."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm import DeviceMesh, ReduceOp, current_stream
 from .dtensor import DTensor
-from .operands import gathered, localized, refuse, specs_of
+from .operands import local_shards, raise_undefined, run_on_full_tensors, specs_of
 from .redistribute import plain
 
 aten = torch.ops.aten
@@ -26,18 +26,19 @@ TO_SCALAR = {
 
 
 def to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of `TO_SCALAR`. Cost: an all-reduce of one element over the axes that shard the tensor."""
     spec, op = specs_of(args)[0], TO_SCALAR[func]
     if spec.partial:
-        refuse(func, args, kwargs)
+        raise_undefined(func, args, kwargs)
     if func is aten.equal.default and args[0].shape != args[1].shape:
         return False
-    locals_ = [localized(arg, [spec], func) for arg in args]
+    locals_ = [local_shards(arg, [spec], func) for arg in args]
     local = locals_[0]
     if func is aten.equal.default:
         return bool(combine(torch.tensor(func(*locals_), device=spec.mesh.device), op, spec.shard_mesh))
     if func is aten.mean.default:
         dtype = kwargs.get("dtype") or local.dtype
-        wide = torch.promote_types(dtype, torch.float32)  # a sum may be out of the range of float16
+        wide = torch.promote_types(dtype, torch.float32)  # a float16 sum may overflow
         return (combine(local.sum(dtype=wide), op, spec.shard_mesh) / spec.shape.numel()).to(dtype)
     if local.numel() == 0 and op is not ReduceOp.SUM and spec.shape.numel():
         return combine(_neutral(func, op, local), op, spec.shard_mesh)
@@ -45,7 +46,7 @@ def to_scalar(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _neutral(func: Any, op: ReduceOp, local: torch.Tensor) -> torch.Tensor:
-    """What a rank without elements contributes to a maximum or minimum."""
+    """The neutral element of a maximum or minimum: the term of a rank without elements."""
     if local.dtype == torch.bool or func in (aten.any.default, aten.all.default):
         return torch.full((), op is ReduceOp.MIN, dtype=torch.bool, device=local.device)
     limits = torch.finfo(local.dtype) if local.dtype.is_floating_point else torch.iinfo(local.dtype)
@@ -55,59 +56,65 @@ def _neutral(func: Any, op: ReduceOp, local: torch.Tensor) -> torch.Tensor:
 
 
 def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`linalg.vector_norm` over all elements; over some dims, or with other options, on the full tensor."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     other = len(args) > 3 or kwargs.get("keepdim") or kwargs.get("dtype") is not None
     if other or (dim is not None and len(dim) != args[0].dim()):
-        return gathered(func, args, kwargs)
+        return run_on_full_tensors(func, args, kwargs)
     return _norms(func, [args[0]], order)[0]
 
 
 def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _norms(func, args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    """`_foreach_norm` of a list that may mix meshes, sharded and plain tensors."""
+    return _norms(func, args[0], args[1] if len(args) > 1 else 2, args[2] if len(args) > 2 else None)
 
 
-def _norms(func: Any, tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """The norm of each whole tensor, combined in float64. Cost: one all-reduce for all that are spread over the same ranks."""
+def _norms(func: Any, tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """The norm of each full tensor, combined in float64. Cost: one all-reduce for all tensors that are sharded on one mesh."""
     if order <= 0:
-        raise NotImplementedError(f"the {order}-norm of sharded tensors is not defined here: use full_tensor()")
-    spread: dict[DeviceMesh | None, list[int]] = {}
+        raise NotImplementedError(
+            f"the {order}-norm of sharded tensors is not defined: expected an order > 0; use full_tensor()"
+        )
+    indices_by_mesh: dict[DeviceMesh | None, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor) and tensor.spec.partial:
-            refuse(func, (tensor,), {})
-        spread.setdefault(tensor.spec.shard_mesh if isinstance(tensor, DTensor) else None, []).append(index)
-    parts = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    norms = [torch.linalg.vector_norm(part.double(), order) if part.numel() else part.new_zeros(()).double() for part in parts]
-    for mesh, indices in spread.items():
+            raise_undefined(func, (tensor,), {})
+        indices_by_mesh.setdefault(tensor.spec.shard_mesh if isinstance(tensor, DTensor) else None, []).append(index)
+    shards = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    norms = [
+        torch.linalg.vector_norm(shard.double(), order) if shard.numel() else shard.new_zeros(()).double() for shard in shards
+    ]
+    for mesh, indices in indices_by_mesh.items():
         local = torch.stack([norms[index] for index in indices])
         if order == float("inf"):
-            whole = combine(local, ReduceOp.MAX, mesh)
+            combined = combine(local, ReduceOp.MAX, mesh)
         else:
-            whole = combine(local**order, ReduceOp.SUM, mesh) ** (1.0 / order)
-        for index, norm in zip(indices, whole, strict=True):
-            norms[index] = norm.to(tensors[index].dtype)
+            combined = combine(local**order, ReduceOp.SUM, mesh) ** (1.0 / order)
+        for index, norm in zip(indices, combined, strict=True):
+            norms[index] = norm.to(dtype or tensors[index].dtype)
     return norms
 
 
 def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What `GradScaler` does to gradients: scale them, and note in `found_inf` whether one is infinite on any rank.
+    """`GradScaler`'s unscaling: scale gradients in place, and set `found_inf` to 1 if one is not finite on any rank.
 
-    Cost: one all-reduce of a number for each mesh that the gradients lie on, whatever this rank holds of them.
+    Cost: for M meshes of the gradients, M * M all-reduces of one element, whether or not this rank has elements.
     """
     tensors, found_inf, inv_scale = args
     if any(isinstance(tensor, DTensor) and tensor.spec.partial for tensor in tensors):
-        refuse(func, args, kwargs)
+        raise_undefined(func, args, kwargs)
     func([tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors], found_inf, inv_scale)
     increment_version(tensors)
-    # Replicas agree as well. Smaller meshes first, and as often as there are meshes: so it comes from any mesh to all that
-    # share ranks with it.
+    # Replicas must agree too. Meshes may overlap in some ranks: M rounds over M meshes, smaller ones first, propagate the
+    # value from any mesh to all that share ranks with it, directly or through others.
     meshes = sorted({tensor.spec.mesh: None for tensor in tensors if isinstance(tensor, DTensor)}, key=lambda mesh: mesh.size)
     for mesh in meshes * len(meshes):
         found_inf.copy_(combine(found_inf, ReduceOp.MAX, mesh))
 
 
 def combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh | None) -> torch.Tensor:
-    """All-reduce a small local result over the mesh, on whose device it comes out; as it is without one."""
+    """All-reduce a small tensor over the mesh; the result is on the mesh's device. mesh: None returns `value` unchanged."""
     if mesh is None:
         return value
     sent = plain(value).to(mesh.device, torch.uint8 if value.dtype == torch.bool else value.dtype).contiguous()

@@ -1,0 +1,35 @@
+"""Which parameter group owns a parameter. `shardrt.fsdp` fills this registry; error messages and its own checks read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..comm import DeviceMesh
+
+
+class Group(Protocol):
+    """The owner of sharded parameters."""
+
+    name: str
+    mesh: DeviceMesh
+    modules: Sequence[nn.Module]
+
+
+_groups: WeakIdKeyDictionary = WeakIdKeyDictionary()  # torch.Tensor -> ReferenceType[Group]
+
+
+def set_group(param: torch.Tensor, group: Group) -> None:
+    """Register `group` as the owner of `param`. Both are referenced weakly."""
+    _groups[param] = ref(group)
+
+
+def group_of(param: torch.Tensor) -> Group | None:
+    """The group that owns `param`, which is an original or a sharded parameter; None if it has no owner."""
+    found: ReferenceType[Group] | None = _groups.get(param)
+    return None if found is None else found()
