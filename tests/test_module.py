@@ -580,7 +580,7 @@ def test_gathers_wait_for_a_given_event(world: World) -> None:
     for _ in range(2):
         model.set_post_optim_event(world.stream.record())
         loss_of(model, batch(0)).backward()
-        assert model.param_group.settings.post_optim_event is None
+        assert model.param_group.root_settings.post_optim_event is None
 
 
 @on_ranks(2, 3)

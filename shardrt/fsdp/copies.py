@@ -12,10 +12,10 @@ from torch import nn
 
 from ..tensor.dtensor import DTensor
 from . import registered
-from .module import FSDPModule, adopt, plain_class
+from .autograd import Phase
+from .module import FSDPModule, convert, plain_class
 from .param import ShardedParam
-from .param_group import ParamGroup, Phase
-from .policy import Settings
+from .param_group import GroupSettings, ParamGroup
 
 
 def deepcopied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -24,10 +24,10 @@ def deepcopied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     groups = list(dict.fromkeys(group for child in inside for group in child.param_groups))
     _check(groups, set(module.modules()))
     for group in groups:
-        group.show_shards()
+        registered.reshard_and_repair(group)
         registered.check_replacements(group)
         # Whatever refers to a group or a parameter, such as the hooks of `state_dict`, will refer to the copy.
-        memo[id(group)] = type(group).__new__(type(group))
+        memo[id(group)] = ParamGroup.__new__(ParamGroup)
         for param in group.params:
             _alias(param, memo)
     with _as_plain(inside):
@@ -35,11 +35,9 @@ def deepcopied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     calls = {tuple(group.modules): child.param_groups for child in inside for group in child.param_groups}
     for modules in sorted(calls, key=lambda modules: -_depth(calls[modules][0])):  # from the inside out, as they were sharded
         copies = tuple(memo[id(child)] for child in modules)
-        adopt(copies, [_set_up(group, copies, memo) for group in calls[modules]])
+        convert(copies, [_set_up(group, copies, memo) for group in calls[modules]])
     for group in groups:  # a root inside of another stays one
-        copied = memo[id(group)]
-        copied.parent = None if group.parent is None else memo.get(id(group.parent))
-        copied.children = [memo[id(child)] for child in group.children]
+        memo[id(group)].adopt([memo[id(child)] for child in group.children])
     return made
 
 
@@ -51,9 +49,9 @@ def _check(groups: Sequence[ParamGroup], inside: set[nn.Module]) -> None:
                 f"deepcopy of a part of '{group.name}' (rank {group.mesh.rank}): its modules ({kinds}) were sharded together, "
                 "and not all of them are inside what is copied; copy a module that contains them all"
             )
-        if group.phase is not Phase.IDLE:
+        if group.calls.phase is not Phase.IDLE:
             raise RuntimeError(
-                f"deepcopy of '{group.name}' in its {group.phase.name.lower()} (rank {group.mesh.rank}): copy it between "
+                f"deepcopy of '{group.name}' in its {group.calls.phase.name.lower()} (rank {group.mesh.rank}): copy it between "
                 "iterations, or after reset_iter_state() if an exception cut one short"
             )
 
@@ -87,19 +85,21 @@ def _as_plain(modules: Sequence[FSDPModule]) -> Iterator[None]:
 
 def _set_up(group: ParamGroup, modules: Sequence[nn.Module], memo: dict[int, Any]) -> ParamGroup:
     made: ParamGroup = memo[id(group)]
-    options = (group.device_mesh, group.mp_policy, group.offload_policy, group.settings.reshard_after_forward)
-    made.__init__(modules, [param.copied(memo) for param in group.params], *options)  # type: ignore[misc]
-    made.settings = _settings(group.settings, memo)
-    made.ignored = copy.deepcopy(group.ignored, memo)
+    params, settings = [param.copied(memo) for param in group.params], _settings(group.settings, memo)
+    options = (group.device_mesh, group.mp_policy, group.offload_policy, settings, type(group.gather))
+    made.__init__(modules, params, *options, ignored=copy.deepcopy(group.ignored, memo))  # type: ignore[misc]
+    if group.root_settings is not None and made.root_settings is not None:
+        made.root_settings.prefetch = group.root_settings.prefetch
+        made.root_settings.is_last_backward = group.root_settings.is_last_backward
     return made
 
 
-def _settings(settings: Settings, memo: dict[int, Any]) -> Settings:
+def _settings(settings: GroupSettings, memo: dict[int, Any]) -> GroupSettings:
     named = {
         name: groups and [memo[id(group)] for group in groups if id(group) in memo]
         for name, groups in (("forward_prefetch", settings.forward_prefetch), ("backward_prefetch", settings.backward_prefetch))
     }
-    return replace(settings, post_optim_event=None, **cast(dict[str, Any], named))
+    return replace(settings, **cast(dict[str, Any], named))
 
 
 def _depth(group: ParamGroup) -> int:

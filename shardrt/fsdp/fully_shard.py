@@ -14,10 +14,11 @@ from .. import comm
 from ..comm import DeviceMesh
 from ..tensor.dtensor import DTensor, group_of, set_group
 from ..tensor.placement import Shard
-from .extension import ExtensionGroup, check_methods, has_methods
+from .extension import ExtensionGather, check_methods, has_methods
+from .gather import FlatGather, Gather
 from .module import FSDPModule, adopt
 from .param import Owner, ShardedParam, registry
-from .param_group import ParamGroup
+from .param_group import GroupSettings, ParamGroup
 from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
 from .registered import agree, hook_state_dicts, watch_registrations
 
@@ -85,9 +86,8 @@ def fully_shard(
         flat = [param for param in here if not has_methods(param)]
         given = (found, asked, group_mesh, policy, offload, reshard_after_forward)
         if flat or group_mesh is mesh:
-            groups.append(_make_group(ParamGroup, modules, flat, *given))
-        groups += [_make_group(ExtensionGroup, modules, [param], *given) for param in here if param not in set(flat)]
-    groups[0].ignored = found.ignored
+            groups.append(_make_group(FlatGather, modules, flat, *given))
+        groups += [_make_group(ExtensionGather, modules, [param], *given) for param in here if param not in set(flat)]
     watch_registrations()
     for holder, attribute, buffer in found.buffers:
         if not buffer.is_meta:
@@ -112,7 +112,7 @@ def _say_nothing_to_offload() -> None:
 
 
 def _make_group(
-    kind: type[ParamGroup],
+    gather_kind: type[Gather],
     modules: tuple[nn.Module, ...],
     originals: list[nn.Parameter],
     found: _Found,
@@ -127,7 +127,8 @@ def _make_group(
         owned, wanted = found.owners[original], asked[original].placement
         owners = [Owner(holder, attribute, registry(holder)) for holder, attribute, _ in owned]
         params.append(ShardedParam(owned[0][2], original, owners, _dim(wanted, original), rows_only=wanted is not None))
-    group = kind(modules, params, mesh, policy, offload, reshard_after_forward)
+    settings, ignored = GroupSettings(reshard_after_forward), frozenset(found.ignored)
+    group = ParamGroup(modules, params, mesh, policy, offload, settings, gather_kind, ignored=ignored)
     for original in originals:  # a module outside may still hold it
         set_group(original, group)
     hook_state_dicts({holder for original in originals for holder, *_ in found.owners[original]}, group)

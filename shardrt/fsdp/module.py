@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from ..comm import Event, Stream, current_stream
-from . import hooks, moves
+from . import hooks, moves, registered
 from .dcp import refuse_full_state_dict
-from .param_group import ParamGroup
-from .policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, Settings
+from .param_group import GroupSettings, ParamGroup
+from .policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from .ranges import ranged
+from .runtime import runtime_of
 
 _new_inits = True  # written by disable_fsdp_module_new_init alone
 
@@ -31,7 +32,7 @@ class UnshardHandle:
         """Let compute wait for the gather, and the module see its full parameters. Once is enough."""
         for group in self._groups:
             group.wait_unsharded()
-            group.guard()
+            group.visible.expose()
 
 
 class FSDPModule:
@@ -67,7 +68,7 @@ class FSDPModule:
         runtime = self.param_group.runtime or hooks.start(self.param_group.root)
         runtime.streams.begin()
         for group in self.param_groups:
-            group.check_registered()
+            registered.check_registered(group)
             group.invalidate_stale()
             group.unshard()
         handle = UnshardHandle(self.param_groups)
@@ -239,19 +240,20 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop that iteration and all gradients. On the root; on every rank."""
         self._root_settings("reset_iter_state")
-        if self.param_group.runtime is not None:
-            self.param_group.runtime.reset()
+        runtime = runtime_of(self.param_group)
+        if runtime is not None:
+            runtime.reset()
 
-    def _settings(self, recurse: bool) -> Iterator[Settings]:
+    def _settings(self, recurse: bool) -> Iterator[GroupSettings]:
         for module in cast(nn.Module, self).modules() if recurse else (self,):
             if isinstance(module, FSDPModule):
                 yield from (group.settings for group in module.param_groups)
 
-    def _root_settings(self, verb: str) -> Settings:
+    def _root_settings(self, verb: str) -> RootSettings:
         group = self.param_group
-        if group.parent is not None:
+        if group.root_settings is None:
             raise RuntimeError(f"{verb} on '{group.name}': call it on the root, '{group.root.name}'")
-        return group.settings
+        return group.root_settings
 
     def _only_group(self, verb: str, *, before_forward: bool = False) -> ParamGroup:
         group = self.param_group
@@ -273,8 +275,9 @@ class FSDPModule:
         groups = list(
             dict.fromkeys(group for module in inside if isinstance(module, FSDPModule) for group in module.param_groups)
         )
-        if self.param_group.runtime is not None:
-            self.param_group.runtime.settle()
+        runtime = runtime_of(self.param_group)
+        if runtime is not None:
+            runtime.settle()
         for group in groups:
             moves.move(group, inside, fn)
         without_values = moves.buffers_on_meta(inside)
@@ -323,9 +326,12 @@ def adopt(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
         for group in child.param_groups
         if group.parent is None
     ]
-    for group in dict.fromkeys((*others, *inside)):
-        group.parent = first
-        first.children.append(group)
+    first.adopt(list(dict.fromkeys((*others, *inside))))
+    convert(modules, groups)
+
+
+def convert(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
+    """Change the class of the modules to that of sharded ones."""
     for module in modules:
         module.__class__ = _sharded_class(cast(type, type(module)))
         cast(FSDPModule, module).param_groups = tuple(groups)
@@ -430,22 +436,22 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 
 def _run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = module.param_group
-    if first.running:  # the module calls itself, or a registered method its forward: the outer call has seen to it
+    if first.calls.running:  # the module calls itself, or a registered method its forward: the outer call gathers
         return forward(*args, **kwargs)
     if first.runtime is None:
         hooks.start(first)  # which may give parameters groups of their own
     for group in module.param_groups:
         with ranged("FSDP::pre_forward", group):
             args, kwargs = hooks.pre_forward(group, args, kwargs)
-    first.running = True
+    first.calls.start()
     try:
         output = forward(*args, **kwargs)
     except BaseException:
         for group in module.param_groups:
-            group.guard()
+            group.visible.expose()
         raise
     finally:
-        first.running = False
+        first.calls.stop()
     for group in reversed(module.param_groups):
         with ranged("FSDP::post_forward", group):
             output = hooks.post_forward(group, module, output)

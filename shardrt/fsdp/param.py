@@ -88,6 +88,15 @@ class ShardedParam:
         for owner in self.owners:
             owner.registry[owner.attribute] = self.sharded
 
+    def rename(self, name: str) -> None:
+        """Give the parameter its full name."""
+        self.name = name
+        self.sharded.full_name = name  # type: ignore[attr-defined]
+
+    def replace_sharded(self, sharded: nn.Parameter) -> None:
+        """The sharded parameter is this object from now on, which other code has registered."""
+        self.sharded = sharded
+
     def clone_spec(self) -> ShardedParam:
         """The same parameter before shard(), the original being what is registered now."""
         original = self.registered
@@ -114,6 +123,10 @@ class ShardedParam:
         """Make the view of the full buffer that the module will compute with."""
         view = full.view(dtype, offset, self.shape, outermost_stride(self.shape, self.dim))
         self.unsharded = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+
+    def use_unsharded(self, made: torch.Tensor) -> None:
+        """The module will compute with this tensor, which an all-gather extension has made."""
+        self.unsharded = nn.Parameter(made, requires_grad=self.sharded.requires_grad)
 
     @torch.no_grad()
     def keep_writes(self) -> None:
