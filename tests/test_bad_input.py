@@ -224,7 +224,7 @@ def test_evaluation_leaves_nothing_gathered(world: World) -> None:
         second = model(tokens(0))
     assert torch.equal(first, second)
     assert all(group.ready is None for group in model.param_group.with_descendants())
-    assert model.param_group.runtime.account.in_use == 0
+    assert model.param_group.runtime.memory.in_use == 0
 
 
 @on_ranks(1, 2)

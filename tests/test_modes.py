@@ -84,4 +84,4 @@ def test_token_by_token(world: World) -> None:
             loss_of(model, x).backward()
             torch.optim.SGD(model.parameters(), lr=0.5).step()
             model.zero_grad()
-    assert sharded.param_group.runtime.account.in_use == sharded.param_group.layout.nbytes * sharded.param_group.installed
+    assert sharded.param_group.runtime.memory.in_use == sharded.param_group.layout.nbytes * sharded.param_group.installed

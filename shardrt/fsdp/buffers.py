@@ -74,7 +74,7 @@ class FlatBuffer:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # of a wrapper
             storage = torch.func.debug_unwrap(tensor).untyped_storage()
-        return storage._cdata == self._storage._cdata
+        return storage is self._storage
 
     @property
     def available(self) -> bool:

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_leaves
 
 from ..comm import DeviceMesh
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import RaggedShard
+from ..torch_internals import preserve_version, tree_leaves
 from .buffers import FlatBuffer, FlatBuffers
 from .layout import Layout, ParamSpec, equal_runs
 from .param import ShardedParam, local_shard, placement_of
@@ -272,7 +271,7 @@ class ExtensionGroup(ParamGroup):
             tensor.untyped_storage().resize_(nbytes)
         (param,) = self.params
         dtype = self._gather_dtypes[0]
-        with torch.no_grad(), _unsafe_preserve_version_counter(param.unsharded):
+        with torch.no_grad(), preserve_version(param.unsharded):
             self._extension.fsdp_post_all_gather(self._outputs, self._metadata, dtype, out=param.unsharded)
 
     def reshard(self) -> None:

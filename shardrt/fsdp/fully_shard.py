@@ -15,11 +15,12 @@ from ..comm import DeviceMesh
 from ..tensor.dtensor import DTensor, group_of, set_group
 from ..tensor.placement import Shard
 from .extension import ExtensionGroup, check_methods, has_methods
-from .module import FSDPModule, adopt
+from .module import FSDPModule
 from .param import Owner, ShardedParam, registry
 from .param_group import ParamGroup
 from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
 from .registered import agree, hook_state_dicts, watch_registrations
+from .sharded_class import make_sharded
 
 _log = logging.getLogger("shardrt")
 
@@ -92,7 +93,7 @@ def fully_shard(
     for holder, attribute, buffer in found.buffers:
         if not buffer.is_meta:
             holder._buffers[attribute] = buffer.to(mesh.device)
-    adopt(modules, groups)
+    make_sharded(modules, groups)
     if isinstance(offload, CPUOffloadPolicy) and not offload.applies_to(mesh.device) and mesh.rank == 0:
         _say_nothing_to_offload()
     return module

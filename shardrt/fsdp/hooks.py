@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ..torch_internals import in_backward, outside_transforms, transforms_may_be_active
 from .param_group import ForwardCall, ParamGroup, Phase
 from .ranges import ranged
 from .runtime import GradHook, Runtime
@@ -36,7 +37,7 @@ from .runtime import GradHook, Runtime
 def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The module is about to run on these arguments; returns what it is to run on."""
     runtime = group.runtime or start(group)
-    if not _in_backward():
+    if not in_backward():
         if group is runtime.root:
             runtime.begin_forward()
         else:
@@ -69,11 +70,11 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
         output = _map_tensors(partial(_cast, dtype), output)
     tensors = _tensors(output)
     if torch.is_grad_enabled():
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        transformed = transforms_may_be_active()
         _watch_outputs(group, runtime, _of_every_level(tensors) if transformed else tensors)
         if group.call.inputs and not tensors:
             _refuse_opaque(group, output)
-    if not _in_backward():
+    if not in_backward():
         group.move(Phase.IDLE)
         used_next, last = runtime.prefetch.forward_ends(group), group.all_have_run(module)
         if group.reshards_after_forward:
@@ -101,9 +102,8 @@ def _of_every_level(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The tensors, and what the transforms of `torch.func` have wrapped in them: each level has a graph of its own."""
     for tensor in tensors:
         yield tensor
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
-            yield tensor
+        while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
+            yield (tensor := inner)
 
 
 def _refuse_opaque(group: ParamGroup, output: object) -> None:
@@ -140,10 +140,8 @@ def start(group: ParamGroup) -> Runtime:
             f"forward of '{group.name}' before that of its root (rank {group.mesh.rank}): it is part of "
             f"'{group.root.name}', which was sharded after it; run the first forward through that module"
         )
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
     # What is made now outlives the caller's mode: inference, torch.func's transforms, forward-mode AD.
-    with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
+    with torch.inference_mode(False), torch.no_grad(), outside_transforms():
         return Runtime(group)
 
 
@@ -211,10 +209,6 @@ def _watch_input(group: ParamGroup, call: ForwardCall, tensor: torch.Tensor) -> 
         grad_hook = GradHook.at(tensor.grad_fn)
     grad_hook.on_post_backward, grad_hook.ended_call = partial(_post_backward, group, call), call
     return tensor
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 # ---------------------------------------------------------------------- tensors in arguments and outputs

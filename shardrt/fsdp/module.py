@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -17,8 +15,6 @@ from .dcp import refuse_full_state_dict
 from .param_group import ParamGroup
 from .policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, Settings
 from .ranges import ranged
-
-_new_inits = True  # written by disable_fsdp_module_new_init alone
 
 
 class UnshardHandle:
@@ -41,18 +37,19 @@ class FSDPModule:
     """
 
     param_groups: tuple[ParamGroup, ...]  # one for each mesh that its parameters are cut over
+    _initializes_new: ClassVar[bool] = True  # written by disable_fsdp_module_new_init alone
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Of a sharded module's class only plain modules are made, as a container's slice is."""
         original = plain_class(cls)
         made = original.__new__(original)  # type: ignore[call-overload]
-        if _new_inits:
+        if cls._initializes_new:
             made.__init__(*args, **kwargs)
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Around, not among, the module's own hooks: all of them see full parameters.
-        return _run_forward(self, super().__call__, args, kwargs)  # type: ignore[misc]
+        return run_forward(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     @property
     def param_group(self) -> ParamGroup:
@@ -98,6 +95,14 @@ class FSDPModule:
         """On the root. When more backwards follow (False), the end of one does not wait for its reductions."""
         self._root_settings("set_is_last_backward").is_last_backward = is_last_backward
 
+    def set_free_gradients_after_zero_grad(self, enable: bool) -> None:
+        """On the root. After `zero_grad()` free the memory of sharded gradients for activations, until the next backward.
+
+        Of large groups, at the next forward. Off by default: then the memory stays, as a gradient that is kept does.
+        Hazard: with it the memory of a kept gradient, or of a view of one, is gone with the next forward: clone it before.
+        """
+        self._root_settings("set_free_gradients_after_zero_grad").free_gradients = enable
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Keep parameters gathered between forward and backward (False), or free and gather them again (True)."""
         if not isinstance(reshard_after_forward, bool):
@@ -120,11 +125,11 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """When this module's forward starts, gather these ahead, instead of what the recorded order says."""
-        self.param_group.settings.forward_prefetch = _groups_of(modules)
+        self.param_group.settings.forward_prefetch = groups_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """When this module's backward starts, gather these ahead, instead of what the recorded order says."""
-        self.param_group.settings.backward_prefetch = _groups_of(modules)
+        self.param_group.settings.backward_prefetch = groups_of(modules)
 
     def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
         """On the root. How far to gather ahead where no modules are named."""
@@ -286,7 +291,7 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any module's: between a forward and its backward as well, while the module has its full parameters."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for group in _groups_of([child for child in cast(nn.Module, self).modules() if isinstance(child, FSDPModule)]):
+        for group in groups_of([child for child in cast(nn.Module, self).modules() if isinstance(child, FSDPModule)]):
             for grad in [param.sharded.grad for param in group.params if param.sharded.grad is not None and not set_to_none]:
                 grad.zero_()
             for param in group.params if set_to_none else ():
@@ -300,135 +305,13 @@ class FSDPModule:
         refuse_full_state_dict(self.param_group.root.name, self.param_group.mesh.rank, sys._getframe(1))
         return super().named_buffers(*args, **kwargs)  # type: ignore[misc]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A sharded module with the same settings whose parameters and buffers share nothing with this one's.
-
-        Not copied: gradients of the sharded parameters, and what an iteration leaves. The copy of a module inside another
-        sharded one is a root of its own. All ranks copy alike. Cost: the memory of another copy of the shards.
-        Raises RuntimeError during an iteration, and for a part only of modules that were sharded together.
-        """
-        from .copies import deepcopied  # which sets modules up as `fully_shard` does
-
-        return deepcopied(cast(nn.Module, self), memo)
-
-
-def adopt(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
-    """Make `FSDPModule`s of the modules; the first group is the parent of the others, and of those of modules inside."""
-    first, *others = groups
-    inside = [
-        group
-        for module in modules
-        for child in module.modules()
-        if isinstance(child, FSDPModule)
-        for group in child.param_groups
-        if group.parent is None
-    ]
-    for group in dict.fromkeys((*others, *inside)):
-        group.parent = first
-        first.children.append(group)
-    for module in modules:
-        module.__class__ = _sharded_class(cast(type, type(module)))
-        cast(FSDPModule, module).param_groups = tuple(groups)
-
 
 def plain_class(kind: type[FSDPModule]) -> type[Any]:
     """What the class was before `fully_shard`."""
     return kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
 
 
-@functools.cache
-def _sharded_class(kind: type) -> type:
-    """One for all modules of a class: torch.compile makes its code anew for each class, and eight times at most."""
-    _hide_from_compiler()
-    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-
-
-@functools.cache
-def _hide_from_compiler() -> None:
-    """Have torch.compile look into none of our files: a graph ends before a sharded module, and another begins in it.
-
-    Cost: seconds and 70 MB of importing the compiler, once; torch's optimizers import it as well. The public way,
-    `torch.compiler.disable`, costs some microseconds per hook and does without the hooks in a backward.
-    """
-    from torch._dynamo import trace_rules
-
-    for package in ("shardrt", "shardrt.comm", "shardrt.kernels"):
-        trace_rules.add(package)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module.<method_name>` see full parameters as its forward does. No-op unless `module` is sharded.
-
-    Raises ValueError if there is no such method.
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"register_fsdp_forward_method: '{type(module).__name__}' has no method '{method_name}'")
-
-    setattr(module, method_name, _ForwardMethod(module, method))
-
-
-class _ForwardMethod:
-    """A method that sees full parameters. (Not a closure: in a deepcopy of the module it is that copy's.)"""
-
-    def __init__(self, module: FSDPModule, method: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)
-        self._module, self._method = module, method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _run_forward(self._module, self._method, args, kwargs)
-
-
-@contextmanager
-def unsharded(module: nn.Module) -> Iterator[None]:
-    """Inside, all sharded modules in `module`, itself included, stay gathered, so that forwards communicate nothing.
-
-    Ranks may then run different numbers of forwards without gradients, or different parts of the model: texts that end at
-    different lengths can be generated. Entering is collective, leaving is not.
-    Cost: the memory of all parameters in their compute dtypes. If parameters are written to inside, the next forward gathers
-    them again, which is collective.   Raises ValueError if no module is sharded.
-    """
-    sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
-    if not sharded:
-        raise ValueError(f"unsharded('{type(module).__name__}'): no module in it is sharded; call fully_shard first")
-    kept = {group: group.settings.reshard_after_forward for group in _groups_of(sharded)}
-    for group in kept:
-        group.settings.reshard_after_forward = False
-    try:
-        for handle in [child.unshard(async_op=True) for child in sharded]:
-            cast(UnshardHandle, handle).wait()
-        yield
-    finally:
-        for group, reshard_after_forward in kept.items():
-            group.settings.reshard_after_forward = reshard_after_forward
-        for group in _groups_of(sharded):  # the first gather may have made some
-            group.reshard()
-
-
-def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """For several roots, such as the stages of a pipeline, to share streams and communicators: here they always do.
-
-    Raises ValueError for a module that is not sharded.
-    """
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(f"share_comm_ctx: '{type(module).__name__}' is not sharded")
-
-
-@contextmanager
-def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Inside, modules made of a sharded module's class are not initialised, only made: for those who call `__init__`."""
-    global _new_inits
-    before, _new_inits = _new_inits, False
-    try:
-        yield
-    finally:
-        _new_inits = before
-
-
-def _run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = module.param_group
     if first.running:  # the module calls itself, or a registered method its forward: the outer call has seen to it
         return forward(*args, **kwargs)
@@ -452,5 +335,5 @@ def _run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[An
     return output
 
 
-def _groups_of(modules: Sequence[FSDPModule]) -> list[ParamGroup]:
+def groups_of(modules: Sequence[FSDPModule]) -> list[ParamGroup]:
     return [group for module in modules for group in module.param_groups]

@@ -32,12 +32,14 @@ from ..kernels import pack_into
 from ..tensor.dtensor import set_group
 from . import registered
 from .buffers import CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
-from .layout import Layout, ParamSpec, plan
+from .grad_layout import reduce_layout
+from .layout import Layout, ParamSpec
 from .param import GatheredParameter, ShardedParam, local_geometry, placement_of
+from .planner import plan
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
 from .prefetch import is_large
 from .ranges import ranged
-from .reduce import GradientReduction, reduce_layout
+from .reduce import GradientReduction, Held, PackedGrads
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -272,7 +274,7 @@ class ParamGroup:
                     f"'{group.name}' is running (rank {self.mesh.rank}): another dtype or device, by to(), half(), to_empty() "
                     "and the like, comes between iterations; after an exception call reset_iter_state() on the root first"
                 )
-            if group.reduction is not None and group.reduction.pending:
+            if group.reduction is not None and group.reduction.held is not Held.NOTHING:
                 raise RuntimeError(
                     f"'{group.name}' has accumulated gradients that are not reduced (rank {self.mesh.rank}): before another "
                     "dtype or device, by to(), half(), to_empty() and the like, run a backward with "
@@ -323,7 +325,7 @@ class ParamGroup:
         trainable = [param for param in self.params if param.sharded.requires_grad]
         if trainable == self.trainable:
             return
-        if self.reduction is not None and self.reduction.pending:
+        if self.reduction is not None and self.reduction.held is not Held.NOTHING:
             raise RuntimeError(
                 f"requires_grad of parameters of '{self.name}' changed while it holds accumulated gradients (rank "
                 f"{self.mesh.rank}): run a backward with set_requires_gradient_sync(True) first"
@@ -335,14 +337,17 @@ class ParamGroup:
             self._watches.pop().remove()
         self.reduction = self._make_reduction() if trainable else None
 
-    def begin(self, done: Sequence[Event]) -> None:
-        """An iteration starts. done: events after which gradients of earlier ones are read no more."""
+    def begin(self) -> None:
+        """An iteration starts."""
         self.refresh_trainable()
         self.invalidate_stale()
-        if self.reduction is not None:
-            self.reduction.begin(done)
         if len(self.modules) > 1:
             self._not_run.update(self.modules)
+
+    def free_gradients(self, done: Sequence[Event]) -> None:
+        """Free the memory of sharded gradients that `zero_grad()` has dropped, in a large group, once `done` have passed."""
+        if self.reduction is not None and is_large(self):
+            self.reduction.free_grads(done)
 
     def watch_gradients(self, on_gradient: Callable[[ParamGroup, torch.Tensor], None]) -> None:
         """From now on call `on_gradient` whenever a parameter's gradient is ready. No-op if that is so.
@@ -373,8 +378,7 @@ class ParamGroup:
             self.runtime.comm_buffer_for(self),
         )
         comms = (self.reduce_comm, self.all_reduce_comm)
-        large = is_large(self)
-        return GradientReduction(self.params, self.layout, *comms, self.settings, dtype, memory, comm_buffer, gives_back=large)
+        return GradientReduction(self.params, self.layout, *comms, self.settings, dtype, memory, comm_buffer)
 
     # ------------------------------------------------------------------ what is registered on the modules
 
@@ -549,28 +553,29 @@ class ParamGroup:
             return False
         return self.reduction.needs_reduction or (self.settings.reduce_unused and not reduced)
 
-    def pack_grads(self) -> None:
-        """Move the gradients there are from the unsharded parameters to the packed buffer."""
+    def pack_grads(self) -> PackedGrads | None:
+        """Move the gradients of the unsharded parameters to a packed buffer. None if they are not reduced yet."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
+        packed = self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
         for param in self.trainable:
             param.unsharded.grad = None
+        return packed
 
-    def reduce_grads(self) -> list[FlatBuffer]:
-        """Reduce what is packed. Returns the buffers in use, to be released on the compute stream."""
+    def reduce_grads(self, packed: PackedGrads) -> None:
+        """Reduce what is packed over the shard ranks."""
         assert self.reduction is not None, "only trainable parameters get gradients"
         self._note("reduce", self.name)
-        return self.reduction.launch(self._streams.reduce)
+        self.reduction.launch(packed, self._streams.reduce)
 
-    def reduce_over_replicas(self) -> None:
+    def reduce_over_replicas(self, packed: PackedGrads) -> None:
         """Reduce what was reduced over the replicas as well, if there are any."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.launch_over_replicas(self._streams.post_reduce)
+        self.reduction.launch_over_replicas(packed, self._streams.post_reduce)
 
-    def publish_grads(self) -> None:
+    def publish_grads(self, packed: PackedGrads) -> None:
         """Make what was reduced the sharded gradients."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.publish(self._streams.post_reduce)
+        self.reduction.publish(packed, self._streams.post_reduce)
 
     def end_backward(self) -> None:
         """No call's backward is under way any more."""

@@ -167,7 +167,7 @@ class CustomReduceScatter(Protocol):
 
 @dataclass(slots=True)
 class Settings:
-    """What the setters of `FSDPModule` change, one each; read at the next use. The last three are the root's."""
+    """What the setters of `FSDPModule` change, one each; read at the next use. The last four are the root's."""
 
     reshard_after_forward: bool | int | None
     sync_gradients: bool = True
@@ -188,4 +188,5 @@ class Settings:
     reductions_in_flight: int = 1  # the most that any group of a root has
     prefetch: PrefetchPolicy = PrefetchPolicy()
     is_last_backward: bool = True
+    free_gradients: bool = False  # between zero_grad() and the next backward
     post_optim_event: Event | None = None

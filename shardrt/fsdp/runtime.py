@@ -10,13 +10,14 @@ import torch
 from torch.autograd.graph import Node
 
 from .. import comm
+from ..torch_internals import queue_backward_callback
 from . import prefetch, registered, symmetric_windows
-from .buffers import CommBuffer, FlatBuffer, MemoryCounter
+from .buffers import CommBuffer, MemoryCounter
 from .extension import split_hooked
 from .moves import warn_of_unwritten
 from .param_group import ForwardCall, ParamGroup
 from .ranges import ranged
-from .reduce import Handoff
+from .reduce import Handoff, PackedGrads
 
 
 class Streams:
@@ -152,9 +153,12 @@ class Runtime:
         settings = self.root.settings
         done, settings.post_optim_event = settings.post_optim_event, None
         self.streams.begin(done)
-        read = [self.streams.post_reduce.record(), self.streams.compute.record(), *([done] if done is not None else [])]
         for group in self.groups:
-            group.begin(read)
+            group.begin()
+        if settings.free_gradients:
+            read = [self.streams.post_reduce.record(), self.streams.compute.record(), *([done] if done is not None else [])]
+            for group in self.groups:
+                group.free_gradients(read)
         self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
         self.prefetch.begin(settings.prefetch)
 
@@ -191,7 +195,7 @@ class Runtime:
             for group in self.groups:
                 if group.guarded:
                     group.guard(False)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            queue_backward_callback(self._end_backward)
 
     def reduce(self, group: ParamGroup) -> None:
         """Gradients of `group` are ready: pack and reduce them, small groups several at a time. No-op if there are none."""
@@ -212,37 +216,38 @@ class Runtime:
             self._retire(0 if again else self._reductions_in_flight - 1)
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
             with ranged("FSDP::post_backward_accumulate", *self._to_reduce):
-                for group in self._to_reduce:
-                    group.pack_grads()
-            self._send([group for group in self._to_reduce if group.settings.sync_gradients])
+                packed = {group: group.pack_grads() for group in self._to_reduce}
+            self._send({group: grads for group, grads in packed.items() if grads is not None})
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
 
-    def _send(self, groups: list[ParamGroup]) -> None:
-        """Reduce what these have packed, over the shards and over the replicas, and publish it."""
+    def _send(self, packed: dict[ParamGroup, PackedGrads]) -> None:
+        """Reduce what these groups have packed, over the shards and over the replicas, and publish it."""
         streams = self.streams
-        with ranged("FSDP::post_backward_reduce", *groups):
-            used = self._reduce(groups)
-        with ranged("FSDP::post_backward_publish", *groups):
-            for group in groups:
-                group.publish_grads()
-        self._in_flight.append((set(groups), Handoff(used, streams.post_reduce.record(), streams.compute)))
-        self._reduced.update(groups)
+        with ranged("FSDP::post_backward_reduce", *packed):
+            self._reduce(packed)
+        with ranged("FSDP::post_backward_publish", *packed):
+            for group, grads in packed.items():
+                group.publish_grads(grads)
+        used = [buffer for grads in packed.values() for buffer in grads.used]
+        self._in_flight.append((set(packed), Handoff(used, streams.post_reduce.record(), streams.compute)))
+        self._reduced.update(packed)
 
-    def _reduce(self, groups: list[ParamGroup]) -> list[FlatBuffer]:
+    def _reduce(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         streams = self.streams
         streams.reduce.wait(streams.compute.record())
-        ours = [group for group in groups if group.settings.reduce_scatter is None]
-        custom = [group for group in groups if group.settings.reduce_scatter is not None]
+        ours = [group for group in packed if group.settings.reduce_scatter is None]
         with _together(group.reduce_comm for group in ours):
-            used = [buffer for group in ours for buffer in group.reduce_grads()]
-        used += [buffer for group in custom for buffer in group.reduce_grads()]
+            for group in ours:
+                group.reduce_grads(packed[group])
+        for group in packed:
+            if group.settings.reduce_scatter is not None:
+                group.reduce_grads(packed[group])
         if streams.post_reduce is not streams.reduce:
             streams.post_reduce.wait(streams.reduce.record())
-        with _together(group.all_reduce_comm for group in groups if group.all_reduce_comm is not None):
-            for group in groups:
-                group.reduce_over_replicas()
-        return used
+        with _together(group.all_reduce_comm for group in packed if group.all_reduce_comm is not None):
+            for group, grads in packed.items():
+                group.reduce_over_replicas(grads)
 
     def _retire(self, but: int) -> None:
         """Give back the buffers of all but the newest `but` buckets of reductions, once those have run."""
