@@ -46,10 +46,11 @@ _log = logging.getLogger("shardrt")
 def find(path: str) -> Any:
     """What `path`, such as `torch._C._functorch.peek_interpreter_stack`, names; None if this torch lacks it."""
     module, _, name = path.rpartition(".")
+    owner: Any = None
     try:
         owner = importlib.import_module(module)
     except ImportError:  # no module, but maybe an attribute of one
-        owner = find(module) if "." in module else None
+        owner = find(module) if "." in module else owner
     try:
         return getattr(owner, name, None)
     except ImportError:  # of a module that torch imports when it is asked for

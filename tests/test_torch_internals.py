@@ -139,7 +139,12 @@ def test_transforms_may_be_active() -> None:
     """Without the name the answer is the safe one."""
     assert not torch_internals.transforms_may_be_active()
     seen = []
-    torch.func.grad(lambda x: seen.append(torch_internals.transforms_may_be_active()) or x.sum())(torch.ones(2))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_internals.transforms_may_be_active())
+        return x.sum()
+
+    torch.func.grad(fn)(torch.ones(2))
     assert seen == [True]
     with without("torch._C._functorch.peek_interpreter_stack") as lacking:
         assert lacking.transforms_may_be_active()
@@ -179,7 +184,7 @@ def test_disabled_torch_function(lacks: bool) -> None:
         __torch_function__ = function
 
         @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
             reached.append(func)
             return torch.full((2,), 3.0)
 
