@@ -1,4 +1,4 @@
-"""`FSDPModule`: what `fully_shard` makes of a module, and the verbs and settings that it has from then on."""
+"""`FSDPModule`: the class that `fully_shard` gives a module, with its methods and settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from ..comm import Event, Stream, current_stream
 from . import hooks, moves
-from .dcp import refuse_full_state_dict
+from .dcp import check_state_dict_options
 from .param_group import ParamGroup
 from .policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, Settings
 from .ranges import ranged
@@ -24,7 +24,7 @@ class UnshardHandle:
         self._groups = groups
 
     def wait(self) -> None:
-        """Let compute wait for the gather, and the module see its full parameters. Once is enough."""
+        """Let compute wait for the gather, and register the full parameters. No-op the second time."""
         for group in self._groups:
             group.wait_unsharded()
             group.guard()
@@ -33,14 +33,14 @@ class UnshardHandle:
 class FSDPModule:
     """What `fully_shard` adds to a module's class. The module's parameters are `DTensor`s outside its forward and backward.
 
-    Setters take effect at the next use, and say the same on every rank. recurse: for sharded modules inside as well.
+    Setters take effect at the next use; call them alike on every rank. recurse: for sharded modules inside as well.
     """
 
     param_groups: tuple[ParamGroup, ...]  # one for each mesh that its parameters are cut over
     _initializes_new: ClassVar[bool] = True  # written by disable_fsdp_module_new_init alone
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Of a sharded module's class only plain modules are made, as a container's slice is."""
+        """Make a plain module, as a container's slice is: the class alone shards nothing."""
         original = plain_class(cls)
         made = original.__new__(original)  # type: ignore[call-overload]
         if cls._initializes_new:
@@ -57,7 +57,7 @@ class FSDPModule:
         return self.param_groups[0]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own parameters and let it see them. Collective.
+        """Gather this module's own parameters and register them in place of the shards. Collective.
 
         async_op: return at once; the handle's `wait()`, or the module's next forward, does the rest.
         """
@@ -160,7 +160,7 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many buckets of packed gradients may be in flight. TypeError, ValueError unless an int >= 1.
 
-        All groups under a root share them: the most that any of them was told holds for all, from the next forward on.
+        All groups under a root share them: the largest value set on any of them holds for all, from the next forward on.
         Cost: as many buffers. More than 1 helps when a reduce-scatter takes longer than the backward beside it.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -184,7 +184,7 @@ class FSDPModule:
         memory is used again: clone it to keep it.
         stream: where to call it instead, such as that of a collective of yours. What was reduced is there when it is called,
         and gradients are published once that stream has run it.
-        Raises TypeError for what is no stream; ValueError for one of another device, or for one where there are replicas.
+        Raises TypeError if `stream` is not a stream; ValueError for one of another device, or for one where there are replicas.
         """
         group = self._only_group("set_all_reduce_hook")
         if isinstance(stream, torch.cuda.Stream):
@@ -217,8 +217,8 @@ class FSDPModule:
         collective is set as well. RuntimeError after the first forward, ValueError for another backend.
         Windows stay, so gathers go through one, as large as the largest group: two copies of a group's bytes more. Large
         groups reduce from a window without a copy; small ones, gathers from post-forward shards, all-gather extensions and
-        reductions over replicas do as ever. No effect on the host. Where NCCL makes no windows a warning is logged, and the
-        memory is registered on each rank.
+        reductions over replicas do not change. No effect on the host. Where NCCL makes no windows a warning is logged, and
+        the memory is registered on each rank.
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm({backend!r}) on '{self.param_group.name}': expected 'NCCL'")
@@ -236,7 +236,7 @@ class FSDPModule:
         self._only_group("set_custom_reduce_scatter", before_forward=True).settings.reduce_scatter = reduce_scatter
 
     def set_post_optim_event(self, event: Event) -> None:
-        """On the root. The next forward's gathers wait for `event`, not for all that the current stream has. Holds once."""
+        """On the root. The next forward's gathers wait for `event`, not for the current stream. Holds for one forward."""
         if not isinstance(event, Event):
             raise TypeError(f"set_post_optim_event({event!r}): expected a shardrt.comm.Event, as a Stream's record() returns")
         self._root_settings("set_post_optim_event").post_optim_event = event
@@ -302,7 +302,7 @@ class FSDPModule:
 
         They ask for parameters as well; but so do forwards, and in a compiled one this method would end the graph.
         """
-        refuse_full_state_dict(self.param_group.root.name, self.param_group.mesh.rank, sys._getframe(1))
+        check_state_dict_options(self.param_group.root.name, self.param_group.mesh.rank, sys._getframe(1))
         return super().named_buffers(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -104,7 +104,7 @@ def _check(groups: Sequence[ParamGroup], inside: set[nn.Module]) -> None:
 
 
 def _alias(param: ShardedParam, memo: dict[int, Any]) -> None:
-    """Let the memo have the parameter of the copy. It shares the original's memory until its group is set up.
+    """Add the parameter of the copy to the memo. It shares the original's memory until its group is set up.
 
     The original is what is registered, which may have been replaced before the first forward.
     """
@@ -119,7 +119,7 @@ def _alias(param: ShardedParam, memo: dict[int, Any]) -> None:
 
 @contextmanager
 def _as_plain(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Let the modules be of their own classes, which know how they are copied."""
+    """Give the modules their original classes, so that deepcopy copies them as usual."""
     kinds = [type(module) for module in modules]
     for module, kind in zip(modules, kinds, strict=True):
         module.__class__ = plain_class(kind)
