@@ -529,7 +529,7 @@ def test_offload_is_free_on_the_cpu(world: World) -> None:
     train_side_by_side(world, OddMLP().double(), map(batch, range(2)), shard=shard)
     logging.getLogger("shardrt").removeHandler(handler)
     assert [line for line in lines if "CPUOffloadPolicy" in line] == [
-        "CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (said once)"
+        "CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (logged once)"
     ] * (world.rank == 0)
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ..tensor.dtensor import Group
+from ..torch_internals import transforms_may_be_active
 
 
 class Phase(IntEnum):
@@ -147,8 +148,7 @@ class TensorWatcher:
 
     def watch_outputs(self, call: ForwardCall, callback: Callable[[], None], tensors: Sequence[torch.Tensor]) -> None:
         """Call back when a gradient of one of these outputs of `call` is complete: the module's backward begins."""
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        for tensor in _of_every_level(tensors) if transformed else tensors:
+        for tensor in _of_every_level(tensors) if transforms_may_be_active() else tensors:
             if tensor.grad_fn is not None:
                 grad_hook = GradHook.at(tensor.grad_fn)
                 if grad_hook.ended_call is not call:  # an input that is passed on does not begin the module's backward
@@ -160,9 +160,8 @@ def _of_every_level(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The tensors, and what the transforms of `torch.func` have wrapped in them: each level has a graph of its own."""
     for tensor in tensors:
         yield tensor
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
-            yield tensor
+        while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
+            yield (tensor := inner)
 
 
 class ModuleCalls:

@@ -20,12 +20,11 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_leaves
 
 from ..comm import DeviceMesh, Stream, world
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import RaggedShard
+from ..torch_internals import preserve_version, tree_leaves
 from .buffers import FlatBuffer, FlatBuffers
 from .context import Context
 from .gather import Gather
@@ -277,7 +276,7 @@ class ExtensionGather(Gather):
         for tensor, nbytes in zip(self._made, self._made_nbytes, strict=True):
             tensor.untyped_storage().resize_(nbytes)
         (param,) = self.params
-        with torch.no_grad(), _unsafe_preserve_version_counter(param.unsharded):
+        with torch.no_grad(), preserve_version(param.unsharded):
             self._extension.fsdp_post_all_gather(self._outputs, self._metadata, self._dtypes[0], out=param.unsharded)
 
     def release(self, stream: Stream) -> None:

@@ -26,8 +26,9 @@ from ..comm import Communicator, DeviceMesh, Pool, Stream, Work
 from ..kernels import pack_into
 from .buffers import CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
 from .context import Context
-from .layout import ALIGNMENT, Layout, ParamSpec, plan
+from .layout import ALIGNMENT, Layout, ParamSpec
 from .param import ShardedParam, local_geometry, placement_of
+from .planner import plan
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
 
 AllGather = Callable[[torch.Tensor, torch.Tensor, Communicator, Stream], Work]

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..torch_internals import in_backward, outside_transforms
 from .autograd import ForwardCall, Phase, Progress
 from .param_group import ParamGroup
 from .ranges import ranged
@@ -37,7 +38,7 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
     """The module is about to run on these arguments. Returns: the arguments that it is to run on instead."""
     runtime = group.runtime or start(group)
     assert isinstance(runtime, Runtime), "start() makes one"
-    if not _in_backward():
+    if not in_backward():
         if group is runtime.root:
             runtime.begin_forward()
         else:
@@ -81,7 +82,7 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
         runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
         if call.inputs and not tensors:
             _check_output_type(group, output)
-    if not _in_backward():
+    if not in_backward():
         group.calls.move(Phase.IDLE, group)
         used_next, last = runtime.prefetch.forward_ends(group), group.calls.all_have_run(module)
         if group.reshards_after_forward:
@@ -137,10 +138,8 @@ def start(group: ParamGroup) -> Runtime:
             f"forward of '{group.name}' before that of its root (rank {group.mesh.rank}): it is part of "
             f"'{group.root.name}', which was sharded after it; run the first forward through that module"
         )
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
     # What is made now outlives the caller's mode: inference, torch.func's transforms, forward-mode AD.
-    with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
+    with torch.inference_mode(False), torch.no_grad(), outside_transforms():
         return Runtime(group)
 
 
@@ -187,10 +186,6 @@ def _post_backward(group: ParamGroup, call: ForwardCall) -> None:
     if over and group.calls.end_call(call) and not repeats and group.calls.phase is Phase.BACKWARD:
         group.calls.move(Phase.IDLE, group)
         group.finish_backward()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

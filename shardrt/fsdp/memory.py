@@ -1,4 +1,4 @@
-"""What a sharded model's groups take of a rank's memory, as a table."""
+"""A table of the memory that each group of a sharded model uses on this rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _HEAD = ("group", "ranks", "parameters", "shard", "gathered", "gradients", "padd
 
 
 def memory_summary(model: nn.Module) -> str:
-    """A table of `model`'s groups: what each takes on this rank, and the buffers in use now and at most so far.
+    """A table of `model`'s groups: the memory of each on this rank; below, the buffers in use now and their peak.
 
-    shard: bytes that stay.   gathered: bytes of full parameters while they are there.   gradients: bytes packed for one
-    reduction, all parameters trainable (by a shard rank alone where they stay).   padding: share of the gathered bytes.
-    now: sharded, or gathered.
+    shard: bytes that stay.   gathered: bytes of full parameters while gathered.   gradients: bytes packed for one reduction
+    if all parameters are trainable (a single shard rank packs into the sharded gradients).   padding: share of the gathered
+    bytes.   now: sharded, or gathered.
     Raises ValueError for a model that is not sharded.
     """
     if not isinstance(model, FSDPModule):

@@ -26,6 +26,7 @@ from ..tensor.dtensor import DTensor
 from .autograd import Phase
 from .param import ShardedParam
 from .param_group import ParamGroup
+from .reduce import Held
 from .registered import check_replacements, reshard_and_repair
 
 _log = logging.getLogger("shardrt")
@@ -108,7 +109,7 @@ def _check_between_iterations(group: ParamGroup) -> None:
                 f"'{each.name}' is running (rank {rank}): another dtype or device, by to(), half(), to_empty() "
                 "and the like, comes between iterations; after an exception call reset_iter_state() on the root first"
             )
-        if each.reduction is not None and each.reduction.pending:
+        if each.reduction is not None and each.reduction.held is not Held.NOTHING:
             raise RuntimeError(
                 f"'{each.name}' has accumulated gradients that are not reduced (rank {rank}): before another "
                 "dtype or device, by to(), half(), to_empty() and the like, run a backward with "

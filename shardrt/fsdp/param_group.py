@@ -25,17 +25,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..comm import Communicator, DeviceMesh, Event, Work, world
+from ..comm import Communicator, DeviceMesh, Work, world
 from ..tensor.dtensor import set_group
 from .autograd import ModuleCalls, Progress
-from .buffers import FlatBuffer
 from .context import Context, Streams
 from .gather import AllGather, FlatGather, Gather, neighbours
+from .grad_layout import reduce_layout
 from .layout import Layout
 from .param import ShardedParam
 from .policy import MixedPrecisionPolicy, OffloadPolicy, RootSettings, Settings
 from .ranges import ranged
-from .reduce import GradientReduction, reduce_layout
+from .reduce import GradientReduction, Held, PackedGrads
 from .visible import VisibleParams
 
 
@@ -195,12 +195,10 @@ class ParamGroup:
             return self.parent is not None or not torch.is_grad_enabled()
         return self.settings.reshard_after_forward is not False
 
-    def begin(self, done: Sequence[Event]) -> None:
-        """An iteration starts. done: events after which nothing reads gradients of earlier iterations."""
+    def begin(self) -> None:
+        """An iteration starts."""
         self.refresh_trainable()
         self.invalidate_stale()
-        if self.reduction is not None:
-            self.reduction.begin(done)
         self.calls.begin_iteration()
 
     def refresh_trainable(self) -> None:
@@ -208,7 +206,7 @@ class ParamGroup:
         trainable = [param for param in self.params if param.sharded.requires_grad]
         if trainable == self.trainable:
             return
-        if self.reduction is not None and self.reduction.pending:
+        if self.reduction is not None and self.reduction.held is not Held.NOTHING:
             raise RuntimeError(
                 f"requires_grad of parameters of '{self.name}' changed while it holds accumulated gradients (rank "
                 f"{self.mesh.rank}): run a backward with set_requires_gradient_sync(True) first"
@@ -230,7 +228,6 @@ class ParamGroup:
                 self.mp_policy.reduction_dtype(param.dtype for param in trainable),
                 self.runtime.memory,
                 self.runtime.comm_buffer_for(self.nbytes),
-                gives_back=self.runtime.is_large(self.nbytes),
             )
         )
 
@@ -312,28 +309,29 @@ class ParamGroup:
         unused = self.settings.reduce_unused and not reduced
         return self.settings.sync_gradients and (self.reduction.needs_reduction or unused)
 
-    def pack_grads(self) -> None:
-        """Move the gradients there are from the unsharded parameters to the packed buffer."""
+    def pack_grads(self) -> PackedGrads | None:
+        """Move the gradients of the unsharded parameters to a packed buffer. None if they are not reduced yet."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
+        packed = self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
         for param in self.trainable:
             param.unsharded.grad = None
+        return packed
 
-    def reduce_grads(self) -> list[FlatBuffer]:
-        """Reduce what is packed. Returns the buffers in use, to be released on the compute stream."""
+    def reduce_grads(self, packed: PackedGrads) -> None:
+        """Reduce what is packed over the shard ranks."""
         assert self.reduction is not None, "only trainable parameters get gradients"
         self._note("reduce", self.name)
-        return self.reduction.launch(self._streams.reduce)
+        self.reduction.launch(packed, self._streams.reduce)
 
-    def reduce_over_replicas(self) -> None:
+    def reduce_over_replicas(self, packed: PackedGrads) -> None:
         """Reduce what was reduced over the replicas as well, if there are any."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.launch_over_replicas(self._streams.post_reduce)
+        self.reduction.launch_over_replicas(packed, self._streams.post_reduce)
 
-    def publish_grads(self) -> None:
+    def publish_grads(self, packed: PackedGrads) -> None:
         """Make what was reduced the sharded gradients."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.publish(self._streams.post_reduce)
+        self.reduction.publish(packed, self._streams.post_reduce)
 
     # ------------------------------------------------------------------ after a failure
 

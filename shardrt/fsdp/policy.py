@@ -194,4 +194,5 @@ class RootSettings:
 
     prefetch: PrefetchPolicy = PrefetchPolicy()
     is_last_backward: bool = True
+    free_gradients: bool = False  # between zero_grad() and the next backward
     post_optim_event: Event | None = None  # holds for one iteration

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..torch_internals import queue_backward_callback
 from . import context, registered, symmetric_windows
 from .autograd import Progress, TensorWatcher
-from .buffers import FlatBuffer
 from .extension import split_hooked
 from .moves import warn_of_unwritten
 from .param_group import ParamGroup, packed_nbytes
 from .policy import RootSettings
 from .prefetch import PrefetchQueue
 from .ranges import ranged
-from .reduce import Handoff
+from .reduce import Handoff, PackedGrads
 
 
 class Runtime(context.Context):
@@ -93,9 +93,13 @@ class Runtime(context.Context):
     def _begin_iteration(self) -> None:
         done, self._settings.post_optim_event = self._settings.post_optim_event, None
         self.streams.begin(done)
-        read = [self.streams.post_reduce.record(), self.streams.compute.record(), *([done] if done is not None else [])]
         for group in self.groups:
-            group.begin(read)
+            group.begin()
+        if self._settings.free_gradients:
+            read = [self.streams.post_reduce.record(), self.streams.compute.record(), *([done] if done is not None else [])]
+            for group in self.groups:
+                if group.reduction is not None and self.is_large(group.nbytes):
+                    group.reduction.free_grads(read)
         self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
         self.prefetch.begin(self._settings.prefetch)
 
@@ -133,7 +137,7 @@ class Runtime(context.Context):
             self._end_queued = True
             for group in self.groups:
                 group.visible.conceal()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            queue_backward_callback(self._end_backward)
 
     def reduce(self, group: ParamGroup) -> None:
         """The gradients of `group` are due: pack and reduce them, small groups several at a time."""
@@ -150,37 +154,38 @@ class Runtime(context.Context):
             self._retire(0 if again else self._reductions_in_flight - 1)
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
             with ranged("FSDP::post_backward_accumulate", *self._to_reduce):
-                for group in self._to_reduce:
-                    group.pack_grads()
-            self._send([group for group in self._to_reduce if group.settings.sync_gradients])
+                packed = {group: group.pack_grads() for group in self._to_reduce}
+            self._send({group: grads for group, grads in packed.items() if grads is not None})
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
 
-    def _send(self, groups: list[ParamGroup]) -> None:
+    def _send(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         """Reduce what these groups have packed, over the shard ranks and over the replicas, and publish it."""
         streams = self.streams
-        with ranged("FSDP::post_backward_reduce", *groups):
-            used = self._reduce(groups)
-        with ranged("FSDP::post_backward_publish", *groups):
-            for group in groups:
-                group.publish_grads()
-        self._in_flight.append((set(groups), Handoff(used, streams.post_reduce.record(), streams.compute)))
-        self._reduced.update(groups)
+        with ranged("FSDP::post_backward_reduce", *packed):
+            self._reduce(packed)
+        with ranged("FSDP::post_backward_publish", *packed):
+            for group, grads in packed.items():
+                group.publish_grads(grads)
+        used = [buffer for grads in packed.values() for buffer in grads.used]
+        self._in_flight.append((set(packed), Handoff(used, streams.post_reduce.record(), streams.compute)))
+        self._reduced.update(packed)
 
-    def _reduce(self, groups: list[ParamGroup]) -> list[FlatBuffer]:
+    def _reduce(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         streams = self.streams
         streams.reduce.wait(streams.compute.record())
-        ours = [group for group in groups if group.settings.reduce_scatter is None]
-        custom = [group for group in groups if group.settings.reduce_scatter is not None]
+        ours = [group for group in packed if group.settings.reduce_scatter is None]
         with _together(group.reduce_comm for group in ours):
-            used = [buffer for group in ours for buffer in group.reduce_grads()]
-        used += [buffer for group in custom for buffer in group.reduce_grads()]
+            for group in ours:
+                group.reduce_grads(packed[group])
+        for group in packed:
+            if group.settings.reduce_scatter is not None:
+                group.reduce_grads(packed[group])
         if streams.post_reduce is not streams.reduce:
             streams.post_reduce.wait(streams.reduce.record())
-        with _together(group.all_reduce_comm for group in groups if group.all_reduce_comm is not None):
-            for group in groups:
-                group.reduce_over_replicas()
-        return used
+        with _together(group.all_reduce_comm for group in packed if group.all_reduce_comm is not None):
+            for group, grads in packed.items():
+                group.reduce_over_replicas(grads)
 
     def _retire(self, newest: int) -> None:
         """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
