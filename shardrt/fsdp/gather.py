@@ -49,7 +49,7 @@ class PostForwardShard:
         self._gathered = gathered
         position, sizes = mesh.rank % ranks, [full_bytes.numel() // ranks for full_bytes in gathered]
         self.buffer = FlatBuffer(sum(sizes), mesh.device, memory)
-        self._kept = [
+        self.post_forward_shard = [
             self.buffer.view(torch.uint8, end - size, (size,)) for size, end in zip(sizes, accumulate(sizes), strict=True)
         ]
         self.buffer.seal()
@@ -58,12 +58,12 @@ class PostForwardShard:
     def fill(self) -> None:
         """Copy the shard out of the gathered buffers."""
         self.buffer.allocate()
-        for kept, source in zip(self._kept, self._sources, strict=True):
+        for kept, source in zip(self.post_forward_shard, self._sources, strict=True):
             kept.copy_(source)
 
     def gather(self, stream: Stream) -> Work:
         """Make the gathered buffers whole again."""
-        for full_bytes, kept in zip(self._gathered, self._kept, strict=True):
+        for full_bytes, kept in zip(self._gathered, self.post_forward_shard, strict=True):
             work = self._comm.all_gather(full_bytes, kept, stream=stream)
         return work
 
@@ -82,6 +82,7 @@ class Gather(ABC):
     layout: Layout
     offloads: bool  # the shards are on the host, the mesh on another device
     full: FlatBuffer  # what is gathered; written by attach()
+    post_forward_shard: PostForwardShard | None  # what the last forward has kept, if anything
     custom: AllGather | None  # what gathers instead of `comm.all_gather`; written by attach()
     _mp_policy: MixedPrecisionPolicy
     _memory: MemoryCounter  # written by attach()
@@ -90,7 +91,6 @@ class Gather(ABC):
     _fills: bool  # a gather first copies the shards to where it sends from
     _pairs: list[tuple[torch.Tensor, torch.Tensor]]  # gathered bytes, and what this rank sends; written by attach()
     _post_forward_shards: dict[int, PostForwardShard]  # by the number of ranks that share
-    _kept: PostForwardShard | None  # the one that a forward has left
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Gather(ABC):
         self._dtypes = [mp_policy.compute_dtype(param.dtype) for param in params]
         self._pairs = []
         self._post_forward_shards = {}
-        self._kept = None
+        self.post_forward_shard = None
         specs = [
             ParamSpec(param.name, tuple(param.shape), dtype.itemsize, param.dim, rows_only=param.rows_only)
             for param, dtype in zip(params, self._dtypes, strict=True)
@@ -170,8 +170,8 @@ class Gather(ABC):
     def launch(self, stream: Stream) -> Work:
         """Gather the shards, or the post-forward shards if a forward has left any, into `full`."""
         stream.submit(self.full.allocate)
-        if self._kept is not None:
-            work = self._kept.gather(stream)
+        if self.post_forward_shard is not None:
+            work = self.post_forward_shard.gather(stream)
             self.drop_post_forward_shard(stream)
             return work
         if self._fills:
@@ -200,19 +200,14 @@ class Gather(ABC):
         if ranks not in self._post_forward_shards:
             gathered = [full_bytes for full_bytes, _ in self._pairs]
             self._post_forward_shards[ranks] = PostForwardShard(ranks, self.mesh, gathered, self._memory)
-        self._kept = self._post_forward_shards[ranks]
-        stream.submit(self._kept.fill)
-
-    @property
-    def has_post_forward_shard(self) -> bool:
-        """A forward has left one."""
-        return self._kept is not None
+        self.post_forward_shard = self._post_forward_shards[ranks]
+        stream.submit(self.post_forward_shard.fill)
 
     def drop_post_forward_shard(self, stream: Stream) -> None:
         """Free the post-forward shard, on the gather stream. No-op if there is none."""
-        if self._kept is not None:
-            stream.submit(self._kept.buffer.release)
-            self._kept = None
+        if self.post_forward_shard is not None:
+            stream.submit(self.post_forward_shard.buffer.release)
+            self.post_forward_shard = None
 
 
 class FlatGather(Gather):

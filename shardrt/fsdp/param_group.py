@@ -216,10 +216,9 @@ class ParamGroup:
         for param in self.params:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
         self.calls.unwatch_gradients()
-        self.reduction = (
-            None
-            if not trainable
-            else GradientReduction(
+        self.reduction = None
+        if trainable:
+            self.reduction = GradientReduction(
                 self.params,
                 self.layout,
                 self.reduce_comm,
@@ -229,12 +228,11 @@ class ParamGroup:
                 self.runtime.memory,
                 self.runtime.comm_buffer_for(self.nbytes),
             )
-        )
 
     def invalidate_stale(self) -> None:
         """Free what is gathered, all or a part, if the shards have changed since, by an optimizer for example."""
         versions = [param.sharded._version for param in self.params]
-        if (self.ready is not None or self.gather.has_post_forward_shard) and self._versions != versions:
+        if (self.ready is not None or self.gather.post_forward_shard is not None) and self._versions != versions:
             self.gather.drop_post_forward_shard(self._streams.gather)
             self.reshard()
         self._versions = versions
