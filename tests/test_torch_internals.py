@@ -245,6 +245,7 @@ import sys
 sys.path.insert(0, {root!r})
 import importlib
 import torch, torch.utils._pytree
+trees, engine = dict(vars(torch.utils._pytree)), torch.autograd.Variable._execution_engine
 for path in {names!r}:
     owner, _, name = path.rpartition(".")
     module, _, last = owner.rpartition(".")
@@ -252,6 +253,7 @@ for path in {names!r}:
 for absent in ("torch._dynamo", "torch._C._dynamo.guards"):
     sys.modules[absent] = None
 import shardrt
+vars(torch.utils._pytree).update(trees)  # what torch itself imports from there later
 shardrt.init()
 model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
 whole = [param.detach().clone() for param in model.parameters()]
@@ -263,23 +265,23 @@ assert torch.equal(model(x), expected)
 with torch.no_grad():
     model[0].weight.add_(1).mul_(2)
 assert torch.equal(model[0].weight.full_tensor(), (whole[0] + 1) * 2)
-try:
-    model(x).sum().backward()
-except RuntimeError as error:
-    assert "torch.autograd.Variable._execution_engine" in str(error), error
-    print("forward works")
-    model.reset_iter_state()
+torch.autograd.Variable._execution_engine = engine  # without which torch has no backward
+loss = model(x).sum()
+loss.backward()
+assert torch.equal(model[1].bias.grad.full_tensor(), torch.full((2,), 5.0))
+assert all(param.grad is not None for param in model.parameters())
+print("a step works")
 shardrt.finalize()
 """
 
 
 def test_import_without_any_private_name() -> None:
-    """And a forward; of all the names only one stops a training step, with an error that says which."""
+    """And a step, as far as torch itself does without them."""
     deleted = [name for name in NAMES if not name.startswith(("torch._dynamo", "torch._ops"))]  # which torch itself needs
     script = ALONE.format(root=str(ROOT), names=deleted)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert "forward works" in ran.stdout
+    assert "a step works" in ran.stdout
 
 
 def test_private_names_are_used_in_one_file_only() -> None:
