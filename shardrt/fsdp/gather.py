@@ -49,7 +49,7 @@ class PostForwardShard:
         self._gathered = gathered
         position, sizes = mesh.rank % ranks, [full_bytes.numel() // ranks for full_bytes in gathered]
         self.buffer = FlatBuffer(sum(sizes), mesh.device, memory)
-        self.post_forward_shard = [
+        self._kept = [
             self.buffer.view(torch.uint8, end - size, (size,)) for size, end in zip(sizes, accumulate(sizes), strict=True)
         ]
         self.buffer.seal()
@@ -58,12 +58,12 @@ class PostForwardShard:
     def fill(self) -> None:
         """Copy the shard out of the gathered buffers."""
         self.buffer.allocate()
-        for kept, source in zip(self.post_forward_shard, self._sources, strict=True):
+        for kept, source in zip(self._kept, self._sources, strict=True):
             kept.copy_(source)
 
     def gather(self, stream: Stream) -> Work:
         """Make the gathered buffers whole again."""
-        for full_bytes, kept in zip(self._gathered, self.post_forward_shard, strict=True):
+        for full_bytes, kept in zip(self._gathered, self._kept, strict=True):
             work = self._comm.all_gather(full_bytes, kept, stream=stream)
         return work
 
