@@ -13,14 +13,8 @@ if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py")
 from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
 from .fsdp.fully_shard import fully_shard, replicate
 from .fsdp.memory import memory_summary
-from .fsdp.module import (
-    FSDPModule,
-    UnshardHandle,
-    disable_fsdp_module_new_init,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-    unsharded,
-)
+from .fsdp.module import FSDPModule, UnshardHandle
+from .fsdp.module_functions import disable_fsdp_module_new_init, register_fsdp_forward_method, share_comm_ctx, unsharded
 from .fsdp.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,

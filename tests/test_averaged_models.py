@@ -104,7 +104,7 @@ def test_copy_keeps_settings_and_methods(world: World) -> None:
     assert [param.requires_grad for param in copied.parameters()] == [param.requires_grad for param in model.parameters()]
     assert copied.inp.weight.kind == "frozen"
     assert copied.param_group.mp_policy == policy
-    assert copied.param_group.settings.prefetch == shardrt.PrefetchPolicy(max_groups=3)
+    assert copied.param_group.root_settings.prefetch == shardrt.PrefetchPolicy(max_groups=3)
     assert copied.blocks[0].param_group.settings.reshard_after_forward == 2
     assert copied.blocks[1].param_group.settings.forward_prefetch == [copied.blocks[0].param_group]
     assert copied.inp.param_group is copied.out.param_group

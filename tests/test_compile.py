@@ -267,7 +267,7 @@ def test_the_same_bits_buffers_and_schedule_as_without(world: World) -> None:
                 loss_of(model, batch(step).float().chunk(world.size)[world.rank]).backward()
         assert counts.graphs == 1
     assert events[0] == events[1]
-    assert eager.param_group.runtime.account.peak == compiled.param_group.runtime.account.peak
+    assert eager.param_group.runtime.memory.peak == compiled.param_group.runtime.memory.peak
     for (name, param), other in zip(eager.named_parameters(), compiled.parameters(), strict=True):
         assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
     for (name, buffer), other in zip(eager.named_buffers(), compiled.buffers(), strict=True):

@@ -130,14 +130,13 @@ def test_symmetric_windows(world: World) -> None:
         return model
 
     plain = train_side_by_side(world, OddMLP().double(), map(batch, range(1)), shard=shard)
-    assert plain.param_group.custom_gather is None
+    assert plain.param_group.gather.custom is None
     with pytest.raises(RuntimeError, match=r"set_symm_mem_for_comm on 'OddMLP'|call it before the first forward"):
         plain.set_symm_mem_for_comm()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric_windows, "useful", lambda comm: True)
-        patch.setattr("shardrt.fsdp.param_group.is_large", lambda group: True)
-        patch.setattr("shardrt.fsdp.prefetch.is_large", lambda group: True)
+        patch.setattr("shardrt.fsdp.context.Context.is_large", lambda context, nbytes: True)
         parts = parts_of_windows(type(world.comm), patch)
         model = train_side_by_side(world, OddMLP().double(), map(batch, range(3)), shard=shard)
         assert CommBuffer.of(model.param_group.gather_comm, 1).symmetric

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrt.fsdp.layout import ALIGNMENT, Box, Layout, ParamSpec, Run, boxes, fsdp2_padding, padding_limit, plan
+from shardrt.fsdp.layout import ALIGNMENT, Box, Layout, ParamSpec, Run, boxes, fsdp2_padding, padding_limit
+from shardrt.fsdp.planner import plan
 
 EXAMPLE = (
     ParamSpec("embed", (7, 8), 4),

@@ -89,30 +89,66 @@ def test_gathered_parameters_come_from_a_pool(world: World) -> None:
 @buckets_of(0)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_gradients_give_their_memory_back(world: World, reduce_dtype: torch.dtype | None) -> None:
-    """From a forward that finds none to the backward, unless somebody has one of them or a view of it."""
-    model = OddMLP(layers=2).double()
-    shard_blocks(model, mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    """If so asked, from a forward that finds none to the backward; and before the first backward."""
+    model, gone = model_and_gradients(reduce_dtype)
+    weight = next(model.blocks[0].parameters())
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(RuntimeError, match="call it on the root"):
+        model.blocks[0].set_free_gradients_after_zero_grad(True)
+    assert gone == [True]
+    expected = weight.grad.full_tensor()
+    model.set_free_gradients_after_zero_grad(True)
+    loss_of(model, batch(0)).backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), 2 * expected)
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model, batch(0)).backward()
+        torch.testing.assert_close(weight.grad.full_tensor(), expected)
+        assert not model.blocks[0].param_group.reduction.grads.buffer.available
+    model.set_free_gradients_after_zero_grad(False)
+    model.zero_grad()
+    loss_of(model, batch(0)).backward()
+    # In the second forward they are there, and are added to.
+    assert gone == [True, False, True, True, True, False]
+
+
+@on_ranks(1, 2, 3)
+@buckets_of(0)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_kept_gradients_stay_until_the_next_backward(world: World, reduce_dtype: torch.dtype | None) -> None:
+    """The sharded gradients' memory stays by default, so who has one of them, or a view of it, may read it after a forward."""
+    model, gone = model_and_gradients(reduce_dtype)
     block = model.blocks[0]
-    weight, gone = next(block.parameters()), list[bool]()
-    block.register_forward_hook(lambda *_: gone.append(block.param_group.reduction._own.available))
+    weight = next(block.parameters())
     loss_of(model, batch(0)).backward()
     expected = weight.grad.full_tensor()
     reduced: list[torch.Tensor] = []
     block.set_all_reduce_hook(lambda tensor: reduced.append(tensor))
-    for _ in range(2):
+    keep: list[Callable[[], torch.Tensor]] = [
+        lambda: weight.grad,
+        lambda: weight.grad.to_local(),
+        lambda: weight.grad.detach(),
+        lambda: weight * weight.grad,
+        lambda: reduced[-1] if reduced and reduce_dtype is None else weight.grad,  # of gradients to be cast, scratch
+    ]
+    for of_gradients in keep:
+        kept = of_gradients()
+        values = getattr(kept, "_local_tensor", kept).detach().clone()
         model.zero_grad()
-        loss_of(model, batch(0)).backward()
-    assert gone[-1] == (reduce_dtype is not None)  # the hook has what it saw, of gradients to be cast scratch
-    reduced.clear()
-    block.set_all_reduce_hook(lambda tensor: None)
-    held: list[Callable[[], object]] = [lambda: weight.grad, lambda: weight.grad.to_local(), lambda: weight.grad.detach()]
-    for hold in (*held, lambda: (weight * weight.grad).sum(), lambda: None):
-        kept = hold()
-        model.zero_grad()
-        loss_of(model, batch(0)).backward()
-        assert gone[-1] == (kept is None)
+        loss = loss_of(model, batch(0))
+        assert not gone[-1]
+        assert torch.equal(getattr(kept, "_local_tensor", kept), values)
+        loss.backward()
         torch.testing.assert_close(weight.grad.full_tensor(), expected)
-        assert not block.param_group.reduction._own.available
+
+
+def model_and_gradients(reduce_dtype: torch.dtype | None) -> tuple[torch.nn.Module, list[bool]]:
+    """A sharded model, and whether the gradients of its first block had no memory, in each forward."""
+    model, gone = OddMLP(layers=2).double(), list[bool]()
+    shard_blocks(model, mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    block = model.blocks[0]
+    block.register_forward_hook(lambda *_: gone.append(block.param_group.reduction.grads.buffer.available))
+    return model, gone
 
 
 def test_a_slot_is_handed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:

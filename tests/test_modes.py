@@ -32,7 +32,7 @@ def test_forwards_without_gradients_around_training_steps(world: World, mode: ty
     evaluate(3, sharded)
     for step in range(4):
         torch.testing.assert_close(outputs[step, sharded], outputs[step, whole], rtol=TOLERANCE, atol=TOLERANCE)
-    assert not any(group.installed for group in sharded.param_group.with_descendants() if group.reshards_after_forward)
+    assert not any(group.visible.unsharded for group in sharded.param_group.with_descendants() if group.reshards_after_forward)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
@@ -84,4 +84,5 @@ def test_token_by_token(world: World) -> None:
             loss_of(model, x).backward()
             torch.optim.SGD(model.parameters(), lr=0.5).step()
             model.zero_grad()
-    assert sharded.param_group.runtime.account.in_use == sharded.param_group.layout.nbytes * sharded.param_group.installed
+    root = sharded.param_group
+    assert root.runtime.memory.in_use == root.layout.nbytes * root.visible.unsharded

@@ -529,7 +529,7 @@ def test_offload_is_free_on_the_cpu(world: World) -> None:
     train_side_by_side(world, OddMLP().double(), map(batch, range(2)), shard=shard)
     logging.getLogger("shardrt").removeHandler(handler)
     assert [line for line in lines if "CPUOffloadPolicy" in line] == [
-        "CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (said once)"
+        "CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (logged once)"
     ] * (world.rank == 0)
 
 
@@ -580,7 +580,7 @@ def test_gathers_wait_for_a_given_event(world: World) -> None:
     for _ in range(2):
         model.set_post_optim_event(world.stream.record())
         loss_of(model, batch(0)).backward()
-        assert model.param_group.settings.post_optim_event is None
+        assert model.param_group.root_settings.post_optim_event is None
 
 
 @on_ranks(2, 3)

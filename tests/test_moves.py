@@ -288,7 +288,7 @@ def test_generation(world: World) -> None:
         for _ in range(2):
             with shardrt.unsharded(model):
                 assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=3 + world.rank * 4), expected)
-            assert model.param_group.runtime.account.in_use == 0
+            assert model.param_group.runtime.memory.in_use == 0
             model(input_ids=prompt, labels=prompt).loss.backward()
             model.zero_grad()
         shardrt.register_fsdp_forward_method(model, "generate")

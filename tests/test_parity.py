@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
-from shardrt.fsdp.buffers import FlatBuffer
 from shardrt.fsdp.param_group import ParamGroup
+from shardrt.fsdp.reduce import PackedGrads
 from toys import (
     Branching,
     OddMLP,
@@ -240,9 +240,9 @@ def test_blocks_without_input_gradients_reduce_during_backward(world: World) -> 
     groups = list(model.param_group.with_descendants())
     order: list[str] = []
 
-    def spy(group: ParamGroup, reduce_grads: Callable[[], FlatBuffer]) -> FlatBuffer:
+    def spy(group: ParamGroup, reduce_grads: Callable[[PackedGrads], None], packed: PackedGrads) -> None:
         order.append(group.name)
-        return reduce_grads()
+        reduce_grads(packed)
 
     for group in groups:
         group.reduce_grads = functools.partial(spy, group, group.reduce_grads)

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardrt
 from shardrt.comm import ReduceOp, World
-from shardrt.fsdp import prefetch
+from shardrt.fsdp import context
 
 Sharder = Callable[[nn.Module], object]
 
@@ -135,7 +135,7 @@ def shard_blocks(model: nn.Module, **options: object) -> nn.Module:
 def buckets_of(nbytes: int) -> Iterator[None]:
     """Set the size of a bucket; 0: one group at a time. By default each of these models fits in one bucket."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefetch, "BUCKET_BYTES", nbytes)
+        patch.setattr(context, "BUCKET_BYTES", nbytes)
         yield
 
 
@@ -190,7 +190,7 @@ def train_side_by_side(
         expected.backward()
         mine = x.chunk(world.size)[world.rank]
         total = torch.zeros_like(expected)
-        with buckets_of(prefetch.BUCKET_BYTES if step % 2 else 0):
+        with buckets_of(context.BUCKET_BYTES if step % 2 else 0):
             for index, micro in enumerate(mine.chunk(microbatches)):
                 sharded.set_requires_gradient_sync(index == microbatches - 1)  # type: ignore[operator]
                 loss = loss_of(sharded, micro) / microbatches

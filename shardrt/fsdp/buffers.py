@@ -1,7 +1,7 @@
-"""Flat storages: allocated, freed, and counted.
+"""Flat storages: how they are allocated, freed and counted.
 
 A buffer's tensors are made once and keep pointing into its storage; allocating and releasing only resizes that storage.
-So a step makes no tensors, and what autograd saved of a parameter is valid again once the parameter is gathered again.
+So a step makes no tensors, and a parameter that autograd saved is valid again once the parameter is gathered again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..comm import Communicator, Event, Pool, current_stream
 
 
 class MemoryCounter:
-    """Bytes of buffer memory in use, and the most there ever were."""
+    """Bytes of buffer memory in use, and their peak."""
 
     def __init__(self) -> None:
         self.in_use = 0
@@ -36,11 +36,11 @@ class MemoryCounter:
 
 
 class FlatBuffer:
-    """One storage of `nbytes` on `device` that comes and goes; its views stay.
+    """One storage of `nbytes` on `device` that is allocated and released repeatedly; its views stay.
 
     Invariant: allocate() and release() run on one and the same stream (on CUDA the allocator ties a block to its stream).
     Cost: on the host a released block goes back to malloc, which keeps it (see `comm.bootstrap`): no fresh page faults.
-    pool: where allocate() takes the memory, if not where torch's tensors do.
+    pool: where allocate() takes the memory; None: from torch's allocator.
     """
 
     _pool: Pool | None = None
@@ -58,10 +58,10 @@ class FlatBuffer:
         self._in_use = False
 
     def view(self, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor of `shape` that starts `offset` bytes into the storage; to be made before the first allocate().
+        """A tensor of `shape` that starts `offset` bytes into the storage. Make it before seal() and the first allocate().
 
         Every view has a version counter of its own: a gather writes through one view, and autograd's checks on the
-        parameters, which are other views, do not take that for a modification by the user.
+        parameters, which are other views, do not count that as a modification by the user.
         """
         made = torch.empty(0, dtype=dtype, device=self._storage.device)
         if stride is None:
@@ -74,19 +74,19 @@ class FlatBuffer:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # of a wrapper
             storage = torch.func.debug_unwrap(tensor).untyped_storage()
-        return storage._cdata == self._storage._cdata
+        return storage is self._storage
 
     @property
     def available(self) -> bool:
-        """It may be allocated."""
+        """It is not allocated, and may be."""
         return not self._in_use
 
     def seal(self) -> None:
-        """All views are made: give the memory back until the first allocate()."""
+        """Free the memory until the first allocate(). Call it when all views are made."""
         self._storage.resize_(0)
 
     def allocate(self) -> None:
-        """Back the views with (uninitialised) memory. No-op if they are."""
+        """Back the views with (uninitialised) memory. No-op if it is allocated."""
         if not self._in_use:
             if self._pool is None:
                 self._storage.resize_(self.nbytes)
@@ -104,7 +104,7 @@ class FlatBuffer:
 
 
 class FlatBuffers(FlatBuffer):
-    """Several flat buffers, each a storage of its own, that come and go as one. Views are made of the parts."""
+    """Several flat buffers, each with its own storage, allocated and released together. Views are made of the parts."""
 
     def __init__(self, parts: Sequence[FlatBuffer]) -> None:
         self.parts = parts
@@ -144,7 +144,7 @@ class CommBuffer:
 
     @classmethod
     def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, whose: str) -> CommBuffer:
-        """The comm_buffer of a custom collective's memory. Raises ValueError if it is not what was asked for."""
+        """A buffer of the memory that a custom collective returned. Raises ValueError unless it is (nbytes,) uint8, aligned."""
         fits = memory.dtype == torch.uint8 and memory.shape == (nbytes,) and memory.device == device
         if not fits or not memory.is_contiguous() or memory.data_ptr() % 16:
             raise ValueError(
@@ -155,9 +155,9 @@ class CommBuffer:
 
     @classmethod
     def of(cls, comm: Communicator, nbytes: int, *, symmetric: bool = False) -> CommBuffer:
-        """The comm_buffer of `comm`, made, or made anew if it is smaller or not `symmetric`. Collective.
+        """The buffer of `comm`; made, or made anew if it is too small or not `symmetric`. Collective.
 
-        Never freed before `comm` is, so shared.
+        It lives as long as `comm`, so all roots share it.
         """
         comm_buffer = _comm_buffers.get(comm)
         if comm_buffer is None or comm_buffer.nbytes < nbytes or (symmetric and not comm_buffer.symmetric):
@@ -169,7 +169,7 @@ _comm_buffers: WeakKeyDictionary[Communicator, CommBuffer] = WeakKeyDictionary()
 
 
 class CommFlatBuffer(FlatBuffer):
-    """A flat buffer that, while it is allocated, takes a comm_buffer."""
+    """A flat buffer in a `CommBuffer`, which it occupies while it is allocated."""
 
     def __init__(self, nbytes: int, comm_buffer: CommBuffer, memory: MemoryCounter) -> None:
         self._set_up(nbytes, comm_buffer.storage, comm_buffer.offset, memory)
@@ -177,23 +177,23 @@ class CommFlatBuffer(FlatBuffer):
 
     @property
     def available(self) -> bool:
-        """Nobody has the comm_buffer."""
+        """No flat buffer occupies the `CommBuffer`."""
         return not self._comm_buffer.taken
 
     def seal(self) -> None:
-        """The comm_buffer's memory stays."""
+        """No-op: the memory of the `CommBuffer` stays."""
 
     def allocate(self) -> None:
-        """Take the comm_buffer, which must be free. No-op if it is this buffer's."""
+        """Occupy the `CommBuffer`, which must be free. No-op if this buffer does."""
         if not self._in_use:
             assert not self._comm_buffer.taken, "one buffer at a time"
             if self._comm_buffer.left is not None:
-                current_stream(self._storage.device).wait(self._comm_buffer.left)  # another root's, maybe
+                current_stream(self._storage.device).wait(self._comm_buffer.left)  # maybe of another root
             self._comm_buffer.taken = self._in_use = True
             self._memory.allocate(self.nbytes)
 
     def release(self) -> None:
-        """Give the comm_buffer back. No-op if it is not this buffer's."""
+        """Leave the `CommBuffer` to others. No-op if this buffer does not occupy it."""
         if self._in_use:
             self._comm_buffer.left = current_stream(self._storage.device).record()
             self._comm_buffer.taken = self._in_use = False

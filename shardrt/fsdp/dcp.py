@@ -1,8 +1,8 @@
-"""What `torch.distributed.checkpoint.state_dict` asks of sharded modules.
+"""How `torch.distributed.checkpoint.state_dict` works with sharded modules.
 
 Its functions (`get_model_state_dict`, `set_optimizer_state_dict` and so on) pass tensors of classes they do not know through
 unchanged. Sharded state dicts therefore work in both directions, and whole ones can be loaded if every rank has them. Two
-options cannot work and are refused: `full_state_dict=True` when getting, which would return sharded tensors, and
+options cannot work and raise an error: `full_state_dict=True` when getting, which would return sharded tensors, and
 `broadcast_from_rank0=True`, which needs a process group.
 """
 
@@ -13,8 +13,8 @@ from types import FrameType
 _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
-def refuse_full_state_dict(module: str, rank: int, caller: FrameType) -> None:
-    """Raise RuntimeError if `caller`, who asks for buffers, is one of these functions with options that cannot work.
+def check_state_dict_options(module: str, rank: int, caller: FrameType) -> None:
+    """Raise RuntimeError if `caller`, which reads buffers, was called by one of these functions with such an option.
 
     torch passes the options to nothing but its own functions, so they are read from its frames.
     """

@@ -1,14 +1,14 @@
-"""Parameters that say themselves what is gathered, by FSDP2's two methods: for an all-gather in fp8, say.
+"""All-gather extensions: parameters whose own methods define what is gathered, in fp8 for example. The methods are FSDP2's.
 
 The methods belong to the tensor subclass of the parameter, or are set on its local tensor (`param._local_tensor`) before the
 first forward. Such a parameter is a group of its own. Rank r owns ceil(rows / N) rows of it, the last ranks fewer or none,
 as torch's `Shard(0)` cuts it.
 
-| step        | what                                                                                          |
-|-------------|-----------------------------------------------------------------------------------------------|
-| unshard     | `fsdp_pre_all_gather` on the local tensor; each tensor that it returns is gathered             |
-| wait        | `fsdp_post_all_gather` makes the full parameter of the outputs, the first time, or fills it again |
-| reshard     | the storages of the outputs, and of the tensors that the parameter consists of, are resized to 0 |
+| step           | what                                                                                              |
+|----------------|---------------------------------------------------------------------------------------------------|
+| launch         | `fsdp_pre_all_gather` on the local tensor; each tensor that it returns is gathered                |
+| fill_unsharded | `fsdp_post_all_gather` makes the full parameter of the outputs, the first time, or fills it again |
+| release        | the storages of the outputs, and of the tensors that the parameter consists of, are resized to 0  |
 """
 
 from __future__ import annotations
@@ -16,32 +16,29 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_leaves
 
-from ..comm import DeviceMesh
+from ..comm import DeviceMesh, Stream, world
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import RaggedShard
+from ..torch_internals import preserve_version, tree_leaves
 from .buffers import FlatBuffer, FlatBuffers
+from .context import Context
+from .gather import Gather
 from .layout import Layout, ParamSpec, equal_runs
 from .param import ShardedParam, local_shard, placement_of
 from .param_group import ParamGroup
-from .policy import MixedPrecisionPolicy
+from .policy import MixedPrecisionPolicy, OffloadPolicy, Settings
 from .registered import hook_state_dicts
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
-
 
 _log = logging.getLogger("shardrt")
 
 
 class AllGatherExtension(Protocol):
-    """The two methods of a parameter that says itself what is gathered."""
+    """The two methods of a parameter that defines what is gathered of it."""
 
     def fsdp_pre_all_gather(
         self,
@@ -81,7 +78,7 @@ _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def has_methods(tensor: torch.Tensor) -> bool:
-    """Whether it says itself what is gathered of it."""
+    """Whether this tensor defines what is gathered of it."""
     return len(_methods_of(tensor)) == 2
 
 
@@ -107,22 +104,22 @@ def _arguments(tensor: torch.Tensor) -> int:
     return len(inspect.signature(cast(AllGatherExtension, tensor).fsdp_pre_all_gather).parameters)
 
 
-class Gather(NamedTuple):
+class TensorPlan(NamedTuple):
     """How one of the tensors is gathered."""
 
     dtype: torch.dtype
     row: tuple[int, ...]  # the shape of one
-    own_rows: int  # that this rank gives
-    most_rows: int  # that a rank gives: the others leave the rest of their place in the output unwritten
+    own_rows: int  # that this rank sends
+    most_rows: int  # that any rank sends: the others leave the rest of their part of the output unwritten
     rows: int  # of the output
 
 
 def plan_gathers(
     name: str, everyone: Sequence[Sequence[tuple[torch.dtype, tuple[int, ...]]]], owned: Sequence[int], rank: int
-) -> list[Gather]:
-    """What to gather, by the dtypes and shapes that every rank gives and the rows it owns.
+) -> list[TensorPlan]:
+    """Plan the gathers, by the dtypes and shapes of every rank's tensors and the rows it owns.
 
-    Raises ValueError, on every rank alike, if they do not go together.
+    Raises ValueError, on every rank alike, if they are not compatible.
     """
     planned, total, chunk = [], sum(owned), max(owned)
     for given in zip(*everyone, strict=True) if len({len(tensors) for tensors in everyone}) == 1 else [()]:
@@ -130,29 +127,36 @@ def plan_gathers(
         counts = [shape[0] for _, shape in given]
         by_rows = all(count in (own, chunk) for count, own in zip(counts, owned, strict=False))
         if len(kinds) != 1 or not (by_rows or len(set(counts)) == 1):
-            found = "; ".join(f"rank {place}: {tensors}" for place, tensors in enumerate(everyone))
+            found = "; ".join(f"rank {each}: {tensors}" for each, tensors in enumerate(everyone))
             raise ValueError(
                 f"fsdp_pre_all_gather of '{name}': expected tensors of the same dtypes and shapes on all ranks, or of {owned} "
                 f"rows, padded to {chunk} or not; found {found}"
             )
         ((dtype, row),) = kinds
         most = chunk if by_rows else counts[0]
-        planned.append(Gather(dtype, row, counts[rank], most, total if by_rows else most * len(owned)))
+        planned.append(TensorPlan(dtype, row, counts[rank], most, total if by_rows else most * len(owned)))
     return planned
 
 
-class ExtensionGroup(ParamGroup):
-    """One such parameter: gathered as its methods say, reduced and stepped as any other."""
+class ExtensionGather(Gather):
+    """Gathers one such parameter as its methods say. It is reduced and stepped as any other."""
 
-    stages = False
+    windowed = False
+    # Written when the buffers are made.
+    _takes_all: bool  # fsdp_pre_all_gather takes five arguments
+    _own_views: list[torch.Tensor]  # where this rank's tensors are copied to
+    _outputs: tuple[torch.Tensor, ...]
+    _metadata: Any  # of this rank's newest fsdp_pre_all_gather
+    _made: list[torch.Tensor]  # tensors that the parameter consists of, outside of the buffers
+    _made_nbytes: list[int]
 
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
         return equal_runs(specs[0], self.mesh.size)
 
-    def _shard_params(self) -> None:
+    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> None:
         (param,) = self.params
-        spec, original = param.spec(0, self.layout, self.device_mesh), param.original
-        device = torch.device("cpu") if self.offloads else self.mesh.device
+        self._fills = True
+        spec, original, device = param.spec(0, self.layout, device_mesh), param.original, self.shard_device
         with torch.no_grad():
             inner = local_shard(original, spec)
             inner = inner.clone() if inner.is_meta or inner.device == device else inner.to(device)
@@ -168,12 +172,12 @@ class ExtensionGroup(ParamGroup):
         param.register(DTensor(inner, spec))
         cast(DTensor, param.sharded)._local_tensor = inner  # nn.Parameter detaches, which a subclass may not survive
 
-    def refuse_meta(self) -> None:
-        super().refuse_meta()
+    def check_ready(self, name: str) -> None:
+        super().check_ready(name)
         (param,) = self.params
         if not has_methods(self._inner):
             raise RuntimeError(
-                f"parameter '{param.name}' of '{self.name}' has lost {' and '.join(_METHODS)} (rank {self.mesh.rank}): to(), "
+                f"parameter '{param.name}' of '{name}' has lost {' and '.join(_METHODS)} (rank {self.mesh.rank}): to(), "
                 "deepcopy and the like make another local tensor; set them on that one again"
             )
 
@@ -187,62 +191,63 @@ class ExtensionGroup(ParamGroup):
 
     @property
     def shard_nbytes(self) -> int:
-        """Bytes of this rank's part, as the subclass says."""
-        return self._inner.nbytes
+        return self._inner.nbytes  # as the subclass says
 
     @property
     def on_meta(self) -> bool:
-        """The shard has no values yet."""
         return self._inner.is_meta
 
-    @property
-    def _sends_shard(self) -> bool:
-        return False
-
-    def _make_full(self, runtime: Runtime) -> None:
-        """A storage for each tensor that is gathered: this rank's rows go into their place, and come out with all others."""
-        self._takes_all = _arguments(self._inner) == 5
-        with self.gather_comm.agree():
-            mine = [(tensor.dtype, tuple(tensor.shape) or (1,)) for tensor in self._inputs()]
-        (param,), placement = self.params, placement_of(0, self.layout)
-        assert isinstance(placement, RaggedShard), "cut between rows"
-        rank, pool = self.mesh.rank, self._pool(runtime)
-        answers = self.gather_comm.exchange((mine, _described(self._metadata)))
-        planned = plan_gathers(param.name, [shapes for shapes, _ in answers], placement.rows, rank)
-        if rank == 0 and any(metadata != answers[0][1] for _, metadata in answers):
-            _warn_of_metadata(param.name, [metadata for _, metadata in answers])
+    def _make_full(self, context: Context, settings: Settings, name: str) -> None:
+        """A storage for each tensor: this rank's rows are copied to their part of it, and gathered in place."""
+        rank, ranks = self.mesh.rank, self.mesh.size
         parts, outputs = [], []
-        self._gathers, self._own_views = [], []
-        for gather in planned:
-            size = gather.most_rows * torch.Size(gather.row).numel() * gather.dtype.itemsize
-            part = FlatBuffer(self.mesh.size * size, self.mesh.device, runtime.memory, pool)
+        self._takes_all = _arguments(self._inner) == 5
+        self._pairs, self._own_views = [], []
+        for planned in self._plan_tensors():
+            size = planned.most_rows * torch.Size(planned.row).numel() * planned.dtype.itemsize
+            part = FlatBuffer(ranks * size, self.mesh.device, self._memory, self._pool)
             everything = part.view(torch.uint8, 0, (part.nbytes,))
-            self._gathers.append((everything, part.view(torch.uint8, rank * size, (size,))))
-            self._own_views.append(part.view(gather.dtype, rank * size, (gather.own_rows, *gather.row)))
-            outputs.append(part.view(gather.dtype, 0, (gather.rows, *gather.row)))
+            self._pairs.append((everything, part.view(torch.uint8, rank * size, (size,))))
+            self._own_views.append(part.view(planned.dtype, rank * size, (planned.own_rows, *planned.row)))
+            outputs.append(part.view(planned.dtype, 0, (planned.rows, *planned.row)))
             parts.append(part)
         self._outputs = tuple(outputs)
         self.full = FlatBuffers(parts)
         self.full.seal()
-        self._make_unsharded()
+        self._made, self._made_nbytes = [], []
+        self._make_unsharded(context, name)
 
-    def _make_unsharded(self) -> None:
-        (param,) = self.params
-        self._streams.begin()  # outside of an iteration: the shard was written on the caller's stream
-        self.unshard()
-        assert self.ready is not None, "gathered just now"
-        self.ready.wait(self._streams.compute)
-        made = self._extension.fsdp_post_all_gather(self._outputs, self._metadata, self._gather_dtypes[0])
+    def _plan_tensors(self) -> list[TensorPlan]:
+        """Call `fsdp_pre_all_gather` once, and compare what it returns on the ranks. Collective."""
+        with self.comm.agree():
+            mine = [(tensor.dtype, tuple(tensor.shape) or (1,)) for tensor in self._inputs()]
+        (param,), placement = self.params, placement_of(0, self.layout)
+        assert isinstance(placement, RaggedShard), "cut between rows"
+        answers = self.comm.exchange((mine, _described(self._metadata)))
+        planned = plan_gathers(param.name, [shapes for shapes, _ in answers], placement.rows, self.mesh.rank)
+        if self.mesh.rank == 0 and any(metadata != answers[0][1] for _, metadata in answers):
+            _warn_of_metadata(param.name, [metadata for _, metadata in answers])
+        return planned
+
+    def _make_unsharded(self, context: Context, name: str) -> None:
+        """Gather once, for `fsdp_post_all_gather` to make the full parameter."""
+        (param,), streams, note = self.params, context.streams, world().recorder.note
+        streams.begin()  # outside of an iteration: the shard was written on the caller's stream
+        note("gather", name)
+        self.launch(streams.gather).wait(streams.compute)
+        made = self._extension.fsdp_post_all_gather(self._outputs, self._metadata, self._dtypes[0])
         if made is None or made[0].shape != param.shape:
             found = "nothing" if made is None else f"one of shape {tuple(made[0].shape)}"
             raise ValueError(
                 f"fsdp_post_all_gather of '{param.name}' without `out`: expected a tensor of shape {tuple(param.shape)} and "
                 f"the tensors that it consists of, found {found}"
             )
-        param.unsharded = nn.Parameter(made[0], requires_grad=param.sharded.requires_grad)
+        param.use_unsharded(made[0])
         self._made = [tensor for tensor in made[1] if not self.full.holds(tensor)]
         self._made_nbytes = [tensor.untyped_storage().nbytes() for tensor in self._made]
-        self.reshard()
+        note("free", name)
+        streams.gather.wait(streams.compute.record())
+        self.release(streams.gather)
 
     def _inputs(self) -> tuple[torch.Tensor, ...]:
         (param,) = self.params
@@ -250,7 +255,7 @@ class ExtensionGroup(ParamGroup):
         about: tuple[Any, ...] = (self.mesh,)
         if self._takes_all:
             stride = torch.empty(param.shape, device="meta").stride()
-            about = (self.mesh, param.shape, stride, param.owners[0].module, self.mp_policy)
+            about = (self.mesh, param.shape, stride, param.owners[0].module, self._mp_policy)
         inputs, self._metadata = cast(AllGatherExtension, local).fsdp_pre_all_gather(*about)
         if not isinstance(inputs, (tuple, list)):
             raise TypeError(
@@ -267,24 +272,21 @@ class ExtensionGroup(ParamGroup):
                 )
             view.copy_(tensor)
 
-    def _fill_unsharded(self) -> None:
+    def fill_unsharded(self) -> None:
         for tensor, nbytes in zip(self._made, self._made_nbytes, strict=True):
             tensor.untyped_storage().resize_(nbytes)
         (param,) = self.params
-        dtype = self._gather_dtypes[0]
-        with torch.no_grad(), _unsafe_preserve_version_counter(param.unsharded):
-            self._extension.fsdp_post_all_gather(self._outputs, self._metadata, dtype, out=param.unsharded)
+        with torch.no_grad(), preserve_version(param.unsharded):
+            self._extension.fsdp_post_all_gather(self._outputs, self._metadata, self._dtypes[0], out=param.unsharded)
 
-    def reshard(self) -> None:
-        """Let the module see the shards and free what was gathered and made of it."""
-        if self.ready is not None:
-            for tensor in self._made:
-                tensor.untyped_storage().resize_(0)
-        super().reshard()
+    def release(self, stream: Stream) -> None:
+        for tensor in self._made:
+            tensor.untyped_storage().resize_(0)
+        super().release(stream)
 
 
 def _described(metadata: object) -> list[str]:
-    """What can be compared of it cheaply."""
+    """The metadata in a form that ranks can compare cheaply."""
     return [
         repr(leaf.tolist() if isinstance(leaf, torch.Tensor) and leaf.numel() <= 16 else type(leaf))
         for leaf in tree_leaves(metadata)
@@ -294,8 +296,8 @@ def _described(metadata: object) -> list[str]:
 def _warn_of_metadata(name: str, metadata: Sequence[object]) -> None:
     found = "; ".join(f"rank {rank}: {values}" for rank, values in enumerate(metadata))
     _log.warning(
-        f"fsdp_pre_all_gather of '{name}' returns other metadata on each rank, but a rank sees only its own beside the rows of "
-        f"all: {found}. A scale, say, has to be that of the whole parameter (said for the first gather only)"
+        f"fsdp_pre_all_gather of '{name}' returns other metadata on each rank, but a rank receives only its own with the rows "
+        f"of all: {found}. A scale, for example, has to be that of the whole parameter (logged for the first gather only)"
     )
 
 
@@ -303,12 +305,12 @@ def _warn_of_metadata(name: str, metadata: Sequence[object]) -> None:
 
 
 def split_hooked(root: ParamGroup) -> list[ParamGroup]:
-    """Give each parameter whose local tensor has got the methods since `fully_shard` a group of its own. Collective.
+    """Give each parameter on whose local tensor the methods were set since `fully_shard` a group of its own. Collective.
 
     Returns: all groups under `root`, the new ones included.
 
     Cost: the group that it leaves is planned anew; its other parameters are gathered once.
-    Raises, on every rank alike: RuntimeError if the ranks differ, TypeError or ValueError for what cannot be gathered so.
+    Raises, on every rank alike: RuntimeError if the ranks differ, TypeError or ValueError for what cannot be gathered.
     """
     hooked = list(_hooked(root))
     _agree(root, [f"{param.name}: {', '.join(_methods_of(_local(param)))}" for _, param in hooked])
@@ -318,16 +320,15 @@ def split_hooked(root: ParamGroup) -> list[ParamGroup]:
             raise ValueError(f"parameter '{param.name}' is cut along dim {param.dim}; an all-gather extension expects Shard(0)")
     for group in dict.fromkeys(group for group, _ in hooked):
         taken = [param for owner, param in hooked if owner is group]
-        left = [param.clone_spec() for param in group.params if param not in taken]
         for param in taken:
             _split(group, param)
-        group._take(left)
+        group.rebuild([param for param in group.params if param not in taken])
     return list(root.with_descendants())
 
 
 def _hooked(root: ParamGroup) -> Iterator[tuple[ParamGroup, ShardedParam]]:
     for group in root.with_descendants():
-        if not isinstance(group, ExtensionGroup):
+        if not isinstance(group.gather, ExtensionGather):
             yield from ((group, param) for param in group.params if _methods_of(_local(param)))
 
 
@@ -340,18 +341,16 @@ def _agree(root: ParamGroup, hooked: list[str]) -> None:
     if any(answer != answers[0] for answer in answers):
         found = "; ".join(f"rank {rank}: {names or 'none'}" for rank, names in enumerate(answers))
         raise RuntimeError(
-            f"'{root.modules[0].__class__.__name__}': the local tensors that say themselves what is gathered are not the same "
-            f"on all ranks; found {found}; set fsdp_pre_all_gather and fsdp_post_all_gather alike on all"
+            f"'{root.modules[0].__class__.__name__}': the local tensors with all-gather extensions are not the same on all "
+            f"ranks; found {found}; set fsdp_pre_all_gather and fsdp_post_all_gather alike on all"
         )
 
 
 def _split(group: ParamGroup, param: ShardedParam) -> None:
-    options = (group.mp_policy, group.offload_policy, group.settings.reshard_after_forward)
-    made = ExtensionGroup(group.modules, [param.clone_spec()], group.device_mesh, *options)
-    made.settings, made.name = group.settings, group.name
-    first = cast(Any, group.modules[0]).param_groups[0]
-    made.parent = first
-    first.children.append(made)
+    options = (group.mp_policy, group.offload_policy, group.settings, ExtensionGather)
+    made = ParamGroup(group.modules, [param.clone_spec()], group.device_mesh, *options)
+    made.rename(group.name)
+    cast(Any, group.modules[0]).param_groups[0].adopt([made])
     for module in group.modules:
         cast(Any, module).param_groups += (made,)
     hook_state_dicts({owner.module for owner in param.owners}, made)

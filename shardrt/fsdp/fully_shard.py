@@ -1,4 +1,4 @@
-"""`fully_shard`: what it takes, what it refuses, and what the ranks agree on before anything is sent."""
+"""`fully_shard`: checks its arguments, has the ranks compare them, and makes groups of parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from ..comm import DeviceMesh
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of, set_group
 from ..tensor.placement import Shard
-from .extension import ExtensionGroup, check_methods, has_methods
-from .module import FSDPModule, adopt
+from .extension import ExtensionGather, check_methods, has_methods
+from .gather import FlatGather, Gather
+from .module import FSDPModule
 from .param import Owner, ShardedParam, registry
-from .param_group import ParamGroup
+from .param_group import GroupSettings, ParamGroup
 from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
 from .registered import agree, hook_state_dicts, watch_registrations
+from .sharded_class import make_sharded
 
 _log = logging.getLogger("shardrt")
 
@@ -69,33 +71,34 @@ def fully_shard(
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     policy, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     found: _Found = _Found({}, [], set())
-    asked: dict[nn.Parameter, ShardPlacementResult] = {}
+    resolved: dict[nn.Parameter, ShardPlacementResult] = {}
     error: Exception | None = None
     try:
         _check_mesh(mesh, reshard_after_forward)
         found = _collect(modules, mesh, set(ignored_params or ()))
-        asked = {param: _asked(owned[0][2], param, shard_placement_fn, mesh) for param, owned in found.owners.items()}
+        resolved = {
+            param: resolve_placement(owned[0][2], param, shard_placement_fn, mesh) for param, owned in found.owners.items()
+        }
     except Exception as caught:  # the user's function may raise anything, on one rank alone
         found, error = _Found({}, [], set()), caught
     kinds = _kinds(modules)
     options = repr((policy, offload, reshard_after_forward))
-    agree(mesh, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, asked)], error)
+    agree(mesh, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, resolved)], error)
     groups = []
-    for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in asked.values())]):
-        here = [param for param, wanted in asked.items() if wanted.mesh is group_mesh]
+    for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in resolved.values())]):
+        here = [param for param, wanted in resolved.items() if wanted.mesh is group_mesh]
         flat = [param for param in here if not has_methods(param)]
-        given = (found, asked, group_mesh, policy, offload, reshard_after_forward)
+        given = (found, resolved, group_mesh, policy, offload, reshard_after_forward)
         if flat or group_mesh is mesh:
-            groups.append(_make_group(ParamGroup, modules, flat, *given))
-        groups += [_make_group(ExtensionGroup, modules, [param], *given) for param in here if param not in set(flat)]
-    groups[0].ignored = found.ignored
+            groups.append(_make_group(FlatGather, modules, flat, *given))
+        groups += [_make_group(ExtensionGather, modules, [param], *given) for param in here if param not in set(flat)]
     watch_registrations()
     for holder, attribute, buffer in found.buffers:
         if not buffer.is_meta:
             holder._buffers[attribute] = buffer.to(mesh.device)
-    adopt(modules, groups)
+    make_sharded(modules, groups)
     if isinstance(offload, CPUOffloadPolicy) and not offload.applies_to(mesh.device) and mesh.rank == 0:
-        _say_nothing_to_offload()
+        _log_nothing_to_offload()
     return module
 
 
@@ -108,16 +111,16 @@ fully_shard.state = _state  # type: ignore[attr-defined]  # where FSDP2 has it
 
 
 @functools.cache
-def _say_nothing_to_offload() -> None:
-    _log.warning("CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (said once)")
+def _log_nothing_to_offload() -> None:
+    _log.warning("CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (logged once)")
 
 
 def _make_group(
-    kind: type[ParamGroup],
+    gather_kind: type[Gather],
     modules: tuple[nn.Module, ...],
     originals: list[nn.Parameter],
     found: _Found,
-    asked: dict[nn.Parameter, ShardPlacementResult],
+    resolved: dict[nn.Parameter, ShardPlacementResult],
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
@@ -125,10 +128,11 @@ def _make_group(
 ) -> ParamGroup:
     params = []
     for original in originals:
-        owned, wanted = found.owners[original], asked[original].placement
+        owned, wanted = found.owners[original], resolved[original].placement
         owners = [Owner(holder, attribute, registry(holder)) for holder, attribute, _ in owned]
         params.append(ShardedParam(owned[0][2], original, owners, _dim(wanted, original), rows_only=wanted is not None))
-    group = kind(modules, params, mesh, policy, offload, reshard_after_forward)
+    settings, ignored = GroupSettings(reshard_after_forward), frozenset(found.ignored)
+    group = ParamGroup(modules, params, mesh, policy, offload, settings, gather_kind, ignored=ignored)
     for original in originals:  # a module outside may still hold it
         set_group(original, group)
     hook_state_dicts({holder for original in originals for holder, *_ in found.owners[original]}, group)
@@ -147,7 +151,7 @@ def replicate(module: ModuleOrModules, *, mesh: DeviceMesh | None = None, **opti
     return fully_shard(module, mesh=mesh.unflatten((mesh.size, 1), (name, f"{name}_shard")), **options)
 
 
-# ---------------------------------------------------------------------- set-up, and what is refused there
+# ---------------------------------------------------------------------- set-up and checks
 
 _Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]  # holder, attribute, full name; several if tied
 
@@ -263,12 +267,13 @@ def _check_param(name: str, param: nn.Parameter, modules: tuple[nn.Module, ...],
     check_methods(name, param)
 
 
-def _asked(
+def resolve_placement(
     name: str,
     param: nn.Parameter,
     placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None,
     mesh: DeviceMesh,
 ) -> ShardPlacementResult:
+    """The dim and the mesh for a parameter, as `placement_fn` returns them. TypeError or ValueError if it cannot lie so."""
     wanted = placement_fn(param) if placement_fn is not None else None
     if not isinstance(wanted, ShardPlacementResult):
         wanted = ShardPlacementResult(wanted, mesh)
@@ -287,15 +292,15 @@ def _asked(
     return wanted
 
 
-def _dim(asked: Shard | None, param: nn.Parameter) -> int:
-    return 0 if asked is None else asked.dim % max(1, param.dim())
+def _dim(placement: Shard | None, param: nn.Parameter) -> int:
+    return 0 if placement is None else placement.dim % max(1, param.dim())
 
 
-def _describe(owners: _Owners, asked: dict[nn.Parameter, ShardPlacementResult]) -> list[str]:
+def _describe(owners: _Owners, resolved: dict[nn.Parameter, ShardPlacementResult]) -> list[str]:
     """What must be the same on every rank, a line for each parameter."""
     return [
-        f"{', '.join(name for *_, name in owned)}: {tuple(param.shape)} {param.dtype}, {asked[param].placement} over "
-        f"{dict(zip(asked[param].mesh.axis_names, asked[param].mesh.shape, strict=True))}, "
+        f"{', '.join(name for *_, name in owned)}: {tuple(param.shape)} {param.dtype}, {resolved[param].placement} over "
+        f"{dict(zip(resolved[param].mesh.axis_names, resolved[param].mesh.shape, strict=True))}, "
         f"requires_grad {param.requires_grad}"
         for param, owned in owners.items()
     ]

@@ -1,47 +1,49 @@
-"""What happens around a module's forward and backward, in firing order. These say when; what is done stands in `group.py`
-and `runtime.py`.
+"""What happens around a module's forward and backward, in firing order. What each step does is in `param_group.py` and
+`runtime.py`.
 
-| fires                              | function         | verbs                                             |
-|------------------------------------|------------------|---------------------------------------------------|
-| before the module's forward        | `pre_forward`    | unshard, wait_unsharded, gather ahead             |
-| after it                           | `post_forward`   | reshard (unless told to keep)                     |
-| before its outputs' gradients flow | `_pre_backward`  | unshard, wait_unsharded, gather ahead             |
-| a parameter's gradient is ready    | `on_gradient`    | the last one: reduce                              |
-| its inputs' gradients are ready    | `_post_backward` | reduce (what is left), reshard                    |
-| the backward ends                  | `Runtime._end_backward` | whatever is left                           |
+| fires                              | function         | steps                                              |
+|------------------------------------|------------------|----------------------------------------------------|
+| before the module's forward        | `pre_forward`    | unshard, wait_unsharded, gather ahead              |
+| after it                           | `post_forward`   | reshard (unless the settings keep the parameters)  |
+| before its outputs' gradients flow | `_pre_backward`  | unshard, wait_unsharded, gather ahead              |
+| a parameter's gradient is ready    | `_on_gradient`   | the last one: reduce                               |
+| its inputs' gradients are ready    | `_post_backward` | reduce (what is left), reshard                     |
+| the backward ends                  | `Runtime._end_backward` | reduce and reshard what is left             |
 
-Gradients are watched one by one (`on_gradient`) only in groups that run on inputs that want no gradient: for the others
+Gradients are watched one by one (`_on_gradient`) only in groups that run on inputs that want no gradient: for the others
 `_post_backward` comes at the same time, and once. A forward inside a backward is a recomputation (activation
 checkpointing): it gathers, but leaves resharding, the phase and the recorded order to the backward around it.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from .param_group import ForwardCall, ParamGroup, Phase
+from ..torch_internals import in_backward, outside_transforms
+from .autograd import ForwardCall, Phase, Progress
+from .param_group import ParamGroup
 from .ranges import ranged
-from .runtime import GradHook, Runtime
+from .registered import check_registered
+from .runtime import Runtime
+from .trees import map_tensors, tensors_in
 
 # ---------------------------------------------------------------------- forward
 
 
 def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The module is about to run on these arguments; returns what it is to run on."""
+    """The module is about to run on these arguments. Returns: the arguments that it is to run on instead."""
     runtime = group.runtime or start(group)
-    if not _in_backward():
+    assert isinstance(runtime, Runtime), "start() makes one"
+    if not in_backward():
         if group is runtime.root:
             runtime.begin_forward()
         else:
-            group.check_registered()
-        group.move(Phase.FORWARD)
+            check_registered(group)
+        group.calls.move(Phase.FORWARD, group)
         ahead = runtime.prefetch.forward_starts(group)
     else:
         ahead = []
@@ -50,64 +52,60 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
     runtime.gather_ahead(ahead, "FSDP::forward_prefetch for")
     dtype = group.mp_policy.param_dtype
     if dtype is not None and group.mp_policy.cast_forward_inputs:
-        args, kwargs = _map_tensors(partial(_cast, dtype), args), _map_tensors(partial(_cast, dtype), kwargs)
+        args, kwargs = map_tensors(partial(_cast, dtype), args), map_tensors(partial(_cast, dtype), kwargs)
     if torch.is_grad_enabled():
-        group.call = call = ForwardCall()
-        watch = partial(_watch_input, group, call)
-        args, kwargs = _map_tensors(watch, args), _map_tensors(watch, kwargs) if kwargs else kwargs
-        if call.inputs == 0:
-            group.watch_gradients(on_gradient)
+        args, kwargs = _watch_inputs(group, runtime, args, kwargs)
+    return args, kwargs
+
+
+def _watch_inputs(
+    group: ParamGroup, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    call = group.calls.begin_call()
+    watch = partial(runtime.watcher.watch_input, call, partial(_post_backward, group, call))
+    args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs) if kwargs else kwargs
+    if call.inputs == 0:
+        group.calls.watch_gradients((param.unsharded for param in group.trainable), partial(_on_gradient, group))
     return args, kwargs
 
 
 def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
-    """The module has run; returns its output, ready for backward."""
+    """The module has run. Returns: its output, ready for backward."""
     runtime = group.runtime
-    assert runtime is not None, "pre_forward comes first"
+    assert isinstance(runtime, Runtime), "pre_forward comes first"
     dtype = group.mp_policy.output_dtype
     if dtype is not None:
-        output = _map_tensors(partial(_cast, dtype), output)
-    tensors = _tensors(output)
+        output = map_tensors(partial(_cast, dtype), output)
+    tensors = tensors_in(output)
     if torch.is_grad_enabled():
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        _watch_outputs(group, runtime, _of_every_level(tensors) if transformed else tensors)
-        if group.call.inputs and not tensors:
-            _refuse_opaque(group, output)
-    if not _in_backward():
-        group.move(Phase.IDLE)
-        used_next, last = runtime.prefetch.forward_ends(group), group.all_have_run(module)
+        call = group.calls.forward_call
+        runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
+        if call.inputs and not tensors:
+            _check_output_type(group, output)
+    if not in_backward():
+        group.calls.move(Phase.IDLE, group)
+        used_next, last = runtime.prefetch.forward_ends(group), group.calls.all_have_run(module)
         if group.reshards_after_forward:
-            _refuse_parameters(group, tensors)
+            _check_no_parameters(group, tensors)
             if last and not used_next:
-                group.reshard_after_forward()
+                _reshard_after_forward(group)
         if group is runtime.root:
             runtime.end_forward()
-        elif group.installed and runtime.root.phase is Phase.IDLE:  # called beside the root
-            group.guard()
+        elif group.visible.unsharded and runtime.root.calls.phase is Phase.IDLE:  # called beside the root
+            group.visible.expose()
     return output
 
 
-def _watch_outputs(group: ParamGroup, runtime: Runtime, tensors: Iterable[torch.Tensor]) -> None:
-    on_pre_backward = partial(_pre_backward, group, group.call)
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            grad_hook = GradHook.at(tensor.grad_fn)
-            if grad_hook.ended_call is not group.call:  # an input that is passed on does not begin the module's backward
-                runtime.newest_output = grad_hook
-                grad_hook.on_pre_backward.append(on_pre_backward)
+def _reshard_after_forward(group: ParamGroup) -> None:
+    ranks = group.settings.reshard_after_forward
+    if isinstance(ranks, bool) or ranks is None or not torch.is_grad_enabled():
+        group.reshard()
+    else:
+        group.reshard_to_subgroup(ranks)
 
 
-def _of_every_level(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors, and what the transforms of `torch.func` have wrapped in them: each level has a graph of its own."""
-    for tensor in tensors:
-        yield tensor
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
-            yield tensor
-
-
-def _refuse_opaque(group: ParamGroup, output: object) -> None:
-    """Tensors that cannot be seen in an output would run backward without anybody gathering parameters for it."""
+def _check_output_type(group: ParamGroup, output: object) -> None:
+    """RuntimeError if tensors cannot be found in the output: their backward would run without gathered parameters."""
     if not isinstance(output, (type(None), bool, int, float, str, tuple, list, dict)):
         raise RuntimeError(
             f"'{group.name}' returns a {type(output).__name__}, in which tensors cannot be found (rank {group.mesh.rank}): "
@@ -115,10 +113,10 @@ def _refuse_opaque(group: ParamGroup, output: object) -> None:
         )
 
 
-def _refuse_parameters(group: ParamGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """A parameter, or a view of one, must not leave the module: its memory is about to be freed."""
+def _check_no_parameters(group: ParamGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """RuntimeError if a parameter, or a view of one, leaves the module: its memory is about to be freed."""
     for tensor in tensors:
-        if group.params and group.full.holds(tensor):
+        if group.params and group.gather.full.holds(tensor):
             raise RuntimeError(
                 f"'{group.name}' returns a parameter or a view of one, of shape {tuple(tensor.shape)}, whose memory is freed "
                 f"after its forward (rank {group.mesh.rank}): return a copy, such as .clone()"
@@ -140,10 +138,8 @@ def start(group: ParamGroup) -> Runtime:
             f"forward of '{group.name}' before that of its root (rank {group.mesh.rank}): it is part of "
             f"'{group.root.name}', which was sharded after it; run the first forward through that module"
         )
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
     # What is made now outlives the caller's mode: inference, torch.func's transforms, forward-mode AD.
-    with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
+    with torch.inference_mode(False), torch.no_grad(), outside_transforms():
         return Runtime(group)
 
 
@@ -157,12 +153,10 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
             f"backward of '{group.name}' (rank {group.mesh.rank}): its parameters have moved to another dtype or "
             "device since the forward; run the forward again"
         )
+    assert isinstance(runtime, Runtime), "start() makes one"
     runtime.begin_backward()
-    if call in group.open_calls:
+    if not group.calls.begin_backward(call, group):
         return
-    group.open_calls.add(call)
-    call.inputs_left = call.inputs
-    group.move(Phase.BACKWARD)
     with ranged("FSDP::pre_backward", group):
         if group.settings.unshard_in_backward:
             group.unshard()
@@ -170,95 +164,29 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
         runtime.gather_ahead(runtime.prefetch.backward_starts(group), "FSDP::backward_prefetch for")
 
 
-def on_gradient(group: ParamGroup, unsharded: torch.Tensor) -> None:
-    """A parameter's gradient is ready; with the last one the group reduces."""
-    if group.settings.reduce_unused or not group.has_all_gradients():
-        return  # with unused parameters, ranks may differ in when they have all: only the end of the module is the same
-    assert group.runtime is not None, "a forward comes first"
-    group.runtime.begin_backward()
-    # Hazard: resharding here would be too early. A node that saved a frozen or detached parameter may still have to run.
-    group.runtime.reduce(group)
+def _on_gradient(group: ParamGroup, unsharded: torch.Tensor) -> None:
+    if group.reduction_due(Progress.GRADIENT_READY):
+        runtime = group.runtime
+        assert isinstance(runtime, Runtime), "a forward comes first"
+        runtime.begin_backward()
+        # Hazard: resharding here would be too early. A node that saved a frozen or detached parameter may still have to run.
+        runtime.reduce(group)
 
 
 def _post_backward(group: ParamGroup, call: ForwardCall) -> None:
-    call.inputs_left -= 1
-    if call.inputs_left and (group.settings.reduce_unused or not group.has_all_gradients()):
+    over = call.input_done()
+    due = group.reduction_due(Progress.MODULE_DONE if over else Progress.GRADIENT_READY)
+    if not over and not due:
         return
     runtime = group.runtime
-    assert runtime is not None, "a forward comes first"
+    assert isinstance(runtime, Runtime), "a forward comes first"
     repeats = runtime.prefetch.backward_repeats(group)
-    if not repeats:
+    if due and not repeats:
         runtime.reduce(group)
-    if call.inputs_left:
-        return
-    group.open_calls.discard(call)
-    if not group.open_calls and not repeats and group.phase is Phase.BACKWARD:
-        group.move(Phase.IDLE)
+    if over and group.calls.end_call(call) and not repeats and group.calls.phase is Phase.BACKWARD:
+        group.calls.move(Phase.IDLE, group)
         group.finish_backward()
-
-
-def _watch_input(group: ParamGroup, call: ForwardCall, tensor: torch.Tensor) -> torch.Tensor:
-    """The input, or an alias of it, whose gradient is complete when the module's own backward is over."""
-    if not tensor.requires_grad:
-        return tensor
-    assert group.runtime is not None, "made before the first forward"
-    call.inputs += 1
-    grad_hook = GradHook.find(tensor.grad_fn) if tensor.grad_fn is not None else None
-    if grad_hook is None or grad_hook is not group.runtime.newest_output or grad_hook.on_post_backward is not None:
-        # Somebody else may use this input, and its gradient wait for theirs. That of an alias does not.
-        tensor = tensor.view_as(tensor)
-        assert tensor.grad_fn is not None
-        grad_hook = GradHook.at(tensor.grad_fn)
-    grad_hook.on_post_backward, grad_hook.ended_call = partial(_post_backward, group, call), call
-    return tensor
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-# ---------------------------------------------------------------------- tensors in arguments and outputs
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with every tensor in it (tuples, lists, dicts, dataclasses) replaced by `fn` of it; itself if none changed."""
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, (tuple, list)):
-        items = [fn(item) if isinstance(item, torch.Tensor) else _map_tensors(fn, item) for item in value]
-        if all(map(operator.is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
-        return _map_fields(fn, value)
-    return value
-
-
-def _map_fields(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    fields = value if isinstance(value, dict) else {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-    mapped = {key: _map_tensors(fn, item) for key, item in fields.items()}
-    changes = {key: item for key, item in mapped.items() if item is not fields[key]}
-    if not changes:
-        return value
-    if not isinstance(value, dict):
-        return dataclasses.replace(value, **changes)
-    made = copy.copy(value)  # keeps the class, whatever its constructor takes
-    for key, item in changes.items():
-        made[key] = item
-    return made
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, dict):
-        return _tensors(list(value.values()))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _tensors([getattr(value, f.name) for f in dataclasses.fields(value)])
-    return []

@@ -1,21 +1,21 @@
-"""What a sharded model's groups take of a rank's memory, as a table."""
+"""A table of the memory that each group of a sharded model uses on this rank."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from .module import FSDPModule
-from .param_group import ParamGroup
+from .param_group import ParamGroup, packed_nbytes
 
 _HEAD = ("group", "ranks", "parameters", "shard", "gathered", "gradients", "padding", "now")
 
 
 def memory_summary(model: nn.Module) -> str:
-    """A table of `model`'s groups: what each takes on this rank, and the buffers in use now and at most so far.
+    """A table of `model`'s groups: the memory of each on this rank; below, the buffers in use now and their peak.
 
-    shard: bytes that stay.   gathered: bytes of full parameters while they are there.   gradients: bytes packed for one
-    reduction, all parameters trainable (by a shard rank alone where they stay).   padding: share of the gathered bytes.
-    now: sharded, or gathered.
+    shard: bytes that stay.   gathered: bytes of full parameters while gathered.   gradients: bytes packed for one reduction
+    if all parameters are trainable (a single shard rank packs into the sharded gradients).   padding: share of the gathered
+    bytes.   now: sharded, or gathered.
     Raises ValueError for a model that is not sharded.
     """
     if not isinstance(model, FSDPModule):
@@ -24,7 +24,7 @@ def memory_summary(model: nn.Module) -> str:
     groups = list(root.with_descendants())
     rows = [_HEAD, *(_row(group) for group in groups)]
     total = sum(param.shape.numel() for group in groups for param in group.params)
-    rows.append(("all", "", f"{total:,}", _size(sum(group.shard_nbytes for group in groups)), "", "", "", ""))
+    rows.append(("all", "", f"{total:,}", _size(sum(group.gather.shard_nbytes for group in groups)), "", "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     memory = None if root.runtime is None else root.runtime.memory
@@ -38,7 +38,7 @@ def _row(group: ParamGroup) -> tuple[str, ...]:
     payload = sum(param.spec.nbytes for param in group.layout.placed)
     padding = f"{1 - payload / group.nbytes:.1%}" if group.params else ""
     state = "sharded" if group.ready is None else "gathered"
-    sizes = (_size(group.shard_nbytes), _size(group.nbytes), _size(group.packed_nbytes()))
+    sizes = (_size(group.gather.shard_nbytes), _size(group.nbytes), _size(packed_nbytes(group)))
     return (group.name, ranks, f"{numel:,}", *sizes, padding, state)
 
 

@@ -1,24 +1,21 @@
-"""`FSDPModule`: what `fully_shard` makes of a module, and the verbs and settings that it has from then on."""
+"""`FSDPModule`: the class that `fully_shard` gives a module, with its methods and settings."""
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
 from ..comm import Event, Stream, current_stream
-from . import hooks, moves
-from .dcp import refuse_full_state_dict
-from .param_group import ParamGroup
-from .policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, Settings
+from . import hooks, moves, registered
+from .dcp import check_state_dict_options
+from .param_group import GroupSettings, ParamGroup
+from .policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from .ranges import ranged
-
-_new_inits = True  # written by disable_fsdp_module_new_init alone
+from .runtime import runtime_of
 
 
 class UnshardHandle:
@@ -28,31 +25,32 @@ class UnshardHandle:
         self._groups = groups
 
     def wait(self) -> None:
-        """Let compute wait for the gather, and the module see its full parameters. Once is enough."""
+        """Let compute wait for the gather, and register the full parameters. No-op the second time."""
         for group in self._groups:
             group.wait_unsharded()
-            group.guard()
+            group.visible.expose()
 
 
 class FSDPModule:
     """What `fully_shard` adds to a module's class. The module's parameters are `DTensor`s outside its forward and backward.
 
-    Setters take effect at the next use, and say the same on every rank. recurse: for sharded modules inside as well.
+    Setters take effect at the next use; call them alike on every rank. recurse: for sharded modules inside as well.
     """
 
     param_groups: tuple[ParamGroup, ...]  # one for each mesh that its parameters are cut over
+    _initializes_new: ClassVar[bool] = True  # written by disable_fsdp_module_new_init alone
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Of a sharded module's class only plain modules are made, as a container's slice is."""
+        """Make a plain module, as a container's slice is: the class alone shards nothing."""
         original = plain_class(cls)
         made = original.__new__(original)  # type: ignore[call-overload]
-        if _new_inits:
+        if cls._initializes_new:
             made.__init__(*args, **kwargs)
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Around, not among, the module's own hooks: all of them see full parameters.
-        return _run_forward(self, super().__call__, args, kwargs)  # type: ignore[misc]
+        return run_forward(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     @property
     def param_group(self) -> ParamGroup:
@@ -60,14 +58,14 @@ class FSDPModule:
         return self.param_groups[0]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own parameters and let it see them. Collective.
+        """Gather this module's own parameters and register them in place of the shards. Collective.
 
         async_op: return at once; the handle's `wait()`, or the module's next forward, does the rest.
         """
         runtime = self.param_group.runtime or hooks.start(self.param_group.root)
         runtime.streams.begin()
         for group in self.param_groups:
-            group.check_registered()
+            registered.check_registered(group)
             group.invalidate_stale()
             group.unshard()
         handle = UnshardHandle(self.param_groups)
@@ -98,6 +96,14 @@ class FSDPModule:
         """On the root. When more backwards follow (False), the end of one does not wait for its reductions."""
         self._root_settings("set_is_last_backward").is_last_backward = is_last_backward
 
+    def set_free_gradients_after_zero_grad(self, enable: bool) -> None:
+        """On the root. After `zero_grad()` free the memory of sharded gradients for activations, until the next backward.
+
+        Of large groups, at the next forward. Off by default: then the memory stays, as a gradient that is kept does.
+        Hazard: with it the memory of a kept gradient, or of a view of one, is gone with the next forward: clone it before.
+        """
+        self._root_settings("set_free_gradients_after_zero_grad").free_gradients = enable
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Keep parameters gathered between forward and backward (False), or free and gather them again (True)."""
         if not isinstance(reshard_after_forward, bool):
@@ -120,11 +126,11 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """When this module's forward starts, gather these ahead, instead of what the recorded order says."""
-        self.param_group.settings.forward_prefetch = _groups_of(modules)
+        self.param_group.settings.forward_prefetch = groups_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """When this module's backward starts, gather these ahead, instead of what the recorded order says."""
-        self.param_group.settings.backward_prefetch = _groups_of(modules)
+        self.param_group.settings.backward_prefetch = groups_of(modules)
 
     def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
         """On the root. How far to gather ahead where no modules are named."""
@@ -155,7 +161,7 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many buckets of packed gradients may be in flight. TypeError, ValueError unless an int >= 1.
 
-        All groups under a root share them: the most that any of them was told holds for all, from the next forward on.
+        All groups under a root share them: the largest value set on any of them holds for all, from the next forward on.
         Cost: as many buffers. More than 1 helps when a reduce-scatter takes longer than the backward beside it.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -179,7 +185,7 @@ class FSDPModule:
         memory is used again: clone it to keep it.
         stream: where to call it instead, such as that of a collective of yours. What was reduced is there when it is called,
         and gradients are published once that stream has run it.
-        Raises TypeError for what is no stream; ValueError for one of another device, or for one where there are replicas.
+        Raises TypeError if `stream` is not a stream; ValueError for one of another device, or for one where there are replicas.
         """
         group = self._only_group("set_all_reduce_hook")
         if isinstance(stream, torch.cuda.Stream):
@@ -212,8 +218,8 @@ class FSDPModule:
         collective is set as well. RuntimeError after the first forward, ValueError for another backend.
         Windows stay, so gathers go through one, as large as the largest group: two copies of a group's bytes more. Large
         groups reduce from a window without a copy; small ones, gathers from post-forward shards, all-gather extensions and
-        reductions over replicas do as ever. No effect on the host. Where NCCL makes no windows a warning is logged, and the
-        memory is registered on each rank.
+        reductions over replicas do not change. No effect on the host. Where NCCL makes no windows a warning is logged, and
+        the memory is registered on each rank.
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm({backend!r}) on '{self.param_group.name}': expected 'NCCL'")
@@ -231,7 +237,7 @@ class FSDPModule:
         self._only_group("set_custom_reduce_scatter", before_forward=True).settings.reduce_scatter = reduce_scatter
 
     def set_post_optim_event(self, event: Event) -> None:
-        """On the root. The next forward's gathers wait for `event`, not for all that the current stream has. Holds once."""
+        """On the root. The next forward's gathers wait for `event`, not for the current stream. Holds for one forward."""
         if not isinstance(event, Event):
             raise TypeError(f"set_post_optim_event({event!r}): expected a shardrt.comm.Event, as a Stream's record() returns")
         self._root_settings("set_post_optim_event").post_optim_event = event
@@ -239,19 +245,20 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop that iteration and all gradients. On the root; on every rank."""
         self._root_settings("reset_iter_state")
-        if self.param_group.runtime is not None:
-            self.param_group.runtime.reset()
+        runtime = runtime_of(self.param_group)
+        if runtime is not None:
+            runtime.reset()
 
-    def _settings(self, recurse: bool) -> Iterator[Settings]:
+    def _settings(self, recurse: bool) -> Iterator[GroupSettings]:
         for module in cast(nn.Module, self).modules() if recurse else (self,):
             if isinstance(module, FSDPModule):
                 yield from (group.settings for group in module.param_groups)
 
-    def _root_settings(self, verb: str) -> Settings:
+    def _root_settings(self, verb: str) -> RootSettings:
         group = self.param_group
-        if group.parent is not None:
+        if group.root_settings is None:
             raise RuntimeError(f"{verb} on '{group.name}': call it on the root, '{group.root.name}'")
-        return group.settings
+        return group.root_settings
 
     def _only_group(self, verb: str, *, before_forward: bool = False) -> ParamGroup:
         group = self.param_group
@@ -273,8 +280,9 @@ class FSDPModule:
         groups = list(
             dict.fromkeys(group for module in inside if isinstance(module, FSDPModule) for group in module.param_groups)
         )
-        if self.param_group.runtime is not None:
-            self.param_group.runtime.settle()
+        runtime = runtime_of(self.param_group)
+        if runtime is not None:
+            runtime.settle()
         for group in groups:
             moves.move(group, inside, fn)
         without_values = moves.buffers_on_meta(inside)
@@ -286,7 +294,7 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any module's: between a forward and its backward as well, while the module has its full parameters."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for group in _groups_of([child for child in cast(nn.Module, self).modules() if isinstance(child, FSDPModule)]):
+        for group in groups_of([child for child in cast(nn.Module, self).modules() if isinstance(child, FSDPModule)]):
             for grad in [param.sharded.grad for param in group.params if param.sharded.grad is not None and not set_to_none]:
                 grad.zero_()
             for param in group.params if set_to_none else ():
@@ -297,38 +305,8 @@ class FSDPModule:
 
         They ask for parameters as well; but so do forwards, and in a compiled one this method would end the graph.
         """
-        refuse_full_state_dict(self.param_group.root.name, self.param_group.mesh.rank, sys._getframe(1))
+        check_state_dict_options(self.param_group.root.name, self.param_group.mesh.rank, sys._getframe(1))
         return super().named_buffers(*args, **kwargs)  # type: ignore[misc]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A sharded module with the same settings whose parameters and buffers share nothing with this one's.
-
-        Not copied: gradients of the sharded parameters, and what an iteration leaves. The copy of a module inside another
-        sharded one is a root of its own. All ranks copy alike. Cost: the memory of another copy of the shards.
-        Raises RuntimeError during an iteration, and for a part only of modules that were sharded together.
-        """
-        from .copies import deepcopied  # which sets modules up as `fully_shard` does
-
-        return deepcopied(cast(nn.Module, self), memo)
-
-
-def adopt(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
-    """Make `FSDPModule`s of the modules; the first group is the parent of the others, and of those of modules inside."""
-    first, *others = groups
-    inside = [
-        group
-        for module in modules
-        for child in module.modules()
-        if isinstance(child, FSDPModule)
-        for group in child.param_groups
-        if group.parent is None
-    ]
-    for group in dict.fromkeys((*others, *inside)):
-        group.parent = first
-        first.children.append(group)
-    for module in modules:
-        module.__class__ = _sharded_class(cast(type, type(module)))
-        cast(FSDPModule, module).param_groups = tuple(groups)
 
 
 def plain_class(kind: type[FSDPModule]) -> type[Any]:
@@ -336,121 +314,29 @@ def plain_class(kind: type[FSDPModule]) -> type[Any]:
     return kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
 
 
-@functools.cache
-def _sharded_class(kind: type) -> type:
-    """One for all modules of a class: torch.compile makes its code anew for each class, and eight times at most."""
-    _hide_from_compiler()
-    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-
-
-@functools.cache
-def _hide_from_compiler() -> None:
-    """Have torch.compile look into none of our files: a graph ends before a sharded module, and another begins in it.
-
-    Cost: seconds and 70 MB of importing the compiler, once; torch's optimizers import it as well. The public way,
-    `torch.compiler.disable`, costs some microseconds per hook and does without the hooks in a backward.
-    """
-    from torch._dynamo import trace_rules
-
-    for package in ("shardrt", "shardrt.comm", "shardrt.kernels"):
-        trace_rules.add(package)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module.<method_name>` see full parameters as its forward does. No-op unless `module` is sharded.
-
-    Raises ValueError if there is no such method.
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"register_fsdp_forward_method: '{type(module).__name__}' has no method '{method_name}'")
-
-    setattr(module, method_name, _ForwardMethod(module, method))
-
-
-class _ForwardMethod:
-    """A method that sees full parameters. (Not a closure: in a deepcopy of the module it is that copy's.)"""
-
-    def __init__(self, module: FSDPModule, method: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)
-        self._module, self._method = module, method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _run_forward(self._module, self._method, args, kwargs)
-
-
-@contextmanager
-def unsharded(module: nn.Module) -> Iterator[None]:
-    """Inside, all sharded modules in `module`, itself included, stay gathered, so that forwards communicate nothing.
-
-    Ranks may then run different numbers of forwards without gradients, or different parts of the model: texts that end at
-    different lengths can be generated. Entering is collective, leaving is not.
-    Cost: the memory of all parameters in their compute dtypes. If parameters are written to inside, the next forward gathers
-    them again, which is collective.   Raises ValueError if no module is sharded.
-    """
-    sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
-    if not sharded:
-        raise ValueError(f"unsharded('{type(module).__name__}'): no module in it is sharded; call fully_shard first")
-    kept = {group: group.settings.reshard_after_forward for group in _groups_of(sharded)}
-    for group in kept:
-        group.settings.reshard_after_forward = False
-    try:
-        for handle in [child.unshard(async_op=True) for child in sharded]:
-            cast(UnshardHandle, handle).wait()
-        yield
-    finally:
-        for group, reshard_after_forward in kept.items():
-            group.settings.reshard_after_forward = reshard_after_forward
-        for group in _groups_of(sharded):  # the first gather may have made some
-            group.reshard()
-
-
-def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """For several roots, such as the stages of a pipeline, to share streams and communicators: here they always do.
-
-    Raises ValueError for a module that is not sharded.
-    """
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(f"share_comm_ctx: '{type(module).__name__}' is not sharded")
-
-
-@contextmanager
-def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Inside, modules made of a sharded module's class are not initialised, only made: for those who call `__init__`."""
-    global _new_inits
-    before, _new_inits = _new_inits, False
-    try:
-        yield
-    finally:
-        _new_inits = before
-
-
-def _run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = module.param_group
-    if first.running:  # the module calls itself, or a registered method its forward: the outer call has seen to it
+    if first.calls.running:  # the module calls itself, or a registered method its forward: the outer call gathers
         return forward(*args, **kwargs)
     if first.runtime is None:
         hooks.start(first)  # which may give parameters groups of their own
     for group in module.param_groups:
         with ranged("FSDP::pre_forward", group):
             args, kwargs = hooks.pre_forward(group, args, kwargs)
-    first.running = True
+    first.calls.start()
     try:
         output = forward(*args, **kwargs)
     except BaseException:
         for group in module.param_groups:
-            group.guard()
+            group.visible.expose()
         raise
     finally:
-        first.running = False
+        first.calls.stop()
     for group in reversed(module.param_groups):
         with ranged("FSDP::post_forward", group):
             output = hooks.post_forward(group, module, output)
     return output
 
 
-def _groups_of(modules: Sequence[FSDPModule]) -> list[ParamGroup]:
+def groups_of(modules: Sequence[FSDPModule]) -> list[ParamGroup]:
     return [group for module in modules for group in module.param_groups]

@@ -7,9 +7,9 @@ ways of replacing a parameter (`.data`, a new object, `swap_tensors`) works on s
 |----------------------------------------|--------------------------------------------------------------------------|
 | the shard itself                       | nothing                                                                  |
 | another tensor, same dtype and device  | its values are copied into the shard                                     |
-| another dtype or device                | the groups leave the runtime, and this one plans its layout again        |
+| another dtype or device                | all groups leave the runtime, and this one plans its layout again        |
 
-Reduced gradients move with their parameters. Parameters lie in memory as the layout has planned, whatever `memory_format` says.
+Reduced gradients move with their parameters. The layout decides how parameters are laid out in memory, not `memory_format`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ import torch
 from torch import nn
 
 from ..tensor.dtensor import DTensor
+from .autograd import Phase
 from .param import ShardedParam
 from .param_group import ParamGroup
-from .registered import check_replacements
+from .reduce import Held
+from .registered import check_replacements, reshard_and_repair
 
 _log = logging.getLogger("shardrt")
 
 Fn = Callable[[torch.Tensor], torch.Tensor]
 
-# By module and attribute: buffers that got memory but no values, and their versions at that time.
+# By module and attribute: buffers that received memory but no values, and their versions at that time.
 _unwritten: WeakKeyDictionary[nn.Module, dict[str, tuple[torch.Tensor, int]]] = WeakKeyDictionary()
 
 
@@ -51,17 +53,18 @@ def hidden(groups: Iterable[ParamGroup]) -> Iterator[None]:
 def move(group: ParamGroup, modules: Iterable[nn.Module], fn: Fn) -> None:
     """Apply `fn` to those of the group's parameters that are registered in `modules`, and to their gradients.
 
-    Hidden ones are left out: the `_apply` of a module around these has moved them already.
-    Collective if the layout changes.   Raises RuntimeError as `ParamGroup.detach` does.
+    Hidden parameters are left out: the `_apply` of a module around these has moved them already.
+    Collective if the layout changes.   Raises RuntimeError in the middle of an iteration, or while there are gradients that
+    are not reduced, if a dtype or device changes.
     """
     if group.ready is None:
-        group.show_shards()
+        reshard_and_repair(group)
     check_replacements(group)
     holders, shards = set(modules), {}
     for param in group.params:
         registered = param.registered
         if registered is not None and any(owner.module in holders for owner in param.owners):
-            shards[param] = param.sharded if group.installed else registered
+            shards[param] = param.sharded if group.visible.unsharded else registered
     with torch.no_grad():
         moved = {param: fn(shard) for param, shard in shards.items()}
         if not all(_alike(shards[param], tensor) for param, tensor in moved.items()):
@@ -85,15 +88,39 @@ def _write(tensor: torch.Tensor, moved: torch.Tensor) -> None:
 def _replace(
     group: ParamGroup, shards: dict[ShardedParam, nn.Parameter], moved: dict[ShardedParam, torch.Tensor], fn: Fn
 ) -> None:
-    group.detach()
+    _check_between_iterations(group)
+    for each in group.root.with_descendants():
+        each.detach()
     for param, shard in shards.items():
         made = nn.Parameter(moved.pop(param), requires_grad=shard.requires_grad)
         if shard.grad is not None:
             made.grad = fn(shard.grad)
         for owner in param.owners:
             owner.registry[owner.attribute] = made
-        param.sharded = shard  # another one, if it was replaced before the first forward: that one keeps its identity
-    group.rebuild_after_apply()
+        param.replace_sharded(shard)  # another one, if it was replaced before the first forward: it keeps its identity
+    _rebuild_after_apply(group)
+
+
+def _check_between_iterations(group: ParamGroup) -> None:
+    rank = group.mesh.rank
+    for each in group.root.with_descendants():
+        if each.calls.phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"'{each.name}' is running (rank {rank}): another dtype or device, by to(), half(), to_empty() "
+                "and the like, comes between iterations; after an exception call reset_iter_state() on the root first"
+            )
+        if each.reduction is not None and each.reduction.held is not Held.NOTHING:
+            raise RuntimeError(
+                f"'{each.name}' has accumulated gradients that are not reduced (rank {rank}): before another "
+                "dtype or device, by to(), half(), to_empty() and the like, run a backward with "
+                "set_requires_gradient_sync(True) (and set_requires_all_reduce(True)), or reset_iter_state() on the root"
+            )
+
+
+def _rebuild_after_apply(group: ParamGroup) -> None:
+    """Plan the layout of the parameters that are registered now, unless only some of them have left the meta device."""
+    if len({param.registered.is_meta for param in group.params if param.registered is not None}) == 1:
+        group.rebuild(group.params)
 
 
 def buffers_on_meta(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
@@ -115,7 +142,7 @@ def note_unwritten(buffers: Sequence[tuple[nn.Module, str]]) -> None:
 
 
 def warn_of_unwritten(names: dict[nn.Module, str]) -> None:
-    """Log the full names of these modules' buffers that nobody has written to since they left the meta device; once each."""
+    """Log the full names of these modules' buffers that were not written to since they left the meta device, each once."""
     found = []
     for module, name in names.items():
         for attribute, (buffer, version) in _unwritten.pop(module, {}).items():
@@ -124,6 +151,6 @@ def warn_of_unwritten(names: dict[nn.Module, str]) -> None:
     if found:
         _log.warning(
             "buffers without values: %s: to_empty() moved them from the meta device, which gives them memory only, and they "
-            "are not persistent, so no state dict has them: write to them before the next forward (said once)",
+            "are not persistent, so no state dict has them: write to them before the next forward (logged once)",
             ", ".join(f"'{name}'" for name in found),
         )

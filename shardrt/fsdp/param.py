@@ -1,4 +1,4 @@
-"""One parameter: where it is registered, and its sharded and its unsharded tensor."""
+"""One parameter: its sharded and its unsharded tensor, and the modules that register it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .layout import Layout
 
 
 class Owner(NamedTuple):
-    """A place where a parameter is registered; `registry` is how it is exchanged there."""
+    """A module that registers a parameter; writing to `registry` replaces it there."""
 
     module: nn.Module
     attribute: str
@@ -31,10 +31,10 @@ class Owner(NamedTuple):
 
 
 class ShardedParam:
-    """One parameter of a group, tied or not, through its life.
+    """One parameter of a group, tied or not.
 
-    `sharded` is what the optimizer sees, always there. `unsharded` is what the module computes with: a view of the group's
-    full buffer, valid only while that is gathered.
+    `sharded` is for the optimizer and always valid. `unsharded` is for the module's forward and backward: a view of the
+    group's full buffer, valid only while that is gathered.
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class ShardedParam:
         self.dim = dim
         self.rows_only = rows_only  # never cut between elements
         self.before: nn.Parameter | None = None  # the sharded parameter that this one was, until shard() as well
-        self.original = original  # until shard(); then this rank's part is all that is left of it
+        self.original = original  # deleted by shard(), which keeps this rank's part
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
         self.owners = owners  # where it is registered; several if tied
 
     def spec(self, index: int, layout: Layout, mesh: DeviceMesh) -> Spec:
-        """How the layout, in which it is number `index`, cuts it along the last axis of the mesh, the same along others."""
+        """The placements: as the layout cuts parameter `index` along the last axis of the mesh, replicated along others."""
         others = [Replicate()] * (len(mesh.shape) - 1)
         return Spec(mesh, (*others, placement_of(index, layout)), self.shape)
 
     def shard(self, spec: Spec, local: torch.Tensor) -> None:
         """Keep this rank's part of the original in `local` and register the sharded parameter.
 
-        Collective if the original is a sharded one that lies in another way.
+        Collective if the original is sharded with other placements.
         """
         if not self.original.is_meta:
             with torch.no_grad():
@@ -73,7 +73,7 @@ class ShardedParam:
         self.register(DTensor(local, spec))
 
     def register(self, sharded: DTensor) -> None:
-        """This is the sharded parameter from now on; one from before that has its dtype and device takes its values."""
+        """Use `sharded` as the sharded parameter; an earlier one of the same dtype and device stays and takes its values."""
         before = self.before
         if before is None or (before.dtype, before.device) != (sharded.dtype, sharded.device):
             self.sharded = nn.Parameter(sharded, requires_grad=self.original.requires_grad)
@@ -88,6 +88,15 @@ class ShardedParam:
         for owner in self.owners:
             owner.registry[owner.attribute] = self.sharded
 
+    def rename(self, name: str) -> None:
+        """Give the parameter its full name."""
+        self.name = name
+        self.sharded.full_name = name  # type: ignore[attr-defined]
+
+    def replace_sharded(self, sharded: nn.Parameter) -> None:
+        """The sharded parameter is this object from now on, which other code has registered."""
+        self.sharded = sharded
+
     def clone_spec(self) -> ShardedParam:
         """The same parameter before shard(), the original being what is registered now."""
         original = self.registered
@@ -97,7 +106,7 @@ class ShardedParam:
         return made
 
     def copied(self, memo: dict[int, Any]) -> ShardedParam:
-        """The parameter of a deep copy, before shard(). memo: that of `copy.deepcopy`, which has the holders' copies."""
+        """The parameter of a deep copy, before shard(). memo: that of `copy.deepcopy`, with copies of the modules."""
         alias = memo[id(self.sharded)]
         holders = [(copy.deepcopy(owner.module, memo), owner.attribute) for owner in self.owners]
         owners = [Owner(holder, attribute, registry(holder)) for holder, attribute in holders]
@@ -107,13 +116,17 @@ class ShardedParam:
 
     @property
     def registered(self) -> nn.Parameter | None:
-        """What its modules have in its place."""
+        """The parameter that its first module registers now."""
         return self.owners[0].registered
 
     def make_unsharded(self, full: FlatBuffer, offset: int, dtype: torch.dtype) -> None:
         """Make the view of the full buffer that the module will compute with."""
         view = full.view(dtype, offset, self.shape, outermost_stride(self.shape, self.dim))
         self.unsharded = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+
+    def use_unsharded(self, made: torch.Tensor) -> None:
+        """The module will compute with this tensor, which an all-gather extension has made."""
+        self.unsharded = nn.Parameter(made, requires_grad=self.sharded.requires_grad)
 
     @torch.no_grad()
     def keep_writes(self) -> None:
@@ -130,14 +143,14 @@ class ShardedParam:
         return self.sharded.to_local()  # type: ignore[attr-defined]
 
     def sharded_like(self, local: torch.Tensor) -> DTensor:
-        """`local` as a sharded tensor that lies as the parameter does; for its gradient."""
+        """`local` as a sharded tensor with the parameter's placements; for its gradient."""
         return DTensor(local, self.sharded.spec)  # type: ignore[attr-defined]
 
 
 class GatheredParameter(nn.Parameter):
-    """What an unsharded parameter is while the user can reach it, such as between a forward and its backward.
+    """The class of an unsharded parameter while the user can reach it, such as between a forward and its backward.
 
-    What is assigned to its `data`, or written to it in place, is written to the sharded parameter as well.
+    Assignments to its `data` and in-place writes are passed on to the sharded parameter.
     """
 
     sharded: DTensor | None = None  # a copy has none
@@ -147,12 +160,12 @@ class GatheredParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The values, without autograd. (Other than torch's they share the version, by which writes are noticed.)"""
+        """The values, without autograd. (Unlike torch's, they share the version counter, which reveals writes.)"""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # Hazard: torch would give this tensor the memory of the other one. That of a DTensor is none: to read it is a crash.
+        # Hazard: torch would give this tensor the memory of the other one. A DTensor has none: reading it would crash.
         if self.sharded is None:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             return
@@ -162,7 +175,7 @@ class GatheredParameter(nn.Parameter):
 
 
 def local_shard(original: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """This rank's part of a parameter, whole or sharded. Collective if it is sharded in another way."""
+    """This rank's part of a parameter, whole or sharded. Collective if it is sharded with other placements."""
     if not isinstance(original, DTensor):
         return spec.local_shard(original)
     if original.spec.mesh is spec.mesh:
@@ -186,8 +199,8 @@ class Attributes:
 
 def registry(module: nn.Module) -> dict[str, nn.Parameter | None] | Attributes:
     """Where to register a parameter of `module`."""
-    # Cost: setattr on a module is 2 us of checks, and a step registers every parameter four times. Modules that watch
-    # their attributes (recurrent layers keep a list of their weights) are told all the same.
+    # Cost: setattr on a module takes 2 us, and a step registers every parameter four times. Modules that override
+    # __setattr__ (recurrent layers keep a list of their weights) still get it.
     if type(module).__setattr__ is nn.Module.__setattr__:
         return module._parameters
     return Attributes(module)
@@ -199,13 +212,13 @@ def placement_of(index: int, layout: Layout) -> ResolvedShard:
     spec = param.spec
     if param.flat:
         return FlatShard(spec.dim, numels)
-    if spec.row_numel == 0:  # rows without elements: somebody has to have them
+    if spec.row_numel == 0:  # rows without elements: assigned to the first rank
         return RaggedShard(spec.dim, (spec.rows, *[0] * (layout.world_size - 1)))
     return RaggedShard(spec.dim, tuple(numel // spec.row_numel for numel in numels))
 
 
 def local_geometry(shape: torch.Size, cut: ResolvedShard, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
-    """Shape and strides of a rank's part, as it lies in its segment; a scalar's is 1-D."""
+    """Shape and strides of a rank's part in its segment; that of a scalar is 1-D."""
     part = cut.shard_shape(shape, rank)
     return part, outermost_stride(part, cut.dim)
 

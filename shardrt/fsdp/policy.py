@@ -1,19 +1,17 @@
-"""Strategy as data: what is given once is frozen and validated when it is made; what may change lies in `Settings`."""
+"""Strategy as data. What is given once is frozen, and validated when it is made; what setters change is in `Settings`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import reduce
+from typing import Protocol
 
 import torch
 
 from ..comm import Communicator, DeviceMesh, Event, Op, Stream, Work
 from ..tensor.placement import Shard
-
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,10 @@ class MixedPrecisionPolicy:
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which a parameter of `dtype` is gathered: integers stay what they are."""
         return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
+
+    def reduction_dtype(self, dtypes: Iterable[torch.dtype]) -> torch.dtype:
+        """In which the gradients of parameters of these dtypes are accumulated and reduced together."""
+        return self.reduce_dtype or reduce(torch.promote_types, [self.compute_dtype(dtype) for dtype in dtypes])
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -167,25 +169,30 @@ class CustomReduceScatter(Protocol):
 
 @dataclass(slots=True)
 class Settings:
-    """What the setters of `FSDPModule` change, one each; read at the next use. The last three are the root's."""
+    """What the setters of `FSDPModule` change in a group, one field each. Read at the next use."""
 
     reshard_after_forward: bool | int | None
     sync_gradients: bool = True
     all_reduce: bool = True  # over the replicas, after the reduce-scatter
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
-    forward_prefetch: list[ParamGroup] | None = None  # None: what the recorded order says
-    backward_prefetch: list[ParamGroup] | None = None
     divide_factor: float | None = None  # None: the number of ranks that are reduced over
     force_sum: bool = False
     reduce_unused: bool = False
     reduce_hook: Callable[[torch.Tensor], None] | None = None
     reduce_hook_stream: Stream | None = None  # None: the one that reduced
-    comm_memory: bool = False  # gather into memory that the communicator knows
+    comm_memory: bool = False  # gather into memory that the communicator has registered
     symmetric: bool = False  # gather through, and reduce from, symmetric windows
     all_gather: CustomAllGather | None = None
     reduce_scatter: CustomReduceScatter | None = None
-    reductions_in_flight: int = 1  # the most that any group of a root has
+    reductions_in_flight: int = 1  # the largest number of any group holds for all groups of a root
+
+
+@dataclass(slots=True)
+class RootSettings:
+    """What the setters of `FSDPModule` change for a whole iteration. The root's group has them."""
+
     prefetch: PrefetchPolicy = PrefetchPolicy()
     is_last_backward: bool = True
-    post_optim_event: Event | None = None
+    free_gradients: bool = False  # between zero_grad() and the next backward
+    post_optim_event: Event | None = None  # holds for one iteration

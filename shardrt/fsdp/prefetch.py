@@ -10,39 +10,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 
+from . import context
+from .param_group import ParamGroup
 from .policy import PrefetchPolicy
-
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
 
 _log = logging.getLogger("shardrt")
 
-# Groups up to this size together, neighbours in the order of use, are gathered, and reduced, in one go.
-# Cost: as many bytes of buffers at most. What a small collective costs is the ranks' wait for each other, and Python code
-# that other code has pushed out of the caches: side by side, a hundred small ones cost little more than ten.
-BUCKET_BYTES = 1 << 20
-
-
-def is_large(group: ParamGroup) -> bool:
-    """A group that fills a bucket by itself."""
-    return group.nbytes > BUCKET_BYTES
-
-
-FORWARD_GROUPS, BACKWARD_GROUPS = 2, 1  # ahead, unless the policy says otherwise
+FORWARD_GROUPS, BACKWARD_GROUPS = 2, 1  # buckets to gather ahead, unless the policy sets another number
 
 
 class Order:
     """An order of use, cut into buckets, and how far along it groups have been named to be gathered."""
 
+    groups: Sequence[ParamGroup]
+    _named: int  # positions before this one; written by restart() and after()
+    _reach: list[int]  # by position: before which position groups may be gathered while the one here is in use
+
     def __init__(self, groups: Sequence[ParamGroup], ahead: int, max_bytes: int | None) -> None:
         self.groups = groups
-        self._named = 0  # positions before this one
+        self._named = 0
         before = [0, *accumulate(group.nbytes for group in groups)]  # bytes, by position
-        largest = BUCKET_BYTES if max_bytes is None else min(BUCKET_BYTES, max_bytes)
+        largest = context.BUCKET_BYTES if max_bytes is None else min(context.BUCKET_BYTES, max_bytes)
         buckets: list[int] = []  # by position
         ends: list[int] = []  # by bucket: the position after its last group
         first = 0
@@ -52,17 +43,16 @@ class Order:
                 ends.append(position)
             ends[-1] = position + 1
             buckets.append(len(ends) - 1)
-        # The position before which groups may be gathered while the one at a position is in use.
         self._reach = [
             max(
                 (
                     end
                     for end in ends[bucket : bucket + 1 + ahead]
-                    if max_bytes is None or before[end] - before[place + 1] <= max_bytes
+                    if max_bytes is None or before[end] - before[position + 1] <= max_bytes
                 ),
-                default=place + 1,
+                default=position + 1,
             )
-            for place, bucket in enumerate(buckets)
+            for position, bucket in enumerate(buckets)
         ]
 
     def restart(self) -> Order:
@@ -80,7 +70,7 @@ class Order:
         return position < len(self.groups) and self.groups[position] is group
 
     def after(self, position: int) -> list[ParamGroup]:
-        """What to gather behind the group at `position`, which is used now: whole buckets, each named once."""
+        """The groups to gather after the one at `position`, which is used now: whole buckets, each named once."""
         first, reach = max(self._named, position + 1), self._reach[position]
         if reach <= first:
             return []
@@ -91,17 +81,27 @@ class Order:
 class PrefetchQueue:
     """Records the order of use and names the groups to gather next."""
 
+    # Written by begin().
+    _policy: PrefetchPolicy
+    _forward: Order  # predicted; emptied by forward_starts() when it turns out wrong
+    _predicted_finish: list[ParamGroup]  # likewise
+    _keep_from: int  # in that list: the groups with which the backward begins
+    _orders: dict[tuple[int, int, PrefetchPolicy], Order]  # the newest of each pass
+
+    # Recorded in this iteration.
+    _started: list[ParamGroup]  # forwards, in the order in which they began
+    _finished: list[ParamGroup]  # forwards, in the order in which they ended: backward is this order, reversed
+    _backward: Order | None  # once the backward has begun
+    _backward_position: int  # in that order
+    _reported: bool  # a changed order was logged
+
     def __init__(self) -> None:
         self._policy = PrefetchPolicy()
-        self._started: list[ParamGroup] = []  # this iteration's forwards, in the order in which they began
-        self._finished: list[ParamGroup] = []  # and ended: a parent after its children, so backward is this, reversed
-        self._forward = Order((), 0, None)
-        self._backward: Order | None = None  # once this iteration's backward has begun
-        self._backward_position = 0
-        self._predicted_finish: list[ParamGroup] = []
-        self._keep_from = 0  # in that list
+        self._forward, self._predicted_finish, self._keep_from = Order((), 0, None), [], 0
+        self._orders = {}
+        self._started, self._finished = [], []
+        self._backward, self._backward_position = None, 0
         self._reported = False
-        self._orders: dict[tuple[int, int, PrefetchPolicy], Order] = {}  # the newest of each pass
 
     def begin(self, policy: PrefetchPolicy) -> None:
         """A forward of the root starts: the order recorded last predicts it, and what its backward will begin with."""
@@ -112,14 +112,14 @@ class PrefetchQueue:
         self._started, self._finished, self._backward = [], [], None
 
     def _order(self, groups: list[ParamGroup], ahead: int) -> Order:
-        """Cost: some microseconds per group, so one that repeats is taken up again."""
-        key = (ahead, BUCKET_BYTES, self._policy)
+        """The order of these groups. Cost: some microseconds per group to make, so one that repeats is used again."""
+        key = (ahead, context.BUCKET_BYTES, self._policy)
         if key not in self._orders or self._orders[key].groups != groups:
             self._orders[key] = Order(groups, self._policy.groups(ahead), self._policy.max_bytes)
         return self._orders[key].restart()
 
     def forward_starts(self, group: ParamGroup) -> list[ParamGroup]:
-        """`group` is used in forward now; which to gather behind it."""
+        """`group` is used in forward now. Returns: the groups to gather after it."""
         position, predicted = len(self._started), self._forward.groups
         self._started.append(group)
         if not self._forward.next_is(position, group):
@@ -134,13 +134,14 @@ class PrefetchQueue:
             self._reported = True
             _log.warning(
                 f"the order of use changed: expected '{expected[0].name}', found '{found.name}'; groups are gathered when "
-                "they are used until the order repeats (said once)"
+                "they are used until the order repeats (logged once)"
             )
 
     def forward_ends(self, group: ParamGroup) -> bool:
-        """`group`'s forward is over. True if it is expected to be used next, so that freeing it would free nothing.
+        """The forward of `group` is over.
 
-        Next is a further call of its module, or the backward, if that begins with it.
+        Returns: whether it is expected to be used next, by another call of its module or because the backward begins with
+        it. Freeing it would save no memory then.
         """
         position = len(self._finished)
         self._finished.append(group)
@@ -151,14 +152,14 @@ class PrefetchQueue:
         return position < len(self._predicted_finish) and self._predicted_finish[position] is group
 
     def backward_starts(self, group: ParamGroup) -> list[ParamGroup]:
-        """`group` is used in backward now; which to gather behind it."""
+        """`group` is used in backward now. Returns: the groups to gather after it."""
         if self._backward is None:
             self._backward = self._order(self._finished[::-1], BACKWARD_GROUPS)
             self._backward_position = 0
         order = self._backward.groups
         try:
             position = order.index(group, self._backward_position)
-        except ValueError:  # its node is also that of a child, which came first
+        except ValueError:  # its autograd node is also that of a child, which came first
             return []
         self._backward_position = position + 1
         ahead = self._backward.after(position)
@@ -167,9 +168,9 @@ class PrefetchQueue:
         return [group for group in ahead if group.settings.unshard_in_backward]
 
     def backward_repeats(self, group: ParamGroup) -> bool:
-        """`group` is expected to be used again in this backward, and its gradients to wait for that.
+        """Whether `group` is expected to be used again in this backward, so that its gradients wait for that.
 
-        At once: its module was called several times in a row. Or later, where a reduction must come once only.
+        Next, if its module was called several times in a row; or at any later time, if it must be reduced once only.
         """
         if self._backward is None:
             return False

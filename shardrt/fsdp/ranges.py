@@ -2,17 +2,17 @@
 
 | range                                                 | around                                                   |
 |-------------------------------------------------------|----------------------------------------------------------|
-| `FSDP::root_pre_forward`                              | an iteration begins                                      |
-| `FSDP::pre_forward`, `FSDP::post_forward`, `FSDP::pre_backward` | what is done around a module                   |
+| `FSDP::root_pre_forward`                              | the start of an iteration                                |
+| `FSDP::pre_forward`, `FSDP::post_forward`, `FSDP::pre_backward` | the hooks of a module                          |
 | `FSDP::all_gather`                                    | the launch of a gather                                   |
-| `FSDP::forward_prefetch for`, `FSDP::backward_prefetch for` | gathers ahead of use, small groups together        |
+| `FSDP::forward_prefetch for`, `FSDP::backward_prefetch for` | prefetched gathers, small groups together          |
 | `FSDP::all_gather_copy_out`                           | the wait for a gather; here nothing is copied            |
-| `FSDP::post_backward_accumulate`                      | gradients are packed                                     |
-| `FSDP::post_backward_reshard`                         | the full parameters are freed                            |
-| `FSDP::post_backward_rs_wait`                         | earlier reductions give their buffers back               |
+| `FSDP::post_backward_accumulate`                      | packing of gradients                                     |
+| `FSDP::post_backward_reshard`                         | freeing of the full parameters                           |
+| `FSDP::post_backward_rs_wait`                         | release of the buffers of earlier reductions             |
 | `FSDP::post_backward_reduce`                          | the launch of reductions, small groups together          |
-| `FSDP::post_backward_publish`                         | what was reduced becomes gradients (not in FSDP2)        |
-| `FSDP::root_post_backward_callback`                   | the backward ends                                        |
+| `FSDP::post_backward_publish`                         | assignment of reduced gradients (not in FSDP2)           |
+| `FSDP::root_post_backward_callback`                   | the end of the backward                                  |
 
 Groups follow in parentheses, by their modules' full names.
 """
@@ -23,6 +23,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch.autograd import profiler
+
+from ..torch_internals import profiler_state
 
 _NOTHING = nullcontext()
 
@@ -38,7 +40,7 @@ def ranged(label: str, *whose: Named) -> AbstractContextManager[object]:
 
     Cost: 0.15 us without a profiler, where `record_function` itself costs 5.
     """
-    if not profiler._is_profiler_enabled:
+    if not profiler_state._is_profiler_enabled:
         return _NOTHING
     names = ", ".join(each.name for each in whose)
     if label.endswith(" for"):

@@ -1,12 +1,12 @@
-"""What is registered on the modules, compared with the parameters that the groups have put there.
+"""What is registered on the modules, compared with the parameters that the groups have registered there.
 
-| when                     | what is registered                           | what is done                               |
-|--------------------------|----------------------------------------------|--------------------------------------------|
-| before the first forward | a `DTensor` parameter on the group's mesh    | it becomes the group's (`follow`)          |
-|                          | a plain parameter, none, ties that changed   | refused, on every rank alike               |
-| a forward                | anything but the group's parameters          | refused, before a gather (`put_back`)      |
-| a forward of the root    | parameters that no group has                 | a warning, once (`Watch`)                  |
-| `load_state_dict`        | what would load nothing, or plain parameters | refused (`hook_state_dicts`)               |
+| when                     | what is registered                           | what is done                                   |
+|--------------------------|----------------------------------------------|------------------------------------------------|
+| before the first forward | a `DTensor` parameter on the group's mesh    | the group takes it (`follow`)                  |
+|                          | a plain parameter, none, ties that changed   | an error, on every rank alike                  |
+| a forward                | anything but the group's parameters          | an error, before a gather (`check_registered`) |
+| a forward of the root    | parameters that no group has                 | a warning, once (`UnknownParams`)              |
+| `load_state_dict`        | what would load nothing, or plain parameters | an error (`hook_state_dicts`)                  |
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,9 +28,7 @@ from ..comm import DeviceMesh
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
 from .param import Owner, ShardedParam
-
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
+from .param_group import ParamGroup
 
 _log = logging.getLogger("shardrt")
 _COPY = "copy the values into it, as in `param.data = new` or load_state_dict() with assign=False"
@@ -51,8 +49,8 @@ def agree(mesh: DeviceMesh, what: str, description: list[str], error: Exception 
     everyone = mesh.exchange(description)
     lines = max(len(lines) for lines in everyone)
     padded = [lines_of + ["nothing"] * (lines - len(lines_of)) for lines_of in everyone]
-    differing = next(line for line in zip(*padded, strict=True) if len(set(line)) > 1)
-    found = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(differing))
+    different = next(line for line in zip(*padded, strict=True) if len(set(line)) > 1)
+    found = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(different))
     raise ValueError(f"{what}: the ranks have different modules; the first difference is {found}")
 
 
@@ -60,9 +58,9 @@ def agree(mesh: DeviceMesh, what: str, description: list[str], error: Exception 
 
 
 def follow(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
-    """Take the parameters that have been registered since `fully_shard`, and give all of them their full names.
+    """Take the parameters that have been registered since `fully_shard`, and give all parameters their full names.
 
-    Collective: what was replaced is compared; a `DTensor` that lies otherwise than its group's layout is redistributed.
+    Collective: the ranks compare what was replaced; a `DTensor` with another placement than its group's is redistributed.
     Raises, on every rank alike, RuntimeError or ValueError for what is no `DTensor` of the same shape on the same mesh.
     """
     names = {module: name for name, module in root.modules[0].named_modules()}
@@ -73,8 +71,7 @@ def follow(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
     try:
         for group in groups:
             for param in group.params:
-                param.name = _full_name(names, param.owners[0])
-                param.sharded.full_name = param.name  # type: ignore[attr-defined]
+                param.rename(_full_name(names, param.owners[0]))
                 found = _registered_for(group, param, names)
                 if taken.setdefault(id(found), param) is not param:
                     raise RuntimeError(
@@ -90,11 +87,13 @@ def follow(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
         error = caught
     agree(root.device_mesh, f"first forward of '{root.name}'", lines, error)
     for group, found_ones in replaced.items():
-        group.take_registered(found_ones)
+        for param, found in found_ones.items():
+            param.replace_sharded(found)
+        group.rebuild(group.params)
 
 
 def _full_name(names: dict[nn.Module, str], owner: Owner) -> str:
-    """The name in the root; of a module that has left it, the attribute alone."""
+    """The name under the root; the attribute alone if the module is no longer there."""
     prefix = names.get(owner.module)
     return f"{prefix}.{owner.attribute}" if prefix else owner.attribute
 
@@ -121,7 +120,7 @@ def _check_replacement(group: ParamGroup, param: ShardedParam, found: nn.Paramet
     if found is None:
         raise RuntimeError(f"parameter '{name}' was removed after fully_shard: remove it before")
     other = group_of(found)
-    if other is not None and cast("ParamGroup", other).root is not group.root:
+    if other is not None and cast(ParamGroup, other).root is not group.root:
         raise RuntimeError(
             f"parameter '{name}' was replaced after fully_shard by one of '{other.name}', which has another root: register a "
             "copy of it, as in nn.Parameter(param.detach().clone())"
@@ -146,14 +145,15 @@ def _check_replacement(group: ParamGroup, param: ShardedParam, found: nn.Paramet
             f"parameter '{name}' was replaced after fully_shard by a DTensor of {type(found._local_tensor).__name__} parts; "
             f"expected parts that are a {type(param.local).__name__}"
         )
-    if not found.is_meta and found.device != group.shard_device:
+    if not found.is_meta and found.device != group.gather.shard_device:
         raise ValueError(
-            f"parameter '{name}' was replaced after fully_shard by a DTensor on {found.device}; expected {group.shard_device}"
+            f"parameter '{name}' was replaced after fully_shard by a DTensor on {found.device}; expected "
+            f"{group.gather.shard_device}"
         )
 
 
 def _same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Two parameters that are one tensor, as load_state_dict(assign=True) makes of tied ones."""
+    """Whether two parameters share one tensor, as load_state_dict(assign=True) makes of tied parameters."""
     if not isinstance(one, DTensor) or not isinstance(other, DTensor) or one.spec != other.spec:
         return False
     parts = one._local_tensor, other._local_tensor
@@ -161,7 +161,7 @@ def _same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _check_values(group: ParamGroup, replaced: dict[ShardedParam, nn.Parameter]) -> None:
-    """A group has values or has none: RuntimeError if these replacements leave it with some."""
+    """RuntimeError if, with these replacements, some parameters of the group have values and others have none."""
     on_meta = [param.name for param in group.params if replaced.get(param, param.sharded).is_meta]
     if 0 < len(on_meta) < len(group.params):
         raise RuntimeError(
@@ -171,35 +171,50 @@ def _check_values(group: ParamGroup, replaced: dict[ShardedParam, nn.Parameter])
 
 
 def check_replacements(group: ParamGroup) -> None:
-    """Raise for replaced parameters what the next forward would raise, before they are moved or copied."""
+    """Raise for replaced parameters what the next forward would raise: called before they are moved or copied."""
     names = {module: name for top in group.root.modules for name, module in top.named_modules()}
     for param in group.params:
         for owner in param.owners:
             found = owner.registered
             if found is None or found is param.sharded or (group.runtime is not None and found is param.unsharded):
-                continue  # none: hidden at the moment
+                continue  # None: hidden at the moment
             if group.runtime is not None:
-                raise RuntimeError(f"{_refusal(group, found, _full_name(names, owner))} (rank {group.mesh.rank})")
+                raise RuntimeError(f"{_replaced_too_late(group, found, _full_name(names, owner))} (rank {group.mesh.rank})")
             _check_replacement(group, param, found, _full_name(names, owner))
 
 
 # ---------------------------------------------------------------------- at a forward
 
 
-def put_back(group: ParamGroup) -> None:
-    """Something is registered that should not be now: the group's own parameters are put right, others are refused."""
+def check_registered(group: ParamGroup) -> None:
+    """A forward starts: RuntimeError if something else is registered on the modules than this group's parameters.
+
+    The user cannot reach the gathered parameters any more; what was written to them is kept.
+    """
+    if not group.visible.as_expected():
+        _repair(group)
+    group.visible.conceal()
+
+
+def reshard_and_repair(group: ParamGroup) -> None:
+    """Reshard. The modules see the shards even where the user's code has temporarily registered the gathered parameters."""
+    group.reshard()
+    if group.runtime is not None:
+        group.visible.replace_unsharded()
+
+
+def _repair(group: ParamGroup) -> None:
+    """Register again what the modules should see, where they have the group's other parameters. Raise for anything else."""
     names = {module: name for top in group.root.modules for name, module in top.named_modules()}
     for param in group.params:
         for owner in param.owners:
             found = owner.registered
             if found is not param.sharded and found is not param.unsharded:
-                raise RuntimeError(f"{_refusal(group, found, _full_name(names, owner))} (rank {group.mesh.rank})")
-    for param in group.params:
-        for owner in param.owners:
-            owner.registry[owner.attribute] = param.unsharded if group.installed else param.sharded
+                raise RuntimeError(f"{_replaced_too_late(group, found, _full_name(names, owner))} (rank {group.mesh.rank})")
+    group.visible.repair()
 
 
-def _refusal(group: ParamGroup, found: torch.Tensor | None, name: str) -> str:
+def _replaced_too_late(group: ParamGroup, found: torch.Tensor | None, name: str) -> str:
     if _in_functional_call():
         return _no_functional_call(name)
     now = "nothing" if found is None else f"a {type(found).__name__} of shape {tuple(found.shape)}"
@@ -217,7 +232,7 @@ def _no_functional_call(name: str) -> str:
 
 
 def _in_functional_call() -> bool:
-    """Cost: a walk up the stack; for error messages, and where parameters were replaced."""
+    """Whether `functional_call` is running. Cost: a walk up the stack; only where parameters were replaced."""
     calls = (torch.func.functional_call, torch.nn.utils.stateless.functional_call)
     codes = {inspect.unwrap(call).__code__ for call in calls}
     frame = sys._getframe()
@@ -229,7 +244,7 @@ def _in_functional_call() -> bool:
 # ---------------------------------------------------------------------- parameters that no group has
 
 _registrations = 0  # of parameters under new names and of modules, in this process
-_told: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the names that a warning has named
+_reported: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # attributes that a warning has named
 
 
 @functools.cache
@@ -249,15 +264,18 @@ def _count_parameter(module: nn.Module, name: str, param: object) -> None:
         _count()
 
 
-class Watch:
-    """Looks for parameters under `root` that no group has. Cost: a comparison, unless something was registered."""
+class UnknownParams:
+    """Finds parameters under `root` that no group has. Cost: one comparison, unless something was registered."""
+
+    _root: ParamGroup
+    _seen: int  # registrations at the last search; written by warn()
 
     def __init__(self, root: ParamGroup) -> None:
         self._root = root
         self._seen = -1
 
-    def look(self) -> None:
-        """Warn of such parameters, once of each. Raises RuntimeError for a group's parameter under another name."""
+    def warn(self) -> None:
+        """Log such parameters, each once. Raises RuntimeError for a group's parameter under another name."""
         if self._seen == _registrations:
             return
         self._seen = _registrations
@@ -268,7 +286,7 @@ class Watch:
         added = []
         for prefix, module in self._root.modules[0].named_modules():
             for attribute, found in module._parameters.items():
-                if found is None or (module, attribute) in places or attribute in _told.get(module, ()):
+                if found is None or (module, attribute) in places or attribute in _reported.get(module, ()):
                     continue
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 if id(found) in own:
@@ -277,12 +295,12 @@ class Watch:
                         f"{self._root.mesh.rank}): tie them before fully_shard"
                     )
                 if group_of(found) is None:  # else of a sharded module that was put in later, with a root of its own
-                    _told.setdefault(module, set()).add(attribute)
+                    _reported.setdefault(module, set()).add(attribute)
                     added.append(name)
         if added and self._root.device_mesh.rank == 0:
             _log.warning(
                 f"parameters registered after fully_shard of '{self._root.name}': {_listed(added)}; they are not sharded, and "
-                "their gradients are not averaged over the ranks: register them before fully_shard (said once)"
+                "their gradients are not averaged over the ranks: register them before fully_shard (logged once)"
             )
 
 
@@ -303,24 +321,24 @@ def hook_state_dicts(holders: Iterable[nn.Module], group: ParamGroup) -> None:
 
 
 def _before_save(group: ParamGroup, *_: object) -> None:
-    group.show_shards()
+    reshard_and_repair(group)
 
 
 def _before_load(
     group: ParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
     _check_load(group, module, state_dict, prefix, assign=metadata.get("assign_to_params_buffers", False))
-    group.show_shards()
+    reshard_and_repair(group)
 
 
 def _check_load(group: ParamGroup, module: nn.Module, state_dict: Mapping[str, object], prefix: str, *, assign: bool) -> None:
-    """RuntimeError if loading the parameters of `module` would have no effect, or tear them from their group."""
+    """RuntimeError if loading the parameters of `module` would have no effect, or take them from their group."""
     mine = [owner.attribute for param in group.params for owner in param.owners if owner.module is module]
     for name in (prefix + attribute for attribute in mine):
         value = state_dict.get(name)
         if not isinstance(value, torch.Tensor) or (value.is_meta and not assign):
             continue
-        way_out = "call to_empty() first, then load with assign=False" if group.on_meta else "load with assign=False"
+        way_out = "call to_empty() first, then load with assign=False" if group.gather.on_meta else "load with assign=False"
         if assign and group.runtime is not None:
             raise RuntimeError(
                 f"load_state_dict(assign=True) of '{name}' after the first forward (rank {group.mesh.rank}): {way_out}"
@@ -330,7 +348,7 @@ def _check_load(group: ParamGroup, module: nn.Module, state_dict: Mapping[str, o
                 f"load_state_dict(assign=True) of '{name}' with a whole tensor (rank {group.mesh.rank}): expected a DTensor, "
                 f"such as shardrt.distribute_tensor(tensor, mesh, placements); or {way_out}, which takes whole tensors as well"
             )
-        if group.on_meta and not assign:
+        if group.gather.on_meta and not assign:
             raise RuntimeError(
                 f"load_state_dict of '{name}', which is on the meta device and has no memory to load into (rank "
                 f"{group.mesh.rank}): call to_empty() first, or load DTensors with assign=True"

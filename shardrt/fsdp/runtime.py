@@ -1,139 +1,81 @@
-"""One root's shared state: streams, prefetch queue, and where an iteration begins and ends."""
+"""One root's iteration: where it begins and ends, and the reductions of several groups at a time."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
+from typing import cast
 
 import torch
-from torch.autograd.graph import Node
+from torch import nn
 
 from .. import comm
-from . import prefetch, registered, symmetric_windows
-from .buffers import CommBuffer, FlatBuffer, MemoryCounter
+from ..torch_internals import queue_backward_callback
+from . import context, registered, symmetric_windows
+from .autograd import Progress, TensorWatcher
 from .extension import split_hooked
 from .moves import warn_of_unwritten
-from .param_group import ForwardCall, ParamGroup
+from .param_group import ParamGroup, packed_nbytes
+from .policy import RootSettings
+from .prefetch import PrefetchQueue
 from .ranges import ranged
-from .reduce import Handoff
+from .reduce import Handoff, PackedGrads
 
 
-class Streams:
-    """The streams of a root: gather and reduce run beside compute. What was reduced is finished on `post_reduce`.
+class Runtime(context.Context):
+    """What the groups under one root share, and the verbs of an iteration. Made by the root's first forward. Collective."""
 
-    That is the reduce stream itself, unless there are replicas to reduce over as well.
-    """
-
-    def __init__(self, device: torch.device, *, replicas: bool) -> None:
-        self.device = device
-        self.compute = comm.current_stream(device)
-        self.gather = comm.world().stream_for("gather")
-        self.reduce = comm.world().stream_for("reduce")
-        self.post_reduce = comm.world().stream_for("all_reduce") if replicas else self.reduce
-
-    def begin(self, optimizer_done: comm.Event | None = None) -> None:
-        """An iteration starts on the caller's current stream; the shards are gathered as they were last written there.
-
-        optimizer_done: since when they are written, if the caller knows better.
-        """
-        self.compute = comm.current_stream(self.device)
-        self.gather.wait(self.compute.record() if optimizer_done is None else optimizer_done)
-
-    def synchronize(self) -> None:
-        """Block until everything beside compute has run."""
-        for stream in (self.gather, self.reduce, self.post_reduce):
-            stream.synchronize()
-
-    def recover(self) -> None:
-        """The same, and forget what failed."""
-        for stream in (self.gather, self.reduce, self.post_reduce):
-            stream.recover()
-
-
-class GradHook:
-    """An autograd node between modules: what to do once its gradient is complete.
-
-    The backward of the module that the tensor went into is over; that of the modules it came from, the innermost first,
-    begins. In a chain of modules one grad_hook, and one call from autograd, does for both.
-    """
-
-    __slots__ = ("ended_call", "on_post_backward", "on_pre_backward")
-
-    def __init__(self) -> None:
-        self.on_post_backward: Callable[[], None] | None = None
-        self.ended_call: ForwardCall | None = None  # the call that `on_post_backward` ends
-        self.on_pre_backward: list[Callable[[], None]] = []
-
-    @classmethod
-    def find(cls, node: Node) -> GradHook | None:
-        """The grad_hook at this node, if there is one."""
-        return node.metadata.get(cls)  # type: ignore[attr-defined]  # a property that torch declares as a method
-
-    @classmethod
-    def at(cls, node: Node) -> GradHook:
-        """The grad_hook at this node, made if there is none."""
-        metadata: dict[object, GradHook] = node.metadata  # type: ignore[assignment]
-        grad_hook = metadata.get(cls)
-        if grad_hook is None:
-            metadata[cls] = grad_hook = cls()
-            node.register_prehook(grad_hook)
-        return grad_hook
-
-    def __call__(self, gradients: object) -> None:
-        if self.on_post_backward is not None:
-            self.on_post_backward()
-        for on_pre_backward in self.on_pre_backward:
-            on_pre_backward()
-
-
-class Runtime:
-    """What the groups under one root share. Made by the root's first forward, when all of them are known."""
+    root: ParamGroup
+    groups: list[ParamGroup]  # all under the root, from the outside in
+    prefetch: PrefetchQueue
+    watcher: TensorWatcher
+    _settings: RootSettings
+    _unknown: registered.UnknownParams
+    _to_reduce: dict[ParamGroup, None]  # groups whose gradients are ready, in order; small ones wait for more
+    _to_reduce_nbytes: int
+    _in_flight: deque[tuple[Set[ParamGroup], Handoff]]  # the newest reductions, and the buffers that they use
+    _reductions_in_flight: int  # at most; written when an iteration begins
+    _reduced: set[ParamGroup]  # in this backward
+    _end_queued: bool  # a backward is under way, and will call _end_backward()
 
     def __init__(self, root: ParamGroup) -> None:
+        groups = list(root.with_descendants())
+        super().__init__(root.mesh.device, replicas=any(group.replicas is not None for group in groups))
+        assert root.root_settings is not None, "it has no parent"
         self.root = root
-        names = {module: name for name, module in root.modules[0].named_modules()}
-        self.groups = list(root.with_descendants())
-        self.memory = MemoryCounter()
-        self.pool = comm.new_pool(root.mesh.device)  # of full parameters
-        self.streams = Streams(root.mesh.device, replicas=any(group.replicas is not None for group in self.groups))
-        self.prefetch = prefetch.PrefetchQueue()
-        self.newest_output: GradHook | None = None  # of the module that ran last
-        self._to_reduce: dict[ParamGroup, None] = {}  # whose gradients are ready, in order; small ones wait for more
-        self._to_reduce_nbytes = 0
-        self._in_flight: deque[tuple[Set[ParamGroup], Handoff]] = deque()  # the newest reductions, and what they use
-        self._reductions_in_flight = 1  # at most, beside the newest
-        self._reduced: set[ParamGroup] = set()  # in this backward
+        self._settings = root.root_settings
+        self.prefetch = PrefetchQueue()
+        self.watcher = TensorWatcher()
+        self._to_reduce, self._to_reduce_nbytes = {}, 0
+        self._in_flight, self._reductions_in_flight = deque(), 1
+        self._reduced = set()
         self._end_queued = False
-        for group in self.groups:
-            group.name = ", ".join(names.get(module, type(module).__name__) for module in group.modules) or group.name
-            if group.runtime is not None:
-                raise RuntimeError(
-                    f"'{group.name}' ran as a root of its own before '{root.name}' around it was sharded (rank "
-                    f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
-                )
-        registered.follow(root, self.groups)
+        names = {module: name for name, module in root.modules[0].named_modules()}
+        _rename(root, groups, names)
+        registered.follow(root, groups)
         self.groups = split_hooked(root)
         for group in self.groups:
-            group.refuse_meta()
+            group.gather.check_ready(group.name)
         if root.mesh.rank == 0:
             warn_of_unwritten(names)
-        symmetric_windows.agree(root, self.groups)
-        self.gathers = symmetric_windows.gathers(self.groups)
-        for group in self.groups:
-            group.attach(self)
-        sent = [group for group in self.groups if prefetch.is_large(group) and group.mesh.size > 1]
-        nbytes = max((group.packed_nbytes() for group in sent), default=0)
-        reducer = root.mesh.communicator("reduce")
-        symmetric = symmetric_windows.useful(reducer) and any(group.settings.symmetric for group in sent)
-        self._comm_buffer = CommBuffer.of(reducer, nbytes, symmetric=symmetric) if nbytes else None
-        self._added = registered.Watch(root)
+        self._attach()
+        self._unknown = registered.UnknownParams(root)
         for group in self.groups:
             group.refresh_trainable()
 
-    def comm_buffer_for(self, group: ParamGroup) -> CommBuffer | None:
-        """Where the reduce communicator reads packed gradients. For large groups: one of them is in flight at a time."""
-        return self._comm_buffer if prefetch.is_large(group) else None
+    def _attach(self) -> None:
+        symmetric_windows.agree(self.root, self.groups)
+        windows = symmetric_windows.gathers(self.groups)
+        for group in self.groups:
+            group.attach(self, windows.get(group))
+        sent = [group for group in self.groups if self.is_large(group.nbytes) and group.mesh.size > 1]
+        reducer = self.root.mesh.communicator("reduce")
+        symmetric = symmetric_windows.useful(reducer) and any(group.settings.symmetric for group in sent)
+        nbytes = max((packed_nbytes(group) for group in sent), default=0)
+        self.make_comm_buffer(reducer, nbytes, symmetric=symmetric)
+
+    # ------------------------------------------------------------------ forward
 
     def begin_forward(self) -> None:
         """The root's forward starts."""
@@ -143,141 +85,143 @@ class Runtime:
                 "cut it short; call reset_iter_state() on the root to drop its gradients and go on"
             )
         for group in self.groups:
-            group.check_registered()
-        self._added.look()
+            registered.check_registered(group)
+        self._unknown.warn()
         with ranged("FSDP::root_pre_forward"):
             self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        settings = self.root.settings
-        done, settings.post_optim_event = settings.post_optim_event, None
+        done, self._settings.post_optim_event = self._settings.post_optim_event, None
         self.streams.begin(done)
-        read = [self.streams.post_reduce.record(), self.streams.compute.record(), *([done] if done is not None else [])]
         for group in self.groups:
-            group.begin(read)
+            group.begin()
+        if self._settings.free_gradients:
+            read = [self.streams.post_reduce.record(), self.streams.compute.record(), *([done] if done is not None else [])]
+            for group in self.groups:
+                if group.reduction is not None and self.is_large(group.nbytes):
+                    group.reduction.free_grads(read)
         self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
-        self.prefetch.begin(settings.prefetch)
+        self.prefetch.begin(self._settings.prefetch)
 
     def end_forward(self) -> None:
-        """The root's forward is over: what was gathered ahead and not used is not needed."""
+        """The root's forward is over: free what was gathered ahead and not used."""
         for group in self.groups:
-            if not (group.installed and (torch.is_grad_enabled() or not group.reshards_after_forward)):
+            if not (group.visible.unsharded and (torch.is_grad_enabled() or not group.reshards_after_forward)):
                 group.reshard()
             else:
-                group.guard()
+                group.visible.expose()
         if not torch.is_grad_enabled() and any(group.offloads for group in self.groups):
             self.streams.gather.synchronize()  # the caller may write to the shards, on the host
 
     def gather_ahead(self, groups: list[ParamGroup], label: str) -> None:
-        """Start gathering what the prefetch queue names. label: of the range in a profile."""
+        """Start to gather groups that the prefetch queue has named. label: of the range in a profile."""
         if groups:
             with ranged(label, *groups):
                 self._gather_ahead(groups)
 
     def _gather_ahead(self, groups: list[ParamGroup]) -> None:
-        # A custom collective may go on with what it gathered: not inside of a group of calls.
-        ours = [group for group in groups if group.custom_gather is None]
+        # A custom collective may use at once what it gathered, so it cannot be one of a group of calls.
+        ours = [group for group in groups if group.gather.custom is None]
         with _together(group.gather_comm for group in ours):
             for group in ours:
                 group.unshard()
         for group in groups:
-            if group.custom_gather is not None:
+            if group.gather.custom is not None:
                 group.unshard()
 
+    # ------------------------------------------------------------------ backward
+
     def begin_backward(self) -> None:
-        """The first gradient of a backward comes in: have its end announced."""
+        """The first gradient of a backward is ready: have autograd call back at its end."""
         if not self._end_queued:
             self._end_queued = True
             for group in self.groups:
-                if group.guarded:
-                    group.guard(False)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+                group.visible.conceal()
+            queue_backward_callback(self._end_backward)
 
     def reduce(self, group: ParamGroup) -> None:
-        """Gradients of `group` are ready: pack and reduce them, small groups several at a time. No-op if there are none."""
-        if group.has_gradients() or (group.settings.reduce_unused and group.reduction is not None):
-            self._enqueue(group)
-
-    def _enqueue(self, group: ParamGroup) -> None:
+        """The gradients of `group` are due: pack and reduce them, small groups several at a time."""
         if group not in self._to_reduce:
             self._to_reduce[group] = None
             self._to_reduce_nbytes += group.nbytes
-        if self._to_reduce_nbytes > prefetch.BUCKET_BYTES:
-            self._reduce_waiting()
+        if self._to_reduce_nbytes > context.BUCKET_BYTES:
+            self._reduce_bucket()
 
-    def _reduce_waiting(self) -> None:
-        """Reduce what waits. Few buckets at a time are in flight, so that packed gradients take a bounded amount of memory."""
+    def _reduce_bucket(self) -> None:
+        """Reduce the groups that wait. Few buckets are in flight at a time, which bounds the memory of packed gradients."""
         again = any(groups & self._to_reduce.keys() for groups, _ in self._in_flight)  # with the same buffers
         with ranged("FSDP::post_backward_rs_wait", *self._to_reduce):
             self._retire(0 if again else self._reductions_in_flight - 1)
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
             with ranged("FSDP::post_backward_accumulate", *self._to_reduce):
-                for group in self._to_reduce:
-                    group.pack_grads()
-            self._send([group for group in self._to_reduce if group.settings.sync_gradients])
+                packed = {group: group.pack_grads() for group in self._to_reduce}
+            self._send({group: grads for group, grads in packed.items() if grads is not None})
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
 
-    def _send(self, groups: list[ParamGroup]) -> None:
-        """Reduce what these have packed, over the shards and over the replicas, and publish it."""
+    def _send(self, packed: dict[ParamGroup, PackedGrads]) -> None:
+        """Reduce what these groups have packed, over the shard ranks and over the replicas, and publish it."""
         streams = self.streams
-        with ranged("FSDP::post_backward_reduce", *groups):
-            used = self._reduce(groups)
-        with ranged("FSDP::post_backward_publish", *groups):
-            for group in groups:
-                group.publish_grads()
-        self._in_flight.append((set(groups), Handoff(used, streams.post_reduce.record(), streams.compute)))
-        self._reduced.update(groups)
+        with ranged("FSDP::post_backward_reduce", *packed):
+            self._reduce(packed)
+        with ranged("FSDP::post_backward_publish", *packed):
+            for group, grads in packed.items():
+                group.publish_grads(grads)
+        used = [buffer for grads in packed.values() for buffer in grads.used]
+        self._in_flight.append((set(packed), Handoff(used, streams.post_reduce.record(), streams.compute)))
+        self._reduced.update(packed)
 
-    def _reduce(self, groups: list[ParamGroup]) -> list[FlatBuffer]:
+    def _reduce(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         streams = self.streams
         streams.reduce.wait(streams.compute.record())
-        ours = [group for group in groups if group.settings.reduce_scatter is None]
-        custom = [group for group in groups if group.settings.reduce_scatter is not None]
+        ours = [group for group in packed if group.settings.reduce_scatter is None]
         with _together(group.reduce_comm for group in ours):
-            used = [buffer for group in ours for buffer in group.reduce_grads()]
-        used += [buffer for group in custom for buffer in group.reduce_grads()]
+            for group in ours:
+                group.reduce_grads(packed[group])
+        for group in packed:
+            if group.settings.reduce_scatter is not None:
+                group.reduce_grads(packed[group])
         if streams.post_reduce is not streams.reduce:
             streams.post_reduce.wait(streams.reduce.record())
-        with _together(group.all_reduce_comm for group in groups if group.all_reduce_comm is not None):
-            for group in groups:
-                group.reduce_over_replicas()
-        return used
+        with _together(group.all_reduce_comm for group in packed if group.all_reduce_comm is not None):
+            for group, grads in packed.items():
+                group.reduce_over_replicas(grads)
 
-    def _retire(self, but: int) -> None:
-        """Give back the buffers of all but the newest `but` buckets of reductions, once those have run."""
-        while len(self._in_flight) > but:
+    def _retire(self, newest: int) -> None:
+        """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
+        while len(self._in_flight) > newest:
             self._in_flight.popleft()[1].release()
 
     def _end_backward(self) -> None:
-        """Reduce what is left (parameters without a gradient kept their groups waiting), and let compute see it all."""
+        """Reduce what is left, such as groups that waited for a gradient in vain, and let compute see all gradients."""
         self._end_queued = False
         with ranged("FSDP::root_post_backward_callback"):
             self._finish_backward()
 
     def _finish_backward(self) -> None:
         for group in self.groups:
-            if group.has_gradients() or group.needs_reduction(group in self._reduced):
-                self._enqueue(group)
+            if group.reduction_due(Progress.BACKWARD_DONE, reduced=group in self._reduced):
+                self.reduce(group)
         if self._to_reduce:
-            self._reduce_waiting()
+            self._reduce_bucket()
         self._reduced.clear()
         for group in self.groups:
-            group.end_backward()
-        if self.root.settings.is_last_backward:
+            group.calls.end_backward()
+            group.finish_backward()
+        if self._settings.is_last_backward:
             self.settle()
 
     def settle(self) -> None:
-        """Let compute and the caller's stream see all reduced gradients, and give back what the reductions used."""
+        """Let compute and the caller's stream see all reduced gradients, and free the buffers of the reductions."""
         self._retire(0)
         done = self.streams.post_reduce.record()
         self.streams.compute.wait(done)
         comm.current_stream(self.streams.device).wait(done)  # where the optimizer runs
         if any(group.offloads for group in self.groups):
-            self.streams.synchronize()  # the optimizer reads the gradients on the host, whatever the streams do
+            self.streams.synchronize()  # the optimizer reads the gradients on the host, which waits for no stream
 
     def reset(self) -> None:
-        """Forget a failed iteration: everything under way is waited for, everything is sharded again."""
+        """Forget a failed iteration: wait for everything under way, and shard all groups again."""
         self._end_queued = False
         self.streams.recover()
         self._to_reduce.clear()
@@ -291,9 +235,25 @@ class Runtime:
             group.reset()
 
 
+def _rename(root: ParamGroup, groups: Iterable[ParamGroup], names: dict[nn.Module, str]) -> None:
+    """Name the groups as their modules are named under the root. RuntimeError for one that ran as a root of its own."""
+    for group in groups:
+        group.rename(", ".join(names.get(module, type(module).__name__) for module in group.modules) or group.name)
+        if group.runtime is not None:
+            raise RuntimeError(
+                f"'{group.name}' ran as a root of its own before '{root.name}' around it was sharded (rank "
+                f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
+            )
+
+
+def runtime_of(group: ParamGroup) -> Runtime | None:
+    """The runtime that the group has joined, if the root has run."""
+    return cast("Runtime | None", group.runtime)
+
+
 @contextmanager
 def _together(comms: Iterable[comm.Communicator]) -> Iterator[None]:
-    """Make the calls of the `with` block on each of these communicators one."""
+    """Launch the calls of the `with` block on each of these communicators together."""
     with ExitStack() as stack:
         for communicator in dict.fromkeys(comms):
             stack.enter_context(communicator.group())

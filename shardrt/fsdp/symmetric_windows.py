@@ -1,33 +1,32 @@
 """NCCL's symmetric windows for collectives (`FSDPModule.set_symm_mem_for_comm`).
 
-A window is made once, by all ranks together, and stays; full parameters come and go, so they cannot lie in one. Their gathers
-go through a window instead, as FSDP2's do: shard -> window, all-gather in place, window -> full parameters. Packed gradients of
-large groups have memory that stays, the comm_buffer, which is made a window itself.
+All ranks together make a window once, and it stays. Full parameters are allocated and freed in every step, so they cannot be
+in a window. Their gathers go through one instead, as FSDP2's do: shard -> window, all-gather in place, window -> full
+parameters. Packed gradients of large groups use memory that stays, a `CommBuffer`, which is made a window itself.
 
-A window is a promise that all ranks give a call the same part of it (`Communicator.empty`). What keeps it: the ranks agree on
-which groups asked; a layout is the same on all ranks, and begins where the window does; and which gradients lie in the buffer
-follows from the order of calls alone.
+Invariant: all ranks give a call the same part of a window (`Communicator.empty`). It holds because the ranks agree on which
+groups use windows; a layout is the same on all ranks, and begins where the window does; and the order of calls alone decides
+which gradients are in the buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..comm import Communicator, Stream, Work
 from .buffers import CommBuffer
-
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
+from .param_group import ParamGroup
 
 
 class SymmetricGather:
-    """An all-gather through a window. Gathers of one communicator follow each other on one stream, so they share it.
+    """An all-gather through a window. Gathers of one communicator run in order on one stream, so they share the window.
 
     Cost: the window, as large as the largest group that uses it; a group's bytes copied twice on the gather stream.
     """
+
+    _window: torch.Tensor
 
     def __init__(self, window: torch.Tensor) -> None:
         self._window = window
@@ -43,13 +42,13 @@ class SymmetricGather:
 
 
 def useful(comm: Communicator) -> bool:
-    """Whether there is any use for a window: on GPUs, more than one."""
+    """Whether a window has any use: among several GPUs."""
     return comm.device.type == "cuda" and comm.size > 1
 
 
 def gathers(groups: Sequence[ParamGroup]) -> dict[ParamGroup, SymmetricGather]:
-    """For each group that asked, and that has a use for it, how it gathers. Collective."""
-    asked = [group for group in groups if group.settings.symmetric and group.stages and useful(group.gather_comm)]
+    """The all-gathers through windows, for the groups whose settings ask for one and that can use it. Collective."""
+    asked = [group for group in groups if group.settings.symmetric and group.gather.windowed and useful(group.gather_comm)]
     found = {}
     for comm in dict.fromkeys(group.gather_comm for group in asked):
         mine = [group for group in asked if group.gather_comm is comm]
@@ -60,7 +59,7 @@ def gathers(groups: Sequence[ParamGroup]) -> dict[ParamGroup, SymmetricGather]:
 
 
 def agree(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
-    """RuntimeError, on every rank alike, unless all ranks asked for the same groups, none of which has custom collectives."""
+    """RuntimeError, on every rank alike, if ranks chose windows for different groups, or for one with custom collectives."""
     asked = [group.name for group in groups if group.settings.symmetric]
     answers = root.device_mesh.exchange(asked)
     if any(answer != answers[0] for answer in answers):

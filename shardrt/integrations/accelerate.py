@@ -10,12 +10,12 @@ import accelerate
 import torch
 from accelerate.utils import recursively_apply
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, RandomSampler
 
 from .. import comm
 from ..comm import ReduceOp, without_launcher_variables
 from ..optim import clip_grad_norm_
+from ..torch_internals import tree_leaves
 from .world import check_sharded, full_state_dict, gather, no_gradient_sync, reduce
 
 _OPERATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.AVG, "max": ReduceOp.MAX}

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from .. import comm
 from ..comm import ReduceOp
-from ..fsdp.module import register_fsdp_forward_method, unsharded
+from ..fsdp.module_functions import register_fsdp_forward_method, unsharded
 from ..optim import clip_grad_norm_
 from .world import (
     check_sharded,

@@ -14,6 +14,7 @@ from torch import is_grad_enabled
 from torch.autograd.graph import increment_version
 
 from ..comm import DeviceMesh, ReduceOp
+from ..torch_internals import OpOverload, disabled_torch_function
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
 from .redistribute import check_replicas, redistribute
 
@@ -55,12 +56,12 @@ class DTensor(torch.Tensor):
         made.spec = spec
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,

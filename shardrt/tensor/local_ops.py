@@ -6,9 +6,9 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import increment_version
 
+from ..torch_internals import OpOverload, OpOverloadPacket
 from .dtensor import RULES, DTensor
 from .operands import local_shards, raise_undefined, specs_of, tensors_in
 from .placement import Spec

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map
 
+from ..torch_internals import tree_map
 from .dtensor import DTensor
 from .group_registry import group_of
 from .placement import Spec

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map, tree_map_only
 
 from ..comm import DeviceMesh
+from ..torch_internals import OpOverload, disabled_torch_function, tree_map, tree_map_only
 from .dtensor import DTensor
 from .operands import check_gradients, gather_full, mutated_tensors, raise_undefined, tensors_in
 from .placement import Replicate, Spec
@@ -53,12 +53,12 @@ class GatheredView(torch.Tensor):
         made._origin, made._plain_view, made._full = origin, values, full
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,

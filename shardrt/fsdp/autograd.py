@@ -1,0 +1,261 @@
+"""Autograd's side of a step: which forward calls a backward comes back to, and how far the backward is.
+
+Autograd calls the hook of a node (`GradHook`) once the gradient of that node's output is complete. The nodes between modules
+are therefore the places where the backward of one module ends and that of the module before it begins:
+
+    forward    input --> module A --> output of A = input of B --> module B --> output
+    backward             A ends <-- hook: B ends, A begins     <-- hook: B begins
+
+A module whose inputs want no gradient has no node before it; its parameters' gradients are watched one by one instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum, auto
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from ..tensor.group_registry import Group
+from ..torch_internals import transforms_may_be_active
+
+
+class Phase(IntEnum):
+    """What a group's modules are doing. (An IntEnum, because the hash of a plain Enum is Python code.)"""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+_MOVES = {
+    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD, Phase.IDLE},
+    Phase.FORWARD: {Phase.IDLE},
+    Phase.BACKWARD: {Phase.BACKWARD, Phase.IDLE},
+}
+
+
+class Progress(IntEnum):
+    """How far a backward is, as seen by one group."""
+
+    GRADIENT_READY = auto()  # one more of its gradients is there
+    MODULE_DONE = auto()  # the backward of one call of its module is over
+    BACKWARD_DONE = auto()  # the whole backward is over
+
+
+class ForwardCall:
+    """One forward call of a group's module that a backward will come back to.
+
+    `inputs` counts the call's inputs that want a gradient; the last of those gradients ends the call's backward.
+    """
+
+    __slots__ = ("_inputs_left", "inputs")
+    inputs: int
+    _inputs_left: int
+
+    def __init__(self) -> None:
+        self.inputs = 0
+        self._inputs_left = 0
+
+    def add_input(self) -> None:
+        """Count one more input that wants a gradient."""
+        self.inputs += 1
+
+    def begin_backward(self) -> None:
+        """No input has its gradient yet."""
+        self._inputs_left = self.inputs
+
+    def input_done(self) -> bool:
+        """One more input has its gradient. Returns: whether that was the last."""
+        self._inputs_left -= 1
+        return not self._inputs_left
+
+
+class GradHook:
+    """A hook at an autograd node between modules, called when the gradient there is complete.
+
+    The backward of the module that the tensor went into is over; that of the modules it came from, the innermost first,
+    begins. In a chain of modules one hook, and one call from autograd, serves both.
+    """
+
+    __slots__ = ("_on_post_backward", "_on_pre_backward", "ended_call")
+    ended_call: ForwardCall | None  # the call that `_on_post_backward` ends
+    _on_post_backward: Callable[[], None] | None
+    _on_pre_backward: list[Callable[[], None]]
+
+    def __init__(self) -> None:
+        self.ended_call = None
+        self._on_post_backward = None
+        self._on_pre_backward = []
+
+    @classmethod
+    def find(cls, node: Node) -> GradHook | None:
+        """The hook at this node, if there is one."""
+        return node.metadata.get(cls)  # type: ignore[attr-defined]  # a property that torch declares as a method
+
+    @classmethod
+    def at(cls, node: Node) -> GradHook:
+        """The hook at this node, made if there is none."""
+        metadata: dict[object, GradHook] = node.metadata  # type: ignore[assignment]
+        grad_hook = metadata.get(cls)
+        if grad_hook is None:
+            metadata[cls] = grad_hook = cls()
+            node.register_prehook(grad_hook)
+        return grad_hook
+
+    def on_pre_backward(self, callback: Callable[[], None]) -> None:
+        """Call this as well when the backward of a module begins here."""
+        self._on_pre_backward.append(callback)
+
+    def on_post_backward(self, call: ForwardCall, callback: Callable[[], None]) -> None:
+        """Call this when the backward of `call` is over at this input."""
+        self._on_post_backward, self.ended_call = callback, call
+
+    def __call__(self, gradients: object) -> None:
+        if self._on_post_backward is not None:
+            self._on_post_backward()
+        for callback in self._on_pre_backward:
+            callback()
+
+
+class TensorWatcher:
+    """Puts hooks on the tensors that go into and come out of the modules under one root."""
+
+    _newest_output: GradHook | None  # of the module that ran last; written by watch_outputs()
+
+    def __init__(self) -> None:
+        self._newest_output = None
+
+    def watch_input(self, call: ForwardCall, callback: Callable[[], None], tensor: torch.Tensor) -> torch.Tensor:
+        """Call back once this input of `call` has its gradient.
+
+        Returns: the input, or an alias of it, whose gradient is complete when the module's own backward is over.
+        """
+        if not tensor.requires_grad:
+            return tensor
+        call.add_input()
+        grad_hook = GradHook.find(tensor.grad_fn) if tensor.grad_fn is not None else None
+        if grad_hook is None or grad_hook is not self._newest_output or grad_hook.ended_call is not None:
+            # Other code may use this input too, and its gradient would wait for theirs. That of an alias does not.
+            tensor = tensor.view_as(tensor)
+            assert tensor.grad_fn is not None
+            grad_hook = GradHook.at(tensor.grad_fn)
+        grad_hook.on_post_backward(call, callback)
+        return tensor
+
+    def watch_outputs(self, call: ForwardCall, callback: Callable[[], None], tensors: Sequence[torch.Tensor]) -> None:
+        """Call back when a gradient of one of these outputs of `call` is complete: the module's backward begins."""
+        for tensor in _of_every_level(tensors) if transforms_may_be_active() else tensors:
+            if tensor.grad_fn is not None:
+                grad_hook = GradHook.at(tensor.grad_fn)
+                if grad_hook.ended_call is not call:  # an input that is passed on does not begin the module's backward
+                    self._newest_output = grad_hook
+                    grad_hook.on_pre_backward(callback)
+
+
+def _of_every_level(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, and what the transforms of `torch.func` have wrapped in them: each level has a graph of its own."""
+    for tensor in tensors:
+        yield tensor
+        while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
+            yield (tensor := inner)
+
+
+class ModuleCalls:
+    """The calls of a group's modules: those running, and those whose backward is under way."""
+
+    phase: Phase  # written by move(), end_backward() and reset()
+    running: bool  # one of the modules is in its forward; written by start() and stop()
+    forward_call: ForwardCall  # of the module that runs, or ran last; written by begin_call()
+    open_calls: set[ForwardCall]  # whose backward is under way
+    _modules: Sequence[nn.Module]
+    _not_run: set[object]  # modules that have not run since all of them had
+    _watches: list[RemovableHandle]  # on the gradients of the trainable parameters, if they are watched
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.phase = Phase.IDLE
+        self.running = False
+        self.forward_call = ForwardCall()
+        self.open_calls = set()
+        self._modules = modules
+        self._not_run = set(modules)
+        self._watches = []
+
+    def move(self, phase: Phase, group: Group) -> None:
+        """Enter `phase`; RuntimeError, which names the group, if that cannot follow the current one."""
+        if phase not in _MOVES[self.phase]:
+            raise RuntimeError(
+                f"'{group.name}' cannot go from {self.phase.name} to {phase.name} (rank {group.mesh.rank}): a forward was "
+                "cut short by an exception; call reset_iter_state() on the root to go on"
+            )
+        self.phase = phase
+
+    def begin_iteration(self) -> None:
+        """No module has run yet."""
+        if len(self._modules) > 1:
+            self._not_run.update(self._modules)
+
+    def start(self) -> None:
+        """A module's forward starts."""
+        self.running = True
+
+    def stop(self) -> None:
+        """It has returned, or failed."""
+        self.running = False
+
+    def begin_call(self) -> ForwardCall:
+        """A forward starts that a backward will come back to."""
+        self.forward_call = call = ForwardCall()
+        return call
+
+    def all_have_run(self, module: object) -> bool:
+        """`module` has run. Returns: whether the group's other modules had run before it."""
+        if len(self._modules) == 1:
+            return True
+        self._not_run.discard(module)
+        if self._not_run:
+            return False
+        self._not_run.update(self._modules)
+        return True
+
+    def watch_gradients(self, params: Iterable[nn.Parameter], callback: Callable[[torch.Tensor], None]) -> None:
+        """Call back whenever one of these has its gradient. No-op if gradients are watched already.
+
+        Cost: some microseconds of Python per parameter and backward.
+        """
+        if not self._watches:
+            self._watches = [param.register_post_accumulate_grad_hook(callback) for param in params]
+
+    def unwatch_gradients(self) -> None:
+        """Watch gradients no more, until `watch_gradients` is called again."""
+        while self._watches:
+            self._watches.pop().remove()
+
+    def begin_backward(self, call: ForwardCall, group: Group) -> bool:
+        """The backward of this call begins. Returns: False if it has begun before."""
+        if call in self.open_calls:
+            return False
+        self.open_calls.add(call)
+        call.begin_backward()
+        self.move(Phase.BACKWARD, group)
+        return True
+
+    def end_call(self, call: ForwardCall) -> bool:
+        """The backward of this call is over. Returns: whether no other is under way."""
+        self.open_calls.discard(call)
+        return not self.open_calls
+
+    def end_backward(self) -> None:
+        """No call's backward is under way any more."""
+        self.open_calls.clear()
+        if self.phase is Phase.BACKWARD:
+            self.phase = Phase.IDLE
+
+    def reset(self) -> None:
+        """Forget a failed iteration."""
+        self.phase = Phase.IDLE
+        self.open_calls.clear()
+        self._not_run = set(self._modules)

@@ -1,0 +1,291 @@
+"""How the parameters of one group lie on the ranks, and how they are gathered: the way from a group to the wire.
+
+| step                | stream  | before -> after                                  | cost                                     |
+|---------------------|---------|--------------------------------------------------|------------------------------------------|
+| launch              | gather  | this rank's shards (S,) -> full (N * S,)         | 1 all-gather, (N - 1) * S bytes          |
+| fill_unsharded      | compute | full -> the unsharded parameters                 | nothing: they are views of it            |
+| reshard_to_subgroup | gather  | 1 / k of full is copied to a post-forward shard  | that part copied                         |
+| launch              | gather  | post-forward shards of k ranks -> full           | 1 all-gather among k neighbouring ranks  |
+| release             | gather  | full is freed                                    | no communication                         |
+
+Legend: N ranks; S bytes in a segment of the layout.
+A group is given one of two strategies when it is made: `FlatGather` here, or `extension.ExtensionGather` for a parameter
+whose own methods define what is gathered.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import ClassVar
+
+import torch
+
+from ..comm import Communicator, DeviceMesh, Pool, Stream, Work
+from ..kernels import pack_into
+from .buffers import CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
+from .context import Context
+from .layout import ALIGNMENT, Layout, ParamSpec
+from .param import ShardedParam, local_geometry, placement_of
+from .planner import plan
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
+
+AllGather = Callable[[torch.Tensor, torch.Tensor, Communicator, Stream], Work]
+
+
+def neighbours(mesh: DeviceMesh, ranks: int) -> Communicator:
+    """The communicator of this rank and its neighbours on the mesh, `ranks` in all. Collective the first time."""
+    return mesh.unflatten((mesh.size // ranks, ranks), ("across", "within"))["within"].communicator("gather")
+
+
+class PostForwardShard:
+    """A k-th of each gathered buffer, kept after forward such that k neighbouring ranks together have all of them."""
+
+    buffer: FlatBuffer
+
+    def __init__(self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], memory: MemoryCounter) -> None:
+        self._comm = neighbours(mesh, ranks)
+        self._gathered = gathered
+        position, sizes = mesh.rank % ranks, [full_bytes.numel() // ranks for full_bytes in gathered]
+        self.buffer = FlatBuffer(sum(sizes), mesh.device, memory)
+        self._kept = [
+            self.buffer.view(torch.uint8, end - size, (size,)) for size, end in zip(sizes, accumulate(sizes), strict=True)
+        ]
+        self.buffer.seal()
+        self._sources = [full_bytes.narrow(0, position * size, size) for full_bytes, size in zip(gathered, sizes, strict=True)]
+
+    def fill(self) -> None:
+        """Copy the shard out of the gathered buffers."""
+        self.buffer.allocate()
+        for kept, source in zip(self._kept, self._sources, strict=True):
+            kept.copy_(source)
+
+    def gather(self, stream: Stream) -> Work:
+        """Make the gathered buffers whole again."""
+        for full_bytes, kept in zip(self._gathered, self._kept, strict=True):
+            work = self._comm.all_gather(full_bytes, kept, stream=stream)
+        return work
+
+
+class Gather(ABC):
+    """Shards the parameters of one group over the ranks of a 1-D mesh, and gathers them.
+
+    Made where every rank is, with the layout and this rank's shards; `attach` makes the buffers.
+    Invariant: `full` is allocated and released on the gather stream only.
+    """
+
+    windowed: ClassVar[bool]  # what is gathered may go through a symmetric window
+    params: Sequence[ShardedParam]
+    mesh: DeviceMesh
+    comm: Communicator
+    layout: Layout
+    offloads: bool  # the shards are on the host, the mesh on another device
+    full: FlatBuffer  # what is gathered; written by attach()
+    post_forward_shard: PostForwardShard | None  # what the last forward has kept, if anything
+    custom: AllGather | None  # what gathers instead of `comm.all_gather`; written by attach()
+    _mp_policy: MixedPrecisionPolicy
+    _memory: MemoryCounter  # written by attach()
+    _pool: Pool | None  # written by attach()
+    _dtypes: list[torch.dtype]  # in which the parameters are gathered
+    _fills: bool  # a gather first copies the shards to where it sends from
+    _pairs: list[tuple[torch.Tensor, torch.Tensor]]  # gathered bytes, and what this rank sends; written by attach()
+    _post_forward_shards: dict[int, PostForwardShard]  # by the number of ranks that share
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        device_mesh: DeviceMesh,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+    ) -> None:
+        self.params = params
+        self.mesh = mesh
+        self.comm = mesh.communicator("gather")
+        self.offloads = offload_policy.applies_to(mesh.device)
+        self.custom = None
+        self._mp_policy = mp_policy
+        self._dtypes = [mp_policy.compute_dtype(param.dtype) for param in params]
+        self._pairs = []
+        self._post_forward_shards = {}
+        self.post_forward_shard = None
+        specs = [
+            ParamSpec(param.name, tuple(param.shape), dtype.itemsize, param.dim, rows_only=param.rows_only)
+            for param, dtype in zip(params, self._dtypes, strict=True)
+        ]
+        self.layout = self._plan(specs)
+        self._shard(device_mesh, offload_policy)
+
+    @abstractmethod
+    def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
+        """Plan which rank keeps what of the parameters."""
+
+    @abstractmethod
+    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> None:
+        """Keep this rank's shards of the parameters and register them."""
+
+    @property
+    @abstractmethod
+    def on_meta(self) -> bool:
+        """The shards have no values yet."""
+
+    @property
+    @abstractmethod
+    def shard_nbytes(self) -> int:
+        """Bytes of this rank's shards, padding included."""
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where the shards are, once they have values."""
+        return torch.device("cpu") if self.offloads else self.mesh.device
+
+    def check_ready(self, name: str) -> None:
+        """RuntimeError, which names the group, if the parameters have no values yet."""
+        if self.on_meta:
+            raise RuntimeError(
+                f"'{name}' runs while its parameters are on the meta device (rank {self.mesh.rank}): call to_empty() and "
+                "initialise them, or load a state dict"
+            )
+
+    def attach(self, context: Context, settings: Settings, window: AllGather | None, name: str) -> None:
+        """Make the buffers, and everything that a step only replays.
+
+        window: an all-gather through a symmetric window, if the group has one.   name: the group's.
+        """
+        self.custom = window or settings.all_gather
+        self._memory = context.memory
+        self._pool = (settings.comm_memory and self.comm.pool()) or context.pool
+        self._make_full(context, settings, name)
+
+    @abstractmethod
+    def _make_full(self, context: Context, settings: Settings, name: str) -> None:
+        """Make `full`, the views that are gathered, and the unsharded parameters."""
+
+    def detach(self, stream: Stream) -> None:
+        """Give the buffers up; nothing is gathered at the moment. stream: the gather stream."""
+        self.drop_post_forward_shard(stream)
+        self._post_forward_shards.clear()
+
+    def launch(self, stream: Stream) -> Work:
+        """Gather the shards, or the post-forward shards if a forward has left any, into `full`."""
+        stream.submit(self.full.allocate)
+        if self.post_forward_shard is not None:
+            work = self.post_forward_shard.gather(stream)
+            self.drop_post_forward_shard(stream)
+            return work
+        if self._fills:
+            stream.submit(self._fill_own)
+        for full_bytes, own_bytes in self._pairs:
+            if self.custom is None:
+                work = self.comm.all_gather(full_bytes, own_bytes, stream=stream)
+            else:
+                work = self.custom(full_bytes, own_bytes, self.comm, stream)
+        return work
+
+    @abstractmethod
+    def _fill_own(self) -> None:
+        """Copy this rank's shards to where the all-gather sends from. On the gather stream."""
+
+    @abstractmethod
+    def fill_unsharded(self) -> None:
+        """Make the unsharded parameters of what was gathered. On the compute stream."""
+
+    def release(self, stream: Stream) -> None:
+        """Free what was gathered, on the gather stream."""
+        stream.submit(self.full.release)
+
+    def reshard_to_subgroup(self, ranks: int, stream: Stream) -> None:
+        """Keep a post-forward shard, from which this rank and its neighbours, `ranks` in all, gather next time."""
+        if ranks not in self._post_forward_shards:
+            gathered = [full_bytes for full_bytes, _ in self._pairs]
+            self._post_forward_shards[ranks] = PostForwardShard(ranks, self.mesh, gathered, self._memory)
+        self.post_forward_shard = self._post_forward_shards[ranks]
+        stream.submit(self.post_forward_shard.fill)
+
+    def drop_post_forward_shard(self, stream: Stream) -> None:
+        """Free the post-forward shard, on the gather stream. No-op if there is none."""
+        if self.post_forward_shard is not None:
+            stream.submit(self.post_forward_shard.buffer.release)
+            self.post_forward_shard = None
+
+
+class FlatGather(Gather):
+    """All parameters of a group in one flat buffer, of which every rank keeps one segment.
+
+    The unsharded parameters are views of the buffer: nothing is copied out.
+    """
+
+    windowed = True
+    _casts: bool  # some parameters are gathered in another dtype than their own
+    _flat_shard: torch.Tensor  # (S,) bytes without casts: what the all-gather sends
+    _locals: list[torch.Tensor]  # views of it, one for each parameter
+    _own_views: list[torch.Tensor]  # where _fill_own() copies them; written by attach()
+
+    def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
+        return plan(specs, self.mesh.size)
+
+    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> None:
+        """Keep this rank's part of every parameter, in one flat storage.
+
+        Without casts that storage has the layout of the segment, so it is what the all-gather sends.
+        """
+        rank, end, offsets = self.mesh.rank, 0, []
+        self._casts = any(param.dtype != dtype for param, dtype in zip(self.params, self._dtypes, strict=True))
+        self._fills = self._casts or self.offloads
+        for index, param in enumerate(self.params):
+            run = self.layout.run(index, rank)
+            offsets.append(end if self._casts else run.offset)
+            end += -(-(run.stop - run.start) * param.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self._flat_shard = self._allocate(end if self._casts else self.layout.segment_nbytes, offload_policy)
+        storage = self._flat_shard.untyped_storage()
+        self._locals = []
+        for index, param in enumerate(self.params):
+            shape, stride = local_geometry(param.shape, placement_of(index, self.layout), rank)
+            local = torch.empty(0, dtype=param.dtype, device=self._flat_shard.device)
+            local.set_(storage, offsets[index] // param.dtype.itemsize, shape, stride)
+            param.shard(param.spec(index, self.layout, device_mesh), local)
+            self._locals.append(local)
+
+    def _allocate(self, nbytes: int, offload_policy: OffloadPolicy) -> torch.Tensor:
+        if any(param.original.is_meta for param in self.params):  # then all of them: they are on one device, as checked
+            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        if not self.offloads:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.mesh.device)
+        assert isinstance(offload_policy, CPUOffloadPolicy)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=offload_policy.pin_memory)
+
+    @property
+    def on_meta(self) -> bool:
+        return self._flat_shard.is_meta
+
+    @property
+    def shard_nbytes(self) -> int:
+        return self._flat_shard.numel()
+
+    def _make_full(self, context: Context, settings: Settings, name: str) -> None:
+        nbytes, custom, device = self.layout.nbytes, settings.all_gather, self.mesh.device
+        if custom is None:
+            self.full = FlatBuffer(nbytes, device, self._memory, self._pool)
+        else:
+            comm_buffer = CommBuffer.given(custom.allocate(nbytes, device), nbytes, device, name)
+            self.full = CommFlatBuffer(nbytes, comm_buffer, self._memory)
+        full_bytes = self.full.view(torch.uint8, 0, (nbytes,))
+        first, size = self.mesh.rank * self.layout.segment_nbytes, self.layout.segment_nbytes
+        own_bytes = self.full.view(torch.uint8, first, (size,)) if self._fills else self._flat_shard
+        self._pairs = [(full_bytes, own_bytes)]
+        self._own_views = [own_bytes]
+        for index, (param, dtype) in enumerate(zip(self.params, self._dtypes, strict=True)):
+            param.make_unsharded(self.full, self.layout.placed[index].offset, dtype)
+        if self._casts:
+            self._own_views = [
+                self.full.view(dtype, first + self.layout.run(index, self.mesh.rank).offset, local.shape, local.stride())
+                for index, (local, dtype) in enumerate(zip(self._locals, self._dtypes, strict=True))
+            ]
+        self.full.seal()
+
+    def _fill_own(self) -> None:
+        pack_into(self._own_views, self._locals if self._casts else [self._flat_shard])
+
+    def fill_unsharded(self) -> None:
+        """Nothing to do: they are views of what was gathered."""

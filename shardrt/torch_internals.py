@@ -1,0 +1,223 @@
+"""The names of torch that it keeps private and shardrt uses: all of them are in this file, each with a way to do without.
+
+| function                         | private name                                   | without it                           |
+|----------------------------------|------------------------------------------------|--------------------------------------|
+| `in_backward`                    | `torch._C._current_graph_task_id`              | the stack is searched, slowly        |
+| `queue_backward_callback`        | `Variable._execution_engine`                   | RuntimeError at the first backward   |
+| `post_accumulate_grad_hooks`     | `Tensor._post_accumulate_grad_hooks`           | hooks are not called, with a warning |
+| `transforms_may_be_active`       | `torch._C._functorch.peek_interpreter_stack`   | always: outputs are searched         |
+| `outside_transforms`             | `torch._functorch.pyfunctorch`                 | RuntimeError inside a transform      |
+| `disabled_torch_function`        | `torch._C._disabled_torch_function_impl`       | torch's public default               |
+| `preserve_version`               | `_unsafe_preserve_version_counter`             | RuntimeError where it is needed      |
+| `hide_from_compiler`             | `torch._dynamo.trace_rules`                    | a warning; torch.compile may fail    |
+| `profiler_state`                 | `torch.autograd.profiler._is_profiler_enabled` | ranges are made always               |
+| `OpOverload`, `OpOverloadPacket` | `torch._ops`, for type checkers only           | the types of two operators           |
+| `tree_map` and its kin           | `torch.utils._pytree`                          | tuples, lists and dicts              |
+
+Nothing private is touched when this file is imported but what is looked up with a default. What is private by name only, and
+used by everybody who subclasses tensors or modules, is not here: `_foreach_*`, `_make_wrapper_subclass`, `_version`,
+a module's `_parameters`, `_buffers` and `_apply`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+else:
+    OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
+
+_log = logging.getLogger("shardrt")
+
+
+def find(path: str) -> Any:
+    """What `path`, such as `torch._C._functorch.peek_interpreter_stack`, names; None if this torch lacks it."""
+    module, _, name = path.rpartition(".")
+    owner: Any = None
+    try:
+        owner = importlib.import_module(module)
+    except ImportError:  # no module, but maybe an attribute of one
+        owner = find(module) if "." in module else owner
+    try:
+        return getattr(owner, name, None)
+    except ImportError:  # of a module that torch imports when it is asked for
+        return None
+
+
+def _missing(path: str, purpose: str) -> RuntimeError:
+    return RuntimeError(f"torch {torch.__version__} has no {path}, which {purpose} needs: install a tested version")
+
+
+# ---------------------------------------------------------------------- autograd
+
+
+def backward_is_on_the_stack() -> bool:
+    """A backward is under way in this thread, judged by the functions that are running."""
+    if threading.current_thread().name.startswith("Dummy"):  # autograd's own threads, which run hooks of CUDA nodes
+        return True
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _make_in_backward() -> Callable[[], bool]:
+    if (current := getattr(torch._C, "_current_graph_task_id", None)) is None:
+        return backward_is_on_the_stack
+    return lambda: current() != -1
+
+
+in_backward = _make_in_backward()
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward that is running ends. RuntimeError if this torch offers no way."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        raise _missing("torch.autograd.Variable._execution_engine", "the backward of a sharded module")
+    engine.queue_callback(callback)
+
+
+def hooks_are_unknown(tensor: torch.Tensor) -> None:
+    """Stands in for `post_accumulate_grad_hooks`: nobody knows of any."""
+    _warn_of_hooks()
+
+
+@functools.cache
+def _warn_of_hooks() -> None:
+    _log.warning(
+        "torch %s does not show the hooks of register_post_accumulate_grad_hook: those on sharded parameters are not called "
+        "(logged once)",
+        torch.__version__,
+    )
+
+
+_HookGetter = Callable[[torch.Tensor], Mapping[int, Callable[[torch.Tensor], None]] | None]
+
+# A tensor's hooks, or None. Cost: called for each parameter in each step, so it is a function in C.
+post_accumulate_grad_hooks: _HookGetter = (
+    attrgetter("_post_accumulate_grad_hooks") if hasattr(torch.Tensor, "_post_accumulate_grad_hooks") else hooks_are_unknown
+)
+
+
+def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Inside, writes to `tensor` do not count as modifications. RuntimeError if this torch offers no way."""
+    preserve = find("torch.autograd.grad_mode._unsafe_preserve_version_counter")
+    if preserve is None:
+        raise _missing("torch.autograd.grad_mode._unsafe_preserve_version_counter", "a parameter with an all-gather extension")
+    return preserve(tensor)
+
+
+# ---------------------------------------------------------------------- torch.func's transforms
+
+
+def _make_transforms_may_be_active() -> Callable[[], bool]:
+    functorch = getattr(torch._C, "_functorch", None)
+    if (peek := getattr(functorch, "peek_interpreter_stack", None)) is None:
+        return lambda: True
+    return lambda: peek() is not None
+
+
+transforms_may_be_active = _make_transforms_may_be_active()
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Inside, tensors are made as without the transforms of `torch.func` that are active."""
+    clear = find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
+    return check_no_transform() if clear is None else clear()
+
+
+@contextmanager
+def check_no_transform() -> Iterator[None]:
+    """Stands in for `outside_transforms`: RuntimeError inside a transform that wraps new tensors."""
+    made = torch.zeros(()).clone()
+    if torch.func.debug_unwrap(made) is not made:
+        path = "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
+        raise _missing(path, "the first forward of a sharded module inside a transform of torch.func")
+    yield
+
+
+# ---------------------------------------------------------------------- subclasses of tensors
+
+
+@classmethod  # type: ignore[misc]
+def public_torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Stands in for `disabled_torch_function`: what plain tensors do, which converts no outputs."""
+    return torch.Tensor.__torch_function__(func, (), args, kwargs or {})
+
+
+def disabled_torch_function() -> Any:
+    """The `__torch_function__` of subclasses that only take part in `__torch_dispatch__`."""
+    return getattr(torch._C, "_disabled_torch_function_impl", None) or public_torch_function
+
+
+# ---------------------------------------------------------------------- compiler, profiler
+
+
+def hide_from_compiler(packages: Sequence[str]) -> None:
+    """Have torch.compile look into no file of these packages: a graph ends before a call into them, another begins in it.
+
+    Cost: seconds and 70 MB of importing the compiler, once; torch's optimizers import it as well. The public way,
+    `torch.compiler.disable`, costs some microseconds per hook and does without the hooks in a backward.
+    """
+    add = find("torch._dynamo.trace_rules.add")
+    if add is None:
+        _log.warning("torch %s has no torch._dynamo.trace_rules: torch.compile of sharded modules may fail", torch.__version__)
+        return
+    for package in packages:
+        add(package)
+
+
+def _make_profiler_state() -> Any:
+    from torch.autograd import profiler
+
+    return profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=True)
+
+
+profiler_state = _make_profiler_state()  # its `_is_profiler_enabled` changes as profilers start and stop
+
+
+# ---------------------------------------------------------------------- nested containers
+
+
+def plain_tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Stands in for `tree_map`: through tuples, lists and dicts."""
+    if isinstance(tree, dict):
+        items = {key: plain_tree_map(fn, value) for key, value in tree.items()}
+        return items if type(tree) is dict else type(tree)(items)
+    if isinstance(tree, (tuple, list)):
+        values = [plain_tree_map(fn, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return fn(tree)
+
+
+def plain_tree_map_only(kind: type, fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Stands in for `tree_map_only`."""
+    return plain_tree_map(lambda value: fn(value) if isinstance(value, kind) else value, tree)
+
+
+def plain_tree_leaves(tree: Any) -> list[Any]:
+    """Stands in for `tree_leaves`."""
+    leaves: list[Any] = []
+    plain_tree_map(leaves.append, tree)
+    return leaves
+
+
+tree_map: Callable[..., Any] = find("torch.utils._pytree.tree_map") or plain_tree_map
+tree_map_only: Callable[..., Any] = find("torch.utils._pytree.tree_map_only") or plain_tree_map_only
+tree_leaves: Callable[..., list[Any]] = find("torch.utils._pytree.tree_leaves") or plain_tree_leaves
