@@ -25,7 +25,7 @@ def main() -> None:
         shardrt.fully_shard(block, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    weight = model[0][0].weight
+    weight = next(model.parameters())
     assert isinstance(weight, shardrt.DTensor)
     shards = world.comm.exchange(weight.to_local().numel())  # every rank's, on every rank
     if world.rank == 0:

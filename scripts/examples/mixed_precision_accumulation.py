@@ -1,4 +1,4 @@
-"""Compute in bfloat16, reduce in float32, accumulate 4 micro-batches: python -m shardrt.launch -n 2 mixed_precision_accumulation.py
+"""bfloat16 compute, float32 reduction, 4 micro-batches: python -m shardrt.launch -n 2 mixed_precision_accumulation.py
 
 Shards and optimizer state stay in float32. Gradients are reduced once per step, in the backward of the last micro-batch.
 """
