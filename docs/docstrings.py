@@ -57,22 +57,16 @@ def _blocks(lines: list[str]) -> Iterator[tuple[bool, list[str]]]:
 
 def _paragraphs(block: list[str]) -> Iterator[str]:
     """Items of a list, and paragraphs between them."""
-    for position, line in enumerate(block):
-        if line.startswith("- "):
-            yield from ("", f"- {_text(line[2:])}")
-        elif line.startswith(" "):
-            yield f"  {_text(line.strip())}"
-        elif _ITEM.match(line):
-            yield from ("", f"- {_text(line)}")
-        elif position and _in_item(block, position):
-            yield f"  {_text(line)}"
+    in_item = False
+    for before, line in zip(["", *block], block, strict=False):
+        if line.startswith("- ") or _ITEM.match(line):
+            in_item = True
+            yield from ("", f"- {_text(line.removeprefix('- '))}")
+        elif in_item and not line.startswith(" ") and before.endswith(".") and line[0].isupper():
+            in_item = False
+            yield from ("", _text(line))
         else:
-            yield _text(line)
-
-
-def _in_item(block: list[str], position: int) -> bool:
-    """Whether the lines before have begun an item."""
-    return any(_ITEM.match(line) or line.startswith("- ") for line in block[:position])
+            yield f"{'  ' * in_item}{_text(line.strip())}"
 
 
 def _text(line: str) -> str:

@@ -17,6 +17,7 @@ import shardrt.kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+WRITTEN = {"scripts/results"}  # by scripts/gpu_check.py, on a GPU
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -51,7 +52,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_paths_and_names_exist(page: Path) -> None:
     text = page.read_text()
     for path in re.findall(r"(?<![\w/.~-])(?:scripts|tests|docs|comm|shardrt|kernels)/[\w/.]*\w", text):
-        assert (ROOT / path).exists(), path
+        assert (ROOT / path).exists() or path in WRITTEN, path
     for name in re.findall(r"(?<![\w.\"-])shardrt\.(\w+)", text):
         assert hasattr(shardrt, name) or name in {"comm", "integrations", "launch"}, f"shardrt.{name}"
 
