@@ -1,4 +1,4 @@
-"""The example for users of PyTorch's FSDP2: few lines differ from the script it was made of, and the losses are the same."""
+"""scripts/examples: each is short, runs on real ranks, and prints what its task promises."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ranks import rank_environment, start
 
 EXAMPLES = Path(__file__).parent.parent / "scripts" / "examples"
 ORIGINAL, OURS = EXAMPLES / "fsdp2_original.py", EXAMPLES / "from_fsdp2.py"
+SHORT = sorted(set(EXAMPLES.glob("*.py")) - {ORIGINAL, OURS})
 
 
-def run_ours(*options: str) -> list[float]:
-    process = start(2, [str(OURS), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = process.communicate(timeout=120.0)
+def run_example(path: Path, *options: str, ranks: int = 2) -> str:
+    process = start(ranks, [str(path), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = process.communicate(timeout=120.0)
+    finally:
+        process.kill()
     assert process.returncode == 0, out + err
-    return losses(out)
+    return out
 
 
 def run_original(*options: str) -> list[float]:
@@ -29,19 +35,22 @@ def run_original(*options: str) -> list[float]:
         port = str(free.getsockname()[1])
     ranks = []
     for rank in ("0", "1"):
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         command = [sys.executable, os.fspath(ORIGINAL), *options]
-        environment = rank_environment() | told
+        environment = rank_environment() | variables
         ranks.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-    said = [process.communicate(timeout=120.0) for process in ranks]
-    found = losses(said[0][0])
-    # Not the exit codes: gloo's threads may abort a process ("terminate called ...") when its program has come to its end.
-    assert found, said
+    outputs = [process.communicate(timeout=120.0) for process in ranks]
+    found = losses(outputs[0][0])
+    # Not the exit codes: gloo's threads may abort a process ("terminate called ...") when its program has ended.
+    assert found, outputs
     return found
 
 
 def losses(out: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss (\S+)", out)]
+
+
+# ---------------------------------------------------------------------- from FSDP2
 
 
 def test_few_lines_differ() -> None:
@@ -53,4 +62,50 @@ def test_from_fsdp2_trains_as_the_original(tmp_path: Path) -> None:
     saved = os.fspath(tmp_path / "saved.pt")
     expected = run_original("--steps", "4")
     assert len(expected) == 4
-    assert run_ours("--steps", "2", "--save", saved) + run_ours("--steps", "4", "--load", saved) == expected
+    first = losses(run_example(OURS, "--steps", "2", "--save", saved))
+    assert first + losses(run_example(OURS, "--steps", "4", "--load", saved)) == expected
+
+
+# ---------------------------------------------------------------------- one task each
+
+
+@pytest.mark.parametrize("path", SHORT, ids=lambda path: path.stem)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 60
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in SHORT} == {"minimal", "comm_alone", *PRINTED}
+
+
+def test_minimal_trains_as_one_process_does() -> None:
+    sharded, alone = (losses(run_example(EXAMPLES / "minimal.py", ranks=ranks)) for ranks in (2, 1))
+    assert len(alone) == 20
+    assert alone[-1] < alone[0] / 2
+    assert sharded == pytest.approx(alone, abs=2e-4)  # as printed: sums in another order
+
+
+# The number of ranks, and what is printed besides the losses.
+PRINTED = {
+    "hsdp": (4, r"a weight of \(32, 32\) lies in shards of \[(\d+), (\d+), \1, \2\] elements"),
+    "mixed_precision_accumulation": (2, r"shards are in \{torch\.float32\}"),
+    "meta_device": (2, r"4257 parameters in shards of \[2144, 2113\]"),
+    "cpu_offload": (2, r"shards and optimizer state are on \{'cpu'\}"),
+    "custom_collective": (2, r"[5-9]\S* gathers and 1[78]\d{3}\S* bytes per step"),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_task_in_training(name: str) -> None:
+    ranks, line = PRINTED[name]
+    out = run_example(EXAMPLES / f"{name}.py", ranks=ranks)
+    found = losses(out)
+    assert len(found) == 20
+    assert found[-1] < found[0] / 2
+    assert re.search(line, out), out
+
+
+def test_comm_alone() -> None:
+    out = run_example(EXAMPLES / "comm_alone.py").splitlines()
+    ones, twos = [1.0] * 4, [2.0] * 4
+    assert out == [f"gathered {ones + twos}, largest {twos}, received {twos}", "rank 0 caught RemoteError"]

@@ -174,8 +174,8 @@ def test_goals_compared_with_fsdp2() -> None:
         Checker("cuda").compare_with_fsdp2(measured | {"agreement": "DIFFER by 1e-01"})
 
 
-def test_the_table_of_readme_is_made_of_the_results() -> None:
-    text = (gpu_table.ROOT / "README.md").read_text()
+def test_the_table_of_the_page_is_made_of_the_results() -> None:
+    text = (gpu_table.ROOT / "docs" / "performance.md").read_text()
     assert gpu_table.BEGIN in text
     assert gpu_table.readme(text, gpu_table.kept()) == text, "run scripts/gpu/table.py"
 

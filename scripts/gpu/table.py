@@ -1,4 +1,4 @@
-"""Make README's table of GPUs from what gpu_check.py saw on them, which scripts/results keeps.
+"""Make the table of GPUs in docs/performance.md from what gpu_check.py saw on them, which scripts/results keeps.
 
 python scripts/gpu/table.py
 """
@@ -51,7 +51,7 @@ def _row(summary: dict[str, Any]) -> list[str]:
 
 
 def readme(text: str, summaries: Sequence[dict[str, Any]]) -> str:
-    """The text of a README, with its table made anew."""
+    """The text of a page, with its table made anew."""
     return re.sub(f"(?s)(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})", lambda _: table(summaries), text)
 
 
@@ -61,7 +61,7 @@ def kept() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    path = ROOT / "README.md"
+    path = ROOT / "docs" / "performance.md"
     path.write_text(readme(path.read_text(), kept()))
 
 

@@ -1,0 +1,201 @@
+"""Draw the pictures of docs/concepts.md: python docs/pictures.py [FOLDER]
+
+layout.svg shows a plan of the real planner. streams.svg and schedule.svg show a small simulation of the rules in
+docs/architecture.md, with made-up durations. The same matplotlib writes the same bytes each time.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from shardrt.fsdp.layout import Layout, ParamSpec, plan
+
+plt.rcParams.update({"svg.hashsalt": "shardrt", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"})
+COLOURS = ("#88c0e0", "#f2b880", "#a8d08d", "#c9a8d8")
+GREY = "#e4e4e4"
+
+# ---------------------------------------------------------------------- layout
+
+SPECS = (ParamSpec("embed", (7, 8), 4), ParamSpec("weight", (12, 4), 4), ParamSpec("bias", (6,), 4))
+RANKS = 4
+
+
+def draw_layout(axes: Axes) -> None:
+    """The flat buffer of three parameters on four ranks, row by row, and whose segment is which."""
+    layout = plan(SPECS, RANKS)
+    for colour, (index, placed) in zip(COLOURS, enumerate(layout.placed), strict=False):
+        spec = placed.spec
+        for row in range(spec.rows):
+            _box(axes, placed.offset + row * spec.row_nbytes, 1.0, spec.row_nbytes, colour, linewidth=0.4)
+        middle = placed.offset + spec.nbytes / 2
+        axes.text(middle, 2.08, f"{spec.name} {spec.shape}", ha="center", va="bottom", fontweight="bold")
+        for rank in range(RANKS):
+            _label_run(axes, layout, index, rank)
+    for gap in _gaps(layout):
+        axes.text(sum(gap) / 2, 1.5, "padding", ha="center", va="center", rotation=90, fontsize=7, color="#777777")
+    for rank in range(RANKS):
+        begin = rank * layout.segment_nbytes
+        _box(axes, begin, 0.0, layout.segment_nbytes, GREY)
+        axes.text(begin + layout.segment_nbytes / 2, 0.5, f"segment of rank {rank}", ha="center", va="center")
+        axes.axvline(begin, color="black", linewidth=1.2, ymax=0.82)
+    axes.axvline(layout.nbytes, color="black", linewidth=1.2, ymax=0.82)
+    axes.set_xticks([*(rank * layout.segment_nbytes for rank in range(RANKS)), layout.nbytes])
+    axes.set_xlabel(f"bytes; {layout.payload_nbytes} of parameters, {layout.padding_nbytes} of padding")
+    axes.set(xlim=(-4, layout.nbytes + 4), ylim=(0, 2.5), yticks=[])
+
+
+def _label_run(axes: Axes, layout: Layout, index: int, rank: int) -> None:
+    """How many rows of a parameter a rank has."""
+    run, spec = layout.run(index, rank), layout.placed[index].spec
+    if run.stop > run.start:
+        middle = rank * layout.segment_nbytes + run.offset + (run.stop - run.start) * spec.itemsize / 2
+        rows = (run.stop - run.start) // spec.row_numel
+        axes.text(middle, 1.5, f"{rows} rows", ha="center", va="center", fontsize=8)
+
+
+def _gaps(layout: Layout) -> list[tuple[int, int]]:
+    """Bytes that belong to no parameter."""
+    edges = sorted((placed.offset, placed.offset + placed.spec.nbytes) for placed in layout.placed)
+    return [(end, begin) for (_, end), (begin, _) in pairwise([*edges, (layout.nbytes, layout.nbytes)]) if begin > end]
+
+
+def _box(axes: Axes, left: float, bottom: float, width: float, colour: str, linewidth: float = 0.8) -> None:
+    axes.broken_barh([(left, width)], (bottom, 1.0), facecolor=colour, edgecolor="black", linewidth=linewidth)
+
+
+# ---------------------------------------------------------------------- streams and schedule
+
+GATHER, FORWARD, BACKWARD, REDUCE = 0.8, 1.0, 2.0, 1.2  # durations of one group, in no unit
+LANES = ("reduce", "compute", "gather")  # from below
+
+
+@dataclass
+class Bar:
+    """One thing that a stream runs."""
+
+    lane: str
+    start: float
+    end: float
+    group: int
+    label: str
+
+
+@dataclass
+class Timeline:
+    """Bars, and when each stream has run all of its own; `held` is when each full buffer is there."""
+
+    bars: list[Bar] = field(default_factory=list)
+    free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+    held: list[tuple[float, float]] = field(default_factory=list)
+
+    def run(self, lane: str, duration: float, group: int, label: str, after: float = 0.0) -> Bar:
+        """Launch on a stream: it starts when the stream is free and what it waits for is done."""
+        start = max(self.free[lane], after)
+        bar = Bar(lane, start, start + duration, group, label)
+        self.free[lane] = bar.end
+        self.bars.append(bar)
+        return bar
+
+
+def simulate(groups: int) -> Timeline:
+    """One step of a model of blocks, each a group: two gathered ahead in forward, one in backward; the last is kept."""
+    timeline, gathered = Timeline(), dict[int, Bar]()
+
+    def gather(group: int, after: float) -> None:
+        if 0 <= group < groups and group not in gathered:
+            gathered[group] = timeline.run("gather", GATHER, group, f"gather {group}", after)
+
+    for group in range(groups):
+        now = timeline.free["compute"]
+        for ahead in range(group, group + 3):
+            gather(ahead, now)
+        compute = timeline.run("compute", FORWARD, group, f"forward {group}", gathered[group].end)
+        if group < groups - 1:
+            timeline.held.append((gathered.pop(group).start, compute.end))
+    for group in reversed(range(groups)):
+        now = timeline.free["compute"]
+        gather(group, now)
+        gather(group - 1, now)
+        compute = timeline.run("compute", BACKWARD, group, f"backward {group}", gathered[group].end)
+        timeline.held.append((gathered[group].start, compute.end))
+        timeline.run("reduce", REDUCE, group, f"reduce {group}", compute.end)
+    return timeline
+
+
+def draw_bars(axes: Axes, timeline: Timeline) -> None:
+    """A lane for each stream."""
+    for bar in timeline.bars:
+        _box(axes, bar.start, LANES.index(bar.lane) * 1.3, bar.end - bar.start, COLOURS[bar.group])
+        middle = (bar.start + bar.end) / 2, LANES.index(bar.lane) * 1.3 + 0.5
+        axes.text(*middle, bar.label.replace(" ", "\n"), ha="center", va="center", fontsize=7)
+    axes.set_yticks([index * 1.3 + 0.5 for index in range(len(LANES))], [f"{lane} stream" for lane in LANES])
+    axes.set_xticks([])
+    axes.set(ylim=(-0.2, 3.8), xlim=(-0.2, max(timeline.free.values()) + 0.2))
+
+
+def draw_streams(axes: Axes) -> None:
+    """The events between streams: what a bar waits for."""
+    timeline = simulate(2)
+    draw_bars(axes, timeline)
+    found = {bar.label: bar for bar in timeline.bars}
+    waits = [("gather 0", "forward 0"), ("gather 1", "forward 1"), ("backward 1", "reduce 1"), ("backward 0", "reduce 0")]
+    waits.append(("gather 0 again", "backward 0"))
+    again = [bar for bar in timeline.bars if bar.label == "gather 0"][-1]
+    found |= {"gather 0": timeline.bars[0], "gather 0 again": again}
+    for first, then in waits:
+        _arrow(axes, found[first], found[then])
+    end = max(timeline.free.values())
+    axes.annotate("optimizer\nwaits here", (end, 0.5), (end + 0.4, 2.4), ha="center", arrowprops={"arrowstyle": "<-"})
+    axes.set_xlim(-0.2, end + 1.0)
+
+
+def _arrow(axes: Axes, first: Bar, then: Bar) -> None:
+    down = LANES.index(first.lane) > LANES.index(then.lane)
+    from_y = LANES.index(first.lane) * 1.3 + (0.0 if down else 1.0)
+    to_y = LANES.index(then.lane) * 1.3 + (1.0 if down else 0.0)
+    axes.annotate(
+        "", (then.start + 0.08, to_y), (first.end - 0.08, from_y), arrowprops={"arrowstyle": "->", "color": "#c03030"}
+    )
+
+
+def draw_schedule(bars: Axes, memory: Axes) -> None:
+    """A step of four blocks, and how many full buffers there are at each moment."""
+    timeline = simulate(4)
+    draw_bars(bars, timeline)
+    changes = sorted([(begin, 1) for begin, _ in timeline.held] + [(end, -1) for _, end in timeline.held])
+    times, counts = [0.0], [0]
+    for time, change in changes:
+        times.append(time)
+        counts.append(counts[-1] + change)
+    memory.fill_between(times, counts, step="post", color="#b0b0b0", linewidth=0)
+    memory.set(yticks=range(max(counts) + 1), xlim=bars.get_xlim(), xticks=[], ylabel="full buffers", xlabel="time")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).resolve().parent / "pictures"
+    _, axes = plt.subplots(figsize=(8, 2.2), layout="constrained")
+    draw_layout(axes)
+    _save(folder / "layout.svg")
+    _, axes = plt.subplots(figsize=(8, 2.4), layout="constrained")
+    draw_streams(axes)
+    _save(folder / "streams.svg")
+    _, (bars, memory) = plt.subplots(2, figsize=(8, 3.4), height_ratios=(3, 1), layout="constrained")
+    draw_schedule(bars, memory)
+    _save(folder / "schedule.svg")
+
+
+def _save(path: Path) -> None:
+    plt.savefig(path, metadata={"Date": None, "Creator": None})
+    plt.close()
+
+
+if __name__ == "__main__":
+    main()
