@@ -21,9 +21,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-_FLUSH_S = 0.5
-_ABORT_S = 5.0
-_HANDLED_S = 2.0  # for the main thread to come out of MPI and see a Ctrl-C
+from .timing import Timing
+
 _PR_SET_PDEATHSIG = 1
 _exit = os._exit
 EXIT_CODE = 17
@@ -38,7 +37,8 @@ def say(rank: int, *lines: str) -> None:
 class Aborter:
     """Ends the job, through a thread that waits for it: at the interpreter's end, where finalize runs, none can be started."""
 
-    def __init__(self) -> None:
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
         self._codes: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="shardrt-abort", daemon=True)
         self._thread.start()
@@ -47,7 +47,7 @@ class Aborter:
         """End the job with this exit code."""
         self._codes.put(code)
         # Hazard: what another thread holds, such as stdout or a lock of MPI's, may keep an abort from ever ending.
-        self._thread.join(_ABORT_S)
+        self._thread.join(self._timing.abort_s)
         _exit(code)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Aborter:
             return
         with contextlib.suppress(OSError):
             sys.stdout.flush()
-        time.sleep(_FLUSH_S)  # Hazard: on an abort mpirun drops what it has not passed on yet, a report included
+        time.sleep(self._timing.flush_s)  # Hazard: on an abort mpirun drops what it has not passed on yet, a report included
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(code)
@@ -73,8 +73,11 @@ class ExitHandlers:
     under_way: names this rank's operations.   dump: writes what is known of them, for the reason it is given.
     """
 
-    def __init__(self, rank: int, aborter: Aborter, under_way: Callable[[], str], dump: Callable[[str], object]) -> None:
+    def __init__(
+        self, rank: int, aborter: Aborter, under_way: Callable[[], str], dump: Callable[[str], object], timing: Timing
+    ) -> None:
         self._rank = rank
+        self._timing = timing
         self._aborter = aborter
         self._under_way = under_way
         self._dump = dump
@@ -164,7 +167,7 @@ class ExitHandlers:
             where = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
             if number[0] == signal.SIGTERM:
                 self._end(143, "terminated (SIGTERM)", where)
-            elif not self._interrupted.wait(_HANDLED_S) and self._under_way() != NOTHING:
+            elif not self._interrupted.wait(self._timing.interrupt_s) and self._under_way() != NOTHING:
                 self._end(130, "interrupted (SIGINT)", where)
             self._interrupted.clear()
 

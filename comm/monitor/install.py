@@ -15,6 +15,7 @@ from ..communicator import Communicator
 from ..recorder import Recorder
 from .check import CallCheck
 from .exit_handlers import Aborter, ExitHandlers
+from .timing import Timing
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -36,12 +37,13 @@ class Monitor:
         self._pid = os.getpid()
         self._watchdog, self._exit_handlers = None, None
         if size > 1 or device.type == "cuda":
-            self._aborter = Aborter()
-            self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter)
+            timing = Timing.from_environment()
+            self._aborter = Aborter(timing)
+            self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter, timing)
             self.hooks.append(self._watchdog)
             if size > 1:
                 self._exit_handlers = ExitHandlers(
-                    rank, self._aborter, self._watchdog.under_way, lambda why: self.recorder.dump(why=why)
+                    rank, self._aborter, self._watchdog.under_way, lambda why: self.recorder.dump(why=why), timing
                 )
         if check:  # last, so that the watchdog sees who waits for another's fingerprint
             self.hooks.append(CallCheck())

@@ -15,12 +15,11 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from .status_table import Table
+from .timing import Timing
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_INTERVAL_S = 1.0
-_CONNECT_S = 10.0
 _TOKEN_NBYTES = 16
 
 
@@ -34,8 +33,9 @@ class _Address:
 class SideChannel:
     """One end of it. Collective over all ranks. `nodes` has the ranks of each node, the first being that of rank 0."""
 
-    def __init__(self, comm: MPI.Intracomm, table: Table, nodes: Sequence[Sequence[int]]) -> None:
+    def __init__(self, comm: MPI.Intracomm, table: Table, nodes: Sequence[Sequence[int]], timing: Timing) -> None:
         self._table = table
+        self._interval_s = timing.interval_s
         self._node = next(node for node in nodes if comm.Get_rank() in node)
         self._clients: dict[Connection, Sequence[int]] = {}  # with the ranks of its node
         self._server: Connection | None = None
@@ -44,11 +44,11 @@ class SideChannel:
         listener = socket.create_server(("", 0), backlog=len(nodes)) if comm.Get_rank() == 0 else None
         address = comm.bcast(_announce(listener))
         if comm.Get_rank() in [node[0] for node in nodes[1:]]:
-            self._server = _connect(address, comm.Get_rank())
+            self._server = _connect(address, comm.Get_rank(), timing.connect_s)
         connected = comm.allgather(self._server is not None)
         self.missing = [node[0] for node in nodes[1:] if not connected[node[0]]]
         if listener is not None:
-            for rank, client in _accept(listener, address.token, sum(connected)):
+            for rank, client in _accept(listener, address.token, sum(connected), timing.connect_s):
                 self._clients[client] = next(node for node in nodes if rank in node)
             listener.close()
 
@@ -77,7 +77,7 @@ class SideChannel:
             self._table.put_rows(self._others(self._node), zlib.decompress(server.recv_bytes()))
             self._awaiting = False
         if not self._awaiting and time.monotonic() >= self._next:
-            self._next = time.monotonic() + _INTERVAL_S
+            self._next = time.monotonic() + self._interval_s
             server.send_bytes(zlib.compress(self._table.rows(self._node), 1))
             self._awaiting = True
 
@@ -99,10 +99,10 @@ def _announce(listener: socket.socket | None) -> _Address | None:
     return _Address(tuple(hosts), listener.getsockname()[1], secrets.token_bytes(_TOKEN_NBYTES))
 
 
-def _connect(address: _Address, rank: int) -> Connection | None:
+def _connect(address: _Address, rank: int, timeout_s: float) -> Connection | None:
     for host in address.hosts:
         try:
-            connected = socket.create_connection((host, address.port), timeout=_CONNECT_S)
+            connected = socket.create_connection((host, address.port), timeout=timeout_s)
         except OSError:
             continue
         connected.settimeout(None)
@@ -112,11 +112,11 @@ def _connect(address: _Address, rank: int) -> Connection | None:
     return None
 
 
-def _accept(listener: socket.socket, token: bytes, count: int) -> Iterator[tuple[int, Connection]]:
+def _accept(listener: socket.socket, token: bytes, count: int, timeout_s: float) -> Iterator[tuple[int, Connection]]:
     """The ranks that connected, and their connections."""
     while count:
         client = Connection(listener.accept()[0].detach())
-        said = client.recv_bytes(len(token) + 8) if client.poll(_CONNECT_S) else b""
+        said = client.recv_bytes(len(token) + 8) if client.poll(timeout_s) else b""
         if secrets.compare_digest(said[: len(token)], token):
             yield int.from_bytes(said[len(token) :]), client
             count -= 1

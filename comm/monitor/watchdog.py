@@ -33,16 +33,11 @@ from ..streams import is_capturing, observe
 from .exit_handlers import EXIT_CODE, NOTHING, Aborter, say
 from .sidechannel import SideChannel
 from .status_table import ENTRIES, WHAT_NBYTES, Operation, State, StatusEntry, Table, process_letter
+from .timing import Timing
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_POLL_S = 0.15
-_LOST_S = 4.0  # how long to wait for a rank that will not come: it may be between its last operation and its end
-_SETTLE_S = 0.5  # for the others to raise the alarm as well
-_SETTLE_NODES_S = 3.0
-_SILENT_S, _SILENT_NODES_S = 2.0, 6.0  # a watchdog that polls has shown itself in this time
-_REPORT_S = 5.0  # for the reporter to write
 _STACKS_SIGNAL = signal.SIGRTMIN + 6
 _PROCESS = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "gone", "D": "in the kernel"}
 _ALARMED = (State.ALARM, State.REPORTED)
@@ -95,8 +90,11 @@ class _Watched:
 class Watchdog(Hook):
     """The hook and the thread of this rank. Creating and `close()` are collective over `comm`, which has all ranks."""
 
-    def __init__(self, comm: MPI.Intracomm, node: int, device: torch.device, recorder: Recorder, aborter: Aborter) -> None:
-        self._rank, self._timeout = comm.Get_rank(), _timeout()
+    def __init__(
+        self, comm: MPI.Intracomm, node: int, device: torch.device, recorder: Recorder, aborter: Aborter, timing: Timing
+    ) -> None:
+        self._rank = comm.Get_rank()
+        self._timing = timing
         self._device = device
         self._recorder = recorder
         self._aborter = aborter
@@ -107,7 +105,7 @@ class Watchdog(Hook):
         self._table, self._places = self._share_table(comm, node)
         self._node = [rank for rank, place in enumerate(self._places) if place.node == node]
         nodes = [[r for r, p in enumerate(self._places) if p.node == first] for first in sorted({p.node for p in self._places})]
-        self._channel = SideChannel(comm, self._table, nodes) if len(nodes) > 1 else None
+        self._channel = SideChannel(comm, self._table, nodes, timing) if len(nodes) > 1 else None
         if self._channel is not None and self._channel.missing and self._rank == 0:
             say(self._rank, f"no connection from the nodes of {name_ranks(self._channel.missing)} for the watchdog")
         if threading.current_thread() is threading.main_thread():
@@ -196,7 +194,7 @@ class Watchdog(Hook):
     def _run(self) -> None:
         observe(self._device)
         before = time.monotonic()
-        while not self._stopping.wait(_POLL_S):
+        while not self._stopping.wait(self._timing.poll_s):
             now = time.monotonic()
             # Hazard: a job that was stopped as a whole and goes on is not late: at most a second counts.
             overdue = self._overdue(min(now - before, 1.0))
@@ -221,8 +219,10 @@ class Watchdog(Hook):
             shown = id(watched.pending[0][2]) if watched.pending else watched.status.count
             watched.seconds = watched.seconds + elapsed if wait is not None and shown == watched.shown else 0.0
             watched.shown = shown
-            late = watched.seconds >= self._timeout
-            if wait is not None and (late or (watched.seconds >= _LOST_S and any(map(self._is_lost, self._missing(wait))))):
+            late = watched.seconds >= self._timing.timeout_s
+            if wait is not None and (
+                late or (watched.seconds >= self._timing.lost_s and any(map(self._is_lost, self._missing(wait))))
+            ):
                 return wait
         return None
 
@@ -256,20 +256,20 @@ class Watchdog(Hook):
             say(self._rank, f"no dump: {error}")
         if overdue is not None:
             self._table.set_state(self._rank, State.REPORTED)
-        end = time.monotonic() + _REPORT_S
+        end = time.monotonic() + self._timing.report_s
         while time.monotonic() < end and self._table.states()[reporter] != State.REPORTED:
-            time.sleep(_POLL_S)
+            time.sleep(self._timing.poll_s)
             self._tick()
         self._aborter.end_job(EXIT_CODE)
 
     def _settle(self, overdue: _Wait | None) -> _Wait | None:
         """Raise the alarm if this rank waits too long, and let the others: who waits with it is late a moment later."""
-        end = time.monotonic() + (_SETTLE_S if self._channel is None else _SETTLE_NODES_S)
+        end = time.monotonic() + (self._timing.settle_s if self._channel is None else self._timing.settle_nodes_s)
         while time.monotonic() < end:
-            overdue = overdue or self._overdue(_POLL_S)
+            overdue = overdue or self._overdue(self._timing.poll_s)
             if overdue is not None:
                 self._table.set_state(self._rank, State.ALARM)
-            time.sleep(_POLL_S)
+            time.sleep(self._timing.poll_s)
             self._tick()
         return overdue
 
@@ -278,7 +278,7 @@ class Watchdog(Hook):
         come = [rank for rank in overdue.ranks if rank not in missing]
         folder = self._recorder.folder
         return [
-            f"waited {overdue.seconds:.0f} s in {overdue} (limit {self._timeout:.0f} s, SHARDRT_TIMEOUT); "
+            f"waited {overdue.seconds:.0f} s in {overdue} (limit {self._timing.timeout_s:.0f} s, SHARDRT_TIMEOUT); "
             f"ending the job with exit code {EXIT_CODE}",
             f"there: {name_ranks(come)}; missing: {name_ranks(missing) if missing else 'none'}",
             *(f"missing {self._account(rank)}" for rank in missing),
@@ -292,7 +292,7 @@ class Watchdog(Hook):
         if header.state in (State.LEAVING, State.FINISHED):
             condition = f"has left its program, after {header.note}"
         elif condition == "running" and (silent := time.time() - header.seen) > (
-            _SILENT_S if rank in self._node else _SILENT_NODES_S
+            self._timing.silent_s if rank in self._node else self._timing.silent_nodes_s
         ):
             condition = f"running, but its watchdog has been silent for {silent:.0f} s"
         last = max(self._table.operations(rank), key=lambda operation: operation.since, default=None)
@@ -305,7 +305,7 @@ class Watchdog(Hook):
             if self._process(rank) not in "XZ":
                 os.kill(self._places[rank].pid, _STACKS_SIGNAL)
         os.kill(os.getpid(), _STACKS_SIGNAL)
-        time.sleep(_SETTLE_S)
+        time.sleep(self._timing.settle_s)
         lines = []
         for rank in [*silent, self._rank]:
             place, header = self._places[rank], self._table.header(rank)
@@ -316,17 +316,6 @@ class Watchdog(Hook):
                 stacks = [f"(none: {error.strerror})"]
             lines += [f"stacks of rank {rank}:", *(f"  {line}" for line in stacks)]
         return lines
-
-
-def _timeout() -> float:
-    text = os.environ.get("SHARDRT_TIMEOUT", "600")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if seconds < 0:
-        raise ValueError(f"SHARDRT_TIMEOUT={text!r}: expected seconds, or 0 for no limit")
-    return seconds or float("inf")
 
 
 def _has_come(operation: Operation, wait: _Wait) -> bool:
