@@ -1,6 +1,6 @@
-"""The way of the table's rows between nodes: each node's first rank sends its rows to rank 0 and gets back everybody's.
+"""Exchange of the status table between nodes: each node's first rank sends its rows to rank 0 and receives those of all others.
 
-Over TCP, since MPI may be what hangs. Nothing here waits for anybody: a node sends again only once it has been answered.
+It uses TCP, since MPI may be what hangs. Nothing here blocks: a node sends again only when rank 0 has replied.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _TOKEN_NBYTES = 16
 class _Address:
     hosts: tuple[str, ...]
     port: int
-    token: bytes  # keeps strangers out
+    token: bytes  # to reject other processes
 
 
 class SideChannel:
-    """One end of it. Collective over all ranks. `nodes` has the ranks of each node, the first being that of rank 0."""
+    """This rank's end of the connection. Collective over all ranks. nodes: the ranks of each node, that of rank 0 first."""
 
     def __init__(self, comm: MPI.Intracomm, table: Table, nodes: Sequence[Sequence[int]], timing: Timing) -> None:
         self._table = table
@@ -53,10 +53,10 @@ class SideChannel:
             listener.close()
 
     def tick(self) -> None:
-        """Send and take what there is. Called several times a second, by the first rank of each node."""
+        """Send and receive what is pending. Called several times a second, by the first rank of each node."""
         try:
             if self._server is not None:
-                self._ask(self._server)
+                self._exchange_rows(self._server)
         except (EOFError, OSError):
             self._server = None
         for client, node in list(self._clients.items()):
@@ -72,7 +72,7 @@ class SideChannel:
         for connection in [*self._clients, *([self._server] if self._server else [])]:
             connection.close()
 
-    def _ask(self, server: Connection) -> None:
+    def _exchange_rows(self, server: Connection) -> None:
         if self._awaiting and server.poll():
             self._table.put_rows(self._others(self._node), zlib.decompress(server.recv_bytes()))
             self._awaiting = False
@@ -86,7 +86,7 @@ class SideChannel:
 
 
 def _announce(listener: socket.socket | None) -> _Address | None:
-    """Where rank 0 can be reached: the address it would itself use for other machines, then its name."""
+    """The addresses of rank 0: the one that it would use to reach other machines, then its host name."""
     if listener is None:
         return None
     hosts = [socket.gethostname()]
@@ -116,9 +116,9 @@ def _accept(listener: socket.socket, token: bytes, count: int, timeout_s: float)
     """The ranks that connected, and their connections."""
     while count:
         client = Connection(listener.accept()[0].detach())
-        said = client.recv_bytes(len(token) + 8) if client.poll(timeout_s) else b""
-        if secrets.compare_digest(said[: len(token)], token):
-            yield int.from_bytes(said[len(token) :]), client
+        greeting = client.recv_bytes(len(token) + 8) if client.poll(timeout_s) else b""
+        if secrets.compare_digest(greeting[: len(token)], token):
+            yield int.from_bytes(greeting[len(token) :]), client
             count -= 1
         else:
             client.close()
