@@ -102,32 +102,33 @@ class CollectiveCall:
     args: tuple[object, ...]  # op, root, peer or counts
     stream: Stream
 
-    def describe(self) -> Description:
-        """The call in words, cached for calls that repeat."""
-        tensor = self.out if self.inp is None or self.name == "scatter" else self.inp
-        if tensor is not None:
-            return describe_call(self.name, tensor.dtype, tensor.numel(), self.args)
-        if self.name == "empty":
-            dtype, numel = self.args
-            assert isinstance(dtype, torch.dtype)
-            assert isinstance(numel, int)
-            return describe_call(self.name, dtype, numel, ())
-        return describe_call(self.name, None, 0, ())
-
 
 class CallList(list[CollectiveCall]):
-    """One call, or the calls of a group: what a backend launches at once, and what a hook is given."""
+    """One call, or the calls of a group: what a backend launches at once, and what a hook is given.
 
-    _description: Description | None = None
+    description: the calls in words, set by `describe` before hooks see them: several need it, and a group may be long.
+    """
 
-    def describe(self) -> Description:
-        """The calls in words. Cost: worked out once, although several hooks ask; a group may have hundreds of calls."""
-        if self._description is None:
-            if len(self) == 1:
-                self._description = self[0].describe()
-            else:
-                self._description = join_descriptions(tuple(call.describe() for call in self))
-        return self._description
+    __slots__ = ("description",)
+
+    description: Description
+
+    def describe(self) -> CallList:
+        """Set `description`; returns the list itself."""
+        self.description = _describe(self[0]) if len(self) == 1 else join_descriptions(tuple(map(_describe, self)))
+        return self
+
+
+def _describe(call: CollectiveCall) -> Description:
+    tensor = call.out if call.inp is None or call.name == "scatter" else call.inp
+    if tensor is not None:
+        return describe_call(call.name, tensor.dtype, tensor.numel(), call.args)
+    if call.name == "empty":
+        dtype, numel = call.args
+        assert isinstance(dtype, torch.dtype)
+        assert isinstance(numel, int)
+        return describe_call(call.name, dtype, numel, ())
+    return describe_call(call.name, None, 0, ())
 
 
 class Hook:

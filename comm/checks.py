@@ -30,7 +30,7 @@ def check_reducible(comm: ControlPlane, name: str, dtype: torch.dtype, op: Op) -
     if dtype not in FLOATS and (op is ReduceOp.AVG or isinstance(op, PreMulSum)):
         raise ValueError(f"{name} on {comm}: {op} of {dtype} is not defined; use SUM, or one of {_names(FLOATS)}")
     if dtype not in comm.backend.reducible:
-        raise ValueError(f"{name} on {comm}: {comm.backend.library} cannot reduce {dtype}; convert it to a wider dtype first")
+        raise ValueError(f"{name} on {comm}: {comm.backend.library} cannot reduce {dtype}; widen it first")
 
 
 def raise_bad_size(comm: ControlPlane, name: str, tensor: torch.Tensor, other: torch.Tensor, formula: str) -> NoReturn:

@@ -224,6 +224,8 @@ class Communicator(ControlPlane):
         stream = calls[0].stream
         if self._newest is not None and self._newest[0] != stream:
             stream.wait(self._newest[1])
+        if self.hooks:
+            calls.describe()
         for called in self._called:
             called(calls, work)
         if self.is_async:

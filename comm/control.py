@@ -133,7 +133,7 @@ class ControlPlane:
 
         It takes the next number, as a collective does.
         """
-        calls = CallList((CollectiveCall(self, self._number, name, None, None, args, INLINE),))
+        calls = CallList((CollectiveCall(self, self._number, name, None, None, args, INLINE),)).describe()
         self._number += 1
         for before in self._before:
             before(calls)

@@ -69,7 +69,7 @@ class Recorder(Hook):
         call = calls[0]
         comm = call.comm
         # Hazard: what is kept here must not keep a tensor alive, as a frame or the call would.
-        entry = [comm.name, comm.ranks, call.number, calls.describe().text, call.stream, time(), 0.0, 0.0]
+        entry = [comm.name, comm.ranks, call.number, calls.description.text, call.stream, time(), 0.0, 0.0]
         frame: FrameType | None = sys._getframe(_OWN_FRAMES)
         for _ in range(_FRAMES):  # Cost: 0.2 us a frame
             if frame is None:

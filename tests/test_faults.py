@@ -311,7 +311,7 @@ watchdog = Monitor(MPI.COMM_WORLD, 0, gpu).hooks[-1]
 assert sys.excepthook is hook
 world.comm.is_async = True
 call = CollectiveCall(world.comm, 7, "all_gather", torch.ones(4), torch.ones(4), (), world.stream)
-watchdog.called(CallList([call]), Work(Never()))
+watchdog.called(CallList([call]).describe(), Work(Never()))
 time.sleep(30)
 """
     done = run_script(source, 1, deadline_s=40.0, SHARDRT_TIMEOUT="3")
@@ -338,7 +338,7 @@ comm.is_async = True
 watchdog = next(hook for hook in comm.hooks if type(hook).__name__ == "Watchdog")
 ones = torch.ones(4)
 for number in (7, 8):
-    calls = CallList([CollectiveCall(comm, number, "all_gather", ones, ones, (), world.stream)])
+    calls = CallList([CollectiveCall(comm, number, "all_gather", ones, ones, (), world.stream)]).describe()
     watchdog.called(calls, Work(Never()))
     watchdog.before(calls)
     watchdog.after(calls)

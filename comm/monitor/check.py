@@ -33,7 +33,7 @@ class CallCheck(Hook):
         comm = calls[0].comm
         if comm.size == 1 or calls[0].name == "finalize":
             return
-        own = calls.describe()
+        own = calls.description
         if own.shared and (answers := comm.compare(own.fingerprint, lambda: _answer(calls[0], own.shared))) is not None:
             for hook in comm.hooks:
                 hook.after(calls)

@@ -142,10 +142,10 @@ class Watchdog(Hook):
 
     def called(self, calls: CallList, work: Work) -> None:
         if calls[0].comm.is_async and not is_capturing():
-            self._watch(calls[0]).pending.append((calls[0].number, calls.describe().shared, work))
+            self._watch(calls[0]).pending.append((calls[0].number, calls.description.shared, work))
 
     def before(self, calls: CallList) -> None:
-        watched, what = self._watch(calls[0]), calls.describe()
+        watched, what = self._watch(calls[0]), calls.description
         watched.peers = [] if what.shared else [call.args[0] for call in calls if isinstance(call.args[0], int)]
         watched.status.begin(calls[0].number, what.shared or what.text)
 
