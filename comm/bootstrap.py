@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """All ranks of the job, as this one sees them."""
+    """The ranks of the job, as seen from this one."""
 
     rank: int
     size: int

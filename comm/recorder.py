@@ -103,7 +103,7 @@ class Recorder(Hook):
         call = _as_dict(self._ring[-1])
         return f"#{call['number']} {call['what']} on '{call['comm']}', {(call['stack'] or ['?'])[0]}"
 
-    def dump(self, path: str | os.PathLike[str] | None = None, why: str = "asked for") -> Path:
+    def dump(self, path: str | os.PathLike[str] | None = None, why: str = "requested") -> Path:
         """Write the ring and every thread's stack as JSON; by default to rank-R.json in `folder`. Returns the path."""
         path = Path(path) if path is not None else self.folder / f"rank-{self._rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
