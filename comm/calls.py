@@ -1,20 +1,18 @@
-"""What a collective is made of: dtypes, operations, the call, the work under way, what watches it, the errors all share."""
+"""What a collective is made of: dtypes, operations, the call, its result, the hooks around it, shared errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from .fingerprint import Description, describe_call, join_descriptions
 from .streams import Event, Stream
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
-    from .fingerprint import Description
-    from .monitor.status_table import StatusEntry
+T = TypeVar("T")
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8})
@@ -22,9 +20,9 @@ REDUCIBLE = FLOATS | INTEGERS | {torch.bool}
 
 
 class ReduceOp(Enum):
-    """How the ranks' values become one. Float16 and bfloat16 are reduced in float32 on the MPI backend."""
+    """How the ranks' values are combined. The MPI backend reduces float16 and bfloat16 in float32."""
 
-    __hash__ = object.__hash__  # Cost: an Enum's own is written in Python, and every call is looked up by its operation
+    __hash__ = object.__hash__  # Cost: Enum's own hash is Python code, and every call is looked up by its operation
 
     SUM = "sum"
     AVG = "avg"
@@ -39,15 +37,20 @@ class PreMulSum:
 
     factor: float
 
+    @property
+    def value(self) -> str:
+        """The operation in words, as `ReduceOp.value`."""
+        return f"sum times {self.factor}"
+
 
 Op = ReduceOp | PreMulSum
 
-# Control calls: they block the caller, and run on its thread.
+# Control calls: they block the caller and run on its thread.
 BLOCKING = frozenset({"create", "exchange", "split", "empty", "pool", "agree", "finalize"})
 
 
 class Counts(NamedTuple):
-    """The elements of an all-to-all that come from, and go to, each rank."""
+    """For each rank, the elements of an all-to-all that come from it (`out`) and go to it (`inp`)."""
 
     out: tuple[int, ...]
     inp: tuple[int, ...]
@@ -55,12 +58,12 @@ class Counts(NamedTuple):
 
 @dataclass(slots=True)
 class Work:
-    """A collective under way. Those of a group share one."""
+    """A collective that has been called and may still run. The calls of a group share one."""
 
     event: Event
 
     def wait(self, stream: Stream) -> None:
-        """Let nothing submitted to `stream` from now on run before the collective is done. Does not block on CUDA."""
+        """Order `stream` after the collective: what is submitted to it from now on runs later. Does not block on CUDA."""
         stream.wait(self.event)
 
     def synchronize(self) -> None:
@@ -72,45 +75,83 @@ class Work:
         return self.event.query()
 
 
+class Member(Protocol):
+    """One rank's end of a communicator, as hooks and errors see it. `Communicator` documents the members."""
+
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    is_async: bool
+    hooks: tuple[Hook, ...]
+
+    def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None: ...
+
+    def align(self, numbers: Iterable[int]) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class CollectiveCall:
-    """One collective, as this rank makes it."""
+    """One collective, as this rank calls it."""
 
-    comm: Communicator
-    number: int  # of this communicator's collectives, from 0; a send or receive has that of the next one
+    comm: Member
+    number: int  # of this communicator's collectives, from 0; a send or receive has the number of the next one
     name: str
-    launch: Callable[..., None]
     out: torch.Tensor | None
     inp: torch.Tensor | None
-    how: tuple[object, ...]  # op, root, peer or counts
+    args: tuple[object, ...]  # op, root, peer or counts
     stream: Stream
-    # Of the first call of a list, for hooks: its words, once they have been worked out; where recorder and watchdog keep it.
-    description: Description | None = None
-    entry: list[Any] | None = None
-    status: StatusEntry | None = None
+
+
+class CallList(list[CollectiveCall]):
+    """One call, or the calls of a group: what a backend launches at once, and what a hook is given.
+
+    description: the calls in words, set by `describe` before hooks see them: several need it, and a group may be long.
+    """
+
+    __slots__ = ("description",)
+
+    description: Description
+
+    def describe(self) -> CallList:
+        """Set `description`; returns the list itself."""
+        self.description = _describe(self[0]) if len(self) == 1 else join_descriptions(tuple(map(_describe, self)))
+        return self
+
+
+def _describe(call: CollectiveCall) -> Description:
+    tensor = call.out if call.inp is None or call.name == "scatter" else call.inp
+    if tensor is not None:
+        return describe_call(call.name, tensor.dtype, tensor.numel(), call.args)
+    if call.name == "empty":
+        dtype, numel = call.args
+        assert isinstance(dtype, torch.dtype)
+        assert isinstance(numel, int)
+        return describe_call(call.name, dtype, numel, ())
+    return describe_call(call.name, None, 0, ())
 
 
 class Hook:
-    """Watches the calls of communicators from outside; see `Communicator.hooks`. A group is one list of calls.
+    """Observes the calls of communicators; see `Communicator.hooks`. A group is one list of calls.
 
-    `called` runs on the caller's thread; `before` and `after` in the stream's order, around the calls (on CUDA: around their
-    being enqueued; `work.event` tells when they have run). What `before` raises keeps the calls from running, and `after` from
-    being told. What blocks the caller (`BLOCKING`) has a `before` and an `after` only.
+    `called` runs on the caller's thread; `before` and `after` run in the stream's order, around the calls (on CUDA: around
+    enqueueing them; `work.event` passes when they have run). If `before` raises, the calls do not run and `after` is skipped.
+    Control calls (`BLOCKING`) have `before` and `after` only.
     """
 
-    def called(self, calls: Sequence[CollectiveCall], work: Work) -> None:
-        """The calls were made; `work` will tell when they are done."""
+    def called(self, calls: CallList, work: Work) -> None:
+        """The calls were made; `work` shows when they are done."""
 
-    def before(self, calls: Sequence[CollectiveCall]) -> None:
+    def before(self, calls: CallList) -> None:
         """The calls run next."""
 
-    def after(self, calls: Sequence[CollectiveCall]) -> None:
+    def after(self, calls: CallList) -> None:
         """The calls have run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception, as it is told to the other ranks."""
+    """An exception, as it is sent to the other ranks."""
 
     rank: int
     error: str
@@ -118,9 +159,9 @@ class Failure:
 
 
 class SharedError(RuntimeError):
-    """Every rank of `comm` raises it at once."""
+    """An error that every rank of `comm` raises at once."""
 
-    def __init__(self, message: str, comm: Communicator) -> None:
+    def __init__(self, message: str, comm: Member) -> None:
         super().__init__(message)
         self.comm = comm
 
@@ -128,7 +169,7 @@ class SharedError(RuntimeError):
 class RemoteError(SharedError):
     """A rank raised in a block that all ranks agree on: see `Communicator.agree`. `failure` has its rank and traceback."""
 
-    def __init__(self, failure: Failure, comm: Communicator) -> None:
-        told = f"rank {failure.rank} raised {failure.error} (told rank {comm.rank} of '{comm.name}')\n{failure.trace}"
-        super().__init__(told, comm)
+    def __init__(self, failure: Failure, comm: Member) -> None:
+        message = f"rank {failure.rank} raised {failure.error} (reported on rank {comm.rank} of '{comm.name}')\n{failure.trace}"
+        super().__init__(message, comm)
         self.failure = failure

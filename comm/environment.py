@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from .bootstrap import world
 
-# What mpirun (hydra, Open MPI, MVAPICH), srun, jsrun and LSF tell their ranks.
+# Set by mpirun (hydra, Open MPI, MVAPICH), srun, jsrun and LSF for their ranks.
 _PREFIXES = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "MV2_COMM_WORLD_", "SLURM_", "JSM_NAMESPACE_", "LSB_")
-# What torchrun tells its workers; some sites set these for jobs of mpirun and srun as well.
+# Set by torchrun for its workers; some sites set these for jobs of mpirun and srun as well.
 _NAMES = frozenset(
     (
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -21,7 +21,7 @@ _NAMES = frozenset(
 
 @contextmanager
 def without_launcher_variables() -> Iterator[None]:
-    """Inside, the process looks as if no launcher had started it: `PMI_*`, `OMPI_*`, `SLURM_*`, `RANK` and so on are not set.
+    """In the block, the process looks as if it had no launcher: `PMI_*`, `OMPI_*`, `SLURM_*`, `RANK` and so on are not set.
 
     Accelerate, and so `transformers.TrainingArguments`, start a process group of torch.distributed when they see these
     variables: create their objects in this block. On leaving it, also through an exception, the variables are set again.

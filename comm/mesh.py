@@ -9,7 +9,7 @@ Ranks fill a mesh row by row, the last axis fastest. A mesh of 2 x 3 over ranks 
 torch's names are there as well: `size()` and `size("tp")`, `ndim`, `mesh_dim_names`, `get_rank()`, `get_local_rank("tp")`,
 `get_coordinate()`, `mesh`, `device_type`.
 
-Gather, reduce and all-reduce get a communicator each ("roles"), so that they can progress at once and can never cross-match.
+Gather, reduce and all-reduce have a communicator each ("roles"), so that they can run at once and their messages never mix.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .communicator import Communicator
 
 T = TypeVar("T")
 
-_UNNAMED = "axis "  # what positional names begin with: "axis 0"
+_UNNAMED = "axis "  # the prefix of positional names: "axis 0"
 
 
 def positional_names(ndim: int) -> tuple[str, ...]:
-    """What the axes of a mesh without names are called in messages and as communicators."""
+    """The names of the axes of a mesh without names, in messages and as communicators."""
     return tuple(f"{_UNNAMED}{axis}" for axis in range(ndim))
 
 
@@ -52,14 +52,14 @@ class MeshSize(int):
 
 @dataclass(slots=True)
 class _Family:
-    """What a mesh and its parts share: each part is made once, and so are its communicators."""
+    """Shared by a mesh and its parts: each part is created once, and so are its communicators."""
 
     meshes: dict[tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]], DeviceMesh] = field(default_factory=dict)
     opened: list[Communicator] = field(default_factory=list)
 
 
 class DeviceMesh:
-    """A mesh over every rank of `comm` (usually `world.comm`): 1-D and named "dp", unless told otherwise.
+    """A mesh over every rank of `comm` (usually `world.comm`): 1-D and named "dp" by default.
 
     shape, axis_names: of the mesh; without names, several axes are called "axis 0", "axis 1", ...
     size: its number of ranks, see `MeshSize`.   coordinates: this rank's, one for each axis.
@@ -103,11 +103,11 @@ class DeviceMesh:
         if not kept or tuple(self.axis_names[axis] for axis in kept) != names:
             raise ValueError(f"axes {names} of {self}: expected one or more of {self.axis_names}, in this order")
         others = [axis for axis in range(len(self.shape)) if axis not in kept]
-        ranks = [rank for place, rank in enumerate(self.ranks) if self._shares(self._coordinates_of(place), others)]
+        ranks = [rank for index, rank in enumerate(self.ranks) if self._shares(self._coordinates_of(index), others)]
         return self._related(tuple(self.shape[axis] for axis in kept), names, ranks)
 
     def unflatten(self, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> DeviceMesh:
-        """The same ranks, row by row, as a mesh of other axes. Always the same object. Raises ValueError if they do not fit."""
+        """The same ranks, row by row, as a mesh of other axes. Always the same object. Raises ValueError on a mismatch."""
         shape, axis_names = tuple(shape), tuple(axis_names)
         _check_axes(shape, axis_names)
         if math.prod(shape) != self.size:
@@ -135,7 +135,7 @@ class DeviceMesh:
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """The names of the axes; None for a mesh that was made without."""
+        """The names of the axes; None for a mesh that was created without names."""
         return None if self.axis_names[0].startswith(_UNNAMED) else self.axis_names
 
     @property
@@ -145,7 +145,7 @@ class DeviceMesh:
 
     @property
     def mesh(self) -> torch.Tensor:
-        """The ranks in the world, an int32 tensor on the CPU of the mesh's shape; made anew each time."""
+        """The ranks in the world, an int32 tensor on the CPU of the mesh's shape; a new one each time."""
         ranks = [self._base.ranks[rank] for rank in self.ranks]
         return torch.tensor(ranks, dtype=torch.int32, device="cpu").view(self.shape)
 
@@ -156,10 +156,10 @@ class DeviceMesh:
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """This rank's coordinate along an axis, given by its number or name. A mesh of one axis needs none.
 
-        Raises ValueError for an axis that the mesh has not, and without one if it has several.
+        Raises ValueError for an axis that the mesh does not have, and without one if it has several.
         """
         if mesh_dim is None and self.ndim > 1:
-            raise ValueError(f"get_local_rank() of {self}, which has {self.ndim} axes: say of which, one of {self.axis_names}")
+            raise ValueError(f"get_local_rank() of {self}, which has {self.ndim} axes: give one of {self.axis_names}")
         return self.coordinates[self.axis(0 if mesh_dim is None else mesh_dim)]
 
     def get_coordinate(self) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ class DeviceMesh:
         The first call for a role is collective over all ranks of the mesh that this one is a part of.
         """
         if role not in self._communicators:
-            # The first rank of a part names it: no two parts along the same axes share a rank.
+            # The first rank of a part identifies it: no two parts along the same axes share a rank.
             made = self._base.split(self.ranks[0], self.rank, f"{'.'.join(self.axis_names)}.{role}")
             assert made is not None, "every rank gave a colour"
             self._communicators[role] = made
@@ -204,8 +204,8 @@ class DeviceMesh:
             mesh._set_up(self._base, shape, axis_names, ranks, self._family)
         return self._family.meshes[key]
 
-    def _coordinates_of(self, place: int) -> tuple[int, ...]:
-        return tuple(place // math.prod(self.shape[axis + 1 :]) % extent for axis, extent in enumerate(self.shape))
+    def _coordinates_of(self, index: int) -> tuple[int, ...]:
+        return tuple(index // math.prod(self.shape[axis + 1 :]) % extent for axis, extent in enumerate(self.shape))
 
     def _shares(self, coordinates: tuple[int, ...], axes: list[int]) -> bool:
         return all(coordinates[axis] == self.coordinates[axis] for axis in axes)

@@ -1,4 +1,4 @@
-"""Flight recorder: the last calls of this rank, written as JSON when something goes wrong, and a tool that merges the ranks'.
+"""Flight recorder: keeps this rank's last calls, writes them as JSON when something goes wrong, merges the ranks' dumps.
 
     python -m shardrt.comm.recorder merge FOLDER-OR-FILES...
 
@@ -20,8 +20,8 @@ from time import time
 from types import CodeType, FrameType
 from typing import Any
 
-from .calls import BLOCKING, CollectiveCall, Hook, Work
-from .fingerprint import describe, name_ranks
+from .calls import BLOCKING, CallList, Hook, Work
+from .fingerprint import name_ranks
 from .streams import PAST, is_capturing
 
 _FRAMES = 8
@@ -29,75 +29,82 @@ _OWN_FRAMES = 4  # between the caller and `called`, at least
 _HERE = os.path.dirname(__file__)
 
 
-# Of an entry, in this order; a plain list costs a third of what a class does. Times are in seconds since the epoch, 0.0
-# until they have come. Code and instruction of each frame of the stack follow, put into words for a dump.
+# The fields of an entry. Cost: a plain list costs a third of what a class does. Times are in seconds since the epoch, 0.0 until
+# they are known. Code and instruction of each frame of the stack follow; only a dump formats them.
 _FIELDS = ("comm", "ranks", "number", "what", "stream", "called", "started", "ended")
 _STARTED, _ENDED = (_FIELDS.index(name) for name in ("started", "ended"))
 Entry = list[Any]
 
 
 class Recorder(Hook):
-    """The ring of one rank. Cost: 3 us a call."""
+    """The ring buffer of one rank. Cost: 3 us per call."""
 
     def __init__(self, rank: int, size: int, folder: Path, capacity: int) -> None:
         self.folder = folder
         self._rank = rank
         self._size = size
+        self._capacity = capacity
         self._ring: deque[Entry] = deque(maxlen=capacity)
         self._notes: deque[tuple[float, tuple[str, ...]]] = deque(maxlen=capacity)
         self._running: deque[tuple[Work, Entry]] = deque(maxlen=capacity)  # on a CUDA device
+        self._open: dict[int, Entry] = {}  # of calls that were made and have not run, by the id of the first call of a list
 
-    def called(self, calls: Sequence[CollectiveCall], work: Work) -> None:
+    def called(self, calls: CallList, work: Work) -> None:
         entry = self._add(calls)
         if calls[0].comm.is_async and not is_capturing():
             self._running.append((work, entry))
 
-    def before(self, calls: Sequence[CollectiveCall]) -> None:
-        entry = calls[0].entry or self._add(calls)
-        entry[_STARTED] = time()
+    def before(self, calls: CallList) -> None:
+        entry = self._add(calls) if calls[0].name in BLOCKING else self._open.get(id(calls[0]))
+        if entry is not None:
+            entry[_STARTED] = time()
 
-    def after(self, calls: Sequence[CollectiveCall]) -> None:
+    def after(self, calls: CallList) -> None:
         call = calls[0]
-        if call.entry is not None and (call.name in BLOCKING or not call.comm.is_async):
-            call.entry[_ENDED] = time()
+        entry = self._open.pop(id(call), None)
+        if entry is not None and (call.name in BLOCKING or not call.comm.is_async):
+            entry[_ENDED] = time()
 
-    def _add(self, calls: Sequence[CollectiveCall]) -> Entry:
+    def _add(self, calls: CallList) -> Entry:
         call = calls[0]
         comm = call.comm
         # Hazard: what is kept here must not keep a tensor alive, as a frame or the call would.
-        entry = [comm.name, comm.ranks, call.number, describe(calls).words, call.stream, time(), 0.0, 0.0]
+        entry = [comm.name, comm.ranks, call.number, calls.description.text, call.stream, time(), 0.0, 0.0]
         frame: FrameType | None = sys._getframe(_OWN_FRAMES)
         for _ in range(_FRAMES):  # Cost: 0.2 us a frame
             if frame is None:
                 break
             entry += frame.f_code, frame.f_lasti
             frame = frame.f_back
-        call.entry = entry
         self._ring.append(entry)
+        self._open[id(call)] = entry
+        if len(self._open) > self._capacity:  # of calls that failed, or that the ring has dropped
+            for oldest in list(self._open)[: -self._capacity // 2]:
+                self._open.pop(oldest, None)
         return entry
 
     def note(self, *what: str) -> None:
-        """Keep, beside the calls, what somebody above them does, in words."""
+        """Keep a note of what the caller does, in words, beside the calls."""
         self._notes.append((time(), what))
 
     def notes(self, since: float = 0.0) -> list[str]:
-        """What was noted after a time, in seconds since the epoch, the oldest first."""
+        """The notes since a time, in seconds since the epoch, the oldest first."""
         return [" ".join(what) for at, what in self._notes if at > since]
 
     def poll(self) -> None:
-        """Note the ends of what a CUDA device has finished."""
+        """Record the end of the calls that a CUDA device has finished."""
         while self._running and is_past(self._running[0][0]):
             self._running.popleft()[1][_ENDED] = time()
 
-    def last_place(self) -> str:
+    def last_call(self) -> str:
         """The newest call, and the line that made it."""
         if not self._ring:
             return "no call"
-        call = _in_words(self._ring[-1])
+        call = _as_dict(self._ring[-1])
         return f"#{call['number']} {call['what']} on '{call['comm']}', {(call['stack'] or ['?'])[0]}"
 
-    def dump(self, path: str | os.PathLike[str] | None = None, why: str = "asked for") -> Path:
-        """Write the ring, and where every thread is, as JSON; by default rank-R.json in `folder`. Returns where."""
+    def dump(self, path: str | os.PathLike[str] | None = None, why: str = "requested") -> Path:
+        """Write the ring and every thread's stack as JSON; by default to rank-R.json in `folder`. Returns the path."""
         path = Path(path) if path is not None else self.folder / f"rank-{self._rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         report = {
@@ -107,7 +114,7 @@ class Recorder(Hook):
             "pid": os.getpid(),
             "time": time(),
             "why": why,
-            "calls": [_in_words(entry) for entry in list(self._ring)],
+            "calls": [_as_dict(entry) for entry in list(self._ring)],
             "notes": [(at, " ".join(what)) for at, what in list(self._notes)],
             "threads": {ident: traceback.format_stack(frame) for ident, frame in sys._current_frames().items()},
         }
@@ -116,12 +123,12 @@ class Recorder(Hook):
 
 
 def is_past(work: Work) -> bool:
-    """True once a call on a CUDA stream is done: until it is enqueued, its event is the one that is past from the start."""
+    """True once a call on a CUDA stream is done. Until it is enqueued, its event is `PAST`, which has passed from the start."""
     return work.event is not PAST and work.event.query()
 
 
-def _in_words(entry: Entry) -> dict[str, Any]:
-    """An entry as it is dumped: the stack as "FILE:LINE in FUNCTION", the caller's own first, less what is in this folder."""
+def _as_dict(entry: Entry) -> dict[str, Any]:
+    """An entry as it is dumped: the stack as "FILE:LINE in FUNCTION", innermost first, without the frames of this folder."""
     call = dict(zip(_FIELDS, entry, strict=False))
     stack = entry[len(_FIELDS) :]
     frames = zip(stack[::2], stack[1::2], strict=True)
@@ -139,7 +146,7 @@ def _line(code: CodeType, instruction: int) -> str:
 
 
 def merge(dumps: Sequence[dict[str, Any]]) -> str:
-    """For each communicator, which rank is at which call: a line each, those whose ranks differ marked."""
+    """A line for each communicator: which rank is at which call. Communicators whose ranks differ are marked with "!"."""
     places: dict[tuple[str, tuple[int, ...]], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for dump in sorted(dumps, key=lambda dump: dump["rank"]):
         newest: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
@@ -162,11 +169,11 @@ def merge(dumps: Sequence[dict[str, Any]]) -> str:
 
 
 def _positions(at: dict[str, list[int]], size: int) -> str:
-    """The few first, the many as "all others"."""
-    told = sorted(at.items(), key=lambda item: len(item[1]))
-    parts = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at {what}" for what, ranks in told]
-    what, ranks = told[-1]
-    if len(told) == 1 and len(ranks) == size:
+    """The smallest set of ranks first; the largest as "all others"."""
+    positions = sorted(at.items(), key=lambda item: len(item[1]))
+    parts = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at {what}" for what, ranks in positions]
+    what, ranks = positions[-1]
+    if len(positions) == 1 and len(ranks) == size:
         parts[-1] = f"all at {what}"
     elif len(ranks) > 1 and sum(map(len, at.values())) == size:
         parts[-1] = f"all others at {what}"

@@ -33,7 +33,7 @@ class Event(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the caller until the event has passed; raise what made its stream fail, if anything did."""
+        """Block the caller until the event has passed. Raises RuntimeError if its stream has failed."""
 
 
 class Stream(ABC):
@@ -52,18 +52,18 @@ class Stream(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Let nothing submitted from now on run before `event` has passed."""
+        """Run what is submitted from now on only after `event` has passed."""
 
     def synchronize(self) -> None:
         """Block the caller until everything submitted so far has run."""
         self.record().synchronize()
 
     def recover(self) -> None:
-        """Block as `synchronize()`, and run again what is submitted from now on, whatever failed before."""
+        """Block as `synchronize()`; a stream that has failed runs again what is submitted from now on."""
         self.synchronize()
 
     def close(self) -> None:
-        """Finish what was submitted and give back the thread, if there is one."""
+        """Finish what was submitted and end the thread, if there is one."""
         self.synchronize()
 
 
@@ -106,7 +106,7 @@ class _WorkerEvent(Event):
         self._stream.raise_failure()
 
     def wait(self) -> None:
-        """The same, whatever failed."""
+        """As `synchronize`, but never raises."""
         self._passed.wait()
 
     def mark_passed(self) -> None:
@@ -117,7 +117,7 @@ class ThreadedStream(Stream):
     """An ordered worker thread, for communication that progresses while the caller computes.
 
     The first exception of a submitted function ends the stream's work: later functions are skipped, events still pass (so
-    that nobody hangs), and every `synchronize` raises a RuntimeError caused by it.
+    that no caller hangs), and every `synchronize` raises a RuntimeError caused by it.
     """
 
     device = torch.device("cpu")
@@ -215,10 +215,10 @@ _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def observe(device: torch.device) -> None:
-    """Let the calling thread, one that does nothing else on a GPU, ask after events of `device`.
+    """Prepare the calling thread, which does nothing else on a GPU, to query events of `device`.
 
-    Hazard: it is bound to the first GPU at its start, and would make a context there; and while another thread captures a CUDA
-    graph, what it asks would spoil that.
+    Hazard: a new thread is bound to the first GPU, and would create a context there; and while another thread captures a CUDA
+    graph, its queries would invalidate the capture.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -227,7 +227,7 @@ def observe(device: torch.device) -> None:
 
 
 def is_capturing() -> bool:
-    """True while calls go into a CUDA graph: nothing runs yet, and to ask after their events is an error."""
+    """True while calls are captured in a CUDA graph: nothing runs yet, and querying their events is an error."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

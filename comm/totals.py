@@ -1,4 +1,4 @@
-"""Sums and means over ranks of a few scalars or small tensors: what a training loop logs."""
+"""Sums and means over ranks of a few scalars or small tensors, such as a training loop logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Value = torch.Tensor | float  # Python's int and bool as well
 def reduce_values(comm: Communicator, values: Sequence[Value], stream: Stream, *, mean: bool) -> tuple[torch.Tensor, ...]:
     """The sum or the mean over the ranks of `comm`, of each of `values`. See `World.sum` and `World.mean`."""
     tensors = [_as_tensor(value, comm, mean) for value in values]
-    sources: dict[torch.dtype, list[torch.Tensor]] = {}  # by the dtype that they are added in
+    sources: dict[torch.dtype, list[torch.Tensor]] = {}  # by the dtype in which they are added
     for tensor in tensors:
         sources.setdefault(_wide(tensor.dtype), []).append(tensor)
     packed = {
@@ -50,7 +50,7 @@ def _as_tensor(value: Value, comm: Communicator, mean: bool) -> torch.Tensor:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What values of this dtype are added in: as `torch.sum` has it for integers and bool."""
+    """The dtype in which values of `dtype` are added: for integers and bool that of `torch.sum`."""
     if dtype not in FLOATS:
         return torch.int64
     return torch.float32 if dtype.itemsize < 4 else dtype

@@ -97,7 +97,7 @@ def test_a_job_that_fell_apart_is_refused(variables: dict[str, str], refused: bo
     done = run_alone(source)
     assert (done.returncode != 0) == refused, done.stderr
     if refused:
-        assert "launcher and MPI do not fit" in done.stderr
+        assert "launcher and MPI do not match" in done.stderr
 
 
 EXCEPTION = """

@@ -12,10 +12,11 @@ from itertools import accumulate
 
 import pytest
 import torch
+from mpi4py import MPI
 
 from ranks import on_ranks
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, RemoteError, Stream, World, new_stream
-from shardrt.comm.backends.mpi import MpiCommunicator
+from shardrt.comm.backends.mpi import MpiBackend
 
 pytestmark = pytest.mark.mpi
 
@@ -38,13 +39,13 @@ windows = pytest.mark.parametrize("window", [False, True], ids=["ordinary", "win
 
 @contextmanager
 def path(world: World, nodes: str, *, threaded: bool = False) -> Iterator[tuple[Communicator, Stream]]:
-    """A communicator over all ranks whose ranks lie on nodes as told, and a stream; large from 4 KiB, in small blocks."""
+    """A communicator whose ranks are on nodes by `NODES[nodes]`, and a stream; large from 4 KiB, in small blocks."""
     stream = new_stream(world.device, "test", threaded=threaded)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardrt.comm.backends.mpi._SMALL_NBYTES", 4096)
-        patch.setattr("shardrt.comm.backends.mpi._BLOCK_NBYTES", 30_000)
-        patch.setattr("shardrt.comm.backends.mpi._MESSAGE_NBYTES", 25_000)
-        comm = MpiCommunicator(world.comm._comm.Dup(), nodes, NODES[nodes](world.rank))  # type: ignore[attr-defined]
+        patch.setattr("shardrt.comm.backends.node_algorithms._BLOCK_NBYTES", 30_000)
+        patch.setattr("shardrt.comm.backends.messages._MESSAGE_NBYTES", 25_000)
+        comm = Communicator(MpiBackend(MPI.COMM_WORLD.Dup(), nodes, NODES[nodes](world.rank)))
         yield comm, stream
         stream.close()
         comm.close()
@@ -292,15 +293,15 @@ def _make_calls(comm: Communicator, stream: Stream, inp: torch.Tensor, outs: lis
 
 
 @on_ranks(2)
-def test_small_calls_of_a_group_share_meetings(world: World) -> None:
+def test_small_calls_of_a_group_share_an_exchange(world: World) -> None:
     """A hundred gathers of 2 KiB take one."""
     with path(world, "one-node", threaded=False) as (comm, stream):
         inp, outs = torch.zeros(512), [torch.zeros(1024) for _ in range(100)]
-        before = comm._shared_memory._meeting  # type: ignore[attr-defined]
+        before = comm.backend._shared_memory._barriers  # type: ignore[attr-defined]
         with comm.group():
             for out in outs:
                 comm.all_gather(out, inp, stream=stream)
-        assert comm._shared_memory._meeting == before + 1  # type: ignore[attr-defined]
+        assert comm.backend._shared_memory._barriers == before + 1  # type: ignore[attr-defined]
 
 
 @on_ranks(2, 3, 4)
@@ -394,9 +395,9 @@ def test_agreement(world: World) -> None:
 def test_bad_arguments_are_refused(world: World) -> None:
     comm, stream, N = world.comm, world.stream, world.size
     good = torch.zeros(2 * N)
-    with pytest.raises(ValueError, match=r"root 7 is no rank; expected 0 <= root < "):
+    with pytest.raises(ValueError, match=r"root 7 is not a rank; expected 0 <= root < "):
         comm.reduce(good, good, ReduceOp.SUM, 7, stream=stream)
-    with pytest.raises(ValueError, match=r"to -1 is no rank"):
+    with pytest.raises(ValueError, match=r"to -1 is not a rank"):
         comm.send(good, -1, stream=stream)
     with pytest.raises(ValueError, match=r"source is this rank itself"):
         comm.recv(good, world.rank, stream=stream)
@@ -424,7 +425,7 @@ def test_bad_arguments_are_refused(world: World) -> None:
         comm.all_reduce(torch.zeros(2, 3), torch.zeros(3, 2).t(), ReduceOp.SUM, stream=stream)
     with pytest.raises(ValueError, match="AVG of torch"):
         comm.all_reduce(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), ReduceOp.AVG, stream=stream)
-    with pytest.raises(ValueError, match="root 7 is no rank"):
+    with pytest.raises(ValueError, match="root 7 is not a rank"):
         comm.broadcast(pair, pair, 7, stream=stream)
     with pytest.raises(ValueError, match="complex64 cannot be reduced"):
         comm.all_reduce(pair.to(torch.complex64), pair.to(torch.complex64), ReduceOp.SUM, stream=stream)

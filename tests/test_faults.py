@@ -61,7 +61,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, streams: str, sta
     assert time.monotonic() - begin < 40
     assert len(reports(done.stderr, "ending the job with exit code 17")) == 1, done.stderr
     assert reports(done.stderr, "[0] rank 0: waited 4 s in #1 all_reduce float32 4 max on 'world'"), done.stderr
-    assert reports(done.stderr, "[0] there: ranks 0, 2; missing: rank 1"), done.stderr
+    assert reports(done.stderr, "[0] present: ranks 0, 2; missing: rank 1"), done.stderr
     (account,) = reports(done.stderr, "missing rank 1: host")
     assert state in account
     assert "last #0 all_reduce float32 4 max on 'world', begun" in account
@@ -210,7 +210,7 @@ world.barrier()
     done = run_script(source, 2, deadline_s=40.0, SHARDRT_RANKS_PER_NODE=per_node)
     assert done.returncode == 1, done.stderr
     for rank in range(2):
-        told = f"rank 0: split; rank 1: barrier (told rank {rank}). None of them ran"
+        told = f"rank 0: split; rank 1: barrier (reported on rank {rank}). None of them ran"
         assert reports(done.stderr, told), done.stderr
 
 
@@ -297,7 +297,7 @@ import sys, time
 import torch
 import shardrt
 from mpi4py import MPI
-from shardrt.comm.calls import CollectiveCall, Work
+from shardrt.comm.calls import CallList, CollectiveCall, Work
 from shardrt.comm.monitor.install import Monitor
 from shardrt.comm.streams import Event
 
@@ -310,8 +310,8 @@ shardrt.comm.monitor.watchdog.observe = lambda device: print("bound to", device,
 watchdog = Monitor(MPI.COMM_WORLD, 0, gpu).hooks[-1]
 assert sys.excepthook is hook
 world.comm.is_async = True
-call = CollectiveCall(world.comm, 7, "all_gather", None, torch.ones(4), torch.ones(4), (), world.stream)
-watchdog.called([call], Work(Never()))
+call = CollectiveCall(world.comm, 7, "all_gather", torch.ones(4), torch.ones(4), (), world.stream)
+watchdog.called(CallList([call]).describe(), Work(Never()))
 time.sleep(30)
 """
     done = run_script(source, 1, deadline_s=40.0, SHARDRT_TIMEOUT="3")
@@ -325,7 +325,7 @@ def test_a_kernel_that_never_ends() -> None:
 import time
 import torch
 import shardrt
-from shardrt.comm.calls import CollectiveCall, Work
+from shardrt.comm.calls import CallList, CollectiveCall, Work
 from shardrt.comm.streams import Event
 
 class Never(Event):
@@ -338,7 +338,7 @@ comm.is_async = True
 watchdog = next(hook for hook in comm.hooks if type(hook).__name__ == "Watchdog")
 ones = torch.ones(4)
 for number in (7, 8):
-    calls = [CollectiveCall(comm, number, "all_gather", None, ones, ones, (), world.stream)]
+    calls = CallList([CollectiveCall(comm, number, "all_gather", ones, ones, (), world.stream)]).describe()
     watchdog.called(calls, Work(Never()))
     watchdog.before(calls)
     watchdog.after(calls)
@@ -347,4 +347,4 @@ time.sleep(30)
     done = run_script(source, 2, deadline_s=40.0, SHARDRT_TIMEOUT="3")
     assert done.returncode == 17, done.stderr
     assert re.search(r"\[0\] rank 0: waited [34] s in #7 all_gather float32 4 on 'gpu'", done.stderr), done.stderr
-    assert reports(done.stderr, "[0] there: ranks 0, 1; missing: none")
+    assert reports(done.stderr, "[0] present: ranks 0, 1; missing: none")

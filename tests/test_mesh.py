@@ -69,7 +69,7 @@ def test_torchs_names() -> None:
         for axis in (2, -3, "pp"):
             with pytest.raises(ValueError, match=rf"axis {axis!r} of DeviceMesh.*expected one of \('dp', 'tp'\)"):
                 ask(axis)
-    with pytest.raises(ValueError, match=r"which has 2 axes: say of which, one of \('dp', 'tp'\)"):
+    with pytest.raises(ValueError, match=r"which has 2 axes: give one of \('dp', 'tp'\)"):
         mesh.get_local_rank()
 
 

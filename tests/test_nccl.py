@@ -101,7 +101,7 @@ class Double:
     memory: list[ctypes.Array[ctypes.c_char]] = field(default_factory=list)  # what ncclMemAlloc gave
 
     def communicator(self, rank: int = 0, size: int = 2, name: str = "world") -> Any:
-        comm = load_backend().NcclCommunicator(Host(rank, size, self.events), DEVICE, name)
+        comm = Communicator(load_backend().NcclBackend(Host(rank, size, self.events), DEVICE, name))
         self.events.clear()
         return comm
 
@@ -368,7 +368,7 @@ def test_c_functions_have_the_signatures_of_the_installed_header(cupy_nccl: Any)
 
 
 def test_rank_0_makes_the_unique_id_after_the_device_is_bound(double: Double) -> None:
-    load_backend().NcclCommunicator(Host(0, 2, double.events), DEVICE, "world")
+    Communicator(load_backend().NcclBackend(Host(0, 2, double.events), DEVICE, "world"))
     assert double.events == [
         ("torch device", DEVICE),
         ("cupy device", 1),
@@ -379,10 +379,10 @@ def test_rank_0_makes_the_unique_id_after_the_device_is_bound(double: Double) ->
 
 
 def test_other_ranks_receive_the_unique_id(double: Double) -> None:
-    comm = load_backend().NcclCommunicator(Host(1, 3, double.events), DEVICE, "world")
+    comm = Communicator(load_backend().NcclBackend(Host(1, 3, double.events), DEVICE, "world"))
     assert double.events[2:] == [("exchange", None), ("NcclCommunicator", 3, UNIQUE_ID, 1)]
     assert (comm.rank, comm.size, comm.device, comm.name) == (1, 3, DEVICE, "world")
-    assert isinstance(comm, Communicator)
+    assert comm.ranks == (0, 1, 2)
 
 
 def test_version_is_logged(double: Double, caplog: pytest.LogCaptureFixture) -> None:
@@ -470,7 +470,7 @@ def test_int16_reduction_is_refused(double: Double, call: str) -> None:
     comm, tensor = double.communicator(size=1), on_gpu(4, torch.int16)
     root = [0] if call == "reduce" else []
     refused = partial(getattr(comm, call), tensor, tensor, ReduceOp.SUM, *root, stream=cuda_stream())
-    with pytest.raises(ValueError, match=rf"{call} on Nccl.*'world'.* cannot reduce torch.int16"):
+    with pytest.raises(ValueError, match=rf"{call} on Communicator.*'world'.* cannot reduce torch.int16"):
         in_group(comm, partial(comm.barrier, stream=cuda_stream()), refused)  # nor is the barrier made
     assert double.events == []
 
@@ -604,12 +604,12 @@ def test_all_to_all_in_place_keeps_a_copy_until_it_is_enqueued(double: Double, n
     if not native:
         del double.library.ncclAlltoAll
     comm, tensor, kept = double.communicator(), on_gpu(4), list[int]()
-    vars(sys.modules["cupy.cuda.nccl"]).update(groupEnd=lambda: kept.append(len(comm._temporaries)))
+    vars(sys.modules["cupy.cuda.nccl"]).update(groupEnd=lambda: kept.append(len(comm.backend._temporaries)))
     with comm.group():
         comm.all_to_all(tensor, tensor, stream=cuda_stream())
         comm.all_to_all(tensor, tensor, stream=cuda_stream())
     assert kept[-1] == 2
-    assert comm._temporaries == []
+    assert comm.backend._temporaries == []
     assert double.events[:3] == [START, ("on stream", HANDLE), ("off stream",)]
     sent = next(event for event in double.events if event[0] in ("send", "ncclAlltoAll"))
     assert not tensor.data_ptr() <= cast(int, sent[1]) < tensor.data_ptr() + 16
@@ -628,8 +628,8 @@ def test_nothing_is_sent_for_no_elements(double: Double) -> None:
 def test_more_than_two_to_the_31_elements(double: Double) -> None:
     comm, nbytes = double.communicator(size=1), (2**31 + 1) * 4
     huge = torch.empty(1).as_strided((2**31 + 1,), (0,)).as_subclass(OnGpu)
-    comm._send(cuda_stream(), None, huge, 0)
-    comm._all_gather(cuda_stream(), huge, huge)
+    comm.backend.send(cuda_stream(), None, huge, 0)
+    comm.backend.all_gather(cuda_stream(), huge, huge)
     assert double.events[0][2:] == (nbytes, BYTE, 0, HANDLE)
     assert double.events[1][3:] == (nbytes, BYTE, HANDLE)
 
@@ -663,7 +663,7 @@ def test_a_call_that_fails_ends_its_group(double: Double) -> None:
 def test_a_group_that_fails_at_its_end_says_so(double: Double) -> None:
     comm = double.communicator()
     double.failures["groupEnd"] = NcclError(5)
-    with pytest.raises(RuntimeError, match=r"group on Nccl.*: NCCL failed: NCCL_ERROR_INVALID_USAGE"):
+    with pytest.raises(RuntimeError, match=r"group on NcclBackend.*: NCCL failed: NCCL_ERROR_INVALID_USAGE"):
         in_group(comm, *[partial(comm.barrier, stream=cuda_stream())] * 2)
 
 
@@ -698,13 +698,13 @@ def test_pre_multiplied_sum_where_nccl_has_none(double: Double, reason: str) -> 
     if reason == "no function":
         del double.library.ncclRedOpDestroy
     comm, inp, seen = double.communicator(size=1 if reason == "one rank" else 2), on_gpu(4), list[float]()
-    launch = comm._nccl.allReduce
+    launch = comm.backend._nccl.allReduce
 
     def all_reduce(send: int, *args: int) -> None:
         seen.extend((ctypes.c_float * 4).from_address(send))
         launch(send, *args)
 
-    comm._nccl.allReduce = all_reduce
+    comm.backend._nccl.allReduce = all_reduce
     comm.all_reduce(inp, inp, PreMulSum(0.5), stream=cuda_stream())
     assert seen == [0, 0.5, 1, 1.5]
     assert inp.tolist() == [0, 1, 2, 3]
@@ -793,7 +793,7 @@ def test_memory_that_nccl_does_not_know_everywhere_is_torchs(
     double.codes[failing] = 5
     comm.empty(7, torch.float32, symmetric=failing == "ncclCommWindowRegister")
     assert plain == [7]
-    assert re.search(r"takes its buffers from plain memory: rank 0: empty on .*NCCL_ERROR_INVALID_USAGE", caplog.text)
+    assert re.search(r"allocates its buffers in plain memory: rank 0: empty on .*NCCL_ERROR_INVALID_USAGE", caplog.text)
     if failing == "ncclMemAlloc":
         assert [name for name, *_ in double.events] == ["ncclMemAlloc", "ncclMemAlloc", "exchange"]
     else:
@@ -805,7 +805,7 @@ def test_memory_that_nccl_does_not_know_everywhere_is_torchs(
 
 def test_memory_that_another_rank_has_not_is_given_back(double: Double, plain: list[int]) -> None:
     comm = double.communicator()
-    comm._host.others[1] = "rank 1: out of memory"
+    comm.backend._host.others[1] = "rank 1: out of memory"
     comm.empty(7, torch.float32, symmetric=True)
     assert plain == [7]
     assert double.events == [("ncclMemAlloc", 28), ("exchange", None), ("ncclMemFree", ctypes.addressof(double.memory[0]))]
@@ -907,7 +907,7 @@ def test_no_pool_without_a_compiler(double: Double, monkeypatch: pytest.MonkeyPa
     comm = double.communicator()
     monkeypatch.setenv("PATH", "")
     assert comm.pool() is None
-    assert "takes its buffers from plain memory: rank 0: memory that NCCL knows takes a C compiler" in caplog.text
+    assert "allocates its buffers in plain memory: rank 0: memory that NCCL knows takes a C compiler" in caplog.text
 
 
 def test_no_pool_without_registration(double: Double, caplog: pytest.LogCaptureFixture) -> None:
@@ -920,7 +920,7 @@ def test_no_pool_without_registration(double: Double, caplog: pytest.LogCaptureF
 @needs_compiler
 def test_no_pool_where_another_rank_has_none(double: Double, pools: list[object]) -> None:
     comm = double.communicator()
-    comm._host.others[1] = "rank 1: no compiler"
+    comm.backend._host.others[1] = "rank 1: no compiler"
     assert comm.pool() is None
 
 
@@ -939,7 +939,7 @@ def test_what_goes_into_a_cuda_graph_is_not_waited_for(
     """Asking after an event of a capture is an error of CUDA's."""
     monkeypatch.setattr(recorder, "is_capturing", lambda: captured)
     hook = recorder.Recorder(0, 2, tmp_path, 10)
-    comm = load_backend().NcclCommunicator(Host(0, 2, double.events), DEVICE, "world", [hook])
+    comm = Communicator(load_backend().NcclBackend(Host(0, 2, double.events), DEVICE, "world"), [hook])
     comm.all_gather(on_gpu(4), on_gpu(2), stream=cuda_stream())
     hook.poll()
     created, call = json.loads(hook.dump().read_text())["calls"]
@@ -1019,7 +1019,7 @@ def test_errors_name_the_call_the_communicator_and_the_tensors(double: Double) -
     with pytest.raises(RuntimeError) as caught:
         comm.all_gather(on_gpu(10), on_gpu(5), stream=cuda_stream())
     assert str(caught.value) == (
-        "all_gather on NcclCommunicator('world', rank 1 of 2, cuda:1) (out 10, inp 5 elements, "
+        "all_gather on NcclBackend('world', rank 1 of 2, cuda:1) (out 10, inp 5 elements, "
         "torch.float32): NCCL failed: NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error"
     )
     assert caught.value.__cause__ is double.failures["allGather"]
@@ -1039,7 +1039,7 @@ def test_failing_to_connect_names_the_communicator(double: Double) -> None:
     double.failures["NcclCommunicator"] = NcclError(1)
     host = Host(1, 2, double.events)
     with pytest.raises(RuntimeError, match=r"create on .*'dp.gather', rank 1 of 2.*NCCL failed"):
-        load_backend().NcclCommunicator(host, DEVICE, "dp.gather")
+        Communicator(load_backend().NcclBackend(host, DEVICE, "dp.gather"))
 
 
 # ---------------------------------------------------------------------- on a GPU, one rank
@@ -1082,10 +1082,10 @@ class Gpu:
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
     pytest.importorskip("cupy")
-    from shardrt.comm.backends.nccl import NcclCommunicator
+    from shardrt.comm.backends.nccl import NcclBackend
 
     device = torch.device("cuda", 0)
-    comm = NcclCommunicator(cast(Any, Host(0, 1, [])), device, "gpu test")
+    comm = Communicator(NcclBackend(cast(Any, Host(0, 1, [])), device, "gpu test"))
     yield Gpu(comm, new_stream(device, "gpu test"))
     comm.close()
 

@@ -19,8 +19,8 @@ from ranks import on_ranks, rank_environment, run_script
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, Work, World
 from shardrt.comm.calls import Op
 from shardrt.comm.stress import soak, sweep
-from shardrt.comm.stress.fault import Ending, Fault, judge
-from shardrt.comm.stress.options import parse
+from shardrt.comm.stress.fault import Ending, judge
+from shardrt.comm.stress.options import Fault, parse
 from shardrt.comm.stress.problem import COLLECTIVES, Problem, bus_factor
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,1 +1,1 @@
-"""What carries the bytes: MPI for CPU tensors, NCCL for CUDA tensors."""
+"""The backends: MPI for CPU tensors, NCCL for CUDA tensors."""

@@ -1,8 +1,8 @@
-"""Reductions on the host: rows added up by torch, in order.
+"""Reductions on the host: torch reduces the rows in order.
 
-MPI has no bfloat16, adds float16 in float16, and leaves the order of a reduction to the library. Here the rows are reduced
-from the first to the last, low precision in float32 and rounded once, so that a result depends on the values and their
-order alone: bitwise the same on every rank, in every run, under every MPI, in one node or in several.
+MPI has no bfloat16, adds float16 in float16, and does not define the order of a reduction. Here rows are reduced from the first
+to the last, low precision in float32 and rounded once, so that a result depends only on the values and their order: bitwise
+the same on every rank, in every run, with every MPI, on one node or several.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 
 _NARROW = frozenset({torch.bfloat16, torch.float16})
-# Torch does not add these; sums and products have the bits of the signed ones.
+# torch does not add these; sums and products have the same bits as those of signed integers.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -35,9 +35,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def reduce_rows(
     rows: Sequence[torch.Tensor], op: Op, out: torch.Tensor, partial: torch.Tensor | None = None, divisor: int = 1
 ) -> None:
-    """Reduce equally long rows, in order, into `out` (which may be one of them).
+    """Reduce rows of equal length, in order, into `out` (which may be one of them).
 
-    partial: the result for the rows before these, in the wide dtype. divisor: what an AVG divides by, with the last rows.
+    partial: the result of the preceding rows, in the wide dtype. divisor: of an AVG, given with the last rows.
     """
     if out.dtype in _SIGNED:
         _reduce_unsigned(rows, op, out, partial)
@@ -60,7 +60,7 @@ def reduce_rows(
 
 
 def _reduce_unsigned(rows: Sequence[torch.Tensor], op: Op, out: torch.Tensor, partial: torch.Tensor | None) -> None:
-    """As signed integers; for MIN and MAX with the highest bit flipped, which keeps their order."""
+    """Reduce as signed integers; for MIN and MAX with the highest bit flipped, which preserves their order."""
     signed = _SIGNED[out.dtype]
     flip = torch.iinfo(signed).min if op in (ReduceOp.MIN, ReduceOp.MAX) else 0
     views = [row.view(signed) ^ flip for row in (rows if partial is None else [partial, *rows])]

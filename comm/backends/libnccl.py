@@ -1,8 +1,8 @@
-"""What CuPy's binding of NCCL lacks, called in the very library that CuPy has loaded.
+"""NCCL functions that CuPy's binding lacks, called in the library that CuPy has loaded.
 
 Functions are looked up through CuPy's own extension module: the linker then finds them in the libnccl which that module is
-bound to, and loads no second one. NCCL has had the pre-multiplied sum since 2.11, registered memory since 2.19, symmetric
-windows since 2.27 and the all-to-all since 2.28; what the loaded one has not is False, or None, in `Library`.
+linked to, and loads no second one. NCCL has had the pre-multiplied sum since 2.11, registered memory since 2.19, symmetric
+windows since 2.27 and the all-to-all since 2.28; what the loaded library lacks is False, or None, in `Library`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WINDOW_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 
 
 class Library:
-    """NCCL as `extension`, the file of CuPy's binding, sees it. `check` raises for a result code that is not 0.
+    """The NCCL that `extension`, the file of CuPy's binding, is linked to. `check` raises for a result code that is not 0.
 
     `comm` is a raw ncclComm_t throughout, `dtype` an ncclDataType_t.
     """
@@ -52,7 +52,7 @@ class Library:
         self.has_pre_mul_sum = self._has("ncclRedOpCreatePreMulSum", "ncclRedOpDestroy")
         self.has_registration = self._has("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister")
         self.has_windows = self._has("ncclCommWindowRegister", "ncclCommWindowDeregister")
-        self.all_to_all = self._functions.get("ncclAlltoAll")  # of even blocks, not in place
+        self.all_to_all = self._functions.get("ncclAlltoAll")  # for blocks of equal size, not in place
 
     def _has(self, *names: str) -> bool:
         return all(name in self._functions for name in names)
@@ -68,23 +68,23 @@ class Library:
             self._functions["ncclRedOpDestroy"](op, comm)
 
     def allocate(self, nbytes: int) -> Buffer:
-        """At least one byte on the current device."""
+        """Allocate `nbytes`, at least one, on the current device."""
         address = c_void_p()
         self._functions["ncclMemAlloc"](byref(address), nbytes)
         assert address.value is not None, "NCCL reported success"
         return Buffer(address.value, nbytes)
 
     def make_window(self, comm: int, buffer: Buffer) -> None:
-        """Put the buffer in a symmetric window. Collective over `comm`, with buffers of one size.
+        """Register the buffer as a symmetric window. Collective over `comm`, with buffers of one size.
 
-        It is in none afterwards, on every rank, where the ranks have no memory in reach of each other.
+        `buffer.window` stays None, on every rank, if the ranks cannot access each other's memory.
         """
         window = c_void_p()
         self._functions["ncclCommWindowRegister"](comm, buffer.address, buffer.nbytes, byref(window), _WINDOW_SYMMETRIC)
         buffer.window = window.value
 
     def register(self, comm: int, address: int, nbytes: int) -> int | None:
-        """A registration's handle; None where NCCL has no use for one."""
+        """Register memory; returns the handle, or None if NCCL needs no registration."""
         handle = c_void_p()
         self._functions["ncclCommRegister"](comm, address, nbytes, byref(handle))
         return handle.value
@@ -94,7 +94,7 @@ class Library:
         self._functions["ncclCommDeregister"](comm, handle)
 
     def free(self, comm: int, buffer: Buffer) -> None:
-        """End the buffer's registrations and give the memory back."""
+        """End the buffer's registrations and free its memory."""
         if buffer.window is not None:
             self._functions["ncclCommWindowDeregister"](comm, buffer.window)
         if buffer.handle is not None:
@@ -102,7 +102,7 @@ class Library:
         self._functions["ncclMemFree"](buffer.address)
 
     def allocator(self) -> Allocator:
-        """Of this library's memory, for a pool of torch's. RuntimeError without registration or without a C compiler."""
+        """An allocator of NCCL's memory for a pool of torch's. Raises RuntimeError without registration or a C compiler."""
         if not self.has_registration:
             raise RuntimeError("this NCCL registers no memory; 2.19 and newer do")
         return Allocator(*(cast(self._functions[name], c_void_p) for name in ("ncclMemAlloc", "ncclMemFree")))  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ class Library:
 class Buffer:
     """Device memory that `torch.as_tensor` wraps, as bytes.
 
-    window, handle: of the symmetric window that it is in, or of its registration, if there is one.
+    window, handle: of its symmetric window, or of its registration, if there is one.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -123,9 +123,9 @@ class Buffer:
 
 
 class Allocator:
-    """What torch takes memory with, and a list of what it took.
+    """An allocator for torch that lists its allocations.
 
-    Compiled, not a callback: torch allocates in threads that must not wait for Python, and holds a lock while it does.
+    It is compiled: torch allocates in threads that must not wait for Python, and holds a lock meanwhile.
     """
 
     _SOURCE = """
@@ -165,9 +165,9 @@ class Allocator:
             self.torchs = CUDAPluggableAllocator(str(library), "take", "give_back")
         self._library.taken_address.restype = c_void_p
         self._library.taken_nbytes.restype = c_size_t
-        self._told = 0
+        self._listed = 0
 
     def fresh(self) -> list[tuple[int, int]]:
-        """Address and bytes of what was taken since the last call; of at most 4096 in all."""
-        first, self._told = self._told, self._library.taken_count()
-        return [(self._library.taken_address(i), self._library.taken_nbytes(i)) for i in range(first, self._told)]
+        """Address and bytes of the allocations since the last call; it lists at most 4096 in all."""
+        first, self._listed = self._listed, self._library.taken_count()
+        return [(self._library.taken_address(i), self._library.taken_nbytes(i)) for i in range(first, self._listed)]

@@ -1,4 +1,4 @@
-"""What the ranks of one node read straight from each other's memory, in MPI's shared windows: buffers, and small messages."""
+"""MPI's shared windows, in which the ranks of one node access each other's memory: buffers, barrier and small messages."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _SPINS, _PROBES = 200, 1000  # 15 us, 0.5 ms
 
 
 class WindowOffset(NamedTuple):
-    """Where a tensor lies in the node's windows; the same on every rank, though mapped at other addresses."""
+    """The position of a tensor in the node's windows: valid on every rank, though windows are mapped at different addresses."""
 
     window: int
     offset: int  # bytes from the start of its rank's part
 
 
 def aligned_size(nbytes: int) -> int:
-    """What so many bytes take of a window: what comes after them is aligned."""
+    """`nbytes` rounded up to the alignment of a window."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class NodeWindows:
-    """The windows of one node's ranks, each with a part for every rank; the newest is freed first."""
+    """The shared windows of one node, each with a part for every rank; the newest is freed first."""
 
-    fence: Callable[[], None]  # what this rank wrote is to be seen by the others, and what they wrote by this one
+    fence: Callable[[], None]  # a memory fence: makes writes of this rank visible to the others, and theirs to this one
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
@@ -46,9 +46,9 @@ class NodeWindows:
         return bool(self._windows)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether this node's shared memory has twice the room for `nbytes` on each of its ranks.
+        """True if this node's shared memory has space for twice `nbytes` on each of its ranks.
 
-        Hazard: a page for which there is no room is found out when it is touched, and kills the process.
+        Hazard: if there is no space for a page, touching it kills the process.
         """
         if not _SHARED_MEMORY.is_dir():
             return True
@@ -56,11 +56,11 @@ class NodeWindows:
         return 2 * nbytes * self._comm.Get_size() <= free.f_bavail * free.f_frsize
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """This rank's part of a new window, as bytes. Collective; alike on every rank. Untouched pages take no memory."""
+        """This rank's part of a new window, as bytes. Collective, with the same size. Untouched pages take no memory."""
         window = MPI.Win.Allocate_shared(aligned_size(max(nbytes, 1)), 1, comm=MPI.Intracomm(self._comm))
         memory = [window.Shared_query(rank)[0] for rank in range(self._comm.Get_size())]
         parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
-        window.Lock_all(MPI.MODE_NOCHECK)  # MPI's fences are for memory that is locked
+        window.Lock_all(MPI.MODE_NOCHECK)  # MPI's fences require memory that is locked
         mine = parts[self._comm.Get_rank()]
         self._starts = sorted([*self._starts, (mine.data_ptr(), mine.numel(), len(self._windows))])
         self._windows.append(window)
@@ -69,7 +69,7 @@ class NodeWindows:
         return mine[:nbytes]
 
     def find(self, tensor: torch.Tensor) -> WindowOffset | None:
-        """Where `tensor` lies; None if it is in no window."""
+        """The window offset of `tensor`; None if it is in no window."""
         address = tensor.data_ptr()
         at = bisect_right(self._starts, address, key=lambda start: start[0]) - 1
         if at < 0:
@@ -77,10 +77,10 @@ class NodeWindows:
         begin, nbytes, window = self._starts[at]
         return WindowOffset(window, address - begin) if address < begin + nbytes else None
 
-    def view(self, rank: int, place: WindowOffset, dtype: torch.dtype, first: int, numel: int) -> torch.Tensor:
-        """The `numel` elements that `rank` has from so many elements after `place`."""
-        begin = place.offset + first * dtype.itemsize
-        return self._parts[place.window][rank][begin : begin + numel * dtype.itemsize].view(dtype)
+    def view(self, rank: int, start: WindowOffset, dtype: torch.dtype, first: int, numel: int) -> torch.Tensor:
+        """`numel` elements in the memory of `rank`, from `first` elements after `start`."""
+        begin = start.offset + first * dtype.itemsize
+        return self._parts[start.window][rank][begin : begin + numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
         """Free the windows. Collective. Tensors in them must not be touched any more."""
@@ -96,13 +96,13 @@ class SharedMemoryExchange:
     """Intra-node barrier and small-message exchange in shared memory.
 
     Each rank owns three words (the number of the last barrier that it has reached, and a fingerprint for each of two barriers
-    in turn) and two message boxes. A rank that reaches a barrier has read what it wanted from the one before, so two boxes
+    in turn) and two message buffers. A rank that reaches a barrier has finished reading from the previous one, so two buffers
     are enough. Cost of a barrier: 1 us.
     """
 
     @classmethod
     def create(cls, comm: MPI.Comm, capacity: int) -> SharedMemoryExchange | None:
-        """For messages of up to so many bytes. Collective; None where there is no room."""
+        """Create one for messages of up to `capacity` bytes in all. Collective; None if there is no space for it."""
         windows = NodeWindows(comm)
         nbytes = _WORDS_NBYTES + 2 * capacity
         return cls(comm, windows, capacity) if min(comm.allgather(windows.has_room(nbytes))) else None
@@ -116,8 +116,8 @@ class SharedMemoryExchange:
         self._own = words.pop(comm.Get_rank())
         self._others = words
         starts = (_WORDS_NBYTES, _WORDS_NBYTES + capacity)
-        self._boxes = [[_bytes_of(self._part(rank, start, capacity)) for rank in ranks] for start in starts]
-        self._outgoing = [boxes[comm.Get_rank()] for boxes in self._boxes]
+        self._buffers = [[_bytes_of(self._part(rank, start, capacity)) for rank in ranks] for start in starts]
+        self._outgoing = [buffers[comm.Get_rank()] for buffers in self._buffers]
         self._views = lru_cache(maxsize=1024)(self._make_views)
         self._barriers = self._own[0] = 0
         comm.Barrier()
@@ -126,7 +126,7 @@ class SharedMemoryExchange:
         return self._windows.view(rank, WindowOffset(0, start), torch.uint8, 0, nbytes)
 
     def barrier(self, fingerprint: int = 0) -> bool:
-        """Wait until every rank has come; True if all have brought the same fingerprint."""
+        """Wait until every rank has reached the barrier; True if all have the same fingerprint."""
         self._barriers = barrier = self._barriers + 1
         turn = 1 + (barrier & 1)
         self._own[turn] = fingerprint
@@ -141,42 +141,42 @@ class SharedMemoryExchange:
         return same
 
     def swap(self, messages: Sequence[MPI.buffer]) -> Sequence[int]:
-        """Leave messages for the others, which leave as many of the same sizes. Where each starts, to be got from there.
+        """Write messages for the other ranks, which write as many of the same sizes; returns the offset of each.
 
-        They take `aligned_size` each and the capacity in all, and stay until the barrier after the next.
+        Each message takes `aligned_size`, all together at most the capacity. They stay until the barrier after the next.
         """
-        box, end, starts = self._outgoing[(self._barriers + 1) & 1], 0, []
+        buffer, end, starts = self._outgoing[(self._barriers + 1) & 1], 0, []
         for message in messages:
             starts.append(end)
-            box[end : end + len(message)] = message  # type: ignore[call-overload]
+            buffer[end : end + len(message)] = message  # type: ignore[call-overload]
             end += aligned_size(len(message))
         self.barrier()
         return starts
 
     def gather(self, out: MPI.buffer, start: int, nbytes: int) -> None:
-        """Every rank's message from there, one after the other."""
+        """Copy every rank's message at offset `start` to `out`, in rank order."""
         into = memoryview(out)  # type: ignore[arg-type]
-        for rank, box in enumerate(self._boxes[self._barriers & 1]):
-            into[rank * nbytes : (rank + 1) * nbytes] = box[start : start + nbytes]
+        for rank, buffer in enumerate(self._buffers[self._barriers & 1]):
+            into[rank * nbytes : (rank + 1) * nbytes] = buffer[start : start + nbytes]
 
     def rows(self, start: int, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
-        """Of every rank's message from there, `numel` elements from the `first` on."""
+        """Of every rank's message at offset `start`, `numel` elements from `first`."""
         return self._views(self._barriers & 1, dtype, start // dtype.itemsize + first, numel)
 
     def close(self) -> None:
-        """Give back the memory. Collective."""
+        """Free the memory. Collective."""
         self._windows.close()
 
     def _make_views(self, turn: int, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
-        place = WindowOffset(0, _WORDS_NBYTES + turn * self._capacity)
-        return [self._windows.view(rank, place, dtype, first, numel) for rank in range(len(self._boxes[0]))]
+        start = WindowOffset(0, _WORDS_NBYTES + turn * self._capacity)
+        return [self._windows.view(rank, start, dtype, first, numel) for rank in range(len(self._buffers[0]))]
 
     def _wait(self, words: memoryview, barrier: int) -> None:
         for _ in range(_SPINS):
             if words[0] >= barrier:
                 return
         for turn in count():
-            # Hazard: a rank may wait for the end of a message of which this one holds the last part. It frees the GIL as well.
+            # Hazard: another rank may wait for the rest of a message that this rank must progress. It releases the GIL as well.
             self._comm.Iprobe()
             if words[0] >= barrier:
                 return
@@ -185,5 +185,5 @@ class SharedMemoryExchange:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor, which must outlive it. `Tensor.numpy()` would do, but needs NumPy."""
+    """A view of the memory of a contiguous tensor, which must outlive it. `Tensor.numpy()` would do, but needs NumPy."""
     return memoryview(MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes))  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""How a job notices that a rank has failed, and how it ends. The collectives know nothing of it."""
+"""Detects that a rank has failed or hangs, and ends the job. The collectives do not depend on it."""

@@ -1,8 +1,7 @@
-"""How a rank ends: exceptions, signals, a dead launcher; and what a forked child must leave alone.
+"""If one rank fails, all ranks exit with a report: handlers for exceptions, signals, os._exit and the launcher's death.
 
-Without this, MPI leaves the other ranks waiting for ever. Every way out here ends the whole job, with a report: an exception
-that nobody catches with exit code 1, Ctrl-C with 130, SIGTERM with 143, os._exit with its own or 17. Handlers that the
-program has installed stay.
+Without them, MPI leaves the other ranks waiting for ever. Exit codes of the job: 1 for an uncaught exception, 130 for Ctrl-C,
+143 for SIGTERM, and that of os._exit, or 17 if it is 0. Handlers that the program has installed stay.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-_FLUSH_S = 0.5
-_ABORT_S = 5.0
-_HANDLED_S = 2.0  # for the main thread to come out of MPI and see a Ctrl-C
+from .timing import Timing
+
 _PR_SET_PDEATHSIG = 1
 _exit = os._exit
 EXIT_CODE = 17
 NOTHING = "no communication"
 
 
-def say(rank: int, *lines: str) -> None:
-    """Write lines to standard error, at once, so that those of several ranks do not tear."""
+def log(rank: int, *lines: str) -> None:
+    """Write lines to standard error in one write, so that lines of several ranks do not mix."""
     os.write(2, "".join(f"[{rank}] {line}\n" for line in (f"rank {rank}: {lines[0]}", *lines[1:])).encode())
 
 
 class Aborter:
-    """Ends the job, through a thread that waits for it: at the interpreter's end, where finalize runs, none can be started."""
+    """Ends the job, in a thread that is started early: at the interpreter's exit, where finalize runs, none can be started."""
 
-    def __init__(self) -> None:
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
         self._codes: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="shardrt-abort", daemon=True)
         self._thread.start()
@@ -46,8 +45,8 @@ class Aborter:
     def end_job(self, code: int) -> NoReturn:
         """End the job with this exit code."""
         self._codes.put(code)
-        # Hazard: what another thread holds, such as stdout or a lock of MPI's, may keep an abort from ever ending.
-        self._thread.join(_ABORT_S)
+        # Hazard: if another thread holds stdout or a lock of MPI's, the abort may never return.
+        self._thread.join(self._timing.abort_s)
         _exit(code)
 
     def close(self) -> None:
@@ -61,20 +60,25 @@ class Aborter:
             return
         with contextlib.suppress(OSError):
             sys.stdout.flush()
-        time.sleep(_FLUSH_S)  # Hazard: on an abort mpirun drops what it has not passed on yet, a report included
+        time.sleep(
+            self._timing.flush_s
+        )  # Hazard: on an abort mpirun drops output that it has not passed on yet, such as a report
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(code)
 
 
 class ExitHandlers:
-    """What this process does on exceptions and signals, until `close()`. Hooks and handlers are process-wide: make one only.
+    """Handles exceptions and signals of this process until `close()`. Hooks and handlers are process-wide: create one only.
 
-    under_way: names this rank's operations.   dump: writes what is known of them, for the reason it is given.
+    under_way: describes this rank's operations.   dump: writes the flight recorder, with the reason that it is given.
     """
 
-    def __init__(self, rank: int, aborter: Aborter, under_way: Callable[[], str], dump: Callable[[str], object]) -> None:
+    def __init__(
+        self, rank: int, aborter: Aborter, under_way: Callable[[], str], dump: Callable[[str], object], timing: Timing
+    ) -> None:
         self._rank = rank
+        self._timing = timing
         self._aborter = aborter
         self._under_way = under_way
         self._dump = dump
@@ -82,7 +86,7 @@ class ExitHandlers:
         self._hooks = sys.excepthook, threading.excepthook
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
-        # Hazard: MPICH's mpirun kills the other ranks at once, so that none can tell, and may return 0.
+        # Hazard: after os._exit, MPICH's mpirun kills the other ranks at once, before any can report, and may return 0.
         setattr(os, "_exit", self._on_exit)  # noqa: B010
         self._interrupted = threading.Event()
         self._ours = {signal.SIGINT: self._on_interrupt, signal.SIGTERM: self._on_terminate}
@@ -91,11 +95,11 @@ class ExitHandlers:
         self._thread = threading.Thread(target=self._watch_signals, name="shardrt-signals", daemon=True)
         self._thread.start()
         self._take_signals()
-        # Open MPI's ranks outlive their launcher otherwise.
+        # Otherwise Open MPI's ranks outlive their launcher.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def close(self) -> None:
-        """Put back what was there before."""
+        """Restore the hooks and handlers, and end the thread."""
         self.forget()
         self._wakeups[0].send(b"\0")
         self._thread.join()
@@ -103,7 +107,7 @@ class ExitHandlers:
             end.close()
 
     def forget(self) -> None:
-        """Put back hooks and handlers. In a forked child, which must not end its parent's job, this is all there is to do."""
+        """Restore the hooks and handlers. A forked child needs no more than this: it must not end its parent's job."""
         sys.excepthook, threading.excepthook = self._hooks
         setattr(os, "_exit", _exit)  # noqa: B010
         if self._taken:
@@ -119,20 +123,20 @@ class ExitHandlers:
         self._end(code, title, traceback.format_exception(kind, value, trace))
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is SystemExit:  # a thread may leave so, and says nothing by it
+        if args.exc_type is SystemExit:  # threads may end with it
             return
         name = args.thread.name if args.thread else "?"
-        told = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-        self._end(1, f"uncaught exception in thread '{name}'", told)
+        trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        self._end(1, f"uncaught exception in thread '{name}'", trace)
 
     def _on_exit(self, code: int) -> NoReturn:
         self._end(code or EXIT_CODE, f"os._exit({code}) before shardrt.finalize()", traceback.format_stack())
 
-    def _end(self, code: int, title: str, told: list[str]) -> NoReturn:
-        """Report, and end the job. The first thread that comes here does."""
+    def _end(self, code: int, title: str, trace: list[str]) -> NoReturn:
+        """Report, and end the job. Only the first thread that calls it does."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()
-        say(self._rank, f"{title}, {self._under_way()} under way; ending the job", *"".join(told).splitlines())
+        log(self._rank, f"{title}, {self._under_way()} under way; ending the job", *"".join(trace).splitlines())
         try:
             self._dump(title)
         finally:
@@ -141,9 +145,9 @@ class ExitHandlers:
     # ------------------------------------------------------------------ signals
 
     def _take_signals(self) -> None:
-        """Handle the signals that the program does not.
+        """Handle the signals that the program does not handle.
 
-        Hazard: Python runs a handler when the main thread comes back from MPI, maybe never; a thread sees the signal at once.
+        Hazard: Python runs a handler when the main thread returns from MPI, maybe never; the thread sees the signal at once.
         """
         if threading.current_thread() is not threading.main_thread():
             self._taken = {}
@@ -164,7 +168,7 @@ class ExitHandlers:
             where = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
             if number[0] == signal.SIGTERM:
                 self._end(143, "terminated (SIGTERM)", where)
-            elif not self._interrupted.wait(_HANDLED_S) and self._under_way() != NOTHING:
+            elif not self._interrupted.wait(self._timing.interrupt_s) and self._under_way() != NOTHING:
                 self._end(130, "interrupted (SIGINT)", where)
             self._interrupted.clear()
 

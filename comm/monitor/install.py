@@ -1,4 +1,4 @@
-"""What watches a rank: the hooks around its calls, and how it ends. Made at init, taken down at finalize."""
+"""What monitors a rank: the hooks around its calls and the handlers of its exit. Installed at init, removed at finalize."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..communicator import Communicator
 from ..recorder import Recorder
 from .check import CallCheck
 from .exit_handlers import Aborter, ExitHandlers
+from .timing import Timing
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """Those of this process; make one only. Collective over `comm`, which has all ranks.
+    """The hooks and handlers of this process; create one only. Collective over `comm`, which has all ranks.
 
-    A rank alone has a recorder only, and on a GPU, which may not come to an end by itself, a watchdog.
+    A world of one rank has a recorder only, and on a GPU, whose kernels may hang, a watchdog.
     """
 
     def __init__(self, comm: MPI.Intracomm, node: int, device: torch.device) -> None:
@@ -36,23 +37,24 @@ class Monitor:
         self._pid = os.getpid()
         self._watchdog, self._exit_handlers = None, None
         if size > 1 or device.type == "cuda":
-            self._aborter = Aborter()
-            self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter)
+            timing = Timing.from_environment()
+            self._aborter = Aborter(timing)
+            self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter, timing)
             self.hooks.append(self._watchdog)
             if size > 1:
                 self._exit_handlers = ExitHandlers(
-                    rank, self._aborter, self._watchdog.under_way, lambda why: self.recorder.dump(why=why)
+                    rank, self._aborter, self._watchdog.under_way, lambda why: self.recorder.dump(why=why), timing
                 )
-        if check:  # last, so that the watchdog sees who waits for another's fingerprint
+        if check:  # last, so that the watchdog sees a rank that waits for another's fingerprint
             self.hooks.append(CallCheck())
         os.register_at_fork(after_in_child=self._after_fork)
 
     def is_forked(self) -> bool:
-        """True in a child of the process that these are of."""
+        """True in a forked child of the process that installed them."""
         return os.getpid() != self._pid
 
     def close(self, comm: Communicator) -> None:
-        """Wait for all ranks to come to their end, and stop watching. Collective over `comm`, which has all ranks."""
+        """Wait until all ranks have reached their end, and stop monitoring. Collective over `comm`, which has all ranks."""
         if self._watchdog is None:
             return
         self._watchdog.leave()
@@ -63,14 +65,14 @@ class Monitor:
         self._aborter.close()
 
     def _after_fork(self) -> None:
-        """MPI knows nothing of a forked child, and its threads are not there: it may do all but communicate."""
+        """A forked child has no MPI and none of the threads: it can do anything but communicate."""
         if self._exit_handlers is not None:
             self._exit_handlers.forget()
         for name in ("_run", "_control_call", "watched"):
-            setattr(Communicator, name, _refuse)
+            setattr(Communicator, name, _raise_in_child)
 
 
-def _refuse(*_: object) -> NoReturn:
+def _raise_in_child(*_: object) -> NoReturn:
     raise RuntimeError(
         f"process {os.getpid()} is a forked child of a rank: it cannot communicate, since MPI knows only the rank itself. "
         "Communicate in the rank, or start the child with multiprocessing's 'spawn' and without shardrt.init()"

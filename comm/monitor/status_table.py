@@ -1,7 +1,7 @@
-"""What every rank is doing, in memory that the ranks of a node share: it can be read whatever has become of its owner.
+"""What every rank is doing, in memory that the ranks of a node share: a row can be read even if its rank's process is gone.
 
-A row has a header and a status for each communicator that its rank has used lately. Rows of other nodes are copies, brought by
-`comm.sidechannel`. The memory has no name, so nothing is left behind, however a job ends.
+A row has a header and an entry for each communicator that its rank has used lately. Rows of other nodes are copies, received
+through `sidechannel.py`. The memory has no name, so nothing is left behind, however a job ends.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ ENTRIES = (_ROW_NBYTES - _HEADER_NBYTES) // _ENTRY.size
 
 
 class State(IntEnum):
-    """Of a rank, as it says itself."""
+    """The state of a rank, as it reports it itself."""
 
     STARTING = 0
     RUNNING = 1
-    LEAVING = 2  # its program has come to its end
-    FINISHED = 3  # and so has every other rank's
-    ALARM = 4  # it has waited in vain
-    REPORTED = 5  # and has said so
+    LEAVING = 2  # its program has reached its end
+    FINISHED = 3  # so has every other rank's
+    ALARM = 4  # it has an overdue operation
+    REPORTED = 5  # it has written its report
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A rank, as its row has it."""
+    """The header of a rank's row."""
 
     pid: int
     seen: float  # when its watchdog was last awake, in seconds since the epoch
-    stacks: int  # the descriptor of the file it writes its stacks to on a signal
+    stacks: int  # descriptor of the file that a signal makes it write its stacks to
     state: State
-    process: str  # what its node's first rank saw of it in /proc
-    note: str  # where it left
+    process: str  # its state in /proc, as its node's first rank saw it
+    note: str  # its last call, once it is LEAVING
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Operation:
     key: int
     comm: str
     ended: int
-    count: int  # of this status's operations; `ended` is the same once it is done
+    count: int  # number of operations so far; equal to `ended` when the newest one is done
     number: int
     since: float
     what: str
@@ -68,19 +68,19 @@ class Operation:
 
 
 class Table:
-    """The rows of all ranks. `fd` is of the memory, which the node's first rank has made."""
+    """The rows of all ranks. fd: descriptor of the memory, which the node's first rank has created."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
         self._memory = mmap.mmap(fd, _ROW_NBYTES * size)
 
     def close(self) -> None:
-        """Give back the memory. Slots are not to be used any more."""
+        """Free the memory. Its entries must not be used any more."""
         self._memory.close()
 
     @staticmethod
     def create(size: int) -> int:
-        """Memory for `size` rows: its descriptor."""
+        """Create memory for `size` rows; returns its descriptor."""
         fd = os.memfd_create("shardrt-table")
         os.ftruncate(fd, _ROW_NBYTES * size)
         return fd
@@ -90,7 +90,7 @@ class Table:
         _HEADER.pack_into(self._memory, rank * _ROW_NBYTES, os.getpid(), time(), stacks, State.RUNNING, b"R", b"")
 
     def set_state(self, rank: int, state: State, note: str = "") -> None:
-        """Say how `rank` is; `note` is for LEAVING."""
+        """Set the state of `rank`. note: the last call, for LEAVING."""
         row = rank * _ROW_NBYTES
         if note:
             text = note.encode()[:91]
@@ -102,11 +102,11 @@ class Table:
         return self._memory[_STATE_AT::_ROW_NBYTES]
 
     def beat(self, rank: int) -> None:
-        """This process's watchdog is awake."""
+        """Record that this process's watchdog is awake."""
         _SEEN.pack_into(self._memory, rank * _ROW_NBYTES + _SEEN_AT, time())
 
     def note_process(self, rank: int) -> None:
-        """Look up what has become of the process of a rank of this node, for the other nodes."""
+        """Record the process state of a rank of this node, for the other nodes."""
         self._memory[rank * _ROW_NBYTES + _PROCESS_AT] = ord(process_letter(self.header(rank).pid))
 
     def header(self, rank: int) -> Header:
@@ -127,14 +127,14 @@ class Table:
         return b"".join(self._memory[rank * _ROW_NBYTES : (rank + 1) * _ROW_NBYTES] for rank in ranks)
 
     def put_rows(self, ranks: Sequence[int], rows: bytes) -> None:
-        """The rows of ranks of another node, as it gave them."""
-        for place, rank in enumerate(ranks):
-            row = rows[place * _ROW_NBYTES : (place + 1) * _ROW_NBYTES]
+        """Store the rows of ranks of another node."""
+        for index, rank in enumerate(ranks):
+            row = rows[index * _ROW_NBYTES : (index + 1) * _ROW_NBYTES]
             self._memory[rank * _ROW_NBYTES : (rank + 1) * _ROW_NBYTES] = row
 
 
 class StatusEntry:
-    """Where this rank says what it does on one communicator. Cost: 0.5 us to begin and 0.2 to end an operation."""
+    """This rank's current operation on one communicator. Cost: 0.5 us to begin and 0.2 us to end an operation."""
 
     def __init__(self, table: Table, rank: int, index: int, key: int, comm: str) -> None:
         self.index = index
@@ -145,13 +145,13 @@ class StatusEntry:
         _ENTRY.pack_into(self._memory, self._at, key, comm.encode(), 0, 0, -1, 0.0, b"")
 
     def begin(self, number: int, what: str) -> None:
-        """The rank is in this operation from now on."""
+        """The rank begins this operation."""
         self.count += 1
         self.number, self.what = number, what
         _BEGUN.pack_into(self._memory, self._at + _BEGUN_AT, self.count, number, time(), _field(what))
 
     def end(self) -> None:
-        """It no longer is."""
+        """The operation has ended."""
         self.ended = self.count
         _COUNT.pack_into(self._memory, self._at + _ENDED_AT, self.count)
 
@@ -166,7 +166,7 @@ def _text(field: bytes) -> str:
 
 
 def process_letter(pid: int) -> str:
-    """The state of a process of this machine as /proc has it, X for one that is gone."""
+    """The state of a process of this machine as in /proc, X for one that is gone."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0]

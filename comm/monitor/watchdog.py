@@ -1,12 +1,13 @@
 """No silent hang: a thread on every rank that ends the job, with a report, when an operation takes too long or cannot end.
 
-A rank says in the table (`comm.table`) what it does, and its watchdog looks at its own operations several times a second.
-One is overdue after SHARDRT_TIMEOUT seconds (600; 0: never), and after a few if it waits for a rank that has left or is
-gone. Then: every rank that waits raises the alarm in its row; the lowest of them writes the report, with the stacks of the
-ranks of its node; each rank writes its flight recorder's dump; the job ends with exit code 17.
+Each rank writes what it does into the status table (`status_table.py`), and its watchdog checks the rank's own operations
+several times a second. An operation is overdue after SHARDRT_TIMEOUT seconds (600; 0: never), or after a few seconds if it
+waits for a rank that has left its program or whose process is gone. Then every rank that waits raises the alarm in its row; the
+lowest of them writes the report, with the stacks of the ranks of its node; each rank writes its flight recorder's dump; the job
+ends with exit code 17.
 
-A stopped rank, or one in C code that holds the GIL, is dumb; the others tell. Its stacks are had by a signal, which
-`faulthandler` answers without the GIL, into a file that the asking process can open.
+A rank that is stopped, or runs C code that holds the GIL, cannot report; other ranks report it. A signal makes `faulthandler`
+dump its stacks, without the GIL, to a file that the reporting process can open.
 """
 
 from __future__ import annotations
@@ -18,47 +19,40 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from ..calls import BLOCKING, CollectiveCall, Hook, Work
-from ..communicator import Communicator
-from ..fingerprint import describe, name_ranks
+from ..calls import BLOCKING, CallList, CollectiveCall, Hook, Member, Work
+from ..fingerprint import name_ranks
 from ..recorder import Recorder, is_past
 from ..streams import is_capturing, observe
-from .exit_handlers import EXIT_CODE, NOTHING, Aborter, say
+from .exit_handlers import EXIT_CODE, NOTHING, Aborter, log
 from .sidechannel import SideChannel
 from .status_table import ENTRIES, WHAT_NBYTES, Operation, State, StatusEntry, Table, process_letter
+from .timing import Timing
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_POLL_S = 0.15
-_LOST_S = 4.0  # how long to wait for a rank that will not come: it may be between its last operation and its end
-_SETTLE_S = 0.5  # for the others to raise the alarm as well
-_SETTLE_NODES_S = 3.0
-_SILENT_S, _SILENT_NODES_S = 2.0, 6.0  # a watchdog that polls has shown itself in this time
-_REPORT_S = 5.0  # for the reporter to write
 _STACKS_SIGNAL = signal.SIGRTMIN + 6
-_PROCESS = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "gone", "D": "in the kernel"}
+_PROCESS_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "gone", "D": "in the kernel"}
 _ALARMED = (State.ALARM, State.REPORTED)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Process:
     node: int
     host: str
     pid: int
-    table: int  # the descriptor of the node's table, on its first rank
+    table: int  # file descriptor of the node's table, on its first rank
 
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """An operation that this rank is in."""
+    """An operation that this rank is waiting in."""
 
     comm: str
     ranks: tuple[int, ...]
@@ -72,9 +66,9 @@ class _Wait:
 
 
 class _Watched:
-    """A communicator's status, and how long it has shown the same."""
+    """The status entry of a communicator, and for how long it has not changed."""
 
-    def __init__(self, comm: Communicator, status: StatusEntry, key: int) -> None:
+    def __init__(self, comm: Member, status: StatusEntry, key: int) -> None:
         self.name, self.ranks, self.own, self.status, self.key = comm.name, comm.ranks, comm.rank, status, key
         self.pending: deque[tuple[int, str, Work]] = deque()  # on a CUDA device
         self.peers: list[int] = []  # of sends and receives without a collective
@@ -82,7 +76,7 @@ class _Watched:
         self.seconds = 0.0
 
     def wait(self) -> _Wait | None:
-        """What this rank does there now: on a CUDA device, the oldest that has been enqueued and is not done."""
+        """The operation that this rank is in: on a CUDA device, the oldest that has been enqueued and is not done."""
         number, what = self.status.number, self.status.what
         if self.pending:
             number, what, _ = self.pending[0]
@@ -95,34 +89,39 @@ class _Watched:
 class Watchdog(Hook):
     """The hook and the thread of this rank. Creating and `close()` are collective over `comm`, which has all ranks."""
 
-    def __init__(self, comm: MPI.Intracomm, node: int, device: torch.device, recorder: Recorder, aborter: Aborter) -> None:
-        self._rank, self._timeout = comm.Get_rank(), _timeout()
+    def __init__(
+        self, comm: MPI.Intracomm, node: int, device: torch.device, recorder: Recorder, aborter: Aborter, timing: Timing
+    ) -> None:
+        self._rank = comm.Get_rank()
+        self._timing = timing
         self._device = device
         self._recorder = recorder
         self._aborter = aborter
         # Two for each communicator: collectives may run on a thread while the caller waits for something else.
-        self._watched: dict[tuple[Communicator, bool], _Watched] = {}
+        self._watched: dict[tuple[Member, bool], _Watched] = {}
         self._opening = threading.Lock()
         self._stacks = os.memfd_create("shardrt-stacks")
-        self._table, self._places = self._share_table(comm, node)
-        self._node = [rank for rank, place in enumerate(self._places) if place.node == node]
-        nodes = [[r for r, p in enumerate(self._places) if p.node == first] for first in sorted({p.node for p in self._places})]
-        self._channel = SideChannel(comm, self._table, nodes) if len(nodes) > 1 else None
+        self._table, self._processes = self._share_table(comm, node)
+        self._node = [rank for rank, process in enumerate(self._processes) if process.node == node]
+        nodes = [
+            [r for r, p in enumerate(self._processes) if p.node == first] for first in sorted({p.node for p in self._processes})
+        ]
+        self._channel = SideChannel(comm, self._table, nodes, timing) if len(nodes) > 1 else None
         if self._channel is not None and self._channel.missing and self._rank == 0:
-            say(self._rank, f"no connection from the nodes of {name_ranks(self._channel.missing)} for the watchdog")
+            log(self._rank, f"the watchdog has no connection to the nodes of {name_ranks(self._channel.missing)}")
         if threading.current_thread() is threading.main_thread():
-            # Hazard: others save and restore every handler that Python knows, and this signal's default is to kill the process.
+            # Hazard: some libraries save and restore every handler that Python knows; this signal's default kills the process.
             signal.signal(_STACKS_SIGNAL, lambda *_: None)
         faulthandler.register(_STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardrt-watchdog", daemon=True)
         self._thread.start()
 
-    def _share_table(self, comm: MPI.Intracomm, node: int) -> tuple[Table, list[_Place]]:
-        """The node's table, which its first rank makes and the others open."""
+    def _share_table(self, comm: MPI.Intracomm, node: int) -> tuple[Table, list[_Process]]:
+        """Open the node's table, which its first rank creates."""
         made = Table.create(comm.Get_size()) if self._rank == node else -1
-        places = comm.allgather(_Place(node, socket.gethostname(), os.getpid(), made))
-        first = places[node]
+        processes = comm.allgather(_Process(node, socket.gethostname(), os.getpid(), made))
+        first = processes[node]
         try:
             fd = os.open(f"/proc/{first.pid}/fd/{first.table}", os.O_RDWR)
             table, error = Table(fd, comm.Get_size()), None
@@ -132,34 +131,33 @@ class Watchdog(Hook):
             error = problem
         for rank, failed in enumerate(comm.allgather(error)):
             if failed is not None:
-                raise RuntimeError(f"rank {rank} cannot open the memory of another process of its node, of one user: {failed}")
+                raise RuntimeError(
+                    f"rank {rank} cannot open the memory of another process of its node, of the same user: {failed}"
+                )
         if made >= 0:
             os.close(made)
-        return table, places
+        return table, processes
 
-    # ------------------------------------------------------------------ what this rank does
+    # ------------------------------------------------------------------ the hook
 
-    def called(self, calls: Sequence[CollectiveCall], work: Work) -> None:
+    def called(self, calls: CallList, work: Work) -> None:
         if calls[0].comm.is_async and not is_capturing():
-            self._watch(calls[0]).pending.append((calls[0].number, describe(calls).shared, work))
+            self._watch(calls[0]).pending.append((calls[0].number, calls.description.shared, work))
 
-    def before(self, calls: Sequence[CollectiveCall]) -> None:
-        call = calls[0]
-        watched, what = self._watch(call), call.description or describe(calls)
-        watched.peers = [] if what.shared else [call.how[0] for call in calls if isinstance(call.how[0], int)]
-        call.status = watched.status
-        call.status.begin(call.number, what.shared or what.words)
+    def before(self, calls: CallList) -> None:
+        watched, what = self._watch(calls[0]), calls.description
+        watched.peers = [] if what.shared else [call.args[0] for call in calls if isinstance(call.args[0], int)]
+        watched.status.begin(calls[0].number, what.shared or what.text)
 
-    def after(self, calls: Sequence[CollectiveCall]) -> None:
-        if (status := calls[0].status) is not None:
-            status.end()
+    def after(self, calls: CallList) -> None:
+        self._watch(calls[0]).status.end()
 
     def _watch(self, call: CollectiveCall) -> _Watched:
         key = (call.comm, call.name in BLOCKING)
         return self._watched.get(key) or self._open(*key)
 
-    def _open(self, comm: Communicator, blocking: bool) -> _Watched:
-        """A status for a communicator not seen yet; when all are taken, the one of the one longest here that is idle."""
+    def _open(self, comm: Member, blocking: bool) -> _Watched:
+        """A status entry for a new communicator; when all are taken, that of the oldest communicator that is idle."""
         key = int.from_bytes(blake2b(f"{comm.name} {comm.ranks} {blocking}".encode(), digest_size=8).digest())
         with self._opening:
             index = len(self._watched)
@@ -172,16 +170,16 @@ class Watchdog(Hook):
         return watched
 
     def under_way(self) -> str:
-        """The operations that this rank is in, in words."""
+        """Describe the operations that this rank is in."""
         waits = [wait for watched in list(self._watched.values()) if (wait := watched.wait()) is not None]
         return " and ".join(map(str, waits)) or NOTHING
 
     def leave(self) -> None:
-        """This rank's program has come to its end: who waits for it in an operation waits in vain."""
-        self._table.set_state(self._rank, State.LEAVING, self._recorder.last_place())
+        """This rank's program has reached its end: an operation that waits for it will never complete."""
+        self._table.set_state(self._rank, State.LEAVING, self._recorder.last_call())
 
     def close(self) -> None:
-        """End the thread. All ranks have left."""
+        """End the thread. All ranks have reached the end of their programs."""
         self._table.set_state(self._rank, State.FINISHED)
         self._stopping.set()
         self._thread.join()
@@ -196,9 +194,9 @@ class Watchdog(Hook):
     def _run(self) -> None:
         observe(self._device)
         before = time.monotonic()
-        while not self._stopping.wait(_POLL_S):
+        while not self._stopping.wait(self._timing.poll_s):
             now = time.monotonic()
-            # Hazard: a job that was stopped as a whole and goes on is not late: at most a second counts.
+            # Hazard: a job that was suspended as a whole and resumed is not overdue: at most one second counts.
             overdue = self._overdue(min(now - before, 1.0))
             before = now
             self._tick()
@@ -221,19 +219,21 @@ class Watchdog(Hook):
             shown = id(watched.pending[0][2]) if watched.pending else watched.status.count
             watched.seconds = watched.seconds + elapsed if wait is not None and shown == watched.shown else 0.0
             watched.shown = shown
-            late = watched.seconds >= self._timeout
-            if wait is not None and (late or (watched.seconds >= _LOST_S and any(map(self._is_lost, self._missing(wait))))):
+            late = watched.seconds >= self._timing.timeout_s
+            if wait is not None and (
+                late or (watched.seconds >= self._timing.lost_s and any(map(self._is_lost, self._missing(wait))))
+            ):
                 return wait
         return None
 
     def _missing(self, wait: _Wait) -> list[int]:
-        """Who has not come to the operation: is before it, or in another of the same number."""
-        return [rank for rank in wait.ranks if not any(_has_come(o, wait) for o in self._table.operations(rank))]
+        """The ranks that have not reached the operation: they are before it, or in another one of the same number."""
+        return [rank for rank in wait.ranks if not any(_has_reached(o, wait) for o in self._table.operations(rank))]
 
     def _is_lost(self, rank: int) -> bool:
-        return self._table.header(rank).state in (State.LEAVING, State.FINISHED) or self._process(rank) in "XZ"
+        return self._table.header(rank).state in (State.LEAVING, State.FINISHED) or self._process_state(rank) in "XZ"
 
-    def _process(self, rank: int) -> str:
+    def _process_state(self, rank: int) -> str:
         header = self._table.header(rank)
         return process_letter(header.pid) if rank in self._node else header.process
 
@@ -245,72 +245,72 @@ class Watchdog(Hook):
         reporter = alarmed[0]
         first_here = next((rank for rank in alarmed if rank in self._node), self._node[0])
         if overdue is not None and reporter == self._rank:
-            say(self._rank, *self._report(overdue), *self._stacks_of_node())
+            log(self._rank, *self._report(overdue), *self._stacks_of_node())
         elif first_here == self._rank:
-            say(self._rank, *self._stacks_of_node())
+            log(self._rank, *self._stacks_of_node())
         elif overdue is not None:
-            say(self._rank, f"waits in {overdue}; last call: {self._recorder.last_place()}")
+            log(self._rank, f"waits in {overdue}; last call: {self._recorder.last_call()}")
         try:
-            self._recorder.dump(why=str(overdue or f"rank {reporter} waited in vain"))
+            self._recorder.dump(why=str(overdue or f"an operation of rank {reporter} never completed"))
         except OSError as error:
-            say(self._rank, f"no dump: {error}")
+            log(self._rank, f"no dump: {error}")
         if overdue is not None:
             self._table.set_state(self._rank, State.REPORTED)
-        end = time.monotonic() + _REPORT_S
+        end = time.monotonic() + self._timing.report_s
         while time.monotonic() < end and self._table.states()[reporter] != State.REPORTED:
-            time.sleep(_POLL_S)
+            time.sleep(self._timing.poll_s)
             self._tick()
         self._aborter.end_job(EXIT_CODE)
 
     def _settle(self, overdue: _Wait | None) -> _Wait | None:
-        """Raise the alarm if this rank waits too long, and let the others: who waits with it is late a moment later."""
-        end = time.monotonic() + (_SETTLE_S if self._channel is None else _SETTLE_NODES_S)
+        """Raise the alarm if this rank waits too long, and give the others time to do so: they are overdue moments later."""
+        end = time.monotonic() + (self._timing.settle_s if self._channel is None else self._timing.settle_nodes_s)
         while time.monotonic() < end:
-            overdue = overdue or self._overdue(_POLL_S)
+            overdue = overdue or self._overdue(self._timing.poll_s)
             if overdue is not None:
                 self._table.set_state(self._rank, State.ALARM)
-            time.sleep(_POLL_S)
+            time.sleep(self._timing.poll_s)
             self._tick()
         return overdue
 
     def _report(self, overdue: _Wait) -> list[str]:
         missing = self._missing(overdue)
-        come = [rank for rank in overdue.ranks if rank not in missing]
+        present = [rank for rank in overdue.ranks if rank not in missing]
         folder = self._recorder.folder
         return [
-            f"waited {overdue.seconds:.0f} s in {overdue} (limit {self._timeout:.0f} s, SHARDRT_TIMEOUT); "
+            f"waited {overdue.seconds:.0f} s in {overdue} (limit {self._timing.timeout_s:.0f} s, SHARDRT_TIMEOUT); "
             f"ending the job with exit code {EXIT_CODE}",
-            f"there: {name_ranks(come)}; missing: {name_ranks(missing) if missing else 'none'}",
-            *(f"missing {self._account(rank)}" for rank in missing),
+            f"present: {name_ranks(present)}; missing: {name_ranks(missing) if missing else 'none'}",
+            *(f"missing {self._describe_rank(rank)}" for rank in missing),
             f"dumps: {folder}; python -m shardrt.comm.recorder merge {folder}",
         ]
 
-    def _account(self, rank: int) -> str:
-        """A rank, its process, and what it did last."""
-        place, header = self._places[rank], self._table.header(rank)
-        condition = _PROCESS.get(self._process(rank), "running")
+    def _describe_rank(self, rank: int) -> str:
+        """A rank, its process, and its last operation."""
+        process, header = self._processes[rank], self._table.header(rank)
+        condition = _PROCESS_STATES.get(self._process_state(rank), "running")
         if header.state in (State.LEAVING, State.FINISHED):
             condition = f"has left its program, after {header.note}"
         elif condition == "running" and (silent := time.time() - header.seen) > (
-            _SILENT_S if rank in self._node else _SILENT_NODES_S
+            self._timing.silent_s if rank in self._node else self._timing.silent_nodes_s
         ):
             condition = f"running, but its watchdog has been silent for {silent:.0f} s"
         last = max(self._table.operations(rank), key=lambda operation: operation.since, default=None)
-        return f"rank {rank}: host {place.host}, pid {place.pid}, {condition}; {last or 'no operation yet'}"
+        return f"rank {rank}: host {process.host}, pid {process.pid}, {condition}; {last or 'no operation yet'}"
 
     def _stacks_of_node(self) -> list[str]:
         """The stacks of this rank, and of those of its node that did not raise the alarm."""
         silent = [rank for rank in self._node if rank != self._rank and self._table.states()[rank] not in _ALARMED]
         for rank in silent:
-            if self._process(rank) not in "XZ":
-                os.kill(self._places[rank].pid, _STACKS_SIGNAL)
+            if self._process_state(rank) not in "XZ":
+                os.kill(self._processes[rank].pid, _STACKS_SIGNAL)
         os.kill(os.getpid(), _STACKS_SIGNAL)
-        time.sleep(_SETTLE_S)
+        time.sleep(self._timing.settle_s)
         lines = []
         for rank in [*silent, self._rank]:
-            place, header = self._places[rank], self._table.header(rank)
+            process, header = self._processes[rank], self._table.header(rank)
             try:
-                with open(f"/proc/{place.pid}/fd/{header.stacks}", errors="replace") as file:
+                with open(f"/proc/{process.pid}/fd/{header.stacks}", errors="replace") as file:
                     stacks = file.read().splitlines() or ["(none: the process does not answer)"]
             except OSError as error:
                 stacks = [f"(none: {error.strerror})"]
@@ -318,18 +318,7 @@ class Watchdog(Hook):
         return lines
 
 
-def _timeout() -> float:
-    text = os.environ.get("SHARDRT_TIMEOUT", "600")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if seconds < 0:
-        raise ValueError(f"SHARDRT_TIMEOUT={text!r}: expected seconds, or 0 for no limit")
-    return seconds or float("inf")
-
-
-def _has_come(operation: Operation, wait: _Wait) -> bool:
+def _has_reached(operation: Operation, wait: _Wait) -> bool:
     if operation.key != wait.key:
         return False
     return operation.number > wait.number or (operation.number == wait.number and operation.what == wait.what[:WHAT_NBYTES])

@@ -1,1 +1,1 @@
-"""Load, check and break the communication layer: the command line `shardrt-stress`."""
+"""Benchmark, soak and fault injection for the communication layer: the command `shardrt-stress`."""

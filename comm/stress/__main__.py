@@ -18,7 +18,7 @@ from .options import Options, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; the exit code, the same on every rank."""
+    """Run the command line; returns the exit code, the same on every rank."""
     options = parse(arguments)
     if options.fault is not None and not options.inject:
         return fault.run(options)
@@ -26,26 +26,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.inject:
         return fault.inject(world, options)
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         if world.rank == 0:
             print(line, flush=True)
 
-    _say_header(world, options, say)
+    _log_header(world, options, log)
     run = sweep.run if options.soak is None and options.steps is None else soak.run
-    return run(world, options, say)
+    return run(world, options, log)
 
 
-def _say_header(world: World, options: Options, say: Callable[[str], None]) -> None:
-    from mpi4py import MPI  # Hazard: before shardrt.init() this would start MPI, and not as shardrt does
+def _log_header(world: World, options: Options, log: Callable[[str], None]) -> None:
+    from mpi4py import MPI  # Hazard: before shardrt.init() this would start MPI, with other settings
 
     where = f"{socket.gethostname()} pid {os.getpid()} {world.device}"
     if world.device.type == "cuda":
         where += f" {torch.cuda.get_device_name(world.device)}"
     library = " ".join(MPI.Get_library_version().split()[:3])
-    say(f"# shardrt {shardrt.__version__}, torch {torch.__version__}, Python {platform.python_version()}, {library}")
-    say(f"# {world.size} ranks on {world.nodes} nodes, {torch.get_num_threads()} threads each; {' '.join(sys.argv[1:])}")
+    log(f"# shardrt {shardrt.__version__}, torch {torch.__version__}, Python {platform.python_version()}, {library}")
+    log(f"# {world.size} ranks on {world.nodes} nodes, {torch.get_num_threads()} threads each; {' '.join(sys.argv[1:])}")
     for rank, line in enumerate(world.comm.exchange(where)):
-        say(f"#   rank {rank}: {line}")
+        log(f"#   rank {rank}: {line}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Faults in the middle of traffic: a job is started, one of its ranks does wrong, and all must end as they should.
+"""Faults in the middle of traffic: starts a job in which one rank fails, and checks how the job ends.
 
 | fault     | the rank                           | the job must                                                 |
 |-----------|------------------------------------|--------------------------------------------------------------|
 | kill      | kills itself (SIGKILL)             | end, not with 0                                              |
 | stop      | stops itself (SIGSTOP)             | end with 17, the watchdog naming the rank                    |
-| exception | raises what nobody catches         | end, not with 0, showing the exception                       |
+| exception | raises an uncaught exception       | end, not with 0, showing the exception                       |
 | mismatch  | makes a call of another size       | end with a MismatchError on every rank                       |
-| skip      | leaves a call out                  | end with a MismatchError on every rank, or as after a stop   |
+| skip      | skips a call                       | end with a MismatchError on every rank, or as after a stop   |
 | slow      | sleeps, for less than the deadline | go on and end with 0, naming the rank that the others waited for |
 """
 
@@ -21,65 +21,52 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardrt.comm import ReduceOp, World
 
+from .options import Fault, Options
 from .problem import Problem
-
-if TYPE_CHECKING:
-    from .options import Options
 
 TIMEOUT_S = 6  # the watchdog's
 END_S = TIMEOUT_S + 5  # from the fault to the job's end
 JOB_S = 120.0  # with its start
-SLEEP_S = 1.0
-LINGER_S = 5.0  # that a rank may take to be gone once the launcher is
+SLEEP_S = 1.0  # of a slow rank
+LINGER_S = 5.0  # that a rank may outlive its launcher
 WATCHDOG_EXIT = 17
-
-
-class Fault(Enum):
-    KILL = "kill"
-    STOP = "stop"
-    EXCEPTION = "exception"
-    MISMATCH = "mismatch"
-    SKIP = "skip"
-    SLOW = "slow"
 
 
 # ---------------------------------------------------------------------- a rank of the job
 
 
 def inject(world: World, options: Options) -> int:
-    """Traffic with the fault in its middle; the exit code."""
-    _tell(f"rank {world.rank} pid {os.getpid()}")
+    """Make calls, with the fault in the middle; returns the exit code."""
+    _write(f"rank {world.rank} pid {os.getpid()}")
     waits = []
     for number in range(2 * options.fault_after):
         fault = options.fault if (number, world.rank) == (options.fault_after, options.fault_rank) else None
         if fault is not None:
-            _tell(f"rank {world.rank} injects {fault.value} at {time.time()}")
+            _write(f"rank {world.rank} injects {fault.value} at {time.time()}")
         try:
             waits.append(_call(world, number, fault))
         except Exception as error:
-            _tell(f"rank {world.rank} raised {type(error).__name__}")
+            _write(f"rank {world.rank} raised {type(error).__name__}")
             if type(error).__name__ == "MismatchError":
-                return 1  # Hazard: what is raised ends the job, perhaps before another rank has told its own
+                return 1  # Hazard: an uncaught error ends the job, perhaps before another rank has printed its own
             raise
     ranks = world.comm.exchange(waits)
     longest = max(range(len(waits)), key=lambda number: max(rank[number] for rank in ranks))
     if world.rank == 0:
         wait, last = min((rank[longest], number) for number, rank in enumerate(ranks))
         most = max(rank[longest] for rank in ranks)
-        _tell(f"call {longest} took longest: {most:.3f} s, waiting for rank {last}, which took {wait:.3f} s itself")
+        _write(f"call {longest} took longest: {most:.3f} s, waiting for rank {last}, which took {wait:.3f} s itself")
     return 0
 
 
 def _call(world: World, number: int, fault: Fault | None) -> float:
-    """One call, rightly made and checked, or with the fault; how long it took, in seconds."""
+    """Make one call and check its result, or inject the fault; returns its duration in seconds."""
     name = ("all_reduce", "all_gather", "reduce_scatter")[number % 3]
     problem = Problem(name, world.size, 1000, torch.float32, None if name == "all_gather" else ReduceOp.SUM, seed=number)
     match fault:
@@ -102,55 +89,58 @@ def _call(world: World, number: int, fault: Fault | None) -> float:
     return seconds
 
 
-def _tell(line: str) -> None:
+def _write(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-# ---------------------------------------------------------------------- what starts and judges the job
+# ---------------------------------------------------------------------- starting and judging the job
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a job ended."""
 
-    code: int | None  # None: it did not
-    said: str
+    code: int | None  # None: it has not ended
+    output: str
     seconds: float | None  # since the fault; None: there was none
-    survivors: list[str]  # ranks that outlived it
+    survivors: list[str]  # ranks that outlived the job
 
 
 def run(options: Options) -> int:
-    """Start the job, wait for its end, judge it; 0 if it ended as it should. No rank outlives this."""
+    """Start the job, wait for its end, judge it; returns 0 if it ended as expected. No rank outlives this."""
     assert options.fault is not None, "a fault"
     ranks, victim = options.number, options.number - 1 if options.fault_rank is None else options.fault_rank
     if not 0 <= victim < ranks:
-        sys.exit(f"--fault-rank {victim} is none of {ranks} ranks")
+        sys.exit(f"--fault-rank {victim} is not one of {ranks} ranks")
     flags = ["--fault", options.fault.value, "--fault-rank", str(victim), "--fault-after", str(options.fault_after)]
     launch = [sys.executable, "-m", "shardrt.launch", "--launcher", "mpirun", "-n", str(ranks)]
     ending = _run_job([*launch, "-m", "shardrt.comm.stress", "--inject", *flags])
     complaints = judge(options.fault, victim, ranks, ending)
     when = "" if ending.seconds is None else f", {ending.seconds:.1f} s after the fault"
     print(f"{options.fault.value} on rank {victim} of {ranks}: exit code {ending.code}{when}")
-    for line in re.findall("^call .*", ending.said, re.MULTILINE) + [f"FAILED: {text}" for text in complaints]:
+    for line in re.findall("^call .*", ending.output, re.MULTILINE) + [f"FAILED: {text}" for text in complaints]:
         print(line)
     if complaints:
-        print(f"The job said:\n{ending.said[-3000:]}")
+        print(f"Output of the job:\n{ending.output[-3000:]}")
     return 1 if complaints else 0
 
 
 def judge(fault: Fault, victim: int, ranks: int, ending: Ending) -> list[str]:
-    """What was expected and did not happen."""
-    said, failed = ending.said, ending.code not in (None, 0)
-    mismatched = failed and all(f"rank {rank} raised MismatchError" in said for rank in range(ranks))
-    # By others than the rank itself, which told its pid and its fault.
-    watched = ending.code == WATCHDOG_EXIT and re.search(rf"rank {victim}\b(?! pid| injects)", said) is not None
+    """What was expected and did not happen, in words."""
+    output, failed = ending.output, ending.code not in (None, 0)
+    mismatched = failed and all(f"rank {rank} raised MismatchError" in output for rank in range(ranks))
+    # By other ranks: the victim itself has printed its pid and its fault.
+    watched = ending.code == WATCHDOG_EXIT and re.search(rf"rank {victim}\b(?! pid| injects)", output) is not None
     held, expected = {
         Fault.KILL: (failed, "another exit code than 0"),
         Fault.STOP: (watched, f"exit code {WATCHDOG_EXIT} and a report that names rank {victim}"),
-        Fault.EXCEPTION: (failed and f"injected on rank {victim}" in said, "another exit code than 0 and the exception shown"),
+        Fault.EXCEPTION: (
+            failed and f"injected on rank {victim}" in output,
+            "another exit code than 0 and the exception shown",
+        ),
         Fault.MISMATCH: (mismatched, "a MismatchError on every rank"),
         Fault.SKIP: (mismatched or watched, f"a MismatchError on every rank, or exit code {WATCHDOG_EXIT}"),
-        Fault.SLOW: (ending.code == 0 and f"waiting for rank {victim}," in said, f"exit code 0 and rank {victim} named"),
+        Fault.SLOW: (ending.code == 0 and f"waiting for rank {victim}," in output, f"exit code 0 and rank {victim} named"),
     }[fault]
     checks = {
         "the fault was not injected": ending.seconds is None,
@@ -163,12 +153,12 @@ def judge(fault: Fault, victim: int, ranks: int, ending: Ending) -> list[str]:
 
 def _run_job(command: list[str]) -> Ending:
     settings = {"SHARDRT_TIMEOUT": str(TIMEOUT_S), "SHARDRT_CHECK": "1", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+") as file:
         job = subprocess.Popen(
             command,
             env=os.environ | settings,
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -181,16 +171,16 @@ def _run_job(command: list[str]) -> Ending:
             with suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
             job.wait()
-            output.seek(0)
-            said = output.read()
-            survivors = _kill_ranks(said)
-    injected = re.search(r"^rank \d+ injects \w+ at ([\d.]+)$", said, re.MULTILINE)
-    return Ending(code, said, end - float(injected[1]) if injected else None, survivors)
+            file.seek(0)
+            output = file.read()
+            survivors = _kill_ranks(output)
+    injected = re.search(r"^rank \d+ injects \w+ at ([\d.]+)$", output, re.MULTILINE)
+    return Ending(code, output, end - float(injected[1]) if injected else None, survivors)
 
 
-def _kill_ranks(said: str) -> list[str]:
-    """Kill the ranks that are still there after some seconds: a stopped one outlives its launcher. Returns which."""
-    pids = dict(re.findall(r"^rank (\d+) pid (\d+)$", said, re.MULTILINE))
+def _kill_ranks(output: str) -> list[str]:
+    """Kill the ranks that still run after some seconds: a stopped one outlives its launcher. Returns them."""
+    pids = dict(re.findall(r"^rank (\d+) pid (\d+)$", output, re.MULTILINE))
     until = time.time() + LINGER_S
     while (left := [rank for rank, pid in pids.items() if _is_rank(pid)]) and time.time() < until:
         time.sleep(0.1)
@@ -201,7 +191,7 @@ def _kill_ranks(said: str) -> list[str]:
 
 
 def _is_rank(pid: str) -> bool:
-    """Whether it runs, and is one of ours: numbers are given anew."""
+    """True if the process runs and is a rank of such a job: pids are reused."""
     try:
         return b"shardrt.comm.stress" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, TypeVar
@@ -17,16 +18,25 @@ import torch
 from shardrt.comm import PreMulSum, ReduceOp
 from shardrt.comm.calls import Op
 
-from .fault import Fault
-from .problem import COLLECTIVES
-from .soak import DTYPES
+from .problem import COLLECTIVES, DTYPES
 
 T = TypeVar("T")
 
 
+class Fault(Enum):
+    """What one rank does wrong; see `fault.py`."""
+
+    KILL = "kill"
+    STOP = "stop"
+    EXCEPTION = "exception"
+    MISMATCH = "mismatch"
+    SKIP = "skip"
+    SLOW = "slow"
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked for, one field per flag."""
+    """The command line, one field per flag."""
 
     sizes: list[int]  # bytes
     number: int  # timed iterations; with a fault, ranks
@@ -51,7 +61,7 @@ class Options:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        os.write(2, f"{self.prog}: error: {message}\n".encode())  # one write: those of several ranks do not tear
+        os.write(2, f"{self.prog}: error: {message}\n".encode())  # one write, so that lines of several ranks do not mix
         sys.exit(2)
 
 
@@ -60,18 +70,18 @@ mpirun -n 4 shardrt-stress -b 1K -e 64M -f 2 --collectives all_reduce,all_gather
 mpirun -n 4 shardrt-stress --soak 10m
 shardrt-stress --fault kill -n 4
 
-Exit code 1: an element was wrong, something leaked, or a fault did not end as it should."""
+Exit code 1: an element was wrong, something leaked, or a job with a fault did not end as expected."""
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Leaves with exit code 2, on every rank alike, when there is no sense in them."""
+    """Parse the command line. Exits with code 2, on every rank alike, if it is not valid."""
     parser = _Parser(prog="shardrt-stress", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     _add_sweep(parser.add_argument_group("sweep, sizes in bytes with K, M or G").add_argument)
     add = parser.add_argument_group("soak, random valid calls on random communicators").add_argument
-    add("--soak", type=_number({"s": 1, "m": 60, "h": 3600}), metavar="TIME", help="for so long: 30s, 10m, 8h")
-    add("--steps", type=_number(), help="for so many steps; the same seed then gives the same digest")
+    add("--soak", type=_number({"s": 1, "m": 60, "h": 3600}), metavar="TIME", help="duration: 30s, 10m, 8h")
+    add("--steps", type=_number(), help="number of steps; the same seed then gives the same digest")
     add("--seed", type=int, default=0)
-    add = parser.add_argument_group("fault, in a job that this starts").add_argument
+    add = parser.add_argument_group("fault, in a job that this command starts").add_argument
     add("--fault", type=Fault, choices=list(Fault), metavar="{" + ",".join(fault.value for fault in Fault) + "}")
     add("--fault-rank", type=int, help="[the last]")
     add("--fault-after", type=_number(), default=50, metavar="CALLS", help="[50]")
@@ -94,10 +104,10 @@ def _add_sweep(add: Callable[..., object]) -> None:
     ops = {op.value: op for op in ReduceOp} | {"mulsum": PreMulSum(2.0)}
     add("-b", dest="begin", type=_number(units, least=0), default=1 << 10, metavar="SIZE", help="the smallest [1K]")
     add("-e", dest="end", type=_number(units), default=64 << 20, metavar="SIZE", help="the largest [64M]")
-    add("-f", dest="factor", type=_number(least=2), default=2, help="from one size to the next [2]")
-    add("-i", dest="increment", type=_number(units), metavar="SIZE", help="the same as a difference")
+    add("-f", dest="factor", type=_number(least=2), default=2, help="factor from one size to the next [2]")
+    add("-i", dest="increment", type=_number(units), metavar="SIZE", help="increment from one size to the next, instead of -f")
     add("-n", dest="number", type=_number(), help="timed iterations [20]; with --fault: ranks [4]")
-    add("-w", dest="warmup", type=_number(least=0), default=5, help="iterations before these [5]")
+    add("-w", dest="warmup", type=_number(least=0), default=5, help="untimed iterations before [5]")
     add("--collectives", type=_listed({name: name for name in COLLECTIVES}), default=list(COLLECTIVES), help="[all]")
     add("--dtypes", type=_listed({str(dtype)[6:]: dtype for dtype in DTYPES}), default=[torch.float32], help="[float32]")
     add("--ops", type=_listed(ops), default=[ReduceOp.SUM], help=f"of {','.join(ops)} [sum]")
@@ -109,31 +119,31 @@ def _add_sweep(add: Callable[..., object]) -> None:
         help="from comm.empty [window], or torch's own; symmetric: NCCL's windows",
     )
     add("--streams", choices=("inline", "threaded"), help="[inline; threaded in a soak]")
-    add("--peer", choices=("gloo", "mpi4py", "c10d-nccl"), help="time it in turns with ours, and print the ratios")
+    add("--peer", choices=("gloo", "mpi4py", "c10d-nccl"), help="time it in turns with shardrt, and print the ratios")
     add("--json", type=Path, metavar="FILE")
     add("--plot", type=Path, metavar="FILE.png", help="bus bandwidth by size")
 
 
 def _number(units: Mapping[str, int] = MappingProxyType({}), least: int = 1) -> Callable[[str], int]:
-    """A whole number, maybe with a unit after it."""
+    """A parser of a whole number, with an optional unit after it."""
 
     def number(text: str) -> int:
         digits = text.rstrip("".join(units))
         unit = text.removeprefix(digits)
         if not digits.isdecimal() or int(digits) < least or unit not in ("", *units):
-            told = f", and maybe one of {', '.join(units)}" if units else ""
-            raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least {least}{told}")
+            optional = f", with an optional unit of {', '.join(units)}" if units else ""
+            raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least {least}{optional}")
         return int(digits) * units.get(unit, 1)
 
     return number
 
 
 def _listed(choices: Mapping[str, T]) -> Callable[[str], list[T]]:
-    """Names, with commas between them."""
+    """A parser of names separated by commas."""
 
     def values(text: str) -> list[T]:
         if unknown := set(text.split(",")) - choices.keys():
-            raise argparse.ArgumentTypeError(f"{','.join(sorted(unknown))}: expected some of {','.join(choices)}")
+            raise argparse.ArgumentTypeError(f"{','.join(sorted(unknown))}: expected names out of {','.join(choices)}")
         return [choices[name] for name in text.split(",")]
 
     return values

@@ -1,4 +1,4 @@
-"""The same work by others, on the same buffers, out of place: MPI's own collectives, torch.distributed."""
+"""Other libraries for comparison, on the same buffers, out of place: MPI's own collectives, torch.distributed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TORCH_OPS: dict[Op | None, distributed.ReduceOp] = {op: getattr(distributed.Red
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another communication library: a call for each collective, and what it reduces."""
+    """Another communication library: a function for each collective, and the dtypes and ops that it reduces."""
 
     calls: dict[str, Callable[[Problem, torch.Tensor, torch.Tensor], object]]  # with out and inp
     dtypes: Collection[torch.dtype]
@@ -39,15 +39,15 @@ class Peer:
         return problem.op is None or (problem.dtype in self.dtypes and problem.op in self.ops)
 
     def run(self, problem: Problem, out: torch.Tensor, inp: torch.Tensor) -> None:
-        """What is only moved is moved as bytes: not every library has every dtype."""
+        """Run the call. Collectives that only move data move bytes: not every library has every dtype."""
         tensors = (out, inp) if problem.op is not None else (out.view(torch.uint8), inp.view(torch.uint8))
         self.calls[problem.name](problem, *tensors)
 
 
 def make_peer(name: str, world: World) -> Peer:
-    """Collective. Raises ValueError for one that has no way to the world's device."""
+    """Create a peer. Collective. Raises ValueError for a library that does not support the world's device."""
     if world.device.type != ("cuda" if name == "c10d-nccl" else "cpu"):
-        raise ValueError(f"--peer {name} has no way to tensors on {world.device}")
+        raise ValueError(f"--peer {name} does not support tensors on {world.device}")
     return _mpi(world) if name == "mpi4py" else _torch(world, name.removeprefix("c10d-"))
 
 
@@ -86,7 +86,7 @@ def _torch(world: World, backend: str) -> Peer:
     store = server or TCPStore(host, port)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world.size)
 
-    # Their names before torch 2.13.
+    # The second names are those before torch 2.13.
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 

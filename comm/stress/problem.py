@@ -1,7 +1,7 @@
-"""What a call is given and what must come out of it, worked out from the contract and never by a communicator.
+"""The inputs and expected results of a call, computed from the documented semantics and never with a communicator.
 
-Rank p's values repeat with a prime period, so that a result is worked out for one period, whatever its size, and a block that
-lands in the wrong place shows. Legend: N ranks, this one is r; n is the elements of one rank's block.
+Rank p's values repeat with a prime period, so that a result is computed for one period, whatever its size, and a block in the
+wrong position shows. Legend: N ranks, this one is r; n is the elements of one rank's block.
 
 | collective                           | inp of rank r      | out on rank r             | in place             |
 |--------------------------------------|--------------------|---------------------------|----------------------|
@@ -38,8 +38,10 @@ COLLECTIVES = (
     "sendrecv",
 )
 
+DTYPES = (*sorted(REDUCIBLE, key=str), torch.float8_e4m3fn, torch.float8_e5m2)
+
 _PERIOD = 8191
-_POISON = 0xA5  # in every byte; no expected value looks so
+_POISON = 0xA5  # in every byte; no expected value has this pattern
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMBINE: dict[Op, Callable[..., torch.Tensor]] = {
     ReduceOp.MIN: torch.minimum,
@@ -50,7 +52,7 @@ _COMBINE: dict[Op, Callable[..., torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One call, alike on every rank of a communicator.
+    """One call, the same on every rank of a communicator.
 
     counts: for an all_to_all of uneven blocks, the elements from rank (row) to rank (column).
     rounding: values whose sums round, so that a result depends on the order; else small integers, exact in any order.
@@ -95,16 +97,16 @@ class Problem:
         return out, inp
 
     def post(self, comm: Communicator, out: torch.Tensor, inp: torch.Tensor, stream: Stream) -> Work:
-        """Make the call; a "sendrecv" is two, for a group."""
+        """Make the call; a "sendrecv" is two calls, for a group."""
         if self.name == "sendrecv":
             comm.send(inp, (comm.rank + 1) % comm.size, stream=stream)
             return comm.recv(out, (comm.rank - 1) % comm.size, stream=stream)
-        how: list[object] = [] if self.op is None else [self.op]
+        args: list[object] = [] if self.op is None else [self.op]
         if self.name in ROOTED:
-            how.append(self.root)
+            args.append(self.root)
         if self.counts is not None:
-            how = [[row[comm.rank] for row in self.counts], self.counts[comm.rank]]
-        work: Work = getattr(comm, self.name)(out, inp, *how, stream=stream)
+            args = [[row[comm.rank] for row in self.counts], self.counts[comm.rank]]
+        work: Work = getattr(comm, self.name)(out, inp, *args, stream=stream)
         return work
 
     def launch(self, comm: Communicator, out: torch.Tensor, inp: torch.Tensor, stream: Stream) -> Work:
@@ -116,14 +118,14 @@ class Problem:
         return work
 
     def count_wrong(self, rank: int, in_place: bool, out: torch.Tensor, inp: torch.Tensor) -> int:
-        """How many elements of `out`, once the call is done, are not what they must be; out of place, of `inp` as well."""
+        """The number of wrong elements in `out` after the call; out of place, of changed elements in `inp` as well."""
         wanted, kept = self.place(rank, in_place, lambda numel, dtype: torch.empty(numel, dtype=dtype))
         if pieces := self._pieces(rank):
             wanted.copy_(torch.cat(pieces))
         return _differing(out, wanted) + (0 if in_place else _differing(inp, kept))
 
     def _pieces(self, rank: int) -> list[torch.Tensor]:
-        """What `out` is made of; nothing where it is not written."""
+        """The pieces of the expected `out`; none if it is not written."""
         n, ranks = self.n, range(self.size)
         match self.name:
             case "gather" | "reduce" if rank != self.root:
@@ -144,10 +146,10 @@ class Problem:
         return _values(self.seed, rank, self.size, self.dtype, self.op, self.rounding)
 
     def _reduced(self) -> torch.Tensor:
-        """A left fold in rank order, in float32 for the halves, rounded once: what the MPI backend promises."""
+        """A left fold in rank order, in float32 for the halves, rounded once: as the MPI backend guarantees."""
         assert self.op is not None, "a reduction"
         wide = torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
-        if self.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch adds none; the values are small
+        if self.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not add these; the values are small
             wide = torch.int64
         rows = [self._values(rank).to(wide) for rank in range(self.size)]
         if isinstance(self.op, PreMulSum):
@@ -167,7 +169,7 @@ def _values(seed: int, rank: int, size: int, dtype: torch.dtype, op: Op | None, 
     values = torch.randint(2 if dtype is torch.bool else 16, (_PERIOD,), generator=generator)
     if dtype is torch.bool or op in (None, ReduceOp.MIN, ReduceOp.MAX):
         return values.to(dtype)
-    # However many ranks there are, at most 8 have a say in a sum and 4 in a product: it stays below 128, exact in bfloat16.
+    # However many ranks there are, at most 8 contribute to a sum and 4 to a product: it stays below 128, exact in bfloat16.
     turn = (torch.arange(_PERIOD) + rank) % (size + 3)
     if op is ReduceOp.PRODUCT:
         return torch.where(turn < 4, 1 + values % 2, 1).to(dtype)

@@ -1,8 +1,8 @@
 """Random valid calls over random communicators, several under way at once, every result checked, leaks counted.
 
-All ranks draw the same calls from the seed, so they need not talk about them. Only where a tensor lies is each rank's own
-choice, and no result depends on it. After every few steps, an epoch, all communicators are closed, and what the process then
-holds must not grow.
+All ranks draw the same calls from the seed, without communication. Only where a tensor lies in memory is each rank's own
+choice, and no result depends on it. After an epoch of a few steps all communicators are closed; what the process then holds
+must not grow.
 """
 
 from __future__ import annotations
@@ -17,30 +17,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, Stream, Work, World, new_stream
-from shardrt.comm.calls import FLOATS, REDUCIBLE
+from shardrt.comm.calls import FLOATS
 
-from .problem import COLLECTIVES, ROOTED, Problem, ops_for
-
-if TYPE_CHECKING:
-    from .options import Options
+from .options import Options
+from .problem import COLLECTIVES, DTYPES, ROOTED, Problem, ops_for
 
 EPOCH = 10  # steps
 MOST_ALIVE = 4  # communicators of one rank
 MOST_UNDER_WAY = 6  # calls and groups
 ARENA_NBYTES = 16 << 20  # Cost: none, until pages are touched
-TOLERATED_MIB = 48  # of growth: scraps between buffers of random sizes, some 20 in 1,000 steps, then no more
+TOLERATED_MIB = 48  # of growth: fragments between buffers of random sizes, some 20 in 1,000 steps, then no more
 OPS = (*ReduceOp, PreMulSum(2.0), PreMulSum(0.5))
-DTYPES = (*sorted(REDUCIBLE, key=str), torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(slots=True)
 class Lane:
-    """A communicator for each colour, on a stream of its own; none on a rank without a colour."""
+    """A communicator for each colour, with its own stream; None on a rank without a colour."""
 
     comm: Communicator | None
     stream: Stream
@@ -55,7 +51,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A call, and its tensors on this rank."""
+    """A call and its tensors on this rank."""
 
     comm: Communicator
     problem: Problem
@@ -65,7 +61,7 @@ class Piece:
 
 
 class Soak:
-    """One run, this rank's part of it. Made, and stepped, on all ranks alike."""
+    """One run, this rank's part of it. Every rank creates it and calls its methods alike."""
 
     def __init__(self, world: World, options: Options) -> None:
         self._world, self._options = world, options
@@ -83,7 +79,7 @@ class Soak:
         return time.monotonic() - self._start
 
     def is_over(self) -> bool:
-        """After the steps asked for, or at the end of an epoch past the time; leaks show from the second on."""
+        """True after the given steps, or after the given time at the end of an epoch, the second at least: leaks need two."""
         if self._options.steps is not None:
             return self.steps >= self._options.steps
         assert self._options.soak is not None, "steps or a time"
@@ -92,7 +88,7 @@ class Soak:
         )
 
     def step(self) -> None:
-        """Make or close a communicator; then some calls, all under way before the first is waited for."""
+        """Create or close a communicator; then make some calls, all before waiting for the first."""
         random = self._random("lanes")
         if len(self._lanes) == MOST_ALIVE or (self._lanes and random.random() < 0.3):
             self._lanes.pop().close()
@@ -110,17 +106,17 @@ class Soak:
             self.end_epoch()
 
     def end_epoch(self) -> None:
-        """Close what is open, newest first, and count what is left."""
+        """Close all communicators, newest first, and count what is left."""
         while self._lanes:
             self._lanes.pop().close()
         self.held.append(holdings())
 
     def digest(self) -> str:
-        """Of all results of all ranks. Collective."""
+        """A hash of all results of all ranks. Collective."""
         return hashlib.sha256(b"".join(self._world.comm.exchange(self._digest.digest()))).hexdigest()[:32]
 
     def growth(self) -> dict[str, float]:
-        """By how much any rank has come to hold more since a quarter of the epochs. Collective."""
+        """The largest growth of any rank's holdings since the first quarter of the epochs. Collective."""
         first, last = self.held[len(self.held) // 4], self.held[-1]
         grown = self._world.comm.exchange({name: last[name] - first[name] for name in first})
         return {name: max(rank[name] for rank in grown) for name in first}
@@ -134,7 +130,7 @@ class Soak:
         world, name = self._world, f"soak{self.made}"
         self.made += 1
         parent = random.choice([world.comm, *(lane.comm for lane in self._lanes)])
-        # Half of the time all ranks, half of the time in their order: what goes node by node has that.
+        # Half of the time all ranks, half of the time in their order: the node algorithms need both.
         colors = random.choices((0, 1, None), weights=(6, 3, 1), k=world.size) if random.random() < 0.5 else [0] * world.size
         keys = random.choices(range(world.size), k=world.size) if random.random() < 0.5 else [0] * world.size
         comm = None if parent is None else parent.split(colors[world.rank], keys[world.rank], name)
@@ -142,7 +138,7 @@ class Soak:
         return Lane(comm, new_stream(world.device, name, threaded=self._options.streams != "inline"), arena)
 
     def _post(self, lane: Lane, comm: Communicator, number: int) -> list[tuple[Work, Piece]]:
-        """Maybe a barrier; then a call, or a group of them."""
+        """Sometimes a barrier; then a call, or a group of calls."""
         shared, own = self._random(number), self._random(number, self._world.rank)
         if shared.random() < 0.1:
             self.calls["barrier"] += 1
@@ -164,7 +160,7 @@ class Soak:
         in_place = problem.can_be_in_place and shared.random() < 0.5
 
         def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            """In the arena or not, aligned or not."""
+            """Memory in the arena or not, aligned or not."""
             shift = own.randrange(8) * dtype.itemsize
             begin, nbytes = -(-lane.used // 64) * 64, shift + numel * dtype.itemsize
             if lane.arena is None or own.random() < 0.5 or begin + nbytes > ARENA_NBYTES:
@@ -177,15 +173,15 @@ class Soak:
     def _check(self, piece: Piece) -> None:
         wrong = piece.problem.count_wrong(piece.comm.rank, piece.in_place, piece.out, piece.inp)
         if wrong:
-            how = f"{piece.problem}, {'in' if piece.in_place else 'out of'} place, on {piece.comm}"
-            os.write(1, f"[{self._world.rank}] step {self.steps}: {wrong} elements wrong: {how}\n".encode())
+            call = f"{piece.problem}, {'in' if piece.in_place else 'out of'} place, on {piece.comm}"
+            os.write(1, f"[{self._world.rank}] step {self.steps}: {wrong} elements wrong: {call}\n".encode())
         self.wrong += wrong
         host = piece.out.cpu()
         self._digest.update(ctypes.string_at(host.data_ptr(), host.nbytes))
 
 
 def draw(random: Random, comm: Communicator) -> Problem:
-    """A call that `comm` must be able to make, alike on all its ranks."""
+    """A random valid call on `comm`, the same on all its ranks."""
     size, name, on_host = comm.size, random.choice(COLLECTIVES), comm.device.type == "cpu"
     # NCCL does not reduce int16.
     dtypes = [dtype for dtype in DTYPES if ops_for(name, dtype, OPS) and (on_host or dtype not in (torch.int16, torch.uint16))]
@@ -208,9 +204,9 @@ def draw(random: Random, comm: Communicator) -> Problem:
 
 
 def holdings() -> dict[str, float]:
-    """What this process holds that a leak would add to."""
+    """What this process holds, as far as a leak would show in it."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps for reuse is no leak
+    ctypes.CDLL(None).malloc_trim(0)  # memory that glibc keeps for reuse is not a leak
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
@@ -221,25 +217,24 @@ def holdings() -> dict[str, float]:
     }
 
 
-def run(world: World, options: Options, say: Callable[[str], None]) -> int:
-    """The whole soak; returns the exit code. Collective."""
-    soak, told = Soak(world, options), 0.0
+def run(world: World, options: Options, log: Callable[[str], None]) -> int:
+    """Run the soak, with a line of progress every two seconds; returns the exit code. Collective."""
+    soak, shown = Soak(world, options), 0.0
     while not soak.is_over():
         soak.step()
-        if soak.seconds - told > 2.0:
-            told = soak.seconds
-            say(
-                f"# {told:6.0f} s  step {soak.steps}  {soak.calls.total()} calls  {soak.made} communicators  {soak.wrong} wrong"
-            )
+        if soak.seconds - shown > 2.0:
+            shown = soak.seconds
+            progress = f"step {soak.steps}  {soak.calls.total()} calls  {soak.made} communicators  {soak.wrong} wrong"
+            log(f"# {shown:6.0f} s  {progress}")
     if soak.steps % EPOCH:
         soak.end_epoch()
     growth, wrong, calls = soak.growth(), sum(world.comm.exchange(soak.wrong)), Counter[str]()
     for others in world.comm.exchange(soak.calls):
         calls += others
     leaks = [name for name, by in growth.items() if by > (TOLERATED_MIB if name == "resident MiB" else 0)]
-    no_leak = "none" if len(soak.held) > 1 else f"not known before step {2 * EPOCH}"
-    say(f"# {soak.seconds:.1f} s, {soak.steps} steps, {soak.made} communicators, on {world.size} ranks, seed {options.seed}")
-    say("# Calls, over all ranks: " + ", ".join(f"{count} {name}" for name, count in calls.most_common()))
-    say(f"# Growth over {len(soak.held)} epochs: " + ", ".join(f"{by:.0f} {name}" for name, by in growth.items()))
-    say(f"# Digest: {soak.digest()}   #wrong: {wrong}   leaks: {', '.join(leaks) or no_leak}")
+    no_leak = "none" if len(soak.held) > 1 else f"unknown before step {2 * EPOCH}"
+    log(f"# {soak.seconds:.1f} s, {soak.steps} steps, {soak.made} communicators, on {world.size} ranks, seed {options.seed}")
+    log("# Calls, over all ranks: " + ", ".join(f"{count} {name}" for name, count in calls.most_common()))
+    log(f"# Growth over {len(soak.held)} epochs: " + ", ".join(f"{by:.0f} {name}" for name, by in growth.items()))
+    log(f"# Digest: {soak.digest()}   #wrong: {wrong}   leaks: {', '.join(leaks) or no_leak}")
     return 1 if wrong or leaks else 0

@@ -1,6 +1,6 @@
-"""Time every collective over sizes, dtypes and ops, out of place and in place, and check every element that comes out.
+"""Time every collective over sizes, dtypes and ops, out of place and in place, and check every element of the results.
 
-A row is what nccl-tests prints: its size counts all blocks, its count is that of one rank's call; algbw is the size by the
+A row has the columns of nccl-tests: its size counts all blocks, its count is that of one rank's call; algbw is the size by the
 time, and busbw makes that comparable across collectives and numbers of ranks. An iteration is as long as it was on its slowest
 rank; the time is the mean over the iterations, p50 and p99 are over them as well.
 """
@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 import torch
 
 import shardrt
-from shardrt.comm import Stream, Work, World, current_stream, new_stream
+from shardrt.comm import ReduceOp, Stream, Work, World, current_stream, new_stream
 
+from .options import Options
 from .problem import BLOCKED, ROOTED, Problem, bus_factor, ops_for
 
 if TYPE_CHECKING:
-    from .options import Options
     from .peers import Peer
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A problem out of place, or in place."""
+    """The timings of a problem, out of place or in place."""
 
     time_us: float
     algbw: float  # GB/s, 10**9 bytes
@@ -53,7 +53,7 @@ class Row:
     out_of_place: Result
     in_place: Result | None  # a sendrecv has none
     peer_us: float | None  # the peer's median, out of place
-    ratio: float | None  # of medians: ours by the peer's
+    ratio: float | None  # shardrt's median divided by the peer's
 
 
 _SIDE = f"{'time':>8} {'algbw':>7} {'busbw':>7} {'#wrong':>7}"
@@ -64,7 +64,7 @@ HEADER = f"""\
 
 
 class Sweep:
-    """One run over everything that was asked for. Made, and called, on all ranks alike."""
+    """One run over all problems of the command line. Every rank creates it and calls its methods alike."""
 
     def __init__(self, world: World, options: Options, peer: Peer | None) -> None:
         comm = world.comm.split(0, world.rank, "stress")
@@ -91,7 +91,7 @@ class Sweep:
                     yield Problem(name, size, nbytes // dtype.itemsize // (size if name in BLOCKED else 1), dtype, op, root)
 
     def measure(self, problem: Problem) -> Row:
-        """Both ways, and the peer's if it can."""
+        """Measure out of place, in place, and the peer if it supports the problem."""
         peer = self._peer if self._peer is not None and self._peer.can(problem) else None
         out_of_place, peer_us = self._measure(problem, False, peer)
         return Row(
@@ -99,7 +99,7 @@ class Sweep:
             size=problem.nbytes,
             count=problem.n,
             type=str(problem.dtype).removeprefix("torch."),
-            redop="none" if problem.op is None else getattr(problem.op, "value", "mulsum"),
+            redop="none" if problem.op is None else problem.op.value if isinstance(problem.op, ReduceOp) else "mulsum",
             root=problem.root,
             out_of_place=out_of_place,
             in_place=self._measure(problem, True, None)[0] if problem.can_be_in_place else None,
@@ -123,7 +123,7 @@ class Sweep:
             self._stream.submit(partial(given.copy_, inp))
         sides[-1]().synchronize()
         wrong = problem.count_wrong(rank, in_place, out, inp)
-        seconds = self._time(sides, inp, given)  # what comes last, and leaves its result, is ours
+        seconds = self._time(sides, inp, given)  # shardrt is last, so that its result stays
         wrong = sum(self._comm.exchange(max(wrong, problem.count_wrong(rank, in_place, out, inp))))
         return _result(problem, wrong, seconds[-1]), median(seconds[0]) * 1e6 if peer else None
 
@@ -138,7 +138,7 @@ class Sweep:
         return placed
 
     def _time(self, sides: Sequence[Callable[[], Work]], inp: torch.Tensor, given: torch.Tensor | None) -> list[list[float]]:
-        """Seconds by side and iteration, of the slowest rank, the sides in turns; `given` goes into `inp` before each."""
+        """Seconds by side and iteration, of the slowest rank. The sides take turns; `given` is copied to `inp` before each."""
         timings: list[list[Callable[[], float]]] = [[] for _ in sides]
         for _ in range(self._options.warmup + self._options.number):
             for side, timing in zip(sides, timings, strict=True):
@@ -157,7 +157,7 @@ def _submit(stream: Stream, fn: Callable[[], object]) -> Work:
 
 
 def _timed(stream: Stream, side: Callable[[], Work]) -> Callable[[], float]:
-    """Run it; how many seconds it took can be asked once the stream has been synchronized."""
+    """Run it; returns a function that gives its seconds, to be called when the stream has been synchronized."""
     if stream.device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream.submit(begin.record)
@@ -182,38 +182,38 @@ def _result(problem: Problem, wrong: int, seconds: Sequence[float]) -> Result:
     )
 
 
-# ---------------------------------------------------------------------- telling
+# ---------------------------------------------------------------------- output
 
 
-def run(world: World, options: Options, say: Callable[[str], None]) -> int:
-    """The whole sweep, told line by line; returns the exit code. Collective."""
-    from .peers import make_peer  # Hazard: before shardrt.init() this would start MPI, and not as shardrt does
+def run(world: World, options: Options, log: Callable[[str], None]) -> int:
+    """Run the sweep, with a line for each problem; returns the exit code. Collective."""
+    from .peers import make_peer  # Hazard: before shardrt.init() this would start MPI, with other settings
 
     peer = None if options.peer is None else make_peer(options.peer, world)
     sweep, rows = Sweep(world, options, peer), []
     for name in options.collectives:
-        say(f"#\n# {name}\n{HEADER}{f'  ours / {options.peer}' if peer else ''}")
+        log(f"#\n# {name}\n{HEADER}{f'  ours / {options.peer}' if peer else ''}")
         for problem in sweep.problems(name):
             rows.append(sweep.measure(problem))
-            say(line(rows[-1]))
+            log(line(rows[-1]))
     sweep.close()
     ratios = [row.ratio for row in rows if row.ratio]
     ratio = geometric_mean(ratios) if ratios else None
     if peer is not None:
         peer.close()
         mean = f"{ratio:.3f}, the geometric mean" if ratio else "none"
-        say(f"# Ours / {options.peer}: {mean} of {len(ratios)} ratios of medians")
+        log(f"# Ours / {options.peer}: {mean} of {len(ratios)} ratios of medians")
     results = [result for row in rows for result in (row.out_of_place, row.in_place) if result is not None]
     busbw, wrong = fmean(result.busbw for result in results) if results else 0.0, sum(result.wrong for result in results)
     if world.rank == 0:
-        told = {"ranks": world.size, "nodes": world.nodes, "peer": options.peer}
-        _write(options, told | {"busbw": busbw, "wrong": wrong, "ratio": ratio}, rows)
-    say(f"# Avg bus bandwidth: {busbw:.3f} GB/s   #wrong: {wrong}")
+        summary = {"ranks": world.size, "nodes": world.nodes, "peer": options.peer}
+        _write(options, summary | {"busbw": busbw, "wrong": wrong, "ratio": ratio}, rows)
+    log(f"# Avg bus bandwidth: {busbw:.3f} GB/s   #wrong: {wrong}")
     return 1 if wrong else 0
 
 
 def line(row: Row) -> str:
-    """A row under HEADER."""
+    """A row of the table under HEADER."""
     sides = (row.out_of_place, row.in_place)
     parts = [f"{row.size:12} {row.count:12} {row.type:>13} {row.redop:>7} {row.root:5}"]
     parts += [f"{s.time_us:8.1f} {s.algbw:7.2f} {s.busbw:7.2f} {s.wrong:7}" if s else "N/A".rjust(32) for s in sides]

@@ -1,0 +1,77 @@
+"""The seam between the communicator and the library that carries its bytes.
+
+`Communicator` checks arguments, orders streams, numbers calls, and runs the hooks. A backend launches calls, and provides what
+the control calls need.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Self, TypeVar
+
+import torch
+
+from .calls import REDUCIBLE, CollectiveCall
+from .pool import Pool
+from .streams import Stream
+
+T = TypeVar("T")
+
+
+class Backend(ABC):
+    """One rank's end of a connection between `size` ranks.
+
+    name, rank, size, device: of the communicator.   ranks: its members' ranks in the world.
+    """
+
+    library: ClassVar[str]  # as messages name it
+    reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE  # the dtypes that it reduces
+    connects: ClassVar[bool] = False  # `connect` has work to do, which blocks
+    has_pool: ClassVar[bool] = False  # `pool` has work to do, which blocks
+
+    ranks: tuple[int, ...]
+
+    def __init__(self, name: str, rank: int, size: int, device: torch.device) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.device = device
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}('{self.name}', rank {self.rank} of {self.size}, {self.device})"
+
+    @abstractmethod
+    def launch(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:
+        """Launch one call, or those of a group, in the order of `stream`. NCCL gets the stream; on the host it is running.
+
+        The arguments have been checked. Tensors that a rank has no use for are None.
+        """
+
+    @abstractmethod
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's picklable `value`, in rank order. Blocks the caller, as all control calls do."""
+
+    @abstractmethod
+    def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
+        """See `Communicator.compare`."""
+
+    @abstractmethod
+    def split(self, color: int | None, key: int, name: str) -> Self | None:
+        """A backend for each colour, not connected yet; None for a rank without one. Collective."""
+
+    @abstractmethod
+    def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
+        """See `Communicator.empty`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the connection and its buffers. Collective; called once."""
+
+    def connect(self) -> None:
+        """Connect the ranks, for a backend that `connects`. Collective; called once, before any other call."""
+        raise NotImplementedError
+
+    def pool(self) -> Pool | None:
+        """Make the pool of `Communicator.pool`, for a backend that `has_pool`. Collective; called once."""
+        raise NotImplementedError
