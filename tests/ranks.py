@@ -42,7 +42,7 @@ def on_ranks(*sizes: int, deadline_s: float = 60.0) -> Callable[[Callable[..., N
         size = inspect.Parameter("size", inspect.Parameter.KEYWORD_ONLY)
         keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         test.__signature__ = inspect.Signature([*keyword_only, size])  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("size", sizes, ids=lambda n: f"{n}ranks")(test)
+        return pytest.mark.ranks(pytest.mark.parametrize("size", sizes, ids=lambda n: f"{n}ranks")(test))
 
     return decorate
 

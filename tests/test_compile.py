@@ -295,16 +295,34 @@ def test_eval_and_inference_between_steps(world: World) -> None:
         assert counts.graphs == 3
 
 
+class Product(nn.Module):
+    """Inductor leaves it to the library of matrix products: no C++ compiler runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(13, 13, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class OfProducts(OddMLP):
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        self.blocks.extend([Product(), Product()])
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+@pytest.mark.parametrize("kind", [OfProducts, pytest.param(OddMLP, marks=pytest.mark.all)])
 @on_ranks(2)
-def test_inductor(world: World, tmp_path: Path) -> None:
+def test_inductor(world: World, tmp_path: Path, kind: type[OddMLP]) -> None:
     """Its kernels read the parameters where they are at the time. The bits are those of the same blocks, not sharded.
 
     Every rank has the same rows, so that the mean over two ranks is exact.
     """
     from torch._inductor import config
 
-    plain, model = OddMLP(), OddMLP()
+    plain, model = kind(), kind()
     model.load_state_dict(plain.state_dict())
     shard_blocks(model)
     with pytest.MonkeyPatch.context() as patch, config.patch(compile_threads=1), compiler() as counts:

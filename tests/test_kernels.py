@@ -472,8 +472,12 @@ def read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
     return buffer.raw
 
 
-@pytest.mark.parametrize("wheel", ["nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"])  # the second is CUDA 13's
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+CUDA_12, CUDA_13 = "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"
+ALWAYS = ("sm_90", CUDA_13)
+OTHERS = sorted(set(itertools.product(("sm_80", "sm_90", "sm_100"), (CUDA_12, CUDA_13))) - {ALWAYS})
+
+
+@pytest.mark.parametrize(("arch", "wheel"), [ALWAYS, *(pytest.param(*each, marks=pytest.mark.all) for each in OTHERS)])
 def test_kernels_compile(arch: str, wheel: str) -> None:
     """To machine code, with the options of CuPy, without a word from the compiler; every name is a symbol."""
     library, program = nvrtc(wheel), ctypes.c_void_p()

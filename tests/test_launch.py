@@ -332,13 +332,36 @@ if restarts == "0":
 """
 
 
-@pytest.mark.mpi
-def test_the_batch_file_requeues_when_the_time_is_up(slurm: Slurm, script: Callable[[str], Path], tmp_path: Path) -> None:
-    batch_file = tmp_path / "train.sbatch"
-    environment = f"export PATH={Path(sys.executable).parent}:$PATH"
+def copy_batch_file(folder: Path, programs: Path) -> Path:
+    """The batch file, with a folder first on PATH instead of an environment's own."""
+    batch_file = folder / "train.sbatch"
     activate = "source .venv/bin/activate  "
     assert activate in BATCH_FILE.read_text()
-    batch_file.write_text(BATCH_FILE.read_text().replace(activate, f"{environment}  "))
+    batch_file.write_text(BATCH_FILE.read_text().replace(activate, f"export PATH={programs}:$PATH  "))
+    return batch_file
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(3, "requeue 7\n"), (0, "")])
+def test_the_batch_file_requeues_without_slurm(code: int, requeued: str, tmp_path: Path) -> None:
+    """SIGUSR1 reaches the launcher; if that ends with an error, the job is requeued."""
+    (programs := tmp_path / "programs").mkdir()
+    wait = f"trap 'exit {code}' USR1; touch {tmp_path}/started; while :; do sleep 0.1; done"
+    for name, body in {"python": wait, "scontrol": f'echo "$@" > {tmp_path}/requeued'}.items():
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / "requeued").touch()
+    command = ["bash", str(copy_batch_file(tmp_path, programs)), "program"]
+    with subprocess.Popen(command, env={**os.environ, "SLURM_JOB_ID": "7"}) as job:
+        wait_for((tmp_path / "started").exists)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=DEADLINE_S) == code
+    assert (tmp_path / "requeued").read_text() == requeued
+
+
+@pytest.mark.mpi
+@pytest.mark.all
+def test_the_batch_file_requeues_when_the_time_is_up(slurm: Slurm, script: Callable[[str], Path], tmp_path: Path) -> None:
+    batch_file = copy_batch_file(tmp_path, Path(sys.executable).parent)
     variables = slurm_environment(slurm)
 
     def ask(*command: str | Path) -> str:

