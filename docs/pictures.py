@@ -16,7 +16,8 @@ from matplotlib.axes import Axes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from shardrt.fsdp.layout import Layout, ParamSpec, plan
+from shardrt.fsdp.layout import Layout, ParamSpec
+from shardrt.fsdp.planner import plan
 
 plt.rcParams.update({"svg.hashsalt": "shardrt", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"})
 COLOURS = ("#88c0e0", "#f2b880", "#a8d08d", "#c9a8d8")

@@ -11,6 +11,7 @@ if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py")
     __path__.append(str(_here.parent))
 
 from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
+from .comm.version import __version__ as __version__
 from .fsdp.fully_shard import fully_shard, replicate
 from .fsdp.memory import memory_summary
 from .fsdp.module import FSDPModule, UnshardHandle
@@ -30,8 +31,6 @@ from .tensor.local_ops import register_local_op
 from .tensor.local_optimizers import register_local_optimizer
 from .tensor.optimizer_state import shard_optimizer_state
 from .tensor.placement import FlatShard, Partial, RaggedShard, Replicate, Shard
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CPUOffloadPolicy",

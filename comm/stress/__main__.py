@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-import shardrt
-from shardrt.comm import World
-
+from .. import World, init
+from ..version import __version__
 from . import fault, soak, sweep
 from .options import Options, parse
 
@@ -22,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.fault is not None and not options.inject:
         return fault.run(options)
-    world = shardrt.init()
+    world = init()
     if options.inject:
         return fault.inject(world, options)
 
@@ -42,7 +41,7 @@ def _log_header(world: World, options: Options, log: Callable[[str], None]) -> N
     if world.device.type == "cuda":
         where += f" {torch.cuda.get_device_name(world.device)}"
     library = " ".join(MPI.Get_library_version().split()[:3])
-    log(f"# shardrt {shardrt.__version__}, torch {torch.__version__}, Python {platform.python_version()}, {library}")
+    log(f"# shardrt {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {library}")
     log(f"# {world.size} ranks on {world.nodes} nodes, {torch.get_num_threads()} threads each; {' '.join(sys.argv[1:])}")
     for rank, line in enumerate(world.comm.exchange(where)):
         log(f"#   rank {rank}: {line}")

@@ -25,8 +25,7 @@ from pathlib import Path
 
 import torch
 
-from shardrt.comm import ReduceOp, World
-
+from .. import ReduceOp, World
 from .options import Fault, Options
 from .problem import Problem
 

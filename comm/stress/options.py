@@ -15,9 +15,8 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from shardrt.comm import PreMulSum, ReduceOp
-from shardrt.comm.calls import Op
-
+from .. import PreMulSum, ReduceOp
+from ..calls import Op
 from .problem import COLLECTIVES, DTYPES
 
 T = TypeVar("T")

@@ -11,9 +11,8 @@ from mpi4py import MPI
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shardrt.comm import ReduceOp, World
-from shardrt.comm.calls import FLOATS, Op
-
+from .. import ReduceOp, World
+from ..calls import FLOATS, Op
 from .problem import Problem
 
 _MPI_DTYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int64: MPI.INT64_T, torch.int32: MPI.INT32_T}

@@ -20,8 +20,8 @@ from functools import lru_cache
 
 import torch
 
-from shardrt.comm import Communicator, PreMulSum, ReduceOp, Stream, Work
-from shardrt.comm.calls import FLOATS, REDUCIBLE, Op
+from .. import Communicator, PreMulSum, ReduceOp, Stream, Work
+from ..calls import FLOATS, REDUCIBLE, Op
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")

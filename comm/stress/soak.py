@@ -20,9 +20,8 @@ from random import Random
 
 import torch
 
-from shardrt.comm import Communicator, PreMulSum, ReduceOp, Stream, Work, World, new_stream
-from shardrt.comm.calls import FLOATS
-
+from .. import Communicator, PreMulSum, ReduceOp, Stream, Work, World, new_stream
+from ..calls import FLOATS
 from .options import Options
 from .problem import COLLECTIVES, DTYPES, ROOTED, Problem, ops_for
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import shardrt
-from shardrt.comm import ReduceOp, Stream, Work, World, current_stream, new_stream
-
+from .. import ReduceOp, Stream, Work, World, current_stream, new_stream
+from ..version import __version__
 from .options import Options
 from .problem import BLOCKED, ROOTED, Problem, bus_factor, ops_for
 
@@ -223,7 +222,7 @@ def line(row: Row) -> str:
 
 def _write(options: Options, summary: Mapping[str, object], rows: Sequence[Row]) -> None:
     if options.json is not None:
-        versions = {"version": shardrt.__version__, "torch": torch.__version__}
+        versions = {"version": __version__, "torch": torch.__version__}
         options.json.write_text(json.dumps({**versions, **summary, "rows": [asdict(row) for row in rows]}, indent=1))
     if options.plot is None:
         return
