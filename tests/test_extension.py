@@ -269,7 +269,7 @@ def test_float8_weights_of_torchao(world: World) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert type(model[0].weight._local_tensor).__name__ == "WeightWithDynamicFloat8CastTensor"
-    (output,) = model[0].param_groups[1]._outputs
+    (output,) = model[0].param_groups[1].gather._outputs
     assert output.dtype == torch.float8_e4m3fn
     for linear, twin in zip(whole, model, strict=True):
         rows = -(-linear.out_features // world.size)
