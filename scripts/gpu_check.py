@@ -7,9 +7,9 @@
 2. The tests marked `gpu`.
 3. With an `mpirun`: 2, 4 or 8 ranks with a GPU each; with a single GPU, two ranks that share it, if its NCCL supports that.
 
-It takes at most 8 minutes. The last line is the summary in JSON, which is also written to FOLDER/<gpu>.json; scripts/gpu/table.py
-makes the table in docs/performance.md from it. --device cpu runs the checks that need no GPU on the host, with small sizes;
-its figures mean nothing.
+It takes at most 8 minutes. The last line is the summary in JSON, which is also written to FOLDER/<gpu>.json; from that,
+scripts/gpu/table.py makes the table in docs/performance.md. --device cpu runs the checks that need no GPU on the host, with
+small sizes; its figures mean nothing.
 
 Exit code: 0 if nothing failed (a missed goal of speed is no failure), 1 if something failed, 2 without a GPU.
 """
