@@ -103,7 +103,7 @@ class Slurm:
         if self._link is not None:
             self._link.unlink()
 
-    def said(self) -> str:
+    def logs(self) -> str:
         """What the daemons wrote."""
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
 
@@ -141,7 +141,7 @@ class Slurm:
             if asked.stdout.split() == ["idle", "idle"]:
                 return
             time.sleep(0.2)
-        raise RuntimeError(f"Slurm did not start within {START_DEADLINE_S} s\n{self.said()}")
+        raise RuntimeError(f"Slurm did not start within {START_DEADLINE_S} s\n{self.logs()}")
 
 
 def _link_pmix() -> Path | None:

@@ -64,7 +64,7 @@ world.comm.empty(3, torch.float32)
     path = os.pathsep.join([str(tmp_path), rank_environment()["PYTHONPATH"]])
     done = run_script(FIVE_LINES + rest, 2, PYTHONPATH=path, SHARDRT_RANKS_PER_NODE=per_node)
     assert done.returncode == 0, done.stderr
-    assert "no NumPy here" in done.stderr, "torch has said so"
+    assert "no NumPy here" in done.stderr, "torch warns of it"
     assert done.stdout.count("mesh 2") == 2
 
 
@@ -105,18 +105,20 @@ import shardrt, threading, time
 world = shardrt.init()
 def fail(): raise ArithmeticError("wrong on purpose")
 if world.rank == 1:
-    {how}
+    {statement}
     time.sleep(60)
 world.barrier()
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", ["fail()", "threading.Thread(target=fail, name='helper').start()"], ids=["main", "thread"])
+@pytest.mark.parametrize(
+    "statement", ["fail()", "threading.Thread(target=fail, name='helper').start()"], ids=["main", "thread"]
+)
 @pytest.mark.parametrize("size", [2, 4])
-def test_an_exception_on_one_rank_ends_the_job(size: int, how: str) -> None:
+def test_an_exception_on_one_rank_ends_the_job(size: int, statement: str) -> None:
     before = time.monotonic()
-    done = run_script(EXCEPTION.format(how=how), size, deadline_s=40.0)
+    done = run_script(EXCEPTION.format(statement=statement), size, deadline_s=40.0)
     assert done.returncode != 0
     assert time.monotonic() - before < 30
     assert "[1] rank 1: uncaught exception" in done.stderr
@@ -209,15 +211,15 @@ print(os.environ.get("MPIR_CVAR_CH4_CMA_ENABLE"))
 """
     environment = {key: value for key, value in rank_environment().items() if key != "MPIR_CVAR_CH4_CMA_ENABLE"}
 
-    def told(dumpable: int, **variables: str) -> list[str]:
+    def settings(dumpable: int, **variables: str) -> list[str]:
         command = [sys.executable, "-c", script, str(dumpable)]
         done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60, check=True)
         return done.stdout.split()
 
-    assert told(0) == ["False", "None"]
-    permitted, setting = told(1)
+    assert settings(0) == ["False", "None"]
+    permitted, setting = settings(1)
     assert setting == {"True": "1", "False": "None"}[permitted]
-    assert told(1, MPIR_CVAR_CH4_CMA_ENABLE="0")[1] == "0"
+    assert settings(1, MPIR_CVAR_CH4_CMA_ENABLE="0")[1] == "0"
 
 
 def test_bad_device() -> None:

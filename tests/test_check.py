@@ -90,10 +90,10 @@ def test_control_calls_are_compared_as_any_other(world: World, stream: str) -> N
         comm = fresh(world)
         gather(comm, stream=stream)
         comm.exchange(None)
-        told = f"at #2: rank 0: {name}; {name_ranks(range(1, world.size))}: {other} "
+        expected = f"at #2: rank 0: {name}; {name_ranks(range(1, world.size))}: {other} "
         with pytest.raises(MismatchError) as caught:
             (call if world.rank == 0 else else_call)(comm)
-        assert told in str(caught.value)
+        assert expected in str(caught.value)
         if stream == "inline":  # a thread that has failed does not go on
             assert comm.exchange(world.rank) == list(range(world.size))
         comm.close()

@@ -263,11 +263,11 @@ def test_groups(world: World, threaded: bool) -> None:
         assert total.unique().tolist() == [sum(range(N))]
 
 
-@pytest.mark.parametrize("how", ["one-node", "pairs"])
+@pytest.mark.parametrize("route", ["one-node", "pairs"])
 @on_ranks(1, 2, 3, 4)
-def test_many_small_calls_of_a_group(world: World, how: str) -> None:
-    """The bits of the same calls one by one, of any dtype and size; more than a mailbox holds, and some too large for one."""
-    with path(world, how, threaded=False) as (comm, stream):
+def test_many_small_calls_of_a_group(world: World, route: str) -> None:
+    """The bits of the same calls one by one, of any dtype and size; more than the exchange holds, and some too large for one."""
+    with path(world, route, threaded=False) as (comm, stream):
         N, r = world.size, world.rank
         dtypes, sizes = (torch.float32, torch.bfloat16, torch.float64, torch.int32), (0, 1, 3, 257, 1009, 2048, 40_009)
         given = [noise(r, N * n, dtype) for _ in range(3) for dtype in dtypes for n in sizes]

@@ -55,7 +55,7 @@ def compiler() -> Iterator[Counts]:
         torch._dynamo.reset()
 
 
-def refuse_recompiling(step: int, model: nn.Module) -> None:
+def check_no_recompilation(step: int, model: nn.Module) -> None:
     """From the third step on, a compilation is an error."""
     if step == 2:
         torch.compiler.set_stance("fail_on_recompile")
@@ -63,7 +63,7 @@ def refuse_recompiling(step: int, model: nn.Module) -> None:
 
 def train(world: World, model: nn.Module, shard: Sharder) -> None:
     batches = (batch(step).float() for step in range(STEPS))
-    train_side_by_side(world, model, batches, shard=shard, before_step=refuse_recompiling, tolerance=TOLERANCE)
+    train_side_by_side(world, model, batches, shard=shard, before_step=check_no_recompilation, tolerance=TOLERANCE)
 
 
 def blocks_first(model: nn.Module) -> None:
@@ -331,7 +331,7 @@ def test_inductor(world: World, tmp_path: Path, kind: type[OddMLP]) -> None:
         for block in (*plain.blocks, *model.blocks):
             block.compile(fullgraph=True)
         for step in range(STEPS):
-            refuse_recompiling(step, model)
+            check_no_recompilation(step, model)
             losses = [loss_of(m, batch(step).float()) for m in (plain, model)]
             for loss, optimizer in zip(losses, optimizers, strict=True):
                 loss.backward()

@@ -9,12 +9,12 @@ import torch
 
 @pytest.mark.skipif("FAKE_GPUS" not in os.environ, reason="runs under tests/fake_cuda/run.py")
 def test_streams_that_race_and_streams_that_do_not() -> None:
-    told = importlib.import_module("sitecustomize").races
+    describe_races = importlib.import_module("sitecustomize").races
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
 
     def both(*, ordered: bool) -> str:
         torch.cuda.synchronize()
-        told()
+        describe_races()
         with torch.cuda.stream(first):
             shared = torch.zeros(100, device="cuda")
         if ordered:
@@ -23,7 +23,7 @@ def test_streams_that_race_and_streams_that_do_not() -> None:
             shared.add_(1)
         torch.cuda.synchronize()
         assert shared.cpu().tolist() == [1.0] * 100
-        return str(told())
+        return str(describe_races())
 
     assert "write after write: aten.zero_.default on stream" in both(ordered=False)
     assert both(ordered=True) == ""

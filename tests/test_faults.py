@@ -137,7 +137,7 @@ ONE, ALL = ("1:2", "time.sleep(30)"), ("0:", "world.barrier()")
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "said", "to", "then"),
+    ("name", "code", "message", "to", "then"),
     [
         ("SIGINT", 130, "interrupted", *ONE),
         ("SIGINT", 130, "interrupted", *ALL),
@@ -145,15 +145,15 @@ ONE, ALL = ("1:2", "time.sleep(30)"), ("0:", "world.barrier()")
     ],
     ids=["SIGINT one", "SIGINT all", "SIGTERM one"],
 )
-def test_a_signal_to_a_rank_that_waits(name: str, code: int, said: str, to: str, then: str) -> None:
+def test_a_signal_to_a_rank_that_waits(name: str, code: int, message: str, to: str, then: str) -> None:
     begin = time.monotonic()
     done = run_script(SIGNALS.format(signal=name, to=to, then=then, prepare=""), 3, deadline_s=40.0)
     assert done.returncode == code, done.stderr
     assert time.monotonic() - begin < 25
-    lines = reports(done.stderr, f": {said} ({name}), ")
+    lines = reports(done.stderr, f": {message} ({name}), ")
     assert lines, done.stderr
     if to == "1:2":
-        assert lines == [f"[1] rank 1: {said} ({name}), #2 barrier on 'world' under way; ending the job"]
+        assert lines == [f"[1] rank 1: {message} ({name}), #2 barrier on 'world' under way; ending the job"]
         assert reports(done.stderr, 'script.py", line 18, in <module>'), done.stderr
 
 
@@ -219,8 +219,8 @@ world.barrier()
     done = run_script(source, 2, deadline_s=40.0, SHARDRT_RANKS_PER_NODE=per_node)
     assert done.returncode == 1, done.stderr
     for rank in range(2):
-        told = f"rank 0: split; rank 1: barrier (reported on rank {rank}). None of them ran"
-        assert reports(done.stderr, told), done.stderr
+        expected = f"rank 0: split; rank 1: barrier (reported on rank {rank}). None of them ran"
+        assert reports(done.stderr, expected), done.stderr
 
 
 def test_a_forked_child_leaves_mpi_alone() -> None:

@@ -283,7 +283,7 @@ def slurm_environment(slurm: Slurm) -> dict[str, str]:
 def test_srun_starts_one_world(slurm: Slurm, script: Callable[[str], Path]) -> None:
     command = allocate(f"--nodelist={slurm.node}", "--ntasks=4", "--cpus-per-task=1")
     done = run(*command, script(SUM), environment=slurm_environment(slurm))
-    assert done.returncode == 0, done.stderr + slurm.said()
+    assert done.returncode == 0, done.stderr + slurm.logs()
     expected = [f"rank {rank} of 4 ranks, 1 nodes: [10.0, 10.0, 10.0] 1 []" for rank in range(4)]
     assert sorted(done.stdout.splitlines()) == expected, done.stderr
 
@@ -302,7 +302,7 @@ def test_srun_over_two_nodes(slurm: Slurm, script: Callable[[str], Path]) -> Non
     os.utime(stale, (0, 0))
     command = allocate("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=3")
     done = run(*command, script(NODE), environment=slurm_environment(slurm))
-    assert done.returncode == 0, done.stderr + slurm.said()
+    assert done.returncode == 0, done.stderr + slurm.logs()
     assert sorted(done.stdout.splitlines()) == sorted([f"{slurm.node}, 3 threads", "second, 3 threads"])
     assert not stale.exists()
 

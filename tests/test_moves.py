@@ -352,10 +352,10 @@ def test_checkpoint_helpers_of_torch(world: World) -> None:
         optimizer.step()
     for options in (dcp.StateDictOptions(full_state_dict=True), dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)):
         for outer in (model, nn.Sequential(model)):
-            say = rf"full_state_dict=True.*'OddMLP' \(rank {world.rank}\).*state_dict.*full_tensor"
-            with pytest.raises(RuntimeError, match=f"get_model_state_dict.{say}"):
+            message = rf"full_state_dict=True.*'OddMLP' \(rank {world.rank}\).*state_dict.*full_tensor"
+            with pytest.raises(RuntimeError, match=f"get_model_state_dict.{message}"):
                 dcp.get_model_state_dict(outer, options=options)
-            with pytest.raises(RuntimeError, match=f"get_optimizer_state_dict.{say}"):
+            with pytest.raises(RuntimeError, match=f"get_optimizer_state_dict.{message}"):
                 dcp.get_optimizer_state_dict(outer, optimizers[1], options=options)
     broadcast = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with pytest.raises(RuntimeError, match=r"broadcast_from_rank0=True.*'OddMLP'.*process group"):

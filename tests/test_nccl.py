@@ -206,7 +206,7 @@ def in_group(comm: Communicator, *calls: Callable[[], Work]) -> None:
 
 
 def load_backend() -> ModuleType:
-    """comm/backends/nccl.py as a module of its own, so that one over a double never meets the real one."""
+    """comm/backends/nccl.py as a module of its own, so that one over a double never mixes with the real one."""
     assert shardrt.comm.__file__ is not None
     path = Path(shardrt.comm.__file__).parent / "backends" / "nccl.py"
     spec = importlib.util.spec_from_file_location("shardrt.comm.backends._nccl_under_test", path)
@@ -655,7 +655,7 @@ def test_a_call_that_fails_ends_its_group(double: Double) -> None:
     with pytest.raises(RuntimeError, match=r"recv on .* \(out 4 elements, torch.float32\): NCCL failed: .*unhandled"):
         in_group(comm, *[partial(call, tensor, 1, stream=cuda_stream()) for call in (comm.send, comm.recv)])
     assert [event[0] for event in double.events] == ["groupStart", "send", "groupEnd"]
-    double.failures["groupEnd"] = NcclError(5)  # NCCL repeats the error of a call; the call's own is the one to tell
+    double.failures["groupEnd"] = NcclError(5)  # NCCL repeats the error of a call; the error of the call itself is reported
     with pytest.raises(RuntimeError, match=r"gather on .* \(out 8, inp 4 elements.*unhandled"):
         comm.gather(on_gpu(8), tensor, 0, stream=cuda_stream())
 
@@ -778,7 +778,7 @@ def test_empty_without_registration_is_torchs(double: Double, monkeypatch: pytes
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes that torch was asked for; it frees what it keeps when it is told to."""
+    """The sizes that torch was asked for; it frees its cache on request."""
     asked: list[int] = []
     monkeypatch.setattr(torch, "empty", lambda numel, dtype, device: asked.append(numel))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -961,7 +961,7 @@ def test_codes_of_c_functions_are_told_like_cupys(double: Double, code: int, tex
 def test_exchange_is_the_hosts(double: Double) -> None:
     comm = double.communicator(size=1)
     assert comm.exchange("value") == ["value"]
-    assert comm.compare(7, lambda: "told") is None
+    assert comm.compare(7, lambda: "described") is None
     assert double.events == [("exchange", "value"), ("compare", 7)]
 
 

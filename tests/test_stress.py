@@ -29,17 +29,17 @@ COUNTS = ((2, 0, 5), (1, 3, 0), (0, 0, 7))
 
 def run_sweep(world: World, *arguments: str) -> tuple[int, list[str], dict[str, Any]]:
     """Exit code, lines, and what the JSON file has (on rank 0)."""
-    said: list[str] = []
+    output: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sweep.json"
-        code = sweep.run(world, parse([*arguments, "--json", str(path)]), said.append)
-        return code, said, json.loads(path.read_text()) if world.rank == 0 else {}
+        code = sweep.run(world, parse([*arguments, "--json", str(path)]), output.append)
+        return code, output, json.loads(path.read_text()) if world.rank == 0 else {}
 
 
 def run_soak(world: World, *arguments: str) -> tuple[int, str]:
     """Exit code, and the last line."""
-    said: list[str] = []
-    return soak.run(world, parse(list(arguments)), said.append), said[-1]
+    output: list[str] = []
+    return soak.run(world, parse(list(arguments)), output.append), output[-1]
 
 
 # ---------------------------------------------------------------------- problems
@@ -115,15 +115,15 @@ def test_a_result_made_the_plain_way_is_right_and_any_other_wrong(name: str, dty
 @on_ranks(1, 2, 3)
 def test_sweep(world: World) -> None:
     sizes = ["-b", "0", "-e", "80K", "-i", "40K", "-n", "3", "-w", "1"]
-    code, said, told = run_sweep(world, *sizes, "--dtypes", "float32,int8", "--ops", "sum,avg")
-    lines = [line.split() for line in said if not line.startswith("#")]
+    code, output, summary = run_sweep(world, *sizes, "--dtypes", "float32,int8", "--ops", "sum,avg")
+    lines = [line.split() for line in output if not line.startswith("#")]
     assert code == 0
-    assert [line.split()[1] for line in "\n".join(said).splitlines() if line[2:] in COLLECTIVES] == list(COLLECTIVES)
+    assert [line.split()[1] for line in "\n".join(output).splitlines() if line[2:] in COLLECTIVES] == list(COLLECTIVES)
     assert len(lines) == 3 * (3 * 3 + 6 * 2)  # sizes; float32 sum and avg, int8 sum; float32 and int8
     if world.rank:
         return
-    assert (told["wrong"], told["ranks"], len(told["rows"])) == (0, world.size, len(lines))
-    for row, line in zip(told["rows"], lines, strict=True):
+    assert (summary["wrong"], summary["ranks"], len(summary["rows"])) == (0, world.size, len(lines))
+    for row, line in zip(summary["rows"], lines, strict=True):
         assert line[:5] == [str(row[key]) for key in ("size", "count", "type", "redop", "root")]
         blocks = 1 if row["collective"] in ("all_reduce", "reduce", "broadcast", "sendrecv") else world.size
         assert row["size"] == row["count"] * {"float32": 4, "int8": 1}[row["type"]] * blocks
@@ -133,7 +133,7 @@ def test_sweep(world: World) -> None:
         assert side["algbw"] == pytest.approx(row["size"] / side["time_us"] / 1e3)
         assert side["busbw"] == pytest.approx(side["algbw"] * bus_factor(row["collective"], world.size))
         assert 0 < side["p50_us"] <= side["p99_us"]
-    assert re.fullmatch(r"# Avg bus bandwidth: [\d.]+ GB/s   #wrong: 0", said[-1])
+    assert re.fullmatch(r"# Avg bus bandwidth: [\d.]+ GB/s   #wrong: 0", output[-1])
 
 
 @pytest.mark.parametrize("broken", ["first", "later"])
@@ -142,24 +142,24 @@ def test_sweep_finds_what_is_wrong(world: World, broken: str) -> None:
     """The first call writes nothing, or later ones, on one rank, one element that is not right."""
     right, made = Communicator.all_gather, []
 
-    def wrong(comm: Communicator, out: torch.Tensor, inp: torch.Tensor, **how: object) -> Work:
+    def wrong(comm: Communicator, out: torch.Tensor, inp: torch.Tensor, **args: object) -> Work:
         made.append(inp)
         if broken == "first" and len(made) == 1:
-            return comm.barrier(**how)  # type: ignore[arg-type]
-        work = right(comm, out, inp, **how)  # type: ignore[arg-type]
+            return comm.barrier(**args)  # type: ignore[arg-type]
+        work = right(comm, out, inp, **args)  # type: ignore[arg-type]
         if broken == "later" and len(made) > 1 and comm.rank == 1:
             out[3] += 1
         return work
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Communicator, "all_gather", wrong)
-        code, said, told = run_sweep(world, "-b", "80", "-e", "80", "-n", "2", "--collectives", "all_gather")
+        code, output, summary = run_sweep(world, "-b", "80", "-e", "80", "-n", "2", "--collectives", "all_gather")
     assert code == 1
     counts = {"first": (2 * 20, 0), "later": (1, 1)}[broken]
     if world.rank == 0:
-        (row,) = told["rows"]
+        (row,) = summary["rows"]
         assert (row["out_of_place"]["wrong"], row["in_place"]["wrong"]) == counts
-    assert said[-1].endswith(f"#wrong: {sum(counts)}")
+    assert output[-1].endswith(f"#wrong: {sum(counts)}")
 
 
 @pytest.mark.parametrize("buffers", ["window", "symmetric", "ordinary"])
@@ -167,24 +167,24 @@ def test_sweep_finds_what_is_wrong(world: World, broken: str) -> None:
 @on_ranks(2)
 def test_peers(world: World, peer: str, buffers: str) -> None:
     sizes = ["-b", "4K", "-e", "4K", "-n", "3", "-w", "1", "--dtypes", "float32,int16", "--ops", "sum,avg"]
-    _, said, told = run_sweep(world, *sizes, "--peer", peer, "--buffers", buffers, "--streams", "threaded")
+    _, output, summary = run_sweep(world, *sizes, "--peer", peer, "--buffers", buffers, "--streams", "threaded")
     if world.rank:
         return
-    compared = [row for row in told["rows"] if row["ratio"]]
+    compared = [row for row in summary["rows"] if row["ratio"]]
     assert {row["collective"] for row in compared} == set(COLLECTIVES)
     assert {row["redop"] for row in compared} == {"sum", "none"}  # neither has an average
     for row in compared:
         assert row["ratio"] == pytest.approx(row["out_of_place"]["p50_us"] / row["peer_us"])
     product = torch.tensor([row["ratio"] for row in compared], dtype=torch.float64).prod().item()
-    assert told["ratio"] == pytest.approx(product ** (1 / len(compared)))
-    assert f"ours / {peer}" in "\n".join(said)
+    assert summary["ratio"] == pytest.approx(product ** (1 / len(compared)))
+    assert f"ours / {peer}" in "\n".join(output)
 
 
 @on_ranks(2)
 def test_peer_without_the_op_has_no_ratio(world: World) -> None:
     few = ["-b", "4K", "-e", "4K", "-n", "1", "--collectives", "all_reduce", "--ops", "avg", "--peer", "mpi4py"]
-    code, said, _ = run_sweep(world, *few)
-    assert (code, said[-2]) == (0, "# Ours / mpi4py: none of 0 ratios of medians")
+    code, output, _ = run_sweep(world, *few)
+    assert (code, output[-2]) == (0, "# Ours / mpi4py: none of 0 ratios of medians")
 
 
 def test_command_line() -> None:
@@ -256,11 +256,11 @@ def test_soak_finds_what_is_wrong(world: World) -> None:
     """One rank's large all-gathers have their last block from itself."""
     right = Communicator.all_gather
 
-    def wrong(comm: Communicator, out: torch.Tensor, inp: torch.Tensor, **how: object) -> Work:
-        work = right(comm, out, inp, **how)  # type: ignore[arg-type]
+    def wrong(comm: Communicator, out: torch.Tensor, inp: torch.Tensor, **args: object) -> Work:
+        work = right(comm, out, inp, **args)  # type: ignore[arg-type]
         if comm.rank == 0 and comm.size == 2:
-            how["stream"].submit(lambda: out[inp.numel() :].copy_(inp))  # type: ignore[attr-defined]
-            return Work(how["stream"].record())  # type: ignore[attr-defined]
+            args["stream"].submit(lambda: out[inp.numel() :].copy_(inp))  # type: ignore[attr-defined]
+            return Work(args["stream"].record())  # type: ignore[attr-defined]
         return work
 
     with pytest.MonkeyPatch.context() as patch:
@@ -287,7 +287,7 @@ MISMATCHED = "rank 0 raised MismatchError\nrank 1 raised MismatchError\n"
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "said"),
+    ("fault", "code", "output"),
     [
         (Fault.KILL, 9, ""),
         (Fault.STOP, 17, WATCHED),
@@ -298,16 +298,16 @@ MISMATCHED = "rank 0 raised MismatchError\nrank 1 raised MismatchError\n"
         (Fault.SLOW, 0, "call 50 took longest: 1.001 s, waiting for rank 1, which took 0.000 s itself"),
     ],
 )
-def test_judgement(fault: Fault, code: int, said: str) -> None:
-    assert judge(fault, 1, 2, Ending(code, said, 2.0, [])) == []
+def test_judgement(fault: Fault, code: int, output: str) -> None:
+    assert judge(fault, 1, 2, Ending(code, output, 2.0, [])) == []
     bad = [
-        Ending(0 if code else 9, said, 2.0, []),  # another exit code
-        Ending(None, said, 2.0, []),  # no end
-        Ending(code, said, 60.0, []),  # late
-        Ending(code, said, None, []),  # no fault
-        Ending(code, said, 2.0, ["0"]),  # left a rank behind
+        Ending(0 if code else 9, output, 2.0, []),  # another exit code
+        Ending(None, output, 2.0, []),  # no end
+        Ending(code, output, 60.0, []),  # late
+        Ending(code, output, None, []),  # no fault
+        Ending(code, output, 2.0, ["0"]),  # left a rank behind
     ]
-    if said:
-        bad.append(Ending(code, said.replace("rank 1", "rank 0"), 2.0, []))  # not named
+    if output:
+        bad.append(Ending(code, output.replace("rank 1", "rank 0"), 2.0, []))  # not named
     for ending in bad:
         assert judge(fault, 1, 2, ending), ending

@@ -198,7 +198,7 @@ def test_disabled_torch_function(lacks: bool) -> None:
 
 
 def test_hide_from_compiler(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That it has an effect is for `test_compile.py` to say."""
+    """Its effect is tested in `test_compile.py`."""
     added: list[str] = []
     monkeypatch.setattr(torch_internals.find("torch._dynamo.trace_rules"), "add", added.append)
     torch_internals.hide_from_compiler(["one", "other"])
