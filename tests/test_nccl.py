@@ -655,7 +655,7 @@ def test_a_call_that_fails_ends_its_group(double: Double) -> None:
     with pytest.raises(RuntimeError, match=r"recv on .* \(out 4 elements, torch.float32\): NCCL failed: .*unhandled"):
         in_group(comm, *[partial(call, tensor, 1, stream=cuda_stream()) for call in (comm.send, comm.recv)])
     assert [event[0] for event in double.events] == ["groupStart", "send", "groupEnd"]
-    double.failures["groupEnd"] = NcclError(5)  # NCCL repeats the error of a call; the error of the call itself is reported
+    double.failures["groupEnd"] = NcclError(5)  # NCCL repeats the error of a call, which is reported
     with pytest.raises(RuntimeError, match=r"gather on .* \(out 8, inp 4 elements.*unhandled"):
         comm.gather(on_gpu(8), tensor, 0, stream=cuda_stream())
 
