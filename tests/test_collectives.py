@@ -266,7 +266,7 @@ def test_groups(world: World, threaded: bool) -> None:
 @pytest.mark.parametrize("route", ["one-node", "pairs"])
 @on_ranks(1, 2, 3, 4)
 def test_many_small_calls_of_a_group(world: World, route: str) -> None:
-    """The bits of the same calls one by one, of any dtype and size; more than the exchange holds, and some too large for one."""
+    """The bits of the same calls one by one, of any dtype and size; more than one exchange holds, some too large for it."""
     with path(world, route, threaded=False) as (comm, stream):
         N, r = world.size, world.rank
         dtypes, sizes = (torch.float32, torch.bfloat16, torch.float64, torch.int32), (0, 1, 3, 257, 1009, 2048, 40_009)
