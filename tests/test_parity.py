@@ -247,11 +247,11 @@ def test_blocks_without_input_gradients_reduce_during_backward(world: World) -> 
     for group in groups:
         group.reduce_grads = functools.partial(spy, group, group.reduce_grads)
 
-    def end_backward(original: Callable[[], None] = groups[0].end_backward) -> None:
+    def end_backward(original: Callable[[], None] = groups[0].calls.end_backward) -> None:
         order.append("end")
         original()
 
-    groups[0].end_backward = end_backward
+    groups[0].calls.end_backward = end_backward
     model(tokens(0)).sum().backward()
     assert order == ["Towers", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "end"]
     assert all(param.grad is not None for param in model.parameters())
