@@ -94,7 +94,7 @@ ROWS = [
     Row("C3", "bitsandbytes' optimizers", "not tried", "yes", "other_optimizers::bitsandbytes"),
     Row("C3", "torchao's optimizers", "yes", "yes", "other_optimizers::torchao"),
     Row("C3", "a full optimizer state is sharded as it is loaded", "not tried", "yes", "other_optimizers::a_full_optimizer_state_is_sharded"),
-    Row("C3", "indexing, slicing, inspection; writes through them", "in part", "yes", "dtensor::no_write_is_lost"),
+    Row("C3", "indexing, slicing, inspection; writes through them", "in part", "yes", "dtensor::writes"),
     Row("C3", "all of torch.nn.init, alike on any number of ranks", "in part", "yes", "dtensor::initialisation_is_that_of_one_rank"),
     Row("C3", "random numbers independent of ranks and cuts", "CUDA only", "yes", "rng::the_same_on_any_number_of_ranks"),
     Row("D1", "GradScaler", "yes", "yes", "dtensor::grad_scaler"),

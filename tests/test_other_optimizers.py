@@ -239,7 +239,7 @@ def test_bitsandbytes(world: World) -> None:
             local = model.hidden.weight.to_local()
             state = optimizer.state[model.hidden.weight]
             assert ("absmax1" in state) == (name.endswith("8bit") and local.numel() >= 4096)
-            with pytest.raises(RuntimeError, match=f"the state of {name} is each rank's own"):
+            with pytest.raises(RuntimeError, match=f"the state of {name} is local to each rank"):
                 full_optimizer_state(optimizer, keep=True)
             if "absmax1" in state:
                 assert state["absmax1"].shape[-1] == -(-local.numel() // 256)  # blocks of the local shard
