@@ -39,7 +39,7 @@ class Backend(ABC):
         self.device = device
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}('{self.name}', rank {self.rank} of {self.size}, {self.device})"
+        return f"Communicator('{self.name}', rank {self.rank} of {self.size}, {self.device})"  # as users know it
 
     @abstractmethod
     def launch(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:

@@ -77,6 +77,7 @@ class Recorder(Hook):
             entry += frame.f_code, frame.f_lasti
             frame = frame.f_back
         self._ring.append(entry)
+        self._open.pop(id(call), None)  # of an earlier call whose id is reused: the new one goes to the end
         self._open[id(call)] = entry
         if len(self._open) > self._capacity:  # of calls that failed, or that the ring has dropped
             for oldest in list(self._open)[: -self._capacity // 2]:

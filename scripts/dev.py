@@ -117,15 +117,17 @@ class Outcome:
 def test(arguments: list[str]) -> int:
     """Run every step, also after a failure, and print at the end how each went. What takes one core runs beside the tests."""
     options = list(SIDE_BY_SIDE) if set(arguments) <= {"--all"} else []
-    with ThreadPoolExecutor(1) as beside:
+    beside = ThreadPoolExecutor(1)
+    try:
         overlay = beside.submit(set_up, OPEN_MPI)
         checks = beside.submit(run_checks)
         outcomes = [run_step("pytest", lambda: run(MPICH, "pytest", *options, *arguments))]
-        overlay.result()
-        outcomes.append(run_step("pytest (Open MPI)", lambda: test_open_mpi([*options, *arguments])))
+        outcomes.append(run_step("pytest (Open MPI)", lambda: overlay.result() or test_open_mpi([*options, *arguments])))
         if "--all" in arguments:
             outcomes.append(run_step("pytest (CUDA)", test_on_stand_in))
         outcomes += checks.result()
+    finally:
+        beside.shutdown(wait=False, cancel_futures=True)
     for done in outcomes:
         if done.output:
             print(f"--- {done.name}", done.output, sep="\n", end="", flush=True)
@@ -140,7 +142,10 @@ def run_step(name: str, step: Callable[[], int]) -> Outcome:
     """Run one step that prints."""
     print(f"--- {name}", flush=True)
     start = time.perf_counter()
-    code = step()
+    try:
+        code = step()
+    except SystemExit:  # a set-up failed, and has printed why
+        code = 2
     return Outcome(name, code, time.perf_counter() - start)
 
 
@@ -179,9 +184,8 @@ def run_checks() -> list[Outcome]:
         "ruff format": ["-m", "ruff", "format", "--check", "."],
         "mypy": ["-m", "mypy"],
         "import-linter": [*imports, "--config", str(ROOT / "setup.cfg")],
+        "docs": ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "build/docs"],
     }
-    if (ROOT / "docs" / "conf.py").exists():
-        commands["docs"] = ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "build/docs"]
     return [run_check(name, command) for name, command in commands.items()]
 
 

@@ -1,8 +1,8 @@
 """Which tests run, in which process, and fixtures that several files of tests share."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
-import hypothesis
 import pytest
 
 from slurm import Slurm, install
@@ -26,6 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if find_spec("hypothesis") is None:  # a machine with a GPU runs only the tests that need one, without it
+        return
+    import hypothesis
+
     examples = EXAMPLES_ALL if config.getoption("--all") else EXAMPLES
     hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=examples, database=None)
     hypothesis.settings.load_profile("tests")

@@ -10,6 +10,7 @@ import pytest
 
 import ranks
 from ranks import rank_environment, start
+from shardrt.comm.monitor.timing import Timing
 
 FAULT = """
 import ctypes, os, signal, sys, threading, time
@@ -357,3 +358,17 @@ time.sleep(30)
     assert done.returncode == 17, done.stderr
     assert re.search(r"\[0\] rank 0: waited [34] s in #7 all_gather float32 4 on 'gpu'", done.stderr), done.stderr
     assert reports(done.stderr, "[0] present: ranks 0, 1; missing: none")
+
+
+def test_time_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defaults are those of the documents; an override names a field, and an error names the variable."""
+    monkeypatch.delenv("SHARDRT_TIMEOUT", raising=False)
+    monkeypatch.delenv("SHARDRT_MONITOR_TIMING", raising=False)
+    assert (Timing.from_environment().timeout_s, Timing.from_environment().lost_s) == (600.0, 4.0)
+    monkeypatch.setenv("SHARDRT_TIMEOUT", "0")
+    monkeypatch.setenv("SHARDRT_MONITOR_TIMING", "poll_s=0.05,lost_s=1")
+    assert Timing.from_environment() == Timing(timeout_s=float("inf"), poll_s=0.05, lost_s=1.0)
+    for wrong in ("lost=1", "lost_s", "lost_s=soon", "lost_s=-1"):
+        monkeypatch.setenv("SHARDRT_MONITOR_TIMING", wrong)
+        with pytest.raises(ValueError, match="SHARDRT_MONITOR_TIMING"):
+            Timing.from_environment()

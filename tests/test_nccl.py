@@ -1019,7 +1019,7 @@ def test_errors_name_the_call_the_communicator_and_the_tensors(double: Double) -
     with pytest.raises(RuntimeError) as caught:
         comm.all_gather(on_gpu(10), on_gpu(5), stream=cuda_stream())
     assert str(caught.value) == (
-        "all_gather on NcclBackend('world', rank 1 of 2, cuda:1) (out 10, inp 5 elements, "
+        "all_gather on Communicator('world', rank 1 of 2, cuda:1) (out 10, inp 5 elements, "
         "torch.float32): NCCL failed: NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error"
     )
     assert caught.value.__cause__ is double.failures["allGather"]

@@ -81,7 +81,7 @@ class NcclMemory:
     def _allocate(self, nbytes: int) -> Buffer:
         try:
             return self._library.allocate(nbytes)
-        except (RuntimeError, KeyError):
+        except (RuntimeError, KeyError):  # an NcclError is a RuntimeError; KeyError: of a code that CuPy does not know
             torch.cuda.empty_cache()  # NCCL cannot use what torch has cached
             return self._library.allocate(nbytes)
 

@@ -37,16 +37,19 @@ class Timing:
             name, _, value = item.partition("=")
             if name not in names:
                 raise ValueError(f"SHARDRT_MONITOR_TIMING={text!r}: {name!r} is not one of {', '.join(sorted(names))}")
-            values[name] = float(value)
+            values[name] = _seconds("SHARDRT_MONITOR_TIMING", value)
         return cls(**values)
 
 
 def _timeout() -> float:
-    text = os.environ.get("SHARDRT_TIMEOUT", "600")
+    return _seconds("SHARDRT_TIMEOUT", os.environ.get("SHARDRT_TIMEOUT", "600")) or float("inf")
+
+
+def _seconds(variable: str, text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if seconds < 0:
-        raise ValueError(f"SHARDRT_TIMEOUT={text!r}: expected seconds, or 0 for no limit")
-    return seconds or float("inf")
+        raise ValueError(f"{variable}={text!r}: expected seconds, or 0 for no limit")
+    return seconds
