@@ -663,7 +663,7 @@ def test_a_call_that_fails_ends_its_group(double: Double) -> None:
 def test_a_group_that_fails_at_its_end_says_so(double: Double) -> None:
     comm = double.communicator()
     double.failures["groupEnd"] = NcclError(5)
-    with pytest.raises(RuntimeError, match=r"group on NcclBackend.*: NCCL failed: NCCL_ERROR_INVALID_USAGE"):
+    with pytest.raises(RuntimeError, match=r"group on Communicator.*: NCCL failed: NCCL_ERROR_INVALID_USAGE"):
         in_group(comm, *[partial(comm.barrier, stream=cuda_stream())] * 2)
 
 
