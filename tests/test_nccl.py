@@ -40,9 +40,9 @@ from shardrt.comm.streams import CudaStream, InlineStream, Stream, current_strea
 DEVICE = torch.device("cuda", 1)
 HANDLE = 0x7F5E_ED00_5EED
 COMM = 0x7FC0_1111_0000  # the raw ncclComm_t
-OPERATOR = 17  # what ncclRedOpCreatePreMulSum answers
-REGISTRATION = 0x7FBE_AD00_BEAD  # what ncclCommRegister answers
-WINDOW = 0x7FBE_AD00_3140  # what ncclCommWindowRegister answers
+OPERATOR = 17  # the result of ncclRedOpCreatePreMulSum
+REGISTRATION = 0x7FBE_AD00_BEAD  # the result of ncclCommRegister
+WINDOW = 0x7FBE_AD00_3140  # the result of ncclCommWindowRegister
 UNIQUE_ID = bytes(range(128))
 
 # The first line of CuPy's docstrings, which is the signature, without the class's name and `self`.
