@@ -83,7 +83,7 @@ class World:
         values: floating-point tensors of any shape, the same on every rank, or Python numbers, which are float64.
         Returns: a tensor without gradient, of the value's shape, dtype and device, on every rank; a tuple for several values.
         float16 and bfloat16 are added in float32, and rounded once.
-        Collective. Cost: one all-reduce for each dtype that is added in, whatever the number of values; a copy of the values.
+        Collective. Cost: one all-reduce per dtype of the sums, for any number of values; one copy of the values.
         On a GPU it is enqueued on the current stream, and the host does not wait; reading the result (`item()`) does.
         Raises: ValueError for integer tensors; MismatchError, where calls are compared, if ranks give other sizes or dtypes.
         """

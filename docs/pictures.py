@@ -1,7 +1,7 @@
 """Draw the pictures of docs/concepts.md: python docs/pictures.py [FOLDER]
 
 layout.svg shows a plan of the real planner. streams.svg and schedule.svg show a small simulation of the rules in
-docs/architecture.md, with made-up durations. The same matplotlib writes the same bytes each time.
+docs/concepts.md, with made-up durations. The same matplotlib writes the same bytes each time.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def _make_plan(
     device = lists[0][0].device
     names: dict[int, str | None] = {}
     for position, tensors in enumerate(zip(*lists, strict=True)):
-        alike = all(tensor.device == device for tensor in tensors) and _laid_out_alike(tensors)
+        alike = all(tensor.device == device for tensor in tensors) and _same_layout(tensors)
         names[position] = naming(*tensors, *options) if alike else None
     batches = []
     for name in dict.fromkeys(name for name in names.values() if name is not None):
@@ -183,7 +183,7 @@ def _make_plan(
     return Plan(_guards(flat), batches, [position for position in names if names[position] is None])
 
 
-def _laid_out_alike(tensors: Sequence[torch.Tensor]) -> bool:
+def _same_layout(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all have the same shape and order of elements in memory, without gaps."""
     first = tensors[0]
     order = sorted(range(first.dim()), key=first.stride, reverse=True)

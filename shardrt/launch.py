@@ -147,9 +147,8 @@ def _srun_flags(job: Job, site: Site, cores_needed: int) -> list[str]:
     # -K: without it, the other ranks wait forever for a rank that died.
     flags = ["-K", f"--mpi={SLURM_PLUGIN[site.mpi]}"]
     if "SLURM_CPUS_PER_TASK" in site.environment:
-        flags.append(
-            f"--cpus-per-task={site.environment['SLURM_CPUS_PER_TASK']}"
-        )  # since 22.05 srun does not read the variable
+        # srun has not read the variable since 22.05.
+        flags.append(f"--cpus-per-task={site.environment['SLURM_CPUS_PER_TASK']}")
     if cores_needed > site.cores:
         flags.append("--overcommit")
     if "SLURM_STEP_ID" in site.environment:

@@ -1,22 +1,24 @@
-"""The names of torch that it keeps private and shardrt uses: all of them are in this file, each with a way to do without.
+"""The private names of torch that shardrt uses, each with a fallback for a torch that lacks it.
+
+One more is in `kernels/cuda.py`, which imports nothing of shardrt: `TensorGuards`, with a fallback of its own.
 
 | function                         | private name                                   | without it                           |
 |----------------------------------|------------------------------------------------|--------------------------------------|
 | `in_backward`                    | `torch._C._current_graph_task_id`              | the stack is searched, slowly        |
 | `queue_backward_callback`        | `Variable._execution_engine`                   | RuntimeError at the first backward   |
 | `post_accumulate_grad_hooks`     | `Tensor._post_accumulate_grad_hooks`           | hooks are not called, with a warning |
-| `transforms_may_be_active`       | `torch._C._functorch.peek_interpreter_stack`   | always: outputs are searched         |
+| `transforms_may_be_active`       | `torch._C._functorch.peek_interpreter_stack`   | True always: outputs are searched    |
 | `outside_transforms`             | `torch._functorch.pyfunctorch`                 | RuntimeError inside a transform      |
 | `disabled_torch_function`        | `torch._C._disabled_torch_function_impl`       | torch's public default               |
 | `preserve_version`               | `_unsafe_preserve_version_counter`             | RuntimeError where it is needed      |
 | `hide_from_compiler`             | `torch._dynamo.trace_rules`                    | a warning; torch.compile may fail    |
-| `profiler_state`                 | `torch.autograd.profiler._is_profiler_enabled` | ranges are made always               |
+| `profiler_state`                 | `torch.autograd.profiler._is_profiler_enabled` | ranges are always recorded           |
 | `OpOverload`, `OpOverloadPacket` | `torch._ops`, for type checkers only           | the types of two operators           |
-| `tree_map` and its kin           | `torch.utils._pytree`                          | tuples, lists and dicts              |
+| `tree_map` and two others        | `torch.utils._pytree`                          | tuples, lists and dicts              |
 
-Nothing private is touched when this file is imported but what is looked up with a default. What is private by name only, and
-used by everybody who subclasses tensors or modules, is not here: `_foreach_*`, `_make_wrapper_subclass`, `_version`,
-a module's `_parameters`, `_buffers` and `_apply`.
+Importing this file looks private names up with a default only, so it cannot fail for lack of one. This file leaves out names
+that have an underscore but are in general use by subclasses of tensors and modules: `_foreach_*`, `_make_wrapper_subclass`,
+`_version`, and a module's `_parameters`, `_buffers` and `_apply`.
 """
 
 from __future__ import annotations
@@ -44,16 +46,16 @@ _log = logging.getLogger("shardrt")
 
 
 def find(path: str) -> Any:
-    """What `path`, such as `torch._C._functorch.peek_interpreter_stack`, names; None if this torch lacks it."""
+    """The object at `path`, such as `torch._C._functorch.peek_interpreter_stack`; None if this torch lacks it."""
     module, _, name = path.rpartition(".")
     owner: Any = None
     try:
         owner = importlib.import_module(module)
-    except ImportError:  # no module, but maybe an attribute of one
+    except ImportError:  # not a module, but perhaps an attribute of one
         owner = find(module) if "." in module else owner
     try:
         return getattr(owner, name, None)
-    except ImportError:  # of a module that torch imports when it is asked for
+    except ImportError:  # from a module that torch imports at the first access
         return None
 
 
@@ -65,7 +67,7 @@ def _missing(path: str, purpose: str) -> RuntimeError:
 
 
 def backward_is_on_the_stack() -> bool:
-    """A backward is under way in this thread, judged by the functions that are running."""
+    """True if a backward is running in this thread, judged by the functions on its stack."""
     if threading.current_thread().name.startswith("Dummy"):  # autograd's own threads, which run hooks of CUDA nodes
         return True
     frame: FrameType | None = sys._getframe()
@@ -86,7 +88,7 @@ in_backward = _make_in_backward()
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Call `callback` when the backward that is running ends. RuntimeError if this torch offers no way."""
+    """Call `callback` at the end of the running backward. Raises RuntimeError if this torch cannot."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None:
         raise _missing("torch.autograd.Variable._execution_engine", "the backward of a sharded module")
@@ -94,7 +96,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 def hooks_are_unknown(tensor: torch.Tensor) -> None:
-    """Stands in for `post_accumulate_grad_hooks`: nobody knows of any."""
+    """Replaces `post_accumulate_grad_hooks` where the hooks cannot be read: no hooks, and a warning."""
     _warn_of_hooks()
 
 
@@ -116,7 +118,7 @@ post_accumulate_grad_hooks: _HookGetter = (
 
 
 def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Inside, writes to `tensor` do not count as modifications. RuntimeError if this torch offers no way."""
+    """Inside, writes to `tensor` do not change its version. Raises RuntimeError if this torch cannot do that."""
     preserve = find("torch.autograd.grad_mode._unsafe_preserve_version_counter")
     if preserve is None:
         raise _missing("torch.autograd.grad_mode._unsafe_preserve_version_counter", "a parameter with an all-gather extension")
@@ -137,14 +139,14 @@ transforms_may_be_active = _make_transforms_may_be_active()
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Inside, tensors are made as without the transforms of `torch.func` that are active."""
+    """Inside, the active transforms of `torch.func` do not apply to new tensors."""
     clear = find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
     return check_no_transform() if clear is None else clear()
 
 
 @contextmanager
 def check_no_transform() -> Iterator[None]:
-    """Stands in for `outside_transforms`: RuntimeError inside a transform that wraps new tensors."""
+    """Replaces `outside_transforms`: raises RuntimeError inside a transform that wraps new tensors."""
     made = torch.zeros(()).clone()
     if torch.func.debug_unwrap(made) is not made:
         path = "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
@@ -157,7 +159,7 @@ def check_no_transform() -> Iterator[None]:
 
 @classmethod  # type: ignore[misc]
 def public_torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Stands in for `disabled_torch_function`: what plain tensors do, which converts no outputs."""
+    """Replaces `disabled_torch_function`: the behaviour of plain tensors, which does not convert outputs."""
     return torch.Tensor.__torch_function__(func, (), args, kwargs or {})
 
 
@@ -170,10 +172,10 @@ def disabled_torch_function() -> Any:
 
 
 def hide_from_compiler(packages: Sequence[str]) -> None:
-    """Have torch.compile look into no file of these packages: a graph ends before a call into them, another begins in it.
+    """Exclude the files of these packages from torch.compile: a graph ends before a call into them, and a new one begins there.
 
-    Cost: seconds and 70 MB of importing the compiler, once; torch's optimizers import it as well. The public way,
-    `torch.compiler.disable`, costs some microseconds per hook and does without the hooks in a backward.
+    Cost: importing the compiler takes seconds and 70 MB, once; torch's optimizers import it as well. The public function,
+    `torch.compiler.disable`, costs some microseconds per hook, and drops the hooks in a backward.
     """
     add = find("torch._dynamo.trace_rules.add")
     if add is None:
@@ -189,14 +191,14 @@ def _make_profiler_state() -> Any:
     return profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=True)
 
 
-profiler_state = _make_profiler_state()  # its `_is_profiler_enabled` changes as profilers start and stop
+profiler_state = _make_profiler_state()  # `_is_profiler_enabled` changes when a profiler starts or stops
 
 
 # ---------------------------------------------------------------------- nested containers
 
 
 def plain_tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Stands in for `tree_map`: through tuples, lists and dicts."""
+    """Replaces `tree_map`: traverses tuples, lists and dicts."""
     if isinstance(tree, dict):
         items = {key: plain_tree_map(fn, value) for key, value in tree.items()}
         return items if type(tree) is dict else type(tree)(items)
@@ -207,12 +209,12 @@ def plain_tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def plain_tree_map_only(kind: type, fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Stands in for `tree_map_only`."""
+    """Replaces `tree_map_only`."""
     return plain_tree_map(lambda value: fn(value) if isinstance(value, kind) else value, tree)
 
 
 def plain_tree_leaves(tree: Any) -> list[Any]:
-    """Stands in for `tree_leaves`."""
+    """Replaces `tree_leaves`."""
     leaves: list[Any] = []
     plain_tree_map(leaves.append, tree)
     return leaves

@@ -23,24 +23,24 @@ using std::max;
 
 namespace host {
 constexpr unsigned MOST_THREADS = 1024, WARP = 32, STACK_BYTES = 1 << 16;
-struct Meeting { unsigned arrived = 0, round = 0; };
+struct Barrier { unsigned arrived = 0, round = 0; };
 struct Fibre { ucontext_t context; bool done; };
 Fibre fibres[MOST_THREADS];
-Meeting of_block, of_warp[MOST_THREADS / WARP];
-unsigned long long slots[MOST_THREADS];  // the value that a thread shares with its warp
+Barrier of_block, of_warp[MOST_THREADS / WARP];
+unsigned long long shared_values[MOST_THREADS];  // by thread: the value it shares with its warp
 ucontext_t scheduler;
 unsigned threads;
 bool progress, backwards;
 std::function<void()> body;
 
-void meet(Meeting &meeting, unsigned size) {
-    const unsigned round = meeting.round, self = threadIdx.x;
-    if (++meeting.arrived == size) {
-        meeting.arrived = 0;
-        meeting.round++;
+void wait(Barrier &barrier, unsigned size) {
+    const unsigned round = barrier.round, self = threadIdx.x;
+    if (++barrier.arrived == size) {
+        barrier.arrived = 0;
+        barrier.round++;
         progress = true;
     } else
-        while (meeting.round == round) swapcontext(&fibres[self].context, &scheduler);
+        while (barrier.round == round) swapcontext(&fibres[self].context, &scheduler);
 }
 
 void enter() {
@@ -51,8 +51,8 @@ void enter() {
 // Returns false if threads wait at a barrier that others never reach.
 bool run_block() {
     static std::vector<char> stacks(std::size_t(MOST_THREADS) * STACK_BYTES);
-    of_block = Meeting();
-    std::fill(of_warp, of_warp + MOST_THREADS / WARP, Meeting());
+    of_block = Barrier();
+    std::fill(of_warp, of_warp + MOST_THREADS / WARP, Barrier());
     for (unsigned i = 0; i < threads; i++) {
         fibres[i].done = false;
         getcontext(&fibres[i].context);
@@ -102,21 +102,21 @@ bool call(void (*kernel)(P...), unsigned blocks, unsigned threads, const unsigne
 }
 
 template <typename T, typename F> auto in_warp(T x, F f) {
-    static_assert(sizeof(T) <= sizeof slots[0]);
-    Meeting &warp = of_warp[threadIdx.x / WARP];
-    std::memcpy(&slots[threadIdx.x], &x, sizeof x);
-    meet(warp, WARP);
+    static_assert(sizeof(T) <= sizeof shared_values[0]);
+    Barrier &warp = of_warp[threadIdx.x / WARP];
+    std::memcpy(&shared_values[threadIdx.x], &x, sizeof x);
+    wait(warp, WARP);
     const T found = f([](unsigned lane) {
         T value;
-        std::memcpy(&value, &slots[threadIdx.x / WARP * WARP + lane], sizeof value);
+        std::memcpy(&value, &shared_values[threadIdx.x / WARP * WARP + lane], sizeof value);
         return value;
     });
-    meet(warp, WARP);
+    wait(warp, WARP);
     return found;
 }
 }  // namespace host
 
-static void __syncthreads() { host::meet(host::of_block, host::threads); }
+static void __syncthreads() { host::wait(host::of_block, host::threads); }
 static void __threadfence() {}
 template <typename T> T __shfl_down_sync(unsigned, T x, unsigned step) {
     const unsigned from = threadIdx.x % host::WARP + step;

@@ -53,9 +53,9 @@ def losses(out: str) -> list[float]:
 # ---------------------------------------------------------------------- from FSDP2
 
 
-def test_few_lines_differ() -> None:
+def test_eleven_lines_differ() -> None:
     changes = list(difflib.ndiff(ORIGINAL.read_text().splitlines(), OURS.read_text().splitlines()))
-    assert max(sum(line.startswith(sign) for line in changes) for sign in "-+") <= 12
+    assert max(sum(line.startswith(sign) for line in changes) for sign in "-+") == 11  # as the documents say
 
 
 def test_from_fsdp2_trains_as_the_original(tmp_path: Path) -> None:

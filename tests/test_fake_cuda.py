@@ -1,4 +1,4 @@
-"""The stand-in for CUDA tells races from what events have ordered. Only under fake_cuda/run.py."""
+"""The stand-in for CUDA reports a race unless an event orders the two accesses. Runs only under fake_cuda/run.py."""
 
 import importlib
 import os

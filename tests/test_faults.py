@@ -72,9 +72,9 @@ def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, streams: str, sta
     assert len(reports(done.stderr, "ending the job with exit code 17")) == 1, done.stderr
     assert reports(done.stderr, "[0] rank 0: waited 3 s in #1 all_reduce float32 4 max on 'world'"), done.stderr
     assert reports(done.stderr, "[0] present: ranks 0, 2; missing: rank 1"), done.stderr
-    (account,) = reports(done.stderr, "missing rank 1: host")
-    assert state in account
-    assert "last #0 all_reduce float32 4 max on 'world', begun" in account
+    (line,) = reports(done.stderr, "missing rank 1: host")
+    assert state in line
+    assert "last #0 all_reduce float32 4 max on 'world', begun" in line
     of_rank_1 = done.stderr.split("stacks of rank 1:")[1].split("stacks of rank 0:")[0]
     assert stacks in of_rank_1, done.stderr
     assert "script.py" in done.stderr.split("stacks of rank 0:")[1]
@@ -94,9 +94,9 @@ def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, streams: str, sta
 def test_a_rank_that_leaves_early() -> None:
     done = run_script(FAULT.format(fault="sys.exit(3)"), 3, deadline_s=40.0)
     assert done.returncode == 17, done.stderr
-    (account,) = reports(done.stderr, "missing rank 1: host")
-    assert "has left its program, after #0 all_reduce float32 4 max on 'world', " in account
-    assert "script.py:12 in all_reduce; in #1 finalize on 'world'" in account
+    (line,) = reports(done.stderr, "missing rank 1: host")
+    assert "has left its program, after #0 all_reduce float32 4 max on 'world', " in line
+    assert "script.py:12 in all_reduce; in #1 finalize on 'world'" in line
 
 
 def test_a_rank_that_leaves_through_os_exit() -> None:
@@ -177,14 +177,14 @@ def test_ranks_do_not_outlive_their_launcher() -> None:
         time.sleep(0.1)
 
 
-def test_nodes_hear_of_each_other() -> None:
+def test_nodes_exchange_their_status() -> None:
     """Two nodes of two ranks each; the one that stops is on the other node than the one that reports."""
     source = FAULT.replace("world.rank == 1", "world.rank == 3")
     done = run_script(source.format(fault=STOP), 4, deadline_s=60.0, SHARDRT_TIMEOUT="6", SHARDRT_RANKS_PER_NODE="2")
     assert done.returncode == 17, done.stderr
     assert len(reports(done.stderr, "ending the job with exit code 17")) == 1
-    (account,) = reports(done.stderr, "[0] missing rank 3: host")
-    assert ", stopped; last #0 all_reduce float32 4 max on 'world'" in account
+    (line,) = reports(done.stderr, "[0] missing rank 3: host")
+    assert ", stopped; last #0 all_reduce float32 4 max on 'world'" in line
     assert reports(done.stderr, "stacks of rank 3:"), done.stderr
 
 
@@ -192,8 +192,8 @@ def test_a_rank_of_another_node_that_leaves_early() -> None:
     source = FAULT.replace("world.rank == 1", "world.rank == 3")
     done = run_script(source.format(fault="sys.exit(3)"), 4, deadline_s=60.0, SHARDRT_RANKS_PER_NODE="2")
     assert done.returncode == 17, done.stderr
-    (account,) = reports(done.stderr, "[0] missing rank 3: host")
-    assert "has left its program, after #0 all_reduce" in account
+    (line,) = reports(done.stderr, "[0] missing rank 3: host")
+    assert "has left its program, after #0 all_reduce" in line
 
 
 def test_ranks_in_different_operations() -> None:
@@ -201,8 +201,8 @@ def test_ranks_in_different_operations() -> None:
     source = FAULT.format(fault="world.comm.exchange(1)")
     done = run_script(source, 3, deadline_s=40.0, SHARDRT_TIMEOUT="5", SHARDRT_CHECK="0")
     assert done.returncode == 17, done.stderr
-    (account,) = reports(done.stderr, "missing rank 1: host")
-    assert "on 'world', begun" in account
+    (line,) = reports(done.stderr, "missing rank 1: host")
+    assert "on 'world', begun" in line
 
 
 @pytest.mark.mpi

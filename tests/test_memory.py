@@ -88,8 +88,8 @@ def test_gathered_parameters_come_from_a_pool(world: World) -> None:
 @on_ranks(1, 2, 3)
 @buckets_of(0)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_gradients_give_their_memory_back(world: World, reduce_dtype: torch.dtype | None) -> None:
-    """If so asked, from a forward that finds none to the backward; and before the first backward."""
+def test_the_memory_of_gradients_is_freed(world: World, reduce_dtype: torch.dtype | None) -> None:
+    """With the setting, from a forward without gradients to its backward; and always before the first backward."""
     model, gone = model_and_gradients(reduce_dtype)
     weight = next(model.blocks[0].parameters())
     loss_of(model, batch(0)).backward()
@@ -151,8 +151,8 @@ def model_and_gradients(reduce_dtype: torch.dtype | None) -> tuple[torch.nn.Modu
     return model, gone
 
 
-def test_a_slot_is_handed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two roots may compute on different streams."""
+def test_a_comm_buffer_moves_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that takes the buffer over waits for the stream that had it: two roots may compute on different streams."""
     comm_buffer, memory = CommBuffer(torch.zeros(16, dtype=torch.uint8)), MemoryCounter()
     first, second = CommFlatBuffer(16, comm_buffer, memory), CommFlatBuffer(8, comm_buffer, memory)
     waits: list[tuple[str, Event]] = []

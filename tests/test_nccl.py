@@ -1,8 +1,8 @@
-"""The NCCL backend: what it tells NCCL, call by call, and on a GPU, what comes of it.
+"""The NCCL backend: each call that it makes to NCCL, and, on a GPU, the results.
 
-Without a GPU the real code runs against a double of CuPy's binding, and of the C functions beside it, that records every call;
-the tensors are CPU tensors that say they are on a GPU. The double's signatures are compared with the installed CuPy's, those of
-the C functions with the installed NCCL's header, where there is one.
+Without a GPU the real code runs against a double of CuPy's binding, and of the C functions that the binding lacks. The double
+records every call; the tensors are CPU tensors whose device is given as a GPU. The double's signatures are compared with the
+installed CuPy's, and those of the C functions with the installed NCCL's header, where there is one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import shardrt.comm
 from ranks import skip_at_home
 from shardrt.comm import recorder
 from shardrt.comm.backends import libnccl
+from shardrt.comm.backends.mpi import MpiBackend
 from shardrt.comm.calls import Hook, PreMulSum, ReduceOp, Work
 from shardrt.comm.communicator import Communicator
 from shardrt.comm.pool import Pool
@@ -39,9 +40,9 @@ from shardrt.comm.streams import CudaStream, InlineStream, Stream, current_strea
 DEVICE = torch.device("cuda", 1)
 HANDLE = 0x7F5E_ED00_5EED
 COMM = 0x7FC0_1111_0000  # the raw ncclComm_t
-OPERATOR = 17  # what ncclRedOpCreatePreMulSum answers
-REGISTRATION = 0x7FBE_AD00_BEAD  # what ncclCommRegister answers
-WINDOW = 0x7FBE_AD00_3140  # what ncclCommWindowRegister answers
+OPERATOR = 17  # the result of ncclRedOpCreatePreMulSum
+REGISTRATION = 0x7FBE_AD00_BEAD  # the result of ncclCommRegister
+WINDOW = 0x7FBE_AD00_3140  # the result of ncclCommWindowRegister
 UNIQUE_ID = bytes(range(128))
 
 # The first line of CuPy's docstrings, which is the signature, without the class's name and `self`.
@@ -407,6 +408,19 @@ def test_cupy_without_nccl_is_refused(double: Double) -> None:
 # ---------------------------------------------------------------------- collectives
 
 
+def test_every_backend_has_every_collective(double: Double) -> None:
+    """With the same parameters, but for the stream."""
+    public = [name for name in vars(Communicator) if not name.startswith("_")]
+    parameters = {name: inspect.signature(getattr(Communicator, name)).parameters for name in public}
+    collectives = [name for name in public if "stream" in parameters[name]]
+    assert {"all_gather", "reduce_scatter", "send", "barrier"} <= set(collectives)
+    for name in collectives:
+        on_host, on_device = (
+            list(inspect.signature(getattr(backend, name)).parameters) for backend in (MpiBackend, load_backend().NcclBackend)
+        )
+        assert on_device == ["self", "stream", *on_host[1:]], name
+
+
 @pytest.mark.parametrize("dtype", MOVED)
 def test_moves_are_of_bytes(double: Double, dtype: torch.dtype) -> None:
     comm, long, short, stream = double.communicator(), on_gpu(10, dtype), on_gpu(5, dtype), cuda_stream()
@@ -509,7 +523,7 @@ def test_a_stream_that_is_not_this_devices_is_refused(double: Double, stream: St
     assert double.events == []
 
 
-def test_the_default_cuda_stream_can_be_asked_for(double: Double) -> None:
+def test_the_default_cuda_stream_is_accepted(double: Double) -> None:
     for call in all_calls(double.communicator(), cuda_stream(handle=0)):
         call()
     launches = [event for event in double.events if event[0] in SIGNATURES.keys() - OF_MODULE or event[0] == "ncclAlltoAll"]
@@ -660,7 +674,7 @@ def test_a_call_that_fails_ends_its_group(double: Double) -> None:
         comm.gather(on_gpu(8), tensor, 0, stream=cuda_stream())
 
 
-def test_a_group_that_fails_at_its_end_says_so(double: Double) -> None:
+def test_a_failure_at_the_end_of_a_group_names_the_group(double: Double) -> None:
     comm = double.communicator()
     double.failures["groupEnd"] = NcclError(5)
     with pytest.raises(RuntimeError, match=r"group on Communicator.*: NCCL failed: NCCL_ERROR_INVALID_USAGE"):
@@ -803,7 +817,7 @@ def test_memory_that_nccl_does_not_know_everywhere_is_torchs(
     assert double.events == [("synchronize", DEVICE), ("destroy",), ("host close",)]
 
 
-def test_memory_that_another_rank_has_not_is_given_back(double: Double, plain: list[int]) -> None:
+def test_memory_is_freed_if_another_rank_has_none(double: Double, plain: list[int]) -> None:
     comm = double.communicator()
     comm.backend._host.others[1] = "rank 1: out of memory"
     comm.empty(7, torch.float32, symmetric=True)
@@ -811,7 +825,7 @@ def test_memory_that_another_rank_has_not_is_given_back(double: Double, plain: l
     assert double.events == [("ncclMemAlloc", 28), ("exchange", None), ("ncclMemFree", ctypes.addressof(double.memory[0]))]
 
 
-def test_memory_is_asked_for_again_once_torch_has_freed_what_it_keeps(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_is_tried_again_after_torch_has_emptied_its_cache(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     comm, double.codes["ncclMemAlloc"] = double.communicator(), 1
     monkeypatch.setattr(torch.cuda, "empty_cache", double.codes.clear)
     assert comm.empty(7, torch.float32).numel() == 7
@@ -948,7 +962,7 @@ def test_what_goes_into_a_cuda_graph_is_not_waited_for(
 
 
 @pytest.mark.parametrize(("code", "text"), [(1, "NCCL_ERROR_UNHANDLED_CUDA_ERROR"), (7, "ncclResult_t 7")])
-def test_codes_of_c_functions_are_told_like_cupys(double: Double, code: int, text: str) -> None:
+def test_errors_of_c_functions_are_named_as_cupys(double: Double, code: int, text: str) -> None:
     comm = double.communicator()
     double.codes["ncclAlltoAll"] = code
     with pytest.raises(RuntimeError, match=rf"all_to_all on .* \(out 4, inp 4 elements, torch.float32\): NCCL failed: {text}"):

@@ -1,4 +1,8 @@
-"""Two nodes on one machine: network namespaces joined by a cable, each with a host name and shared memory of its own."""
+"""Two nodes on one machine.
+
+By default the nodes share the host's name, address and shared memory, and the runtime treats them as two. With `--all` they are
+network namespaces joined by a cable, each with a host name, an address and shared memory of its own.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +95,7 @@ def check_places(out: str) -> None:
 
 
 def test_two_nodes_in_one_host() -> None:
-    """The same job where the nodes share the host: the runtime treats them as two."""
+    """The job of `test_two_nodes` on one host. Only `--all` covers different addresses, host names and shared memory."""
     done = run_script(JOB, 4, deadline_s=100.0, SHARDRT_RANKS_PER_NODE="2")
     assert done.returncode == 0, done.stdout + done.stderr
     check_places(done.stdout)

@@ -74,14 +74,14 @@ class Library:
         assert address.value is not None, "NCCL reported success"
         return Buffer(address.value, nbytes)
 
-    def make_window(self, comm: int, buffer: Buffer) -> None:
-        """Register the buffer as a symmetric window. Collective over `comm`, with buffers of one size.
+    def make_window(self, comm: int, address: int, nbytes: int) -> int | None:
+        """Register memory as a symmetric window. Collective over `comm`, with the same size on every rank.
 
-        `buffer.window` stays None, on every rank, if the ranks cannot access each other's memory.
+        Returns: the window, or None, on every rank, if the ranks cannot access each other's memory.
         """
         window = c_void_p()
-        self._functions["ncclCommWindowRegister"](comm, buffer.address, buffer.nbytes, byref(window), _WINDOW_SYMMETRIC)
-        buffer.window = window.value
+        self._functions["ncclCommWindowRegister"](comm, address, nbytes, byref(window), _WINDOW_SYMMETRIC)
+        return window.value
 
     def register(self, comm: int, address: int, nbytes: int) -> int | None:
         """Register memory; returns the handle, or None if NCCL needs no registration."""
@@ -120,6 +120,10 @@ class Buffer:
         self.window: int | None = None
         self.handle: int | None = None
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    def set_registration(self, *, window: int | None = None, handle: int | None = None) -> None:
+        """Note what NCCL has returned for this memory: `Library.free` ends it."""
+        self.window, self.handle = window, handle
 
 
 class Allocator:

@@ -70,7 +70,7 @@ class MpiBackend(Backend):
 
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
         nbytes, windows = numel * dtype.itemsize, self._algorithms.windows
-        if windows is None or not min(self._control.allgather(windows.has_room(nbytes))):
+        if windows is None or not min(self._control.allgather(windows.has_space(nbytes))):
             return torch.empty(numel, dtype=dtype, device="cpu")
         return windows.allocate(nbytes).view(dtype)
 

@@ -45,7 +45,7 @@ class NodeWindows:
     def __bool__(self) -> bool:
         return bool(self._windows)
 
-    def has_room(self, nbytes: int) -> bool:
+    def has_space(self, nbytes: int) -> bool:
         """True if this node's shared memory has space for twice `nbytes` on each of its ranks.
 
         Hazard: if there is no space for a page, touching it kills the process.
@@ -105,7 +105,7 @@ class SharedMemoryExchange:
         """Create one for messages of up to `capacity` bytes in all. Collective; None if there is no space for it."""
         windows = NodeWindows(comm)
         nbytes = _WORDS_NBYTES + 2 * capacity
-        return cls(comm, windows, capacity) if min(comm.allgather(windows.has_room(nbytes))) else None
+        return cls(comm, windows, capacity) if min(comm.allgather(windows.has_space(nbytes))) else None
 
     def __init__(self, comm: MPI.Comm, windows: NodeWindows, capacity: int) -> None:
         self._comm, self._windows, self._capacity = comm, windows, capacity

@@ -60,9 +60,8 @@ class Aborter:
             return
         with contextlib.suppress(OSError):
             sys.stdout.flush()
-        time.sleep(
-            self._timing.flush_s
-        )  # Hazard: on an abort mpirun drops output that it has not passed on yet, such as a report
+        # Hazard: on an abort mpirun drops output that it has not passed on yet, such as a report.
+        time.sleep(self._timing.flush_s)
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(code)

@@ -75,6 +75,22 @@ class _Watched:
         self.shown = 0
         self.seconds = 0.0
 
+    def begin(self, calls: CallList) -> None:
+        """This rank begins these calls."""
+        what = calls.description
+        self.peers = [] if what.shared else [call.args[0] for call in calls if isinstance(call.args[0], int)]
+        self.status.begin(calls[0].number, what.shared or what.text)
+
+    def advance(self, elapsed: float) -> _Wait | None:
+        """Add `elapsed` seconds if the operation has not changed since the last call. Returns: the operation, as `wait`."""
+        while self.pending and is_past(self.pending[0][2]):
+            self.pending.popleft()
+        wait = self.wait()
+        shown = id(self.pending[0][2]) if self.pending else self.status.count
+        self.seconds = self.seconds + elapsed if wait is not None and shown == self.shown else 0.0
+        self.shown = shown
+        return wait
+
     def wait(self) -> _Wait | None:
         """The operation that this rank is in: on a CUDA device, the oldest that has been enqueued and is not done."""
         number, what = self.status.number, self.status.what
@@ -145,9 +161,7 @@ class Watchdog(Hook):
             self._watch(calls[0]).pending.append((calls[0].number, calls.description.shared, work))
 
     def before(self, calls: CallList) -> None:
-        watched, what = self._watch(calls[0]), calls.description
-        watched.peers = [] if what.shared else [call.args[0] for call in calls if isinstance(call.args[0], int)]
-        watched.status.begin(calls[0].number, what.shared or what.text)
+        self._watch(calls[0]).begin(calls)
 
     def after(self, calls: CallList) -> None:
         self._watch(calls[0]).status.end()
@@ -213,12 +227,7 @@ class Watchdog(Hook):
     def _overdue(self, elapsed: float) -> _Wait | None:
         self._recorder.poll()
         for watched in list(self._watched.values()):
-            while watched.pending and is_past(watched.pending[0][2]):
-                watched.pending.popleft()
-            wait = watched.wait()
-            shown = id(watched.pending[0][2]) if watched.pending else watched.status.count
-            watched.seconds = watched.seconds + elapsed if wait is not None and shown == watched.shown else 0.0
-            watched.shown = shown
+            wait = watched.advance(elapsed)
             late = watched.seconds >= self._timing.timeout_s
             if wait is not None and (
                 late or (watched.seconds >= self._timing.lost_s and any(map(self._is_lost, self._missing(wait))))

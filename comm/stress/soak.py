@@ -1,4 +1,4 @@
-"""Random valid calls over random communicators, several under way at once, every result checked, leaks counted.
+"""Random valid calls over random communicators, several running at once, every result checked, leaks counted.
 
 All ranks draw the same calls from the seed, without communication. Only where a tensor lies in memory is each rank's own
 choice, and no result depends on it. After an epoch of a few steps all communicators are closed; what the process then holds

@@ -1,4 +1,4 @@
-"""Make the table of GPUs in docs/performance.md from what gpu_check.py saw on them, which scripts/results keeps.
+"""Make the table of GPUs in docs/performance.md from the results of gpu_check.py in scripts/results.
 
 python scripts/gpu/table.py
 """
@@ -50,19 +50,19 @@ def _row(summary: dict[str, Any]) -> list[str]:
     return [summary["gpu"], summary["date"], checks, *("" if value is None else f"{value:g}" for value in shown)]
 
 
-def readme(text: str, summaries: Sequence[dict[str, Any]]) -> str:
-    """The text of a page, with its table made anew."""
+def with_table(text: str, summaries: Sequence[dict[str, Any]]) -> str:
+    """The text of a page, with its table replaced by the table of `summaries`."""
     return re.sub(f"(?s)(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})", lambda _: table(summaries), text)
 
 
-def kept() -> list[dict[str, Any]]:
+def load_summaries() -> list[dict[str, Any]]:
     """The summaries in scripts/results, sorted by file name."""
     return [json.loads(path.read_text()) for path in sorted((ROOT / "scripts" / "results").glob("*.json"))]
 
 
 def main() -> None:
     path = ROOT / "docs" / "performance.md"
-    path.write_text(readme(path.read_text(), kept()))
+    path.write_text(with_table(path.read_text(), load_summaries()))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-// The CUDA runtime without a GPU: device memory is host memory, and what a stream is given has run when the call returns.
-// So nothing comes too early here. Whether it could on a GPU is told by vector clocks (Mattern 1989): each stream has one,
-// events carry it to the streams and the host that wait for them, and two accesses to the same bytes, of which one writes,
-// are a race if they were made on two streams and no clock has brought word of the first to the second.
+// The CUDA runtime without a GPU: device memory is host memory, and work on a stream is complete when its call returns.
+// So nothing runs too early here. Vector clocks (Mattern 1989) find what could run too early on a GPU: each stream has a clock,
+// and an event copies it to the streams and the host that wait for the event. Two accesses to the same bytes, one of them a
+// write, are a race if they are on two streams and the second stream's clock does not include the first access.
 //
-// Kernels that are launched do nothing: whoever replaces them tells of their accesses by fake_access().
+// Launched kernels do nothing: the code that replaces a kernel reports its accesses by fake_access().
 
 #include <cuda_runtime_api.h>
 
@@ -21,13 +21,13 @@
 #undef cudaGetDeviceProperties  // a macro for the current version of it
 
 namespace {
-using Clock = std::vector<unsigned long long>;  // by stream: how many of its steps are known to have run
+using Clock = std::vector<unsigned long long>;  // by stream: the number of its steps that are known to have run
 constexpr size_t TOTAL = size_t(8) << 30;       // bytes of a device
-constexpr double QUERY_S = 0.05;                // an event that nothing waited for has passed when it is so old
+constexpr double QUERY_S = 0.05;                // the age from which a query reports an event as complete
 
 std::recursive_mutex mutex;
 thread_local int device = 0;
-thread_local bool observes = false;  // this thread's questions after events make nothing happen before anything
+thread_local bool observes = false;  // event queries of this thread do not order accesses
 
 void join(Clock &into, const Clock &other) {
     if (into.size() < other.size()) into.resize(other.size());
@@ -44,7 +44,7 @@ struct Access { size_t stream = 0; unsigned long long tick = 0; const char *by =
 struct Segment { size_t end; Access writer; std::vector<Access> readers; };
 
 std::map<void *, Stream> streams;  // by handle; 0 is the legacy default stream
-Clock host;                        // what synchronising calls have brought to the host, and so to all that is launched after
+Clock host;                        // the steps that synchronising calls have ordered before all later launches
 std::map<size_t, Segment> segments;  // of memory, by address
 std::map<std::string, long> races;
 std::set<std::string> names;
@@ -73,7 +73,7 @@ void compare(const Access &before, const Stream &stream, const char *kind, const
           " on stream " + std::to_string(stream.index)]++;
 }
 
-// The accesses to a block that is freed; whoever gets its memory next knows nothing of them.
+// Removes the accesses to a freed block: the next owner of its memory has no part in them.
 void forget(size_t address, size_t nbytes) {
     cut(address);
     cut(address + nbytes);
@@ -87,7 +87,7 @@ bool contains(const std::map<size_t, size_t> &blocks, size_t address) {
 }  // namespace
 
 extern "C" {
-// ---------------------------------------------------------------------- for those who replace kernels, and ask for races
+// ---------------------------------------------------------------------- for replaced kernels, and for reading the races
 
 void fake_access(void *handle, size_t address, size_t nbytes, int writes, const char *name) {
     std::lock_guard guard(mutex);
@@ -118,7 +118,7 @@ void fake_access(void *handle, size_t address, size_t nbytes, int writes, const 
     }
 }
 
-// The races since the last call, a line each.
+// Writes the races since the last call, one per line.
 void fake_races(char *text, size_t size) {
     std::lock_guard guard(mutex);
     std::string all;
@@ -135,7 +135,7 @@ cudaError_t cudaMalloc(void **address, size_t nbytes) {
     std::lock_guard guard(mutex);
     *address = nullptr;
     if (in_use + nbytes > TOTAL || posix_memalign(address, 512, nbytes) != 0) return cudaErrorMemoryAllocation;
-    memset(*address, 0xab, nbytes);  // no zeros by luck
+    memset(*address, 0xab, nbytes);  // memory must not be zero by accident
     on_device[(size_t)*address] = nbytes;
     in_use += nbytes;
     return cudaSuccess;
@@ -353,9 +353,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **found, unsigne
     return cudaErrorInvalidValue;
 }
 
-// ---------------------------------------------------------------------- the driver: what the NVRTC stub of torch asks
+// ---------------------------------------------------------------------- the driver: calls of torch's NVRTC stub
 
-int cuThreadExchangeStreamCaptureMode(int *) {  // a thread that only looks after events begins with it
+int cuThreadExchangeStreamCaptureMode(int *) {  // only threads that do nothing but query events call it
     fake_observer();
     return 0;
 }

@@ -1,6 +1,6 @@
-// NCCL between processes without a GPU: ranks meet in shared memory and read each other's buffers (process_vm_readv), at the
-// call or at the end of its group. Reductions add rank by rank, each step rounded to the dtype. A collective that is not the
-// same on all ranks ends the job with a word of both; ranks in different orders wait for ever, as they would.
+// NCCL between processes without a GPU: ranks synchronise in shared memory and read each other's buffers (process_vm_readv), at
+// the call or at the end of its group. Reductions add rank by rank, each step rounded to the dtype. If a collective differs
+// between ranks, the job ends with a message that names both calls; ranks that call in different orders hang, as under NCCL.
 
 #include <fcntl.h>
 #include <sched.h>
@@ -25,7 +25,7 @@ namespace {
 enum Kind { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, REDUCE, BROADCAST, ALL_TO_ALL, SEND, RECV };
 const char *const NAMES[] = {"ncclAllGather", "ncclReduceScatter", "ncclAllReduce", "ncclReduce",
                              "ncclBroadcast", "ncclAlltoAll",      "ncclSend",      "ncclRecv"};
-constexpr int SUM = 0, PROD = 1, MAX = 2, MIN = 3, AVG = 4;  // ncclRedOp_t; what is above is a pre-multiplied sum
+constexpr int SUM = 0, PROD = 1, MAX = 2, MIN = 3, AVG = 4;  // ncclRedOp_t; greater values are pre-multiplied sums
 constexpr int MOST_RANKS = 8, MOST_CALLS = 4096;             // of a group
 struct Call { Kind kind; const void *inp; void *out; size_t count; int dtype, op, peer; void *stream; };
 struct Shared {
@@ -125,7 +125,7 @@ void run_sends(Comm *comm, const std::vector<Call> &calls) {
             while (comm->shared->sent[rank][call.peer] != comm->shared->received[rank][call.peer]) sched_yield();
 }
 
-// This rank's result of the i-th of the calls that all ranks have shown; empty if it gets none.
+// This rank's result of the i-th call of the group, which all ranks have published; empty if it receives none.
 std::vector<char> result(Comm *comm, size_t i) {
     const Call &own = comm->shared->calls[comm->rank][i];
     const size_t nbytes = own.count * width(own.dtype);
@@ -163,7 +163,7 @@ void run(Comm *comm) {
         fake_access(call.stream, (size_t)call.inp, nbytes, 0, NAMES[call.kind]);
         results.push_back(result(comm, i));
     }
-    meet(comm);  // nothing is written before everyone has read
+    meet(comm);  // no rank writes before all ranks have read
     for (size_t i = 0; i < collectives.size(); i++) {
         fake_access(collectives[i].stream, (size_t)collectives[i].out, results[i].size(), 1, NAMES[collectives[i].kind]);
         if (!results[i].empty()) memcpy(collectives[i].out, results[i].data(), results[i].size());
@@ -214,7 +214,7 @@ int ncclGroupEnd() {
     if (--depth > 0) return 0;
     std::vector<Comm *> comms;
     comms.swap(grouped);
-    for (Comm *comm : comms) run(comm);  // of one that comes twice, all at the first
+    for (Comm *comm : comms) run(comm);  // a communicator that occurs twice runs all its calls at the first
     return 0;
 }
 int ncclAllGather(const void *inp, void *out, size_t count, int dtype, Comm *comm, void *stream) {
@@ -251,7 +251,7 @@ int ncclRedOpCreatePreMulSum(int *op, void *factor, int dtype, int, Comm *comm) 
     comm->factors[*op] = one;
     return 0;
 }
-int ncclRedOpDestroy(int, Comm *) { return 0; }  // a call of its group may still wait
+int ncclRedOpDestroy(int, Comm *) { return 0; }  // a call of its group may still be queued
 int ncclMemAlloc(void **address, size_t nbytes) { return cudaMalloc(address, nbytes) == 0 ? 0 : 1; }
 int ncclMemFree(void *address) { return cudaFree(address) == 0 ? 0 : 1; }
 int ncclCommRegister(Comm *, void *address, size_t, void **handle) { return *handle = address, 0; }

@@ -1,10 +1,10 @@
-"""Run a command's Pythons as on a machine with GPUs, without one, and watch for races between CUDA streams.
+"""Run the Python processes of a command as on a machine with GPUs, without one, and find races between CUDA streams.
 
     python tests/fake_cuda/run.py [--gpus N] COMMAND ...
 
-Takes a CUDA 13 build of torch, CuPy, mpi4py, an MPI, nvidia-cuda-crt (headers), and a C++ compiler. It stands in for libcudart
-and libnccl, which torch and CuPy's binding then find: the runtime's own code, torch's allocator and its streams and events are
-real, numbers are right, and only time is not. What that leaves unseen is in sitecustomize.py.
+Takes a CUDA 13 build of torch, CuPy, mpi4py, an MPI, nvidia-cuda-crt (headers), and a C++ compiler. It replaces libcudart
+and libnccl, which torch and CuPy's binding load. The code of shardrt, torch's allocator, its streams and its events are real,
+and results are right; only timing is not. sitecustomize.py lists what this cannot find.
 
     python tests/fake_cuda/run.py --gpus 4 env SHARDRT_TEST_DEVICE=cuda python -m pytest tests/test_modes.py
     python tests/fake_cuda/run.py --gpus 2 mpirun -n 2 python scripts/gpu_check.py --suite together    # compiled models fail
@@ -25,13 +25,13 @@ COMPILE = ("c++", "-std=c++17", "-O2", "-fPIC", "-shared")
 
 
 def symbols(*options: str) -> set[str]:
-    """What nm finds, without versions."""
+    """The symbols that nm lists, without versions."""
     found = subprocess.run(["nm", "-D", *options], capture_output=True, text=True, check=True).stdout
     return {line.split()[-1].partition("@")[0] for line in found.splitlines() if line}
 
 
 def build(libraries: Path) -> None:
-    """Compile the two libraries; what torch and CuPy want of them beyond that does nothing."""
+    """Compile the two libraries. Other functions that torch and CuPy import from them become stubs that do nothing."""
     BUILD.mkdir(parents=True, exist_ok=True)
     binaries = [
         *libraries.glob("torch/lib/*.so"),
@@ -52,7 +52,7 @@ def build(libraries: Path) -> None:
 
 
 def compile_with_stubs(name: str, library: str, pattern: str, wanted: set[str], options: list[str]) -> None:
-    """Compile HERE/name.cpp, then once more with a function that returns 0 for each wanted one that it has not."""
+    """Compile HERE/name.cpp, then once more with a stub that returns 0 for each wanted function that it lacks."""
     stubs, target = BUILD / f"{name}_stubs.cpp", BUILD / library
     command = [*COMPILE, str(HERE / f"{name}.cpp"), *options, "-o", str(target)]
     subprocess.run(command, check=True)

@@ -1,9 +1,10 @@
-"""Imported by every Python that run.py starts: CUDA tensors are computed on the host, in the memory that cudart.cpp gives.
+"""Imported by every Python that run.py starts: CUDA tensors are computed on the host, in memory that cudart.cpp allocates.
 
-Every aten kernel for CUDA gives way to the host's own on tensors that share the memory; what it reads and writes is told to
-cudart.cpp, on torch's current stream. Of CuPy the binding of NCCL is real; its kernels are those of kernels.cu on the host.
-Not like a GPU: nothing runs late, so nothing ever overlaps; random numbers are other ones; there is no torch.compile. What
-the host does itself is not told: races between that and copies to or from pinned memory go unseen.
+Each aten kernel for CUDA is replaced by the host's kernel, on tensors that share the memory. The replacement reports its reads
+and writes to cudart.cpp, on torch's current stream. CuPy's binding of NCCL is the real one; CuPy's kernels are those of
+kernels.cu, run on the host. Differences from a GPU: nothing runs late, so nothing overlaps; random numbers differ; there is no
+torch.compile. The host's own reads and writes are not reported: races between them and copies to or from pinned memory are not
+found.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _runtime = ctypes.CDLL("libcudart.so.13")
 _runtime.fake_access.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p)
 _runtime.cudaStreamSynchronize.argtypes = (ctypes.c_void_p,)
-# Of memory, not of values: torch's own.
+# Operations on memory rather than values keep torch's own kernels.
 KEPT = {"set_", "resize_", "record_stream", "is_pinned", "_pin_memory", "empty", "empty_strided"}
 WIDTHS = {"u64": 8, "double": 8, "float": 4, "u32": 4, "u8": 1, "i8": 1, "e4m3": 1}  # bytes of kernels.cu's types; 2 of others
-WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}  # for the device
+WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}  # operations that wait for the device
 
 
 def races() -> str:
-    """The races since the last call, a line each."""
+    """The races since the last call, one per line."""
     text = ctypes.create_string_buffer(1 << 16)
     _runtime.fake_races(text, len(text))
     return text.value.decode()
@@ -44,14 +45,14 @@ def _is_cuda(value: object) -> bool:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """In what streams reach: a GPU's memory, and the host's if it is pinned."""
+    """The tensors in memory that streams access: a GPU's, and the host's if it is pinned."""
     for each in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(each, torch.Tensor) and (_is_cuda(each) or each.is_pinned()):
             yield each
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the host in the same memory."""
+    """A host tensor that shares the memory."""
     if tensor.numel() == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     storage = tensor.untyped_storage()
@@ -77,7 +78,7 @@ def _hosts(value: object) -> object:
 
 
 def _hosts_generator(given: torch.Generator | None, tensor: object) -> torch.Generator:
-    """One of the host's, seeded by the state of the CUDA one, which moves on as CUDA's kernels have it do."""
+    """A host generator, seeded by the state of the CUDA generator, which advances as under CUDA's kernels."""
     index = tensor.device.index if isinstance(tensor, torch.Tensor) else torch.cuda.current_device()
     of_device = torch.cuda.default_generators[index] if given is None else given
     if of_device.device.type == "cpu":
@@ -121,7 +122,7 @@ class HostKernel:
 
     @staticmethod
     def _boxed(value: Any, argument: Any) -> Any:
-        """A number that stands for a tensor, as one."""
+        """The value; a number in the place of a tensor becomes a tensor."""
         if isinstance(value, (bool, int, float)) and str(argument.type) == "Tensor":
             return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
         return value
@@ -154,7 +155,7 @@ def _hosts_of(value: Any, host: Any) -> Iterator[torch.Tensor]:
 def _replace_kernels() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")]
-    for name in [*names, "copy_"]:  # which has none of its own
+    for name in [*names, "copy_"]:  # copy_ has no registration for CUDA
         base, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, base, None)
         if packet is None or base in KEPT:
@@ -169,7 +170,7 @@ def _replace_kernels() -> torch.library.Library:
 
 
 class Stream:
-    """CuPy's, current while its block runs."""
+    """Replaces CuPy's stream: current inside a `with` block."""
 
     current: ClassVar = [0]  # handles, the innermost last
 
@@ -178,7 +179,7 @@ class Stream:
 
     @classmethod
     def from_external(cls, stream: Any) -> Stream:
-        """As CuPy's."""
+        """See CuPy."""
         return cls(stream.__cuda_stream__()[1])
 
     def __enter__(self) -> None:
@@ -189,16 +190,16 @@ class Stream:
 
 
 class Device:
-    """CuPy's: torch has made it current."""
+    """Replaces CuPy's device."""
 
     def __init__(self, index: int) -> None: ...
 
     def use(self) -> None:
-        """Nothing is left to do."""
+        """No-op: torch has made the device current."""
 
 
 class RawModule:
-    """CuPy's, of the kernels in kernels.cu."""
+    """Replaces CuPy's module by the kernels of kernels.cu on the host."""
 
     _kernels: Any = None
 
@@ -206,7 +207,7 @@ class RawModule:
         self._names = name_expressions
 
     def get_function(self, name: str) -> Callable[..., None]:
-        """The kernel, which tells what it touches as it runs."""
+        """The kernel, which reports its accesses when it runs."""
         assert name in self._names, "as CuPy would"
         if RawModule._kernels is None:
             sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -225,7 +226,7 @@ class RawModule:
 
 
 def _touched(name: str, blocks: int, args: Sequence[Any]) -> Iterator[tuple[int, int, bool]]:
-    """Address, bytes, and whether they are written."""
+    """The accesses of a launch: address, bytes, and whether it writes them."""
     base, _, types = name.rstrip(">").partition("<")
     widths = [WIDTHS.get(each, 2) for each in types.split(", ")[:2]]
     if base in ("encode", "decode_sum"):
