@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
+from time import monotonic, sleep
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ _ALIGNMENT = 64
 _SHARED_MEMORY = Path("/dev/shm")
 _WORDS_NBYTES = 64
 _SPINS, _PROBES = 200, 1000  # 15 us, 0.5 ms
+_AWAKE_S, _NAP_S = 0.05, 0.0002
 
 
 class WindowOffset(NamedTuple):
@@ -175,6 +177,7 @@ class SharedMemoryExchange:
         for _ in range(_SPINS):
             if words[0] >= barrier:
                 return
+        asleep_from = monotonic() + _AWAKE_S
         for turn in count():
             # Hazard: another rank may wait for the rest of a message that this rank must progress. It releases the GIL as well.
             self._comm.Iprobe()
@@ -182,6 +185,8 @@ class SharedMemoryExchange:
                 return
             if turn > _PROBES:  # Cost: on a busy machine, milliseconds until this rank runs again
                 os.sched_yield()
+                if monotonic() > asleep_from:  # Cost: a long wait ends so much later; meanwhile the core is free for others
+                    sleep(_NAP_S)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
