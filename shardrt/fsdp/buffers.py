@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..comm import Communicator, Event, Pool, current_stream
+from ..comm import Communicator, Event, Pool, Stream, current_stream
+from ..torch_internals import same_storage, unwrap_transform
 
 
 class MemoryCounter:
@@ -73,8 +74,9 @@ class FlatBuffer:
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # of a wrapper
-            storage = torch.func.debug_unwrap(tensor).untyped_storage()
-        return storage is self._storage
+            inner = unwrap_transform(tensor)
+            return inner is not tensor and self.holds(inner)
+        return same_storage(storage, self._storage)
 
     @property
     def available(self) -> bool:
@@ -139,8 +141,8 @@ class CommBuffer:
         self.nbytes = memory.numel()
         self.storage = memory.untyped_storage()
         self.offset = int(memory.storage_offset()) * memory.element_size()  # in the storage
-        self.taken = False
-        self.left: Event | None = None  # when the stream of its last buffer was done with it
+        self.taken = False  # written by occupy() and leave()
+        self._left: Event | None = None  # when the stream of its last buffer was done with it; written by leave()
 
     @classmethod
     def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, whose: str) -> CommBuffer:
@@ -164,6 +166,17 @@ class CommBuffer:
             comm_buffer = _comm_buffers[comm] = cls(comm.empty(nbytes, torch.uint8, symmetric=symmetric), symmetric=symmetric)
         return comm_buffer
 
+    def occupy(self, stream: Stream) -> None:
+        """Use the memory on `stream` from now on. It must be free."""
+        assert not self.taken, "one buffer at a time"
+        if self._left is not None:
+            stream.wait(self._left)  # maybe of another root
+        self.taken = True
+
+    def leave(self, stream: Stream) -> None:
+        """The memory is free, once `stream` has run what it has so far."""
+        self._left, self.taken = stream.record(), False
+
 
 _comm_buffers: WeakKeyDictionary[Communicator, CommBuffer] = WeakKeyDictionary()
 
@@ -186,15 +199,13 @@ class CommFlatBuffer(FlatBuffer):
     def allocate(self) -> None:
         """Occupy the `CommBuffer`, which must be free. No-op if this buffer does."""
         if not self._in_use:
-            assert not self._comm_buffer.taken, "one buffer at a time"
-            if self._comm_buffer.left is not None:
-                current_stream(self._storage.device).wait(self._comm_buffer.left)  # maybe of another root
-            self._comm_buffer.taken = self._in_use = True
+            self._comm_buffer.occupy(current_stream(self._storage.device))
+            self._in_use = True
             self._memory.allocate(self.nbytes)
 
     def release(self) -> None:
         """Leave the `CommBuffer` to others. No-op if this buffer does not occupy it."""
         if self._in_use:
-            self._comm_buffer.left = current_stream(self._storage.device).record()
-            self._comm_buffer.taken = self._in_use = False
+            self._comm_buffer.leave(current_stream(self._storage.device))
+            self._in_use = False
             self._memory.free(self.nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -38,7 +39,7 @@ class FSDPModule:
     """
 
     param_groups: tuple[ParamGroup, ...]  # one for each mesh that its parameters are cut over
-    _initializes_new: ClassVar[bool] = True  # written by disable_fsdp_module_new_init alone
+    _initializes_new: ClassVar[bool] = True  # written by disable_fsdp_module_new_init, in this file, alone
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a plain module, as a container's slice is: the class alone shards nothing."""
@@ -309,13 +310,23 @@ class FSDPModule:
         return super().named_buffers(*args, **kwargs)  # type: ignore[misc]
 
 
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Inside, modules made of a sharded module's class are not initialised, only made: for those who call `__init__`."""
+    before, FSDPModule._initializes_new = FSDPModule._initializes_new, False
+    try:
+        yield
+    finally:
+        FSDPModule._initializes_new = before
+
+
 def plain_class(kind: type[FSDPModule]) -> type[Any]:
     """What the class was before `fully_shard`."""
     return kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
 
 
 def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = module.param_group
+    first = module.param_groups[0]
     if first.calls.running:  # the module calls itself, or a registered method its forward: the outer call gathers
         return forward(*args, **kwargs)
     if first.runtime is None:
@@ -323,7 +334,7 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
     for group in module.param_groups:
         with ranged("FSDP::pre_forward", group):
             args, kwargs = hooks.pre_forward(group, args, kwargs)
-    first.calls.start()
+    first.calls.running = True
     try:
         output = forward(*args, **kwargs)
     except BaseException:
@@ -331,7 +342,7 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
             group.visible.expose()
         raise
     finally:
-        first.calls.stop()
+        first.calls.running = False
     for group in reversed(module.param_groups):
         with ranged("FSDP::post_forward", group):
             output = hooks.post_forward(group, module, output)

@@ -169,7 +169,7 @@ class CustomReduceScatter(Protocol):
 
 @dataclass(slots=True)
 class Settings:
-    """What the setters of `FSDPModule` change in a group, one field each. Read at the next use."""
+    """What the setters of `FSDPModule` change in a group, and `unsharded` for a while. Read at the next use."""
 
     reshard_after_forward: bool | int | None
     sync_gradients: bool = True
@@ -196,3 +196,8 @@ class RootSettings:
     is_last_backward: bool = True
     free_gradients: bool = False  # between zero_grad() and the next backward
     post_optim_event: Event | None = None  # holds for one iteration
+
+    def take_post_optim_event(self) -> Event | None:
+        """The event of the iteration that begins, which no later one waits for."""
+        event, self.post_optim_event = self.post_optim_event, None
+        return event

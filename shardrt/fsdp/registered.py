@@ -193,7 +193,8 @@ def check_registered(group: ParamGroup) -> None:
     """
     if not group.visible.as_expected():
         _repair(group)
-    group.visible.conceal()
+    if group.visible.exposed:
+        group.visible.conceal()
 
 
 def reshard_and_repair(group: ParamGroup) -> None:

@@ -66,7 +66,7 @@ class VisibleParams:
             registry[attribute] = param.unsharded if self.unsharded else param.sharded
 
     def expose(self) -> None:
-        """The user can reach the unsharded parameters from now on. No-op if that is so."""
+        """The user can reach the unsharded parameters from now on. No-op if they can already."""
         if self.exposed:
             return
         self.exposed = True
@@ -76,9 +76,10 @@ class VisibleParams:
         self._versions = [param.unsharded._version for param in self._plain]
 
     def conceal(self) -> None:
-        """The user cannot reach the unsharded parameters any more: write to the shards what was written to them."""
-        if not self.exposed:
-            return
+        """The user cannot reach the unsharded parameters any more: write to the shards what was written to them.
+
+        Only while they are exposed.
+        """
         for param, version in zip(self._plain, self._versions, strict=True):
             if param.unsharded._version != version:
                 param.keep_writes()
