@@ -19,10 +19,14 @@ from ..torch_internals import same_storage, unwrap_transform
 class MemoryCounter:
     """Bytes of buffer memory in use, and their peak."""
 
+    in_use: int
+    peak: int
+    _lock: threading.Lock  # gather, reduce and compute may be three threads
+
     def __init__(self) -> None:
         self.in_use = 0
         self.peak = 0
-        self._lock = threading.Lock()  # gather, reduce and compute may be three threads
+        self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> None:
         """Count `nbytes` as used."""
@@ -44,6 +48,11 @@ class FlatBuffer:
     pool: where allocate() takes the memory; None: from torch's allocator.
     """
 
+    nbytes: int
+    _offset: int  # in the storage
+    _memory: MemoryCounter
+    _storage: torch.UntypedStorage
+    _in_use: bool  # written by allocate() and release()
     _pool: Pool | None = None
 
     def __init__(self, nbytes: int, device: torch.device, memory: MemoryCounter, pool: Pool | None = None) -> None:
@@ -108,6 +117,8 @@ class FlatBuffer:
 class FlatBuffers(FlatBuffer):
     """Several flat buffers, each with its own storage, allocated and released together. Views are made of the parts."""
 
+    parts: Sequence[FlatBuffer]
+
     def __init__(self, parts: Sequence[FlatBuffer]) -> None:
         self.parts = parts
         self.nbytes = sum(part.nbytes for part in parts)
@@ -135,22 +146,32 @@ class FlatBuffers(FlatBuffer):
 class CommBuffer:
     """Memory that a communicator reaches without a copy (`Communicator.empty`), for one buffer at a time."""
 
+    memory: torch.Tensor  # uint8
+    symmetric: bool  # it is a symmetric window
+    nbytes: int
+    storage: torch.UntypedStorage
+    offset: int  # of the memory in the storage, in bytes
+    taken: bool  # written by occupy() and leave()
+    _left: Event | None  # when the stream of its last buffer was done with it; written by leave()
+
     def __init__(self, memory: torch.Tensor, *, symmetric: bool = False) -> None:
         self.memory = memory
         self.symmetric = symmetric
         self.nbytes = memory.numel()
         self.storage = memory.untyped_storage()
-        self.offset = int(memory.storage_offset()) * memory.element_size()  # in the storage
-        self.taken = False  # written by occupy() and leave()
-        self._left: Event | None = None  # when the stream of its last buffer was done with it; written by leave()
+        self.offset = int(memory.storage_offset()) * memory.element_size()
+        self.taken, self._left = False, None
 
     @classmethod
-    def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, whose: str) -> CommBuffer:
-        """A buffer of the memory that a custom collective returned. Raises ValueError unless it is (nbytes,) uint8, aligned."""
+    def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, group: str) -> CommBuffer:
+        """A buffer of the memory that a custom collective of `group`, a name, returned.
+
+        Raises ValueError unless it is (nbytes,) uint8, aligned.
+        """
         fits = memory.dtype == torch.uint8 and memory.shape == (nbytes,) and memory.device == device
         if not fits or not memory.is_contiguous() or memory.data_ptr() % 16:
             raise ValueError(
-                f"allocate() of a custom collective of '{whose}': expected ({nbytes},) contiguous uint8 on {device}, aligned "
+                f"allocate() of a custom collective of '{group}': expected ({nbytes},) contiguous uint8 on {device}, aligned "
                 f"to 16 bytes; found {tuple(memory.shape)} {memory.dtype} on {memory.device} at {memory.data_ptr():#x}"
             )
         return cls(memory)
@@ -183,6 +204,8 @@ _comm_buffers: WeakKeyDictionary[Communicator, CommBuffer] = WeakKeyDictionary()
 
 class CommFlatBuffer(FlatBuffer):
     """A flat buffer in a `CommBuffer`, which it occupies while it is allocated."""
+
+    _comm_buffer: CommBuffer
 
     def __init__(self, nbytes: int, comm_buffer: CommBuffer, memory: MemoryCounter) -> None:
         self._set_up(nbytes, comm_buffer.storage, comm_buffer.offset, memory)

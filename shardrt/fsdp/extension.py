@@ -316,7 +316,7 @@ def split_hooked(root: ParamGroup) -> list[ParamGroup]:
     Raises, on every rank alike: RuntimeError if the ranks differ, TypeError or ValueError for what cannot be gathered.
     """
     hooked = list(_hooked(root))
-    _agree(root, [f"{param.name}: {', '.join(_methods_of(_local(param)))}" for _, param in hooked])
+    _check_same_extensions(root, [f"{param.name}: {', '.join(_methods_of(_local(param)))}" for _, param in hooked])
     for _, param in hooked:
         check_methods(param.name, _local(param))
         if param.dim != 0:
@@ -339,7 +339,7 @@ def _local(param: ShardedParam) -> torch.Tensor:
     return cast(DTensor, param.sharded)._local_tensor  # the object itself: `to_local()` may return another
 
 
-def _agree(root: ParamGroup, hooked: list[str]) -> None:
+def _check_same_extensions(root: ParamGroup, hooked: list[str]) -> None:
     answers = root.device_mesh.exchange(hooked)
     if any(answer != answers[0] for answer in answers):
         found = "; ".join(f"rank {rank}: {names or 'none'}" for rank, names in enumerate(answers))

@@ -8,7 +8,7 @@
 | launch              | gather  | post-forward shards of k ranks -> full           | 1 all-gather among k neighbouring ranks  |
 | release             | gather  | full is freed                                    | no communication                         |
 
-Legend: N ranks; S bytes in a segment of the layout.
+Legend: N ranks; S bytes in a segment of the layout; k ranks that share a post-forward shard.
 A group is given one of two strategies when it is made: `FlatGather` here, or `extension.ExtensionGather` for a parameter
 whose own methods define what is gathered.
 """
@@ -45,6 +45,10 @@ class PostForwardShard:
     """A k-th of each gathered buffer, kept after forward such that k neighbouring ranks together have all of them."""
 
     buffer: FlatBuffer
+    _comm: Communicator  # of this rank and its neighbours
+    _gathered: Sequence[torch.Tensor]  # bytes of the gathered buffers
+    _kept: list[torch.Tensor]  # views of `buffer`, one for each of these
+    _sources: list[torch.Tensor]  # what is kept of them
 
     def __init__(self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], memory: MemoryCounter) -> None:
         self._comm = neighbours(mesh, ranks)
@@ -64,7 +68,7 @@ class PostForwardShard:
             kept.copy_(source)
 
     def gather(self, stream: Stream) -> Work:
-        """Make the gathered buffers whole again."""
+        """All-gather the gathered buffers from the post-forward shards of the neighbouring ranks."""
         for full_bytes, kept in zip(self._gathered, self._kept, strict=True):
             work = self._comm.all_gather(full_bytes, kept, stream=stream)
         return work

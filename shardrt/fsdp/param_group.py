@@ -9,7 +9,7 @@
 | pack_grads           | compute     | gradients -> packed                        | gradients read and written once         |
 | reduce_grads         | reduce      | packed -> this rank's segment              | 1 reduce-scatter                        |
 
-Legend: N ranks; S bytes in a segment of the layout.
+Legend: N ranks; S bytes in a segment of the layout; k neighbouring ranks.
 Invariant: between these steps, what is gathered exists exactly while `ready` is not None. Only a gather that failed leaves
 memory without it, which the next one uses.
 `hooks.py` calls these steps around a module's forward and backward; `runtime.py` calls the reduction for several groups at a
@@ -93,7 +93,9 @@ class ParamGroup:
     ready: Work | None  # done when the parameters are gathered; None while sharded; written by unshard() and reshard()
     trainable: list[ShardedParam]  # written by refresh_trainable() and detach()
     reduction: GradientReduction | None  # of the trainable parameters; written with them
-    _versions: list[int]  # of the shards, as last compared by invalidate_stale(); a gather since then has read these or newer
+    _versions: list[
+        int
+    ]  # of the shards at the last invalidate_stale(): another version now means that shards have changed since
 
     def __init__(
         self,

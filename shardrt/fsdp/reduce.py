@@ -1,10 +1,10 @@
 """A group's gradients: packed into one flat buffer, reduced over the ranks, and left as sharded `.grad`s.
 
-| step                 | stream      | before -> after                                     | cost |
-|----------------------|-------------|-----------------------------------------------------|------------------------------------|
-| pack                 | compute     | unsharded grads -> packed (N * s,), cast or added   | gradients read, packed written |
-| launch               | reduce      | packed (N * s,) -> this rank's segment (s,)         | 1 reduce-scatter |
-| launch_over_replicas | post_reduce | the segment, averaged over the replicas if any      | 1 all-reduce |
+| step                 | stream      | before -> after                                     | cost                              |
+|----------------------|-------------|-----------------------------------------------------|-----------------------------------|
+| pack                 | compute     | unsharded grads -> packed (N * s,), cast or added   | gradients read, packed written    |
+| launch               | reduce      | packed (N * s,) -> this rank's segment (s,)         | 1 reduce-scatter                  |
+| launch_over_replicas | post_reduce | the segment, averaged over the replicas if any      | 1 all-reduce                      |
 | publish              | post_reduce | segment -> `.grad`s, cast or added if necessary     | nothing, or the segment read once |
 
 Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
@@ -131,6 +131,14 @@ class GradientReduction:
 
     params: list[ShardedParam]  # the trainable ones
     grads: ShardedGrads
+    _comm: Communicator  # of the ranks that share the parameters
+    _replicas: Communicator | None
+    _settings: Settings
+    _dtype: torch.dtype  # in which gradients are reduced
+    _layout: ReduceLayout
+    _uncut: bool  # every gradient is one piece, so a step has none to match
+    _ranks: int  # that are averaged over
+    _everything: frozenset[int]  # the positions of all parameters
     _accumulated: Accumulated | PackedGrads | None  # packed, not published; written by pack(), publish() and discard()
     _partial_positions: frozenset[int]  # parameters with a gradient in `_partial`; written by publish() and discard()
     _partial: FlatBuffer  # gradients that are reduced within a replica only
@@ -156,8 +164,8 @@ class GradientReduction:
         self._replicas = replicas
         self._settings = settings
         self._dtype = dtype
-        self._layout: ReduceLayout = reduce_layout(layout, trainable, comm.rank)
-        self._uncut = self._layout.uncut  # then a step has no pieces to match
+        self._layout = reduce_layout(layout, trainable, comm.rank)
+        self._uncut = self._layout.uncut
         self._ranks = comm.size * (1 if replicas is None else replicas.size)
         self._everything = frozenset(range(len(trainable)))
         self._accumulated = None
@@ -178,6 +186,7 @@ class GradientReduction:
             given = CommBuffer.given(custom.allocate(nbytes, comm.device), nbytes, comm.device, self.params[0].name)
             comm_buffer, ordinary = None, CommFlatBuffer(nbytes, given, memory)
         self._ordinary = self._lay_out(ordinary)
+        ordinary.seal()
         self._in_comm_buffer = self._in_place = None
         if comm_buffer is not None and nbytes <= comm_buffer.nbytes:
             self._in_comm_buffer = self._lay_out(CommFlatBuffer(nbytes, comm_buffer, memory))
@@ -188,7 +197,6 @@ class GradientReduction:
     def _lay_out(self, buffer: FlatBuffer) -> PackBuffer:
         flat = buffer.view(self._dtype, 0, (buffer.nbytes // self._dtype.itemsize,))
         packed = PackBuffer(buffer, flat, [self._piece_view(buffer, piece) for piece in self._layout.pieces])
-        buffer.seal()
         return packed
 
     def _piece_view(self, buffer: FlatBuffer, piece: Piece) -> torch.Tensor:

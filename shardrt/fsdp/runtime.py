@@ -65,7 +65,7 @@ class Runtime(context.Context):
             group.refresh_trainable()
 
     def _attach(self) -> None:
-        symmetric_windows.agree(self.root, self.groups)
+        symmetric_windows.check_same_windows(self.root, self.groups)
         windows = symmetric_windows.gathers(self.groups)
         for group in self.groups:
             group.attach(self, windows.get(group))
@@ -250,11 +250,6 @@ def _rename(root: ParamGroup, groups: Iterable[ParamGroup], names: dict[nn.Modul
                 f"'{group.name}' ran as a root of its own before '{root.name}' around it was sharded (rank "
                 f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
             )
-
-
-def runtime_of(group: ParamGroup) -> Runtime | None:
-    """The runtime that the group has joined, if the root has run."""
-    return cast("Runtime | None", group.runtime)
 
 
 @contextmanager

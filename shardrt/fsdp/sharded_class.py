@@ -62,8 +62,9 @@ def _hide_from_compiler() -> None:
 def deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A sharded module with the same settings whose parameters and buffers share nothing with this one's.
 
-    Not copied: gradients of the sharded parameters, and what an iteration leaves. The copy of a module inside another
-    sharded one is a root of its own. All ranks copy alike. Cost: the memory of another copy of the shards.
+    Not copied: gradients of the sharded parameters, and the runtime, which the copy's first forward makes. The copy of a
+    module inside another sharded one is a root of its own. All ranks must make the same copies.
+    Cost: the memory of another copy of the shards.
     Raises RuntimeError during an iteration, and for a part only of modules that were sharded together.
     module: the outermost sharded one.   memo: that of `copy.deepcopy`.
     """
