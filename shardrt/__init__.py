@@ -14,8 +14,8 @@ from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_l
 from .comm.version import __version__ as __version__
 from .fsdp.fully_shard import fully_shard, replicate
 from .fsdp.memory import memory_summary
-from .fsdp.module import FSDPModule, UnshardHandle
-from .fsdp.module_functions import disable_fsdp_module_new_init, register_fsdp_forward_method, share_comm_ctx, unsharded
+from .fsdp.module import FSDPModule, UnshardHandle, disable_fsdp_module_new_init
+from .fsdp.module_functions import register_fsdp_forward_method, share_comm_ctx, unsharded
 from .fsdp.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,

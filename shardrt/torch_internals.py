@@ -1,4 +1,4 @@
-"""The private names of torch that shardrt uses, each with a fallback for a torch that lacks it.
+"""The private names of torch that shardrt uses, each with a fallback for a torch that lacks it, or a clear error at use.
 
 One more is in `kernels/cuda.py`, which imports nothing of shardrt: `TensorGuards`, with a fallback of its own.
 
@@ -7,10 +7,12 @@ One more is in `kernels/cuda.py`, which imports nothing of shardrt: `TensorGuard
 | `in_backward`                    | `torch._C._current_graph_task_id`              | the stack is searched, slowly        |
 | `queue_backward_callback`        | `Variable._execution_engine`                   | RuntimeError at the first backward   |
 | `post_accumulate_grad_hooks`     | `Tensor._post_accumulate_grad_hooks`           | hooks are not called, with a warning |
-| `transforms_may_be_active`       | `torch._C._functorch.peek_interpreter_stack`   | True always: outputs are searched    |
+| `current_transform`              | `torch._C._functorch.peek_interpreter_stack`   | always: outputs are searched         |
+| `unwrap_transform`               | `get_unwrapped`, `is_functorch_wrapped_tensor` | torch's public, slower function      |
 | `outside_transforms`             | `torch._functorch.pyfunctorch`                 | RuntimeError inside a transform      |
 | `disabled_torch_function`        | `torch._C._disabled_torch_function_impl`       | torch's public default               |
 | `preserve_version`               | `_unsafe_preserve_version_counter`             | RuntimeError where it is needed      |
+| `same_storage`                   | `torch.UntypedStorage._cdata`                  | addresses are compared               |
 | `hide_from_compiler`             | `torch._dynamo.trace_rules`                    | a warning; torch.compile may fail    |
 | `profiler_state`                 | `torch.autograd.profiler._is_profiler_enabled` | ranges are always recorded           |
 | `OpOverload`, `OpOverloadPacket` | `torch._ops`, for type checkers only           | the types of two operators           |
@@ -18,7 +20,7 @@ One more is in `kernels/cuda.py`, which imports nothing of shardrt: `TensorGuard
 
 Importing this file looks private names up with a default only, so it cannot fail for lack of one. This file leaves out names
 that have an underscore but are in general use by subclasses of tensors and modules: `_foreach_*`, `_make_wrapper_subclass`,
-`_version`, and a module's `_parameters`, `_buffers` and `_apply`.
+`_version`, an operator's `_schema`, and a module's `_parameters`, `_buffers`, `_non_persistent_buffers_set` and `_apply`.
 """
 
 from __future__ import annotations
@@ -117,25 +119,39 @@ post_accumulate_grad_hooks: _HookGetter = (
 )
 
 
-def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Inside, writes to `tensor` do not change its version. Raises RuntimeError if this torch cannot do that."""
-    preserve = find("torch.autograd.grad_mode._unsafe_preserve_version_counter")
-    if preserve is None:
-        raise _missing("torch.autograd.grad_mode._unsafe_preserve_version_counter", "a parameter with an all-gather extension")
-    return preserve(tensor)
+def no_preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Stands in for `preserve_version`: RuntimeError."""
+    raise _missing("torch.autograd.grad_mode._unsafe_preserve_version_counter", "a parameter with an all-gather extension")
+
+
+# Inside, writes to a tensor do not count as modifications.
+preserve_version: Callable[[torch.Tensor], AbstractContextManager[None]] = (
+    find("torch.autograd.grad_mode._unsafe_preserve_version_counter") or no_preserve_version
+)
 
 
 # ---------------------------------------------------------------------- torch.func's transforms
 
 
-def _make_transforms_may_be_active() -> Callable[[], bool]:
-    functorch = getattr(torch._C, "_functorch", None)
-    if (peek := getattr(functorch, "peek_interpreter_stack", None)) is None:
-        return lambda: True
-    return lambda: peek() is not None
+def unknown_transform() -> object:
+    """Stands in for `current_transform`: there may be one."""
+    return unknown_transform
 
 
-transforms_may_be_active = _make_transforms_may_be_active()
+# The innermost transform that is active, or None. Cost: called for each module in each forward, so it is a function in C.
+current_transform: Callable[[], object | None] = find("torch._C._functorch.peek_interpreter_stack") or unknown_transform
+
+
+def _make_unwrap_transform() -> Callable[[torch.Tensor], torch.Tensor]:
+    is_wrapped = find("torch._C._functorch.is_functorch_wrapped_tensor")
+    unwrap = find("torch._C._functorch.get_unwrapped")
+    if is_wrapped is None or unwrap is None:
+        return functools.partial(torch.func.debug_unwrap, recurse=False)
+    return lambda tensor: unwrap(tensor) if is_wrapped(tensor) else tensor
+
+
+# What one transform has wrapped in a tensor; the tensor itself if none has.
+unwrap_transform = _make_unwrap_transform()
 
 
 def outside_transforms() -> AbstractContextManager[object]:
@@ -148,13 +164,13 @@ def outside_transforms() -> AbstractContextManager[object]:
 def check_no_transform() -> Iterator[None]:
     """Replaces `outside_transforms`: raises RuntimeError inside a transform that wraps new tensors."""
     made = torch.zeros(()).clone()
-    if torch.func.debug_unwrap(made) is not made:
+    if unwrap_transform(made) is not made:
         path = "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
         raise _missing(path, "the first forward of a sharded module inside a transform of torch.func")
     yield
 
 
-# ---------------------------------------------------------------------- subclasses of tensors
+# ---------------------------------------------------------------------- subclasses of tensors, storages
 
 
 @classmethod  # type: ignore[misc]
@@ -166,6 +182,21 @@ def public_torch_function(cls: type, func: Any, types: Any, args: Any = (), kwar
 def disabled_torch_function() -> Any:
     """The `__torch_function__` of subclasses that only take part in `__torch_dispatch__`."""
     return getattr(torch._C, "_disabled_torch_function_impl", None) or public_torch_function
+
+
+def same_address(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Stands in for `same_storage`: two storages without memory are the same only as one object."""
+    return one is other or one.data_ptr() == other.data_ptr() != 0
+
+
+def _make_same_storage() -> Callable[[torch.UntypedStorage, torch.UntypedStorage], bool]:
+    if not hasattr(torch.UntypedStorage, "_cdata"):
+        return same_address
+    return lambda one, other: one._cdata == other._cdata
+
+
+# Two Python objects stand for one storage.
+same_storage = _make_same_storage()
 
 
 # ---------------------------------------------------------------------- compiler, profiler

@@ -278,6 +278,22 @@ def test_float8_weights_of_torchao(world: World) -> None:
 
 
 @on_ranks(2)
+def test_gathers_in_a_profile(world: World) -> None:
+    """The first forward has the range of one gather more: that from which the full parameter is made."""
+    with two_tensors_gather_both(pre_of_one):
+        model = two_tensor_mlp(4)
+        shardrt.fully_shard(model[0])
+        shardrt.fully_shard(model)
+        counts = []
+        for _ in range(2):
+            with torch.autograd.profiler.profile() as profile, torch.no_grad():
+                model(inputs())
+            counts.append(sum(event.name == "FSDP::all_gather (0)" for event in profile.function_events))
+            model[0].reshard()
+    assert counts == [2, 1]
+
+
+@on_ranks(2)
 def test_extensions_that_are_refused(world: World) -> None:
     def linear(set_up: Any) -> nn.Module:
         model = nn.Sequential(nn.Linear(5, 7))

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import shardrt
 from ranks import on_ranks
-from shardrt.comm import World
+from shardrt.comm import Communicator, Op, Stream, Work, World
 from toys import OddMLP, batch, compare, loss_of, shard_blocks, tokens
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -79,6 +79,33 @@ def test_the_first_forward_inside_a_transform(world: World) -> None:
         loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
         loss_of(plain, batch(0)).backward()
         compare(plain, model, 1e-12, f"a step after {name}")
+
+
+class FailingReduceScatter:
+    """A custom reduce-scatter that raises."""
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def __call__(self, out: torch.Tensor, inp: torch.Tensor, op: Op, comm: Communicator, stream: Stream) -> Work:
+        raise OSError("the reduction failed")
+
+
+@on_ranks(2)
+def test_a_move_after_a_failed_reduction(world: World) -> None:
+    """Gradients that a failed reduction has packed are not dropped in silence."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        shardrt.fully_shard(layer)
+    shardrt.fully_shard(model)
+    for layer in model:
+        layer.set_custom_reduce_scatter(FailingReduceScatter())
+    with pytest.raises(OSError, match="the reduction failed"):
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    with pytest.raises(RuntimeError, match="has accumulated gradients that are not reduced"):
+        model.double()
+    model.reset_iter_state()
+    assert all(param.dtype == torch.float64 for param in model.double().parameters())
 
 
 def train(models: list[nn.Module], step: int, world: World, dtype: torch.dtype = torch.float64) -> None:

@@ -247,9 +247,9 @@ def test_blocks_without_input_gradients_reduce_during_backward(world: World) -> 
     for group in groups:
         group.reduce_grads = functools.partial(spy, group, group.reduce_grads)
 
-    def end_backward(original: Callable[[], None] = groups[0].calls.end_backward) -> None:
+    def end_backward(group: ParamGroup, original: Callable[[ParamGroup], None] = groups[0].calls.end_backward) -> None:
         order.append("end")
-        original()
+        original(group)
 
     groups[0].calls.end_backward = end_backward
     model(tokens(0)).sum().backward()

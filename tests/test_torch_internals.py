@@ -1,7 +1,9 @@
 """Private names of torch: what each does, compared with what stands in for it on a torch without the name."""
 
+import ast
 import importlib.util
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -24,6 +26,8 @@ NAMES = [  # as owner, name
     "torch._C._current_graph_task_id",
     "torch.autograd.variable.Variable._execution_engine",
     "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._functorch.get_unwrapped",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "torch._C._disabled_torch_function_impl",
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
@@ -35,6 +39,7 @@ NAMES = [  # as owner, name
     "torch.utils._pytree.tree_map_only",
     "torch.utils._pytree.tree_leaves",
 ]
+OF_CLASSES_IN_C = ["torch.Tensor._post_accumulate_grad_hooks", "torch.UntypedStorage._cdata"]  # which cannot be deleted
 
 
 @contextmanager
@@ -68,10 +73,23 @@ def during_backward(seen: Callable[[], object]) -> object:
 
 def test_all_names_are_there() -> None:
     """This torch has every name, so what the other tests compare is two different ways."""
-    for path in NAMES:
+    for path in (*NAMES, *OF_CLASSES_IN_C):
         assert torch_internals.find(path) is not None, path
     assert torch_internals.find("torch.no_such_module.name") is None
     assert torch_internals.find("no_such_package.name") is None
+
+
+def test_the_table_names_what_is_tested() -> None:
+    """Each row of the docstring has a name of the lists above, its last part or its module; each of those has a row."""
+    assert torch_internals.__doc__ is not None
+    rows = [line.split("|")[1:3] for line in torch_internals.__doc__.splitlines() if line.startswith("| `")]
+    owned = {function for functions, _ in rows for function in re.findall(r"`(\w+)`", functions)}
+    assert all(hasattr(torch_internals, function) for function in owned)
+    in_table = {name for _, cell in rows for name in re.findall(r"`([\w.]+)`", cell)}
+    tested = {*NAMES, *OF_CLASSES_IN_C}
+    covered = {path: [name for name in in_table if f".{name}." in f".{path}."] for path in tested}
+    assert [path for path, names in covered.items() if not names] == []
+    assert in_table == {name for names in covered.values() for name in names}
 
 
 def test_in_backward() -> None:
@@ -135,19 +153,55 @@ def test_preserve_version() -> None:
         lacking.preserve_version(tensor)
 
 
-def test_transforms_may_be_active() -> None:
+def test_current_transform() -> None:
     """Without the name the answer is the safe one."""
-    assert not torch_internals.transforms_may_be_active()
+    assert torch_internals.current_transform() is None
     seen = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_internals.transforms_may_be_active())
+        seen.append(torch_internals.current_transform() is not None)
         return x.sum()
 
     torch.func.grad(fn)(torch.ones(2))
     assert seen == [True]
     with without("torch._C._functorch.peek_interpreter_stack") as lacking:
-        assert lacking.transforms_may_be_active()
+        assert lacking.current_transform() is not None
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_unwrap_transform(lacks: bool) -> None:
+    """One transform at a time, the innermost first."""
+    with without(*["torch._C._functorch.get_unwrapped"] * lacks) as module:
+        unwrap = module.unwrap_transform
+    x, seen = torch.ones(2), []
+
+    def fn(tensor: torch.Tensor) -> torch.Tensor:
+        if not lacks:
+            once = unwrap(tensor)
+            seen.extend([once is not tensor, unwrap(once) is not once, unwrap(unwrap(once)) is unwrap(once)])
+        return tensor.square().sum()
+
+    assert unwrap(x) is x
+    torch.func.grad(torch.func.grad(fn))(x[0])
+    assert seen == [] if lacks else [True, True, True]
+
+
+def test_same_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of storages without memory, as far as they are one object."""
+    with monkeypatch.context() as patch:  # a name of a class written in C cannot be deleted
+        patch.setattr(torch, "UntypedStorage", object)
+        lacking = imported_anew()
+    assert lacking.same_storage is lacking.same_address
+    one, other = torch.ones(3).untyped_storage(), torch.ones(3).untyped_storage()
+    view = torch.empty(0).set_(one, 1, (2,), (1,)).untyped_storage()
+    for same_storage in (torch_internals.same_storage, lacking.same_storage):
+        assert same_storage(one, view)
+        assert not same_storage(one, other)
+    one.resize_(0)
+    other.resize_(0)
+    for same_storage in (torch_internals.same_storage, lacking.same_storage):
+        assert same_storage(one, one)
+        assert not same_storage(one, other)
 
 
 def wrapped_inside(context: Callable[[], Any]) -> bool:
@@ -194,7 +248,7 @@ def test_disabled_torch_function(lacks: bool) -> None:
     assert type(torch.cat([made, torch.ones(2)], dim=0)) is torch.Tensor
     assert reached == [torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.cat.default]
     assert (function is module.public_torch_function) == lacks
-    assert DTensor.__torch_function__ is not None
+    assert DTensor.__torch_function__ is torch._C._disabled_torch_function_impl
 
 
 def test_hide_from_compiler(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,33 +329,103 @@ shardrt.finalize()
 """
 
 
-def test_import_without_any_private_name() -> None:
-    """And a step, as far as torch itself does without them."""
-    deleted = [name for name in NAMES if not name.startswith(("torch._dynamo", "torch._ops"))]  # which torch itself needs
+def test_a_step_without_the_private_names() -> None:
+    """Import, forward, optimizer arithmetic and backward, without all names that torch itself can do without."""
+    needed_by_torch = ("torch._dynamo", "torch._ops", "torch._C._functorch.get_", "torch._C._functorch.is_")
+    deleted = [name for name in NAMES if not name.startswith(needed_by_torch)]
     script = ALONE.format(root=str(ROOT), names=deleted)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "a step works" in ran.stdout
 
 
+# By file, beside `torch_internals.py`: what everybody who subclasses tensors or modules uses, and what has its own way to do
+# without. Names of instances, such as `param._version`, cannot be told from other attributes; the two that matter are in
+# `OF_CLASSES_IN_C`.
+ALLOWED = {
+    "shardrt/tensor/dtensor.py": {"torch.Tensor._make_wrapper_subclass"},
+    "shardrt/tensor/views.py": {"torch.Tensor._make_wrapper_subclass"},
+    "kernels/cuda.py": {"torch._C._dynamo.guards.TensorGuards", "torch._foreach_mul_"},
+    "kernels/host.py": {"torch._foreach_add_", "torch._foreach_copy_", "torch._foreach_norm"},
+    "kernels/norm.py": {"torch._foreach_mul_"},
+}
+READ_FOR_SPEED = {"shardrt/fsdp/ranges.py": {"_is_profiler_enabled"}}  # of `profiler_state`
+
+
+def dotted(node: ast.expr) -> str:
+    """`torch.a.b` of such an expression; "" of others."""
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return owner and f"{owner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def imported(tree: ast.AST) -> dict[str, str]:
+    """What the imports of a file bind: what each name stands for."""
+    bound = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound.update({alias.asname or alias.name.partition(".")[0]: alias.asname and alias.name for alias in node.names})
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            bound.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return {name: path or name for name, path in bound.items()}
+
+
+def private_names(source: str) -> set[str]:
+    """Names of torch with an underscore that a file imports, or reaches from what it imports; the longest ones only."""
+    tree = ast.parse(source)
+    bound = imported(tree)
+    paths = {*bound.values()}
+    paths.update(alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (path := dotted(node)):
+            first, _, rest = path.partition(".")
+            paths.add(f"{bound.get(first, '')}.{rest}")
+    found = {path for path in paths if path.startswith("torch.") and re.search(r"\._(?!_)", path)}
+    return {path for path in found if not any(other.startswith(f"{path}.") for other in found)}
+
+
+def test_private_names() -> None:
+    source = """
+import torch
+import torch._dynamo.config
+import torch.nn as tnn
+from torch import nn, _C as c
+from torch.autograd import Variable
+from ._local import torch_like
+
+def fn():
+    from torch._ops import OpOverload
+    torch._C._functorch.peek()
+    tnn.Module._apply
+    Variable._execution_engine
+    nn.Module.__call__
+    torch_like._name
+"""
+    assert private_names(source) == {
+        "torch._C",
+        "torch._C._functorch.peek",
+        "torch._dynamo.config",
+        "torch._ops.OpOverload",
+        "torch.autograd.Variable._execution_engine",
+        "torch.nn.Module._apply",
+    } - {"torch._C"}
+
+
 def test_private_names_are_used_in_one_file_only() -> None:
-    """In the package, and in the kernels in the one place that has its own way to do without."""
-    modules = ("torch._C", "torch._dynamo", "torch._ops", "torch._functorch", "utils._pytree")
-    attributes = (
+    """In the packages."""
+    found, of_instances = {}, {}
+    watched = {
         "_execution_engine",
-        "_unsafe_preserve",
-        "._use_count",
-        "._cdata",
-        "._is_profiler_enabled",
-        "._post_accumulate",
-    )
-    users = {
-        f"{path.relative_to(ROOT)}: {mark}"
-        for folder in ("shardrt", "comm", "kernels")
-        for path in (ROOT / folder).rglob("*.py")
-        for mark in (*modules, *attributes)
-        if mark in path.read_text()
+        "_is_profiler_enabled",
+        "_use_count",
+        *(path.rpartition(".")[2] for path in OF_CLASSES_IN_C),
     }
-    inside = {user for user in users if user.startswith("shardrt/torch_internals.py")}
-    # `profiler_state` is read there, for speed.
-    assert users - inside == {"kernels/cuda.py: torch._C", "shardrt/fsdp/ranges.py: ._is_profiler_enabled"}
+    for path in (path for folder in ("shardrt", "comm", "kernels") for path in (ROOT / folder).rglob("*.py")):
+        source, name = path.read_text(), str(path.relative_to(ROOT))
+        if name != "shardrt/torch_internals.py":
+            found[name] = private_names(source)
+            attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+            of_instances[name] = attributes & watched
+    assert {name: names for name, names in found.items() if names} == ALLOWED
+    assert {name: names for name, names in of_instances.items() if names} == READ_FOR_SPEED

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ..tensor.group_registry import Group
-from ..torch_internals import transforms_may_be_active
+from ..torch_internals import current_transform, unwrap_transform
 
 
 class Phase(IntEnum):
@@ -50,28 +50,15 @@ class ForwardCall:
     """One forward call of a group's module that a backward will come back to.
 
     `inputs` counts the call's inputs that want a gradient; the last of those gradients ends the call's backward.
+    Cost: plain fields, because a method for each would be called several times per group and step.
     """
 
-    __slots__ = ("_inputs_left", "inputs")
-    inputs: int
-    _inputs_left: int
+    __slots__ = ("inputs", "inputs_left")
+    inputs: int  # written by GradHook.on_post_backward()
+    inputs_left: int  # that have no gradient yet; written by ModuleCalls.begin_backward() and input_done()
 
     def __init__(self) -> None:
-        self.inputs = 0
-        self._inputs_left = 0
-
-    def add_input(self) -> None:
-        """Count one more input that wants a gradient."""
-        self.inputs += 1
-
-    def begin_backward(self) -> None:
-        """No input has its gradient yet."""
-        self._inputs_left = self.inputs
-
-    def input_done(self) -> bool:
-        """One more input has its gradient. Returns: whether that was the last."""
-        self._inputs_left -= 1
-        return not self._inputs_left
+        self.inputs = self.inputs_left = 0
 
 
 class GradHook:
@@ -111,7 +98,8 @@ class GradHook:
         self._on_pre_backward.append(callback)
 
     def on_post_backward(self, call: ForwardCall, callback: Callable[[], None]) -> None:
-        """Call this when the backward of `call` is over at this input."""
+        """Count an input of `call` that wants a gradient, and call this when the call's backward is over there."""
+        call.inputs += 1
         self._on_post_backward, self.ended_call = callback, call
 
     def __call__(self, gradients: object) -> None:
@@ -136,7 +124,6 @@ class TensorWatcher:
         """
         if not tensor.requires_grad:
             return tensor
-        call.add_input()
         grad_hook = GradHook.find(tensor.grad_fn) if tensor.grad_fn is not None else None
         if grad_hook is None or grad_hook is not self._newest_output or grad_hook.ended_call is not None:
             # Other code may use this input too, and its gradient would wait for theirs. That of an alias does not.
@@ -148,7 +135,7 @@ class TensorWatcher:
 
     def watch_outputs(self, call: ForwardCall, callback: Callable[[], None], tensors: Sequence[torch.Tensor]) -> None:
         """Call back when a gradient of one of these outputs of `call` is complete: the module's backward begins."""
-        for tensor in _of_every_level(tensors) if transforms_may_be_active() else tensors:
+        for tensor in tensors if current_transform() is None else _of_every_level(tensors):
             if tensor.grad_fn is not None:
                 grad_hook = GradHook.at(tensor.grad_fn)
                 if grad_hook.ended_call is not call:  # an input that is passed on does not begin the module's backward
@@ -160,16 +147,16 @@ def _of_every_level(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The tensors, and what the transforms of `torch.func` have wrapped in them: each level has a graph of its own."""
     for tensor in tensors:
         yield tensor
-        while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
+        while (inner := unwrap_transform(tensor)) is not tensor:
             yield (tensor := inner)
 
 
 class ModuleCalls:
     """The calls of a group's modules: those running, and those whose backward is under way."""
 
-    phase: Phase  # written by move(), end_backward() and reset()
-    running: bool  # one of the modules is in its forward; written by start() and stop()
-    forward_call: ForwardCall  # of the module that runs, or ran last; written by begin_call()
+    phase: Phase  # written by move() and reset()
+    running: bool  # one of the modules is in its forward; written by `module.run_forward` alone
+    forward_call: ForwardCall  # of the module that runs, or ran last; written by `hooks.pre_forward` alone
     open_calls: set[ForwardCall]  # whose backward is under way
     _modules: Sequence[nn.Module]
     _not_run: set[object]  # modules that have not run since all of them had
@@ -194,22 +181,8 @@ class ModuleCalls:
         self.phase = phase
 
     def begin_iteration(self) -> None:
-        """No module has run yet."""
-        if len(self._modules) > 1:
-            self._not_run.update(self._modules)
-
-    def start(self) -> None:
-        """A module's forward starts."""
-        self.running = True
-
-    def stop(self) -> None:
-        """It has returned, or failed."""
-        self.running = False
-
-    def begin_call(self) -> ForwardCall:
-        """A forward starts that a backward will come back to."""
-        self.forward_call = call = ForwardCall()
-        return call
+        """No module has run yet. Only needed for several modules."""
+        self._not_run.update(self._modules)
 
     def all_have_run(self, module: object) -> bool:
         """`module` has run. Returns: whether the group's other modules had run before it."""
@@ -239,20 +212,22 @@ class ModuleCalls:
         if call in self.open_calls:
             return False
         self.open_calls.add(call)
-        call.begin_backward()
+        call.inputs_left = call.inputs
         self.move(Phase.BACKWARD, group)
         return True
 
-    def end_call(self, call: ForwardCall) -> bool:
-        """The backward of this call is over. Returns: whether no other is under way."""
+    def input_done(self, call: ForwardCall) -> bool:
+        """One more input of this call has its gradient. Returns: whether that was the last, so the call's backward is over."""
+        call.inputs_left -= 1
+        if call.inputs_left:
+            return False
         self.open_calls.discard(call)
-        return not self.open_calls
+        return True
 
-    def end_backward(self) -> None:
-        """No call's backward is under way any more."""
+    def end_backward(self, group: Group) -> None:
+        """The backward is over: none of its calls is open any more. Only after begin_backward()."""
         self.open_calls.clear()
-        if self.phase is Phase.BACKWARD:
-            self.phase = Phase.IDLE
+        self.move(Phase.IDLE, group)
 
     def reset(self) -> None:
         """Forget a failed iteration."""

@@ -12,16 +12,21 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..comm import Communicator, Event, Pool, current_stream
+from ..comm import Communicator, Event, Pool, Stream, current_stream
+from ..torch_internals import same_storage, unwrap_transform
 
 
 class MemoryCounter:
     """Bytes of buffer memory in use, and their peak."""
 
+    in_use: int
+    peak: int
+    _lock: threading.Lock  # gather, reduce and compute may be three threads
+
     def __init__(self) -> None:
         self.in_use = 0
         self.peak = 0
-        self._lock = threading.Lock()  # gather, reduce and compute may be three threads
+        self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> None:
         """Count `nbytes` as used."""
@@ -43,6 +48,11 @@ class FlatBuffer:
     pool: where allocate() takes the memory; None: from torch's allocator.
     """
 
+    nbytes: int
+    _offset: int  # in the storage
+    _memory: MemoryCounter
+    _storage: torch.UntypedStorage
+    _in_use: bool  # written by allocate() and release()
     _pool: Pool | None = None
 
     def __init__(self, nbytes: int, device: torch.device, memory: MemoryCounter, pool: Pool | None = None) -> None:
@@ -73,8 +83,9 @@ class FlatBuffer:
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # of a wrapper
-            storage = torch.func.debug_unwrap(tensor).untyped_storage()
-        return storage is self._storage
+            inner = unwrap_transform(tensor)
+            return inner is not tensor and self.holds(inner)
+        return same_storage(storage, self._storage)
 
     @property
     def available(self) -> bool:
@@ -106,6 +117,8 @@ class FlatBuffer:
 class FlatBuffers(FlatBuffer):
     """Several flat buffers, each with its own storage, allocated and released together. Views are made of the parts."""
 
+    parts: Sequence[FlatBuffer]
+
     def __init__(self, parts: Sequence[FlatBuffer]) -> None:
         self.parts = parts
         self.nbytes = sum(part.nbytes for part in parts)
@@ -133,22 +146,32 @@ class FlatBuffers(FlatBuffer):
 class CommBuffer:
     """Memory that a communicator reaches without a copy (`Communicator.empty`), for one buffer at a time."""
 
+    memory: torch.Tensor  # uint8
+    symmetric: bool  # it is a symmetric window
+    nbytes: int
+    storage: torch.UntypedStorage
+    offset: int  # of the memory in the storage, in bytes
+    taken: bool  # written by occupy() and leave()
+    _left: Event | None  # when the stream of its last buffer was done with it; written by leave()
+
     def __init__(self, memory: torch.Tensor, *, symmetric: bool = False) -> None:
         self.memory = memory
         self.symmetric = symmetric
         self.nbytes = memory.numel()
         self.storage = memory.untyped_storage()
-        self.offset = int(memory.storage_offset()) * memory.element_size()  # in the storage
-        self.taken = False
-        self.left: Event | None = None  # when the stream of its last buffer was done with it
+        self.offset = int(memory.storage_offset()) * memory.element_size()
+        self.taken, self._left = False, None
 
     @classmethod
-    def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, whose: str) -> CommBuffer:
-        """A buffer of the memory that a custom collective returned. Raises ValueError unless it is (nbytes,) uint8, aligned."""
+    def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, group: str) -> CommBuffer:
+        """A buffer of the memory that a custom collective of `group`, a name, returned.
+
+        Raises ValueError unless it is (nbytes,) uint8, aligned.
+        """
         fits = memory.dtype == torch.uint8 and memory.shape == (nbytes,) and memory.device == device
         if not fits or not memory.is_contiguous() or memory.data_ptr() % 16:
             raise ValueError(
-                f"allocate() of a custom collective of '{whose}': expected ({nbytes},) contiguous uint8 on {device}, aligned "
+                f"allocate() of a custom collective of '{group}': expected ({nbytes},) contiguous uint8 on {device}, aligned "
                 f"to 16 bytes; found {tuple(memory.shape)} {memory.dtype} on {memory.device} at {memory.data_ptr():#x}"
             )
         return cls(memory)
@@ -164,12 +187,25 @@ class CommBuffer:
             comm_buffer = _comm_buffers[comm] = cls(comm.empty(nbytes, torch.uint8, symmetric=symmetric), symmetric=symmetric)
         return comm_buffer
 
+    def occupy(self, stream: Stream) -> None:
+        """Use the memory on `stream` from now on. It must be free."""
+        assert not self.taken, "one buffer at a time"
+        if self._left is not None:
+            stream.wait(self._left)  # maybe of another root
+        self.taken = True
+
+    def leave(self, stream: Stream) -> None:
+        """The memory is free, once `stream` has run what it has so far."""
+        self._left, self.taken = stream.record(), False
+
 
 _comm_buffers: WeakKeyDictionary[Communicator, CommBuffer] = WeakKeyDictionary()
 
 
 class CommFlatBuffer(FlatBuffer):
     """A flat buffer in a `CommBuffer`, which it occupies while it is allocated."""
+
+    _comm_buffer: CommBuffer
 
     def __init__(self, nbytes: int, comm_buffer: CommBuffer, memory: MemoryCounter) -> None:
         self._set_up(nbytes, comm_buffer.storage, comm_buffer.offset, memory)
@@ -186,15 +222,13 @@ class CommFlatBuffer(FlatBuffer):
     def allocate(self) -> None:
         """Occupy the `CommBuffer`, which must be free. No-op if this buffer does."""
         if not self._in_use:
-            assert not self._comm_buffer.taken, "one buffer at a time"
-            if self._comm_buffer.left is not None:
-                current_stream(self._storage.device).wait(self._comm_buffer.left)  # maybe of another root
-            self._comm_buffer.taken = self._in_use = True
+            self._comm_buffer.occupy(current_stream(self._storage.device))
+            self._in_use = True
             self._memory.allocate(self.nbytes)
 
     def release(self) -> None:
         """Leave the `CommBuffer` to others. No-op if this buffer does not occupy it."""
         if self._in_use:
-            self._comm_buffer.left = current_stream(self._storage.device).record()
-            self._comm_buffer.taken = self._in_use = False
+            self._comm_buffer.leave(current_stream(self._storage.device))
+            self._in_use = False
             self._memory.free(self.nbytes)

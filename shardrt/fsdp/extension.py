@@ -27,11 +27,12 @@ from ..tensor.placement import RaggedShard
 from ..torch_internals import preserve_version, tree_leaves
 from .buffers import FlatBuffer, FlatBuffers
 from .context import Context
-from .gather import Gather
+from .gather import Gather, Pair
 from .layout import Layout, ParamSpec, equal_runs
 from .param import ShardedParam, local_shard, placement_of
 from .param_group import ParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy, Settings
+from .ranges import Named, ranged
 from .registered import hook_state_dicts
 
 _log = logging.getLogger("shardrt")
@@ -142,6 +143,7 @@ class ExtensionGather(Gather):
     """Gathers one such parameter as its methods say. It is reduced and stepped as any other."""
 
     windowed = False
+    copies_out = True
     # Written when the buffers are made.
     _takes_all: bool  # fsdp_pre_all_gather takes five arguments
     _own_views: list[torch.Tensor]  # where this rank's tensors are copied to
@@ -153,9 +155,8 @@ class ExtensionGather(Gather):
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
         return equal_runs(specs[0], self.mesh.size)
 
-    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> None:
+    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> bool:
         (param,) = self.params
-        self._fills = True
         spec, original, device = param.spec(0, self.layout, device_mesh), param.original, self.shard_device
         with torch.no_grad():
             inner = local_shard(original, spec)
@@ -171,6 +172,7 @@ class ExtensionGather(Gather):
             )
         param.register(DTensor(inner, spec))
         cast(DTensor, param.sharded)._local_tensor = inner  # nn.Parameter detaches, which a subclass may not survive
+        return True
 
     def check_ready(self, name: str) -> None:
         super().check_ready(name)
@@ -197,25 +199,23 @@ class ExtensionGather(Gather):
     def on_meta(self) -> bool:
         return self._inner.is_meta
 
-    def _make_full(self, context: Context, settings: Settings, name: str) -> None:
+    def _make_full(self, settings: Settings, group: Named) -> tuple[FlatBuffer, list[Pair]]:
         """A storage for each tensor: this rank's rows are copied to their part of it, and gathered in place."""
         rank, ranks = self.mesh.rank, self.mesh.size
-        parts, outputs = [], []
+        parts, pairs, outputs = [], [], []
         self._takes_all = _arguments(self._inner) == 5
-        self._pairs, self._own_views = [], []
+        self._own_views = []
         for planned in self._plan_tensors():
             size = planned.most_rows * torch.Size(planned.row).numel() * planned.dtype.itemsize
             part = FlatBuffer(ranks * size, self.mesh.device, self._memory, self._pool)
             everything = part.view(torch.uint8, 0, (part.nbytes,))
-            self._pairs.append((everything, part.view(torch.uint8, rank * size, (size,))))
+            pairs.append((everything, part.view(torch.uint8, rank * size, (size,))))
             self._own_views.append(part.view(planned.dtype, rank * size, (planned.own_rows, *planned.row)))
             outputs.append(part.view(planned.dtype, 0, (planned.rows, *planned.row)))
             parts.append(part)
         self._outputs = tuple(outputs)
-        self.full = FlatBuffers(parts)
-        self.full.seal()
         self._made, self._made_nbytes = [], []
-        self._make_unsharded(context, name)
+        return FlatBuffers(parts), pairs
 
     def _plan_tensors(self) -> list[TensorPlan]:
         """Call `fsdp_pre_all_gather` once, and compare what it returns on the ranks. Collective."""
@@ -229,12 +229,15 @@ class ExtensionGather(Gather):
             _warn_of_metadata(param.name, [metadata for _, metadata in answers])
         return planned
 
-    def _make_unsharded(self, context: Context, name: str) -> None:
+    def _make_unsharded(self, context: Context, group: Named) -> None:
         """Gather once, for `fsdp_post_all_gather` to make the full parameter."""
+        self.full.seal()
         (param,), streams, note = self.params, context.streams, world().recorder.note
         streams.begin()  # outside of an iteration: the shard was written on the caller's stream
-        note("gather", name)
-        self.launch(streams.gather).wait(streams.compute)
+        with ranged("FSDP::all_gather", group):
+            note("gather", group.name)
+            gathered = self.launch(streams.gather)
+        gathered.wait(streams.compute)
         made = self._extension.fsdp_post_all_gather(self._outputs, self._metadata, self._dtypes[0])
         if made is None or made[0].shape != param.shape:
             found = "nothing" if made is None else f"one of shape {tuple(made[0].shape)}"
@@ -245,7 +248,7 @@ class ExtensionGather(Gather):
         param.use_unsharded(made[0])
         self._made = [tensor for tensor in made[1] if not self.full.holds(tensor)]
         self._made_nbytes = [tensor.untyped_storage().nbytes() for tensor in self._made]
-        note("free", name)
+        note("free", group.name)
         streams.gather.wait(streams.compute.record())
         self.release(streams.gather)
 
@@ -313,7 +316,7 @@ def split_hooked(root: ParamGroup) -> list[ParamGroup]:
     Raises, on every rank alike: RuntimeError if the ranks differ, TypeError or ValueError for what cannot be gathered.
     """
     hooked = list(_hooked(root))
-    _agree(root, [f"{param.name}: {', '.join(_methods_of(_local(param)))}" for _, param in hooked])
+    _check_same_extensions(root, [f"{param.name}: {', '.join(_methods_of(_local(param)))}" for _, param in hooked])
     for _, param in hooked:
         check_methods(param.name, _local(param))
         if param.dim != 0:
@@ -336,7 +339,7 @@ def _local(param: ShardedParam) -> torch.Tensor:
     return cast(DTensor, param.sharded)._local_tensor  # the object itself: `to_local()` may return another
 
 
-def _agree(root: ParamGroup, hooked: list[str]) -> None:
+def _check_same_extensions(root: ParamGroup, hooked: list[str]) -> None:
     answers = root.device_mesh.exchange(hooked)
     if any(answer != answers[0] for answer in answers):
         found = "; ".join(f"rank {rank}: {names or 'none'}" for rank, names in enumerate(answers))

@@ -21,7 +21,7 @@ from .module import FSDPModule
 from .param import Owner, ShardedParam, registry
 from .param_group import GroupSettings, ParamGroup
 from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
-from .registered import agree, hook_state_dicts, watch_registrations
+from .registered import check_same_modules, hook_state_dicts, watch_registrations
 from .sharded_class import make_sharded
 
 _log = logging.getLogger("shardrt")
@@ -46,18 +46,19 @@ def fully_shard(
     gathered for the module's forward and backward and freed after. Gradients are averaged over the mesh.
 
     module: several modules make one group, gathered when the first of them runs and freed when all have run.
-    mesh: over which ranks (default: all of them). With two axes, parameters are cut along the last one, and every rank of
-        the first has the same part (hybrid sharding); with a last axis of one rank nothing is cut (data parallel).
-    reshard_after_forward: free the gathered parameters after forward and gather them again for backward. A number: keep as
-        much that so many neighbouring ranks can gather them from each other. None: True, but for the root, whose backward
-        comes at once, and for what the backward is known to begin with.
-    shard_placement_fn: names the dim along which a parameter is cut, between rows only, whatever that pads; a
-        `ShardPlacementResult` names a mesh as well, such as that of the experts. None, and the default: along dim 0, between
-        elements where rows would pad too much.
+    mesh: over which ranks (default: all of them). With two axes, parameters are sharded over the last one and replicated
+        over the first (hybrid sharding). With a last axis of one rank they are replicated only (data parallel).
+    reshard_after_forward: True: free the gathered parameters after forward and gather them again for backward. False: keep
+        them. A number k: keep 1 / k of them on each of k neighbouring ranks, which gather them from each other. None: True,
+        except for the root, whose backward follows at once, and for the groups with which the backward is expected to begin.
+    shard_placement_fn: returns the dim along which to shard a parameter. It is then split between rows only, even if that
+        needs much padding. A `ShardPlacementResult` gives a mesh as well, such as that of the experts. None, and the default:
+        along dim 0, between elements where rows would need too much padding.
     mp_policy: dtypes of compute, reduction and outputs.
     offload_policy: a `CPUOffloadPolicy` keeps shards and gradients on the host.
-    ignored_params: parameters that stay as they are: whole, where they are, their gradients not reduced.
-    dp_mesh_dims: which axes of `mesh`, then a larger one, to shard over and to replicate over. ValueError if it lacks them.
+    ignored_params: parameters that are not sharded or moved, and whose gradients are not reduced.
+    dp_mesh_dims: the axes of `mesh`, which may then have more, to shard over and to replicate over. ValueError if it lacks
+        them.
     Parameters may be replaced until the first forward: by `DTensor`s of the same shape on the same mesh.
     Returns: the module, its class now `FSDP<class>`, an `FSDPModule`.
     Raises, on every rank alike: TypeError or ValueError for a module that cannot be sharded, or that is not the same on
@@ -83,7 +84,7 @@ def fully_shard(
         found, error = _Found({}, [], set()), caught
     kinds = _kinds(modules)
     options = repr((policy, offload, reshard_after_forward))
-    agree(mesh, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, resolved)], error)
+    check_same_modules(mesh, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, resolved)], error)
     groups = []
     for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in resolved.values())]):
         here = [param for param, wanted in resolved.items() if wanted.mesh is group_mesh]
@@ -157,7 +158,7 @@ _Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]  # holder, attrib
 
 
 class _Found(NamedTuple):
-    """The parameters and buffers that a call takes, and where those are that it was told to ignore."""
+    """The parameters and buffers that a call takes, and where the ignored ones are registered."""
 
     owners: _Owners
     buffers: list[tuple[nn.Module, str, torch.Tensor]]
@@ -184,8 +185,8 @@ def _collect(modules: tuple[nn.Module, ...], mesh: DeviceMesh, ignored: set[nn.P
         _check_module(module)
     _check_apart(modules)
     _check_inside(modules)
-    for place, module in enumerate(modules):
-        for name, holder in _outside_sharded(module, str(place) if len(modules) > 1 else ""):
+    for position, module in enumerate(modules):
+        for name, holder in _outside_sharded(module, str(position) if len(modules) > 1 else ""):
             for attribute, param in holder._parameters.items():
                 if param in ignored:
                     found.ignored.add((holder, attribute))
@@ -196,8 +197,8 @@ def _collect(modules: tuple[nn.Module, ...], mesh: DeviceMesh, ignored: set[nn.P
             found.buffers.extend((holder, key, buffer) for key, buffer in holder._buffers.items() if buffer is not None)
     devices = {param.device.type: owned[0][2] for param, owned in found.owners.items()}
     if len(devices) > 1:
-        places = ", ".join(f"'{name}' on {device}" for device, name in sorted(devices.items()))
-        raise ValueError(f"'{_kinds(modules)}' has parameters on several devices ({places}); move the module to one of them")
+        names = ", ".join(f"'{name}' on {device}" for device, name in sorted(devices.items()))
+        raise ValueError(f"'{_kinds(modules)}' has parameters on several devices ({names}); move the module to one of them")
     return found
 
 
@@ -216,9 +217,9 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _check_apart(modules: tuple[nn.Module, ...]) -> None:
-    for place, module in enumerate(modules):
+    for position, module in enumerate(modules):
         kind = type(module).__name__
-        if any(other is module for other in modules[:place]):
+        if any(other is module for other in modules[:position]):
             raise ValueError(f"'{kind}' is in the list twice: leave one out")
         for outer in modules:
             if outer is not module and any(inner is module for inner in outer.modules()):

@@ -3,12 +3,12 @@
 | step                | stream  | before -> after                                  | cost                                     |
 |---------------------|---------|--------------------------------------------------|------------------------------------------|
 | launch              | gather  | this rank's shards (S,) -> full (N * S,)         | 1 all-gather, (N - 1) * S bytes          |
-| fill_unsharded      | compute | full -> the unsharded parameters                 | nothing: they are views of it            |
+| fill_unsharded      | compute | full -> the unsharded parameters                 | nothing, and not called: they are views  |
 | reshard_to_subgroup | gather  | 1 / k of full is copied to a post-forward shard  | that part copied                         |
 | launch              | gather  | post-forward shards of k ranks -> full           | 1 all-gather among k neighbouring ranks  |
 | release             | gather  | full is freed                                    | no communication                         |
 
-Legend: N ranks; S bytes in a segment of the layout.
+Legend: N ranks; S bytes in a segment of the layout; k ranks that share a post-forward shard.
 A group is given one of two strategies when it is made: `FlatGather` here, or `extension.ExtensionGather` for a parameter
 whose own methods define what is gathered.
 """
@@ -30,8 +30,10 @@ from .layout import ALIGNMENT, Layout, ParamSpec
 from .param import ShardedParam, local_geometry, placement_of
 from .planner import plan
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
+from .ranges import Named
 
 AllGather = Callable[[torch.Tensor, torch.Tensor, Communicator, Stream], Work]
+Pair = tuple[torch.Tensor, torch.Tensor]  # gathered bytes, and what this rank sends
 
 
 def neighbours(mesh: DeviceMesh, ranks: int) -> Communicator:
@@ -43,6 +45,10 @@ class PostForwardShard:
     """A k-th of each gathered buffer, kept after forward such that k neighbouring ranks together have all of them."""
 
     buffer: FlatBuffer
+    _comm: Communicator  # of this rank and its neighbours
+    _gathered: Sequence[torch.Tensor]  # bytes of the gathered buffers
+    _kept: list[torch.Tensor]  # views of `buffer`, one for each of these
+    _sources: list[torch.Tensor]  # what is kept of them
 
     def __init__(self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], memory: MemoryCounter) -> None:
         self._comm = neighbours(mesh, ranks)
@@ -62,7 +68,7 @@ class PostForwardShard:
             kept.copy_(source)
 
     def gather(self, stream: Stream) -> Work:
-        """Make the gathered buffers whole again."""
+        """All-gather the gathered buffers from the post-forward shards of the neighbouring ranks."""
         for full_bytes, kept in zip(self._gathered, self._kept, strict=True):
             work = self._comm.all_gather(full_bytes, kept, stream=stream)
         return work
@@ -76,6 +82,7 @@ class Gather(ABC):
     """
 
     windowed: ClassVar[bool]  # what is gathered may go through a symmetric window
+    copies_out: ClassVar[bool]  # fill_unsharded() does something
     params: Sequence[ShardedParam]
     mesh: DeviceMesh
     comm: Communicator
@@ -89,7 +96,7 @@ class Gather(ABC):
     _pool: Pool | None  # written by attach()
     _dtypes: list[torch.dtype]  # in which the parameters are gathered
     _fills: bool  # a gather first copies the shards to where it sends from
-    _pairs: list[tuple[torch.Tensor, torch.Tensor]]  # gathered bytes, and what this rank sends; written by attach()
+    _pairs: Sequence[Pair]  # written by attach()
     _post_forward_shards: dict[int, PostForwardShard]  # by the number of ranks that share
 
     def __init__(
@@ -107,7 +114,7 @@ class Gather(ABC):
         self.custom = None
         self._mp_policy = mp_policy
         self._dtypes = [mp_policy.compute_dtype(param.dtype) for param in params]
-        self._pairs = []
+        self._pairs = ()
         self._post_forward_shards = {}
         self.post_forward_shard = None
         specs = [
@@ -115,15 +122,15 @@ class Gather(ABC):
             for param, dtype in zip(params, self._dtypes, strict=True)
         ]
         self.layout = self._plan(specs)
-        self._shard(device_mesh, offload_policy)
+        self._fills = self._shard(device_mesh, offload_policy)
 
     @abstractmethod
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
         """Plan which rank keeps what of the parameters."""
 
     @abstractmethod
-    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> None:
-        """Keep this rank's shards of the parameters and register them."""
+    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> bool:
+        """Keep this rank's shards of the parameters and register them. Returns: `_fills`."""
 
     @property
     @abstractmethod
@@ -148,19 +155,24 @@ class Gather(ABC):
                 "initialise them, or load a state dict"
             )
 
-    def attach(self, context: Context, settings: Settings, window: AllGather | None, name: str) -> None:
+    def attach(self, context: Context, settings: Settings, window: AllGather | None, group: Named) -> None:
         """Make the buffers, and everything that a step only replays.
 
-        window: an all-gather through a symmetric window, if the group has one.   name: the group's.
+        window: an all-gather through a symmetric window, if the group has one.   group: for its name.
         """
         self.custom = window or settings.all_gather
         self._memory = context.memory
         self._pool = (settings.comm_memory and self.comm.pool()) or context.pool
-        self._make_full(context, settings, name)
+        self.full, self._pairs = self._make_full(settings, group)
+        self._make_unsharded(context, group)
 
     @abstractmethod
-    def _make_full(self, context: Context, settings: Settings, name: str) -> None:
-        """Make `full`, the views that are gathered, and the unsharded parameters."""
+    def _make_full(self, settings: Settings, group: Named) -> tuple[FlatBuffer, list[Pair]]:
+        """Make the buffer to gather into, and its views. Returns: `full`, `_pairs`."""
+
+    @abstractmethod
+    def _make_unsharded(self, context: Context, group: Named) -> None:
+        """Make the unsharded parameters, and free `full` until the first gather."""
 
     def detach(self, stream: Stream) -> None:
         """Give the buffers up; nothing is gathered at the moment. stream: the gather stream."""
@@ -187,9 +199,9 @@ class Gather(ABC):
     def _fill_own(self) -> None:
         """Copy this rank's shards to where the all-gather sends from. On the gather stream."""
 
-    @abstractmethod
     def fill_unsharded(self) -> None:
-        """Make the unsharded parameters of what was gathered. On the compute stream."""
+        """Make the unsharded parameters of what was gathered. On the compute stream, and only if `copies_out`."""
+        raise NotImplementedError
 
     def release(self, stream: Stream) -> None:
         """Free what was gathered, on the gather stream."""
@@ -217,6 +229,7 @@ class FlatGather(Gather):
     """
 
     windowed = True
+    copies_out = False
     _casts: bool  # some parameters are gathered in another dtype than their own
     _flat_shard: torch.Tensor  # (S,) bytes without casts: what the all-gather sends
     _locals: list[torch.Tensor]  # views of it, one for each parameter
@@ -225,14 +238,13 @@ class FlatGather(Gather):
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
         return plan(specs, self.mesh.size)
 
-    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> None:
+    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> bool:
         """Keep this rank's part of every parameter, in one flat storage.
 
         Without casts that storage has the layout of the segment, so it is what the all-gather sends.
         """
         rank, end, offsets = self.mesh.rank, 0, []
         self._casts = any(param.dtype != dtype for param, dtype in zip(self.params, self._dtypes, strict=True))
-        self._fills = self._casts or self.offloads
         for index, param in enumerate(self.params):
             run = self.layout.run(index, rank)
             offsets.append(end if self._casts else run.offset)
@@ -246,6 +258,7 @@ class FlatGather(Gather):
             local.set_(storage, offsets[index] // param.dtype.itemsize, shape, stride)
             param.shard(param.spec(index, self.layout, device_mesh), local)
             self._locals.append(local)
+        return self._casts or self.offloads
 
     def _allocate(self, nbytes: int, offload_policy: OffloadPolicy) -> torch.Tensor:
         if any(param.original.is_meta for param in self.params):  # then all of them: they are on one device, as checked
@@ -263,21 +276,23 @@ class FlatGather(Gather):
     def shard_nbytes(self) -> int:
         return self._flat_shard.numel()
 
-    def _make_full(self, context: Context, settings: Settings, name: str) -> None:
+    def _make_full(self, settings: Settings, group: Named) -> tuple[FlatBuffer, list[Pair]]:
         nbytes, custom, device = self.layout.nbytes, settings.all_gather, self.mesh.device
         if custom is None:
-            self.full = FlatBuffer(nbytes, device, self._memory, self._pool)
+            full = FlatBuffer(nbytes, device, self._memory, self._pool)
         else:
-            comm_buffer = CommBuffer.given(custom.allocate(nbytes, device), nbytes, device, name)
-            self.full = CommFlatBuffer(nbytes, comm_buffer, self._memory)
-        full_bytes = self.full.view(torch.uint8, 0, (nbytes,))
-        first, size = self.mesh.rank * self.layout.segment_nbytes, self.layout.segment_nbytes
-        own_bytes = self.full.view(torch.uint8, first, (size,)) if self._fills else self._flat_shard
-        self._pairs = [(full_bytes, own_bytes)]
-        self._own_views = [own_bytes]
+            comm_buffer = CommBuffer.given(custom.allocate(nbytes, device), nbytes, device, group.name)
+            full = CommFlatBuffer(nbytes, comm_buffer, self._memory)
+        size = self.layout.segment_nbytes
+        own_bytes = full.view(torch.uint8, self.mesh.rank * size, (size,)) if self._fills else self._flat_shard
+        return full, [(full.view(torch.uint8, 0, (nbytes,)), own_bytes)]
+
+    def _make_unsharded(self, context: Context, group: Named) -> None:
         for index, (param, dtype) in enumerate(zip(self.params, self._dtypes, strict=True)):
             param.make_unsharded(self.full, self.layout.placed[index].offset, dtype)
+        self._own_views = [own_bytes for _, own_bytes in self._pairs]
         if self._casts:
+            first = self.mesh.rank * self.layout.segment_nbytes
             self._own_views = [
                 self.full.view(dtype, first + self.layout.run(index, self.mesh.rank).offset, local.shape, local.stride())
                 for index, (local, dtype) in enumerate(zip(self._locals, self._dtypes, strict=True))
@@ -286,6 +301,3 @@ class FlatGather(Gather):
 
     def _fill_own(self) -> None:
         pack_into(self._own_views, self._locals if self._casts else [self._flat_shard])
-
-    def fill_unsharded(self) -> None:
-        """Nothing to do: they are views of what was gathered."""

@@ -61,7 +61,7 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _watch_inputs(
     group: ParamGroup, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    call = group.calls.begin_call()
+    group.calls.forward_call = call = ForwardCall()
     watch = partial(runtime.watcher.watch_input, call, partial(_post_backward, group, call))
     args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs) if kwargs else kwargs
     if call.inputs == 0:
@@ -88,20 +88,12 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
         if group.reshards_after_forward:
             _check_no_parameters(group, tensors)
             if last and not used_next:
-                _reshard_after_forward(group)
+                group.finish_forward()
         if group is runtime.root:
             runtime.end_forward()
         elif group.visible.unsharded and runtime.root.calls.phase is Phase.IDLE:  # called beside the root
             group.visible.expose()
     return output
-
-
-def _reshard_after_forward(group: ParamGroup) -> None:
-    ranks = group.settings.reshard_after_forward
-    if isinstance(ranks, bool) or ranks is None or not torch.is_grad_enabled():
-        group.reshard()
-    else:
-        group.reshard_to_subgroup(ranks)
 
 
 def _check_output_type(group: ParamGroup, output: object) -> None:
@@ -174,7 +166,7 @@ def _on_gradient(group: ParamGroup, unsharded: torch.Tensor) -> None:
 
 
 def _post_backward(group: ParamGroup, call: ForwardCall) -> None:
-    over = call.input_done()
+    over = group.calls.input_done(call)
     due = group.reduction_due(Progress.MODULE_DONE if over else Progress.GRADIENT_READY)
     if not over and not due:
         return
@@ -183,7 +175,7 @@ def _post_backward(group: ParamGroup, call: ForwardCall) -> None:
     repeats = runtime.prefetch.backward_repeats(group)
     if due and not repeats:
         runtime.reduce(group)
-    if over and group.calls.end_call(call) and not repeats and group.calls.phase is Phase.BACKWARD:
+    if over and not group.calls.open_calls and not repeats and group.calls.phase is Phase.BACKWARD:
         group.calls.move(Phase.IDLE, group)
         group.finish_backward()
 

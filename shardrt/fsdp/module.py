@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,11 +16,13 @@ from .dcp import check_state_dict_options
 from .param_group import GroupSettings, ParamGroup
 from .policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from .ranges import ranged
-from .runtime import runtime_of
+from .runtime import Runtime
 
 
 class UnshardHandle:
     """A gather under way: what `unshard(async_op=True)` returns."""
+
+    _groups: Sequence[ParamGroup]
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = groups
@@ -35,10 +38,11 @@ class FSDPModule:
     """What `fully_shard` adds to a module's class. The module's parameters are `DTensor`s outside its forward and backward.
 
     Setters take effect at the next use; call them alike on every rank. recurse: for sharded modules inside as well.
+    `copy.deepcopy` of the outermost one makes sharded modules with memory of their own (`sharded_class.deepcopy`).
     """
 
     param_groups: tuple[ParamGroup, ...]  # one for each mesh that its parameters are cut over
-    _initializes_new: ClassVar[bool] = True  # written by disable_fsdp_module_new_init alone
+    _initializes_new: ClassVar[bool] = True  # written by disable_fsdp_module_new_init, in this file, alone
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a plain module, as a container's slice is: the class alone shards nothing."""
@@ -49,7 +53,7 @@ class FSDPModule:
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Around, not among, the module's own hooks: all of them see full parameters.
+        # Outside of the module's own forward hooks, so that all of them see full parameters.
         return run_forward(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     @property
@@ -245,8 +249,8 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop that iteration and all gradients. On the root; on every rank."""
         self._root_settings("reset_iter_state")
-        runtime = runtime_of(self.param_group)
-        if runtime is not None:
+        runtime = self.param_group.runtime
+        if isinstance(runtime, Runtime):
             runtime.reset()
 
     def _settings(self, recurse: bool) -> Iterator[GroupSettings]:
@@ -254,18 +258,18 @@ class FSDPModule:
             if isinstance(module, FSDPModule):
                 yield from (group.settings for group in module.param_groups)
 
-    def _root_settings(self, verb: str) -> RootSettings:
+    def _root_settings(self, method: str) -> RootSettings:
         group = self.param_group
         if group.root_settings is None:
-            raise RuntimeError(f"{verb} on '{group.name}': call it on the root, '{group.root.name}'")
+            raise RuntimeError(f"{method} on '{group.name}': call it on the root, '{group.root.name}'")
         return group.root_settings
 
-    def _only_group(self, verb: str, *, before_forward: bool = False) -> ParamGroup:
+    def _only_group(self, method: str, *, before_forward: bool = False) -> ParamGroup:
         group = self.param_group
         if len(self.param_groups) > 1:
-            raise ValueError(f"{verb} on '{group.name}': its parameters are cut over several meshes, each on its own")
+            raise ValueError(f"{method} on '{group.name}': its parameters are cut over several meshes, each on its own")
         if before_forward and group.runtime is not None:
-            raise RuntimeError(f"{verb} on '{group.name}': call it before the first forward")
+            raise RuntimeError(f"{method} on '{group.name}': call it before the first forward")
         return group
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
@@ -280,8 +284,8 @@ class FSDPModule:
         groups = list(
             dict.fromkeys(group for module in inside if isinstance(module, FSDPModule) for group in module.param_groups)
         )
-        runtime = runtime_of(self.param_group)
-        if runtime is not None:
+        runtime = self.param_group.runtime
+        if isinstance(runtime, Runtime):
             runtime.settle()
         for group in groups:
             moves.move(group, inside, fn)
@@ -309,13 +313,23 @@ class FSDPModule:
         return super().named_buffers(*args, **kwargs)  # type: ignore[misc]
 
 
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Inside, modules made of a sharded module's class are not initialised, only made: for those who call `__init__`."""
+    before, FSDPModule._initializes_new = FSDPModule._initializes_new, False
+    try:
+        yield
+    finally:
+        FSDPModule._initializes_new = before
+
+
 def plain_class(kind: type[FSDPModule]) -> type[Any]:
     """What the class was before `fully_shard`."""
     return kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
 
 
 def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = module.param_group
+    first = module.param_groups[0]
     if first.calls.running:  # the module calls itself, or a registered method its forward: the outer call gathers
         return forward(*args, **kwargs)
     if first.runtime is None:
@@ -323,7 +337,7 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
     for group in module.param_groups:
         with ranged("FSDP::pre_forward", group):
             args, kwargs = hooks.pre_forward(group, args, kwargs)
-    first.calls.start()
+    first.calls.running = True
     try:
         output = forward(*args, **kwargs)
     except BaseException:
@@ -331,7 +345,7 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
             group.visible.expose()
         raise
     finally:
-        first.calls.stop()
+        first.calls.running = False
     for group in reversed(module.param_groups):
         with ranged("FSDP::post_forward", group):
             output = hooks.post_forward(group, module, output)

@@ -71,13 +71,3 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"share_comm_ctx: '{type(module).__name__}' is not sharded")
-
-
-@contextmanager
-def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Inside, modules made of a sharded module's class are not initialised, only made: for those who call `__init__`."""
-    before, FSDPModule._initializes_new = FSDPModule._initializes_new, False
-    try:
-        yield
-    finally:
-        FSDPModule._initializes_new = before

@@ -37,6 +37,17 @@ class ShardedParam:
     group's full buffer, valid only while that is gathered.
     """
 
+    name: str  # written by rename()
+    shape: torch.Size
+    dtype: torch.dtype
+    dim: int  # along which it is sharded
+    rows_only: bool  # never cut between elements
+    owners: Sequence[Owner]  # where it is registered; several if tied
+    sharded: nn.Parameter  # written by register() and replace_sharded()
+    unsharded: nn.Parameter  # written by make_unsharded() and use_unsharded()
+    before: nn.Parameter | None  # the sharded parameter that this one was; deleted by shard()
+    original: nn.Parameter  # deleted by shard(), which keeps this rank's part
+
     def __init__(
         self,
         name: str,
@@ -50,12 +61,10 @@ class ShardedParam:
         self.shape = original.shape
         self.dtype = original.dtype
         self.dim = dim
-        self.rows_only = rows_only  # never cut between elements
-        self.before: nn.Parameter | None = None  # the sharded parameter that this one was, until shard() as well
-        self.original = original  # deleted by shard(), which keeps this rank's part
-        self.sharded: nn.Parameter
-        self.unsharded: nn.Parameter
-        self.owners = owners  # where it is registered; several if tied
+        self.rows_only = rows_only
+        self.before = None
+        self.original = original
+        self.owners = owners
 
     def spec(self, index: int, layout: Layout, mesh: DeviceMesh) -> Spec:
         """The placements: as the layout cuts parameter `index` along the last axis of the mesh, replicated along others."""
@@ -217,10 +226,10 @@ def placement_of(index: int, layout: Layout) -> ResolvedShard:
     return RaggedShard(spec.dim, tuple(numel // spec.row_numel for numel in numels))
 
 
-def local_geometry(shape: torch.Size, cut: ResolvedShard, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
+def local_geometry(shape: torch.Size, placement: ResolvedShard, rank: int) -> tuple[torch.Size, tuple[int, ...]]:
     """Shape and strides of a rank's part in its segment; that of a scalar is 1-D."""
-    part = cut.shard_shape(shape, rank)
-    return part, outermost_stride(part, cut.dim)
+    part = placement.shard_shape(shape, rank)
+    return part, outermost_stride(part, placement.dim)
 
 
 def outermost_stride(shape: torch.Size, dim: int) -> tuple[int, ...]:

@@ -8,13 +8,13 @@
 | reshard_to_subgroup  | gather      | the same, but 1 / k of full is kept        | that part copied; k ranks gather again  |
 | pack_grads           | compute     | gradients -> packed                        | gradients read and written once         |
 | reduce_grads         | reduce      | packed -> this rank's segment              | 1 reduce-scatter                        |
-| reduce_over_replicas | post_reduce | the segment, if there are replicas         | 1 all-reduce                            |
-| publish_grads        | post_reduce | segment -> sharded gradients               | nothing, or the segment read once       |
 
-Legend: N ranks; S bytes in a segment of the layout.
-Invariant: what is gathered exists exactly while `ready` is not None.
+Legend: N ranks; S bytes in a segment of the layout; k neighbouring ranks.
+Invariant: between these steps, what is gathered exists exactly while `ready` is not None. Only a gather that failed leaves
+memory without it, which the next one uses.
 `hooks.py` calls these steps around a module's forward and backward; `runtime.py` calls the reduction for several groups at a
-time. How parameters are gathered is in `gather.py`, how gradients are reduced in `reduce.py`.
+time, and its last steps on the group's `GradientReduction`. How parameters are gathered is in `gather.py`, how gradients are
+reduced in `reduce.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ParamGroup:
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     offloads: bool  # the shards are on the host, the mesh on another device
-    settings: GroupSettings  # its fields are written by the setters of FSDPModule
+    settings: GroupSettings  # its fields are written by the setters of FSDPModule, and by `unsharded`
     ignored: frozenset[tuple[nn.Module, str]]
     gather_comm: Communicator
     reduce_comm: Communicator
@@ -69,11 +69,13 @@ class ParamGroup:
     calls: ModuleCalls
     _gather_kind: type[Gather]
 
-    # Written by rename() and adopt().
-    name: str  # the full names of its modules, once the root is known
+    name: str  # the full names of its modules, once the root is known; written by rename()
+
+    # Written by adopt(), of the group or of its parent.
     parent: ParamGroup | None
     children: list[ParamGroup]
-    root_settings: RootSettings | None  # None inside another group; its fields are written by the setters of FSDPModule
+    root_settings: RootSettings | None  # None inside another group; its fields are written by the setters of FSDPModule, and
+    # by `take_post_optim_event()`
 
     # Written by _take(), anew when parameters change their dtype or device.
     params: Sequence[ShardedParam]
@@ -82,16 +84,18 @@ class ParamGroup:
     nbytes: int  # of the gathered parameters
     visible: VisibleParams
 
-    # Written by attach() and detach().
-    runtime: Context | None  # that of the root, made by its first forward
+    # Written by attach().
+    runtime: Context | None  # that of the root, made by its first forward; written by detach() too
     _streams: Streams
     _note: Callable[..., None]  # into the flight recorder
 
     # Written by a step.
-    ready: Work | None  # done when the parameters are gathered; None while sharded
-    trainable: list[ShardedParam]  # written by refresh_trainable()
+    ready: Work | None  # done when the parameters are gathered; None while sharded; written by unshard() and reshard()
+    trainable: list[ShardedParam]  # written by refresh_trainable() and detach()
     reduction: GradientReduction | None  # of the trainable parameters; written with them
-    _versions: list[int]  # of the shards, when they were last compared; what is gathered was gathered since
+    _versions: list[
+        int
+    ]  # of the shards at the last invalidate_stale(): another version now means that shards have changed since
 
     def __init__(
         self,
@@ -104,6 +108,7 @@ class ParamGroup:
         gather_kind: type[Gather] = FlatGather,
         *,
         ignored: frozenset[tuple[nn.Module, str]] = frozenset(),
+        root_settings: RootSettings | None = None,
     ) -> None:
         self.modules = modules
         self.device_mesh = mesh
@@ -115,7 +120,8 @@ class ParamGroup:
         self.settings = settings
         self.ignored = ignored
         self.name = type(modules[0]).__name__
-        self.parent, self.children, self.root_settings = None, [], RootSettings()
+        self.parent, self.children = None, []
+        self.root_settings = RootSettings() if root_settings is None else root_settings
         self.calls = ModuleCalls(modules)
         self.runtime, self.ready = None, None
         self.trainable, self.reduction = [], None
@@ -175,14 +181,14 @@ class ParamGroup:
         self.runtime = runtime
         self._streams = runtime.streams
         self._note = world().recorder.note
-        self.gather.attach(runtime, self.settings, window, self.name)
+        self.gather.attach(runtime, self.settings, window, self)
         self.visible.attach(self.params)
 
     def detach(self) -> None:
         """Leave the runtime, between iterations. The next forward of the root makes another."""
+        self.reshard()
         if self.runtime is not None:
             self.gather.detach(self._streams.gather)
-        self.reshard()
         self.calls.unwatch_gradients()
         self.runtime, self.reduction, self.trainable = None, None, []
 
@@ -199,7 +205,8 @@ class ParamGroup:
         """An iteration starts."""
         self.refresh_trainable()
         self.invalidate_stale()
-        self.calls.begin_iteration()
+        if len(self.modules) > 1:
+            self.calls.begin_iteration()
 
     def refresh_trainable(self) -> None:
         """Follow the sharded parameters' `requires_grad`, which the user may change between iterations."""
@@ -252,14 +259,16 @@ class ParamGroup:
             return
         with ranged("FSDP::all_gather_copy_out", self):
             self.ready.wait(self._streams.compute)
-            self.gather.fill_unsharded()
+            if self.gather.copies_out:
+                self.gather.fill_unsharded()
             self.visible.show_unsharded()
 
     def reshard(self) -> None:
         """Let the modules see the shards and free what is gathered. No-op while sharded."""
         if self.ready is None:
             return
-        self.visible.conceal()
+        if self.visible.exposed:
+            self.visible.conceal()
         self._note("free", self.name)
         self.visible.show_sharded()
         # Hazard: compute may still read what is gathered; its storage must outlive those reads.
@@ -273,6 +282,14 @@ class ParamGroup:
             self._note("keep a post-forward shard of", self.name)
             self.gather.reshard_to_subgroup(ranks, self._streams.gather)
             self.reshard()
+
+    def finish_forward(self) -> None:
+        """A forward that reshards has used the parameters for the last time. By the settings, keep a part for the backward."""
+        ranks = self.settings.reshard_after_forward
+        if isinstance(ranks, bool) or ranks is None or not torch.is_grad_enabled():
+            self.reshard()
+        else:
+            self.reshard_to_subgroup(ranks)
 
     def finish_backward(self) -> None:
         """A backward has used the parameters for the last time: reshard, or by the settings only let the modules see shards."""
@@ -320,16 +337,6 @@ class ParamGroup:
         assert self.reduction is not None, "only trainable parameters get gradients"
         self._note("reduce", self.name)
         self.reduction.launch(packed, self._streams.reduce)
-
-    def reduce_over_replicas(self, packed: PackedGrads) -> None:
-        """Reduce what was reduced over the replicas as well, if there are any."""
-        assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.launch_over_replicas(packed, self._streams.post_reduce)
-
-    def publish_grads(self, packed: PackedGrads) -> None:
-        """Make what was reduced the sharded gradients."""
-        assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.publish(packed, self._streams.post_reduce)
 
     # ------------------------------------------------------------------ after a failure
 

@@ -73,7 +73,7 @@ class OffloadPolicy:
     """Nothing is offloaded."""
 
     def applies_to(self, device: torch.device) -> bool:
-        """Shards of a mesh on this device lie elsewhere."""
+        """Whether shards are kept on another device than this one, the mesh's."""
         return False
 
 
@@ -151,7 +151,7 @@ class CustomAllGather(Protocol):
     """What `set_custom_all_gather` takes."""
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for the gathered parameters of a group, a (nbytes,) uint8 tensor; asked for when buffers are made."""
+        """Memory for the gathered parameters of a group, a (nbytes,) uint8 tensor. Called when buffers are made."""
 
     def __call__(self, out: torch.Tensor, inp: torch.Tensor, comm: Communicator, stream: Stream) -> Work:
         """Gather bytes as `comm.all_gather(out, inp, stream=stream)` does."""
@@ -161,7 +161,7 @@ class CustomReduceScatter(Protocol):
     """What `set_custom_reduce_scatter` takes."""
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for the packed gradients of a group, a (nbytes,) uint8 tensor; asked for when buffers are made."""
+        """Memory for the packed gradients of a group, a (nbytes,) uint8 tensor. Called when buffers are made."""
 
     def __call__(self, out: torch.Tensor, inp: torch.Tensor, op: Op, comm: Communicator, stream: Stream) -> Work:
         """Reduce as `comm.reduce_scatter(out, inp, op, stream=stream)` does."""
@@ -169,7 +169,7 @@ class CustomReduceScatter(Protocol):
 
 @dataclass(slots=True)
 class Settings:
-    """What the setters of `FSDPModule` change in a group, one field each. Read at the next use."""
+    """What the setters of `FSDPModule` change in a group, and `unsharded` for a while. Read at the next use."""
 
     reshard_after_forward: bool | int | None
     sync_gradients: bool = True
@@ -196,3 +196,8 @@ class RootSettings:
     is_last_backward: bool = True
     free_gradients: bool = False  # between zero_grad() and the next backward
     post_optim_event: Event | None = None  # holds for one iteration
+
+    def take_post_optim_event(self) -> Event | None:
+        """The event of the iteration that begins, which no later one waits for."""
+        event, self.post_optim_event = self.post_optim_event, None
+        return event

@@ -23,7 +23,7 @@ FORWARD_GROUPS, BACKWARD_GROUPS = 2, 1  # buckets to gather ahead, unless the po
 
 
 class Order:
-    """An order of use, cut into buckets, and how far along it groups have been named to be gathered."""
+    """An order of use, divided into buckets, and the position up to which `after()` has returned groups to gather."""
 
     groups: Sequence[ParamGroup]
     _named: int  # positions before this one; written by restart() and after()

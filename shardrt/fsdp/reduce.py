@@ -1,16 +1,17 @@
 """A group's gradients: packed into one flat buffer, reduced over the ranks, and left as sharded `.grad`s.
 
-| step                 | stream      | before -> after                                     | cost |
-|----------------------|-------------|-----------------------------------------------------|------------------------------------|
-| pack                 | compute     | unsharded grads -> packed (N * s,), cast or added   | gradients read, packed written |
-| launch               | reduce      | packed (N * s,) -> this rank's segment (s,)         | 1 reduce-scatter |
-| launch_over_replicas | post_reduce | the segment, averaged over the replicas if any      | 1 all-reduce |
+| step                 | stream      | before -> after                                     | cost                              |
+|----------------------|-------------|-----------------------------------------------------|-----------------------------------|
+| pack                 | compute     | unsharded grads -> packed (N * s,), cast or added   | gradients read, packed written    |
+| launch               | reduce      | packed (N * s,) -> this rank's segment (s,)         | 1 reduce-scatter                  |
+| launch_over_replicas | post_reduce | the segment, averaged over the replicas if any      | 1 all-reduce                      |
 | publish              | post_reduce | segment -> `.grad`s, cast or added if necessary     | nothing, or the segment read once |
 
 Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
 A single shard rank packs its gradients directly into the sharded ones, if there are none yet.
-`pack` returns everything that the later steps need. Between backwards a reduction holds only what `Held` names.
+`pack` returns everything that the later steps need. Between backwards a reduction holds only what `Held` names; what a failed
+reduction has packed counts as accumulated.
 """
 
 from __future__ import annotations
@@ -98,6 +99,14 @@ class Accumulated(NamedTuple):
     positions: frozenset[int]
 
 
+class Result(Enum):
+    """What a reduction writes."""
+
+    GRADS = auto()  # the sharded gradients themselves
+    SCRATCH = auto()  # values that are converted, or added to earlier gradients
+    PARTIAL = auto()  # values that a later backward reduces over the replicas
+
+
 class PackedGrads(NamedTuple):
     """Gradients on their way through one reduction. (A tuple: a frozen dataclass takes three times as long to make.)"""
 
@@ -105,11 +114,10 @@ class PackedGrads(NamedTuple):
     out: torch.Tensor  # (s,) what is received: the sharded gradients themselves, or scratch
     scaling: Scaling
     positions: frozenset[int]  # of the parameters that have a gradient in it
-    fresh: list[int]  # of these, the parameters without an earlier gradient
-    direct: bool  # `out` is the sharded gradients
-    publishes: bool  # else the result is kept for a later backward, which reduces over the replicas
-    adds_partial: bool  # to what earlier backwards left so
-    used: list[FlatBuffer]  # to be released on the compute stream after publish()
+    fresh: Sequence[int]  # of these, the parameters without an earlier gradient
+    result: Result
+    adds_partial: bool  # to what earlier backwards have reduced within the replica
+    used: Sequence[FlatBuffer]  # to be released on the compute stream after publish()
 
 
 _NONE: frozenset[int] = frozenset()
@@ -123,7 +131,15 @@ class GradientReduction:
 
     params: list[ShardedParam]  # the trainable ones
     grads: ShardedGrads
-    _accumulated: Accumulated | None  # written by pack() and discard()
+    _comm: Communicator  # of the ranks that share the parameters
+    _replicas: Communicator | None
+    _settings: Settings
+    _dtype: torch.dtype  # in which gradients are reduced
+    _layout: ReduceLayout
+    _uncut: bool  # every gradient is one piece, so a step has none to match
+    _ranks: int  # that are averaged over
+    _everything: frozenset[int]  # the positions of all parameters
+    _accumulated: Accumulated | PackedGrads | None  # packed, not published; written by pack(), publish() and discard()
     _partial_positions: frozenset[int]  # parameters with a gradient in `_partial`; written by publish() and discard()
     _partial: FlatBuffer  # gradients that are reduced within a replica only
     _partial_flat: torch.Tensor  # (s,)
@@ -148,8 +164,8 @@ class GradientReduction:
         self._replicas = replicas
         self._settings = settings
         self._dtype = dtype
-        self._layout: ReduceLayout = reduce_layout(layout, trainable, comm.rank)
-        self._uncut = self._layout.uncut  # then a step has no pieces to match
+        self._layout = reduce_layout(layout, trainable, comm.rank)
+        self._uncut = self._layout.uncut
         self._ranks = comm.size * (1 if replicas is None else replicas.size)
         self._everything = frozenset(range(len(trainable)))
         self._accumulated = None
@@ -170,6 +186,7 @@ class GradientReduction:
             given = CommBuffer.given(custom.allocate(nbytes, comm.device), nbytes, comm.device, self.params[0].name)
             comm_buffer, ordinary = None, CommFlatBuffer(nbytes, given, memory)
         self._ordinary = self._lay_out(ordinary)
+        ordinary.seal()
         self._in_comm_buffer = self._in_place = None
         if comm_buffer is not None and nbytes <= comm_buffer.nbytes:
             self._in_comm_buffer = self._lay_out(CommFlatBuffer(nbytes, comm_buffer, memory))
@@ -180,7 +197,6 @@ class GradientReduction:
     def _lay_out(self, buffer: FlatBuffer) -> PackBuffer:
         flat = buffer.view(self._dtype, 0, (buffer.nbytes // self._dtype.itemsize,))
         packed = PackBuffer(buffer, flat, [self._piece_view(buffer, piece) for piece in self._layout.pieces])
-        buffer.seal()
         return packed
 
     def _piece_view(self, buffer: FlatBuffer, piece: Piece) -> torch.Tensor:
@@ -239,8 +255,8 @@ class GradientReduction:
         scaling = Scaling.of(self._dtype, self._ranks, self._comm.size, settings.divide_factor, settings.force_sum)
         packed, first = None, held is None
         if settings.sync_gradients:
-            packed = self._prepare(positions, scaling, compute)
-            self._accumulated, source = None, packed.source
+            self._accumulated = packed = self._prepare(positions, scaling, compute)
+            source = packed.source
         else:
             source = self._ordinary if held is None else held.source
             if first:
@@ -258,28 +274,31 @@ class GradientReduction:
         if adds_partial:
             positions |= self._partial_positions
         fresh, segment = self.grads.missing(positions), self.grads.segment
-        direct = publishes and segment is not None and len(fresh) == len(self.params)
-        used: list[FlatBuffer] = []
+        used: tuple[FlatBuffer, ...] = ()
         if publishes:
             self.grads.allocate(compute)
+            result = Result.SCRATCH
             if adds_partial:
-                used.append(self._partial)
+                used = (self._partial,)
         else:
             compute.submit(self._partial.allocate)
-        if not direct:
+            result = Result.PARTIAL
+        if publishes and segment is not None and len(fresh) == len(self.params):
+            out, result = segment, Result.GRADS
+        else:
+            out = self.grads.scratch_flat
             compute.submit(self.grads.scratch.allocate)
-            used.append(self.grads.scratch)
-        out = segment if direct and segment is not None else self.grads.scratch_flat
-        source = self._source(direct, compute)
+            used += (self.grads.scratch,)
+        source = self._source(result, compute)
         if source is not self._in_place:
-            used.append(source.buffer)
-        return PackedGrads(source, out, scaling, positions, fresh, direct, publishes, adds_partial, used)
+            used += (source.buffer,)
+        return PackedGrads(source, out, scaling, positions, fresh, result, adds_partial, used)
 
-    def _source(self, direct: bool, compute: Stream) -> PackBuffer:
+    def _source(self, result: Result, compute: Stream) -> PackBuffer:
         """Where to pack gradients that are reduced at once."""
         if self._accumulated is not None:
             return self._accumulated.source
-        if direct and self._in_place is not None:
+        if result is Result.GRADS and self._in_place is not None:
             self._zero_padding(self._in_place, compute)  # it is allocated, as the output
             return self._in_place
         source = self._in_comm_buffer
@@ -318,10 +337,12 @@ class GradientReduction:
             custom(packed.out, packed.source.flat, packed.scaling.op, self._comm, stream)
 
     def launch_over_replicas(self, packed: PackedGrads, stream: Stream) -> None:
-        """Average what was launched over the replicas, with what earlier backwards left, or leave it for a later one."""
-        if self._replicas is None:
-            return
-        if not packed.publishes:
+        """Average what was launched over the replicas, with what earlier backwards left, or leave it for a later one.
+
+        Only where there are replicas.
+        """
+        assert self._replicas is not None, "the group has replicas"
+        if packed.result is Result.PARTIAL:
             stream.submit(partial(self._partial_flat.add_ if packed.adds_partial else self._partial_flat.copy_, packed.out))
             return
         if packed.adds_partial:
@@ -330,7 +351,8 @@ class GradientReduction:
 
     def publish(self, packed: PackedGrads, stream: Stream) -> None:
         """Make what was launched the sharded gradients, or add it to earlier ones; nothing if it stays partial."""
-        if not packed.publishes:
+        self._accumulated = None
+        if packed.result is Result.PARTIAL:
             self._partial_positions = packed.positions
             return
         self._partial_positions = _NONE
@@ -339,7 +361,7 @@ class GradientReduction:
         if self._settings.reduce_hook is not None:
             self._call_hook(self._settings.reduce_hook, packed.out, stream)
         grads = self.grads
-        if not packed.direct:
+        if packed.result is Result.SCRATCH:
             older = {position: grads.older(position) for position in packed.positions.difference(packed.fresh)}
             stream.submit(partial(grads.fold, packed.fresh, older))
         grads.assign(packed.fresh)

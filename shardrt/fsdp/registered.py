@@ -35,7 +35,7 @@ _COPY = "copy the values into it, as in `param.data = new` or load_state_dict() 
 _DISTRIBUTE = "nn.Parameter(shardrt.distribute_tensor(tensor, mesh, placements))"
 
 
-def agree(mesh: DeviceMesh, what: str, description: list[str], error: Exception | None) -> None:
+def check_same_modules(mesh: DeviceMesh, what: str, description: list[str], error: Exception | None) -> None:
     """Raise on every rank if any rank has an error, or if the ranks describe different modules. Collective."""
     digest = hashlib.sha256("\n".join(description).encode()).hexdigest()
     kept = type(error) if isinstance(error, (TypeError, ValueError)) else RuntimeError
@@ -85,7 +85,7 @@ def follow(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
             _check_values(group, replaced.get(group, {}))
     except (RuntimeError, ValueError) as caught:
         error = caught
-    agree(root.device_mesh, f"first forward of '{root.name}'", lines, error)
+    check_same_modules(root.device_mesh, f"first forward of '{root.name}'", lines, error)
     for group, found_ones in replaced.items():
         for param, found in found_ones.items():
             param.replace_sharded(found)
@@ -193,7 +193,8 @@ def check_registered(group: ParamGroup) -> None:
     """
     if not group.visible.as_expected():
         _repair(group)
-    group.visible.conceal()
+    if group.visible.exposed:
+        group.visible.conceal()
 
 
 def reshard_and_repair(group: ParamGroup) -> None:

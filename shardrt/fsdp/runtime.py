@@ -13,7 +13,7 @@ from torch import nn
 from .. import comm
 from ..torch_internals import queue_backward_callback
 from . import context, registered, symmetric_windows
-from .autograd import Progress, TensorWatcher
+from .autograd import Phase, Progress, TensorWatcher
 from .extension import split_hooked
 from .moves import warn_of_unwritten
 from .param_group import ParamGroup, packed_nbytes
@@ -24,7 +24,7 @@ from .reduce import Handoff, PackedGrads
 
 
 class Runtime(context.Context):
-    """What the groups under one root share, and the verbs of an iteration. Made by the root's first forward. Collective."""
+    """What the groups under one root share, and the steps of an iteration. Made by the root's first forward. Collective."""
 
     root: ParamGroup
     groups: list[ParamGroup]  # all under the root, from the outside in
@@ -65,7 +65,7 @@ class Runtime(context.Context):
             group.refresh_trainable()
 
     def _attach(self) -> None:
-        symmetric_windows.agree(self.root, self.groups)
+        symmetric_windows.check_same_windows(self.root, self.groups)
         windows = symmetric_windows.gathers(self.groups)
         for group in self.groups:
             group.attach(self, windows.get(group))
@@ -91,7 +91,7 @@ class Runtime(context.Context):
             self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        done, self._settings.post_optim_event = self._settings.post_optim_event, None
+        done = self._settings.take_post_optim_event()
         self.streams.begin(done)
         for group in self.groups:
             group.begin()
@@ -136,7 +136,8 @@ class Runtime(context.Context):
         if not self._end_queued:
             self._end_queued = True
             for group in self.groups:
-                group.visible.conceal()
+                if group.visible.exposed:
+                    group.visible.conceal()
             queue_backward_callback(self._end_backward)
 
     def reduce(self, group: ParamGroup) -> None:
@@ -166,7 +167,8 @@ class Runtime(context.Context):
             self._reduce(packed)
         with ranged("FSDP::post_backward_publish", *packed):
             for group, grads in packed.items():
-                group.publish_grads(grads)
+                assert group.reduction is not None, "it has packed"
+                group.reduction.publish(grads, streams.post_reduce)
         used = [buffer for grads in packed.values() for buffer in grads.used]
         self._in_flight.append((set(packed), Handoff(used, streams.post_reduce.record(), streams.compute)))
         self._reduced.update(packed)
@@ -183,9 +185,11 @@ class Runtime(context.Context):
                 group.reduce_grads(packed[group])
         if streams.post_reduce is not streams.reduce:
             streams.post_reduce.wait(streams.reduce.record())
-        with _together(group.all_reduce_comm for group in packed if group.all_reduce_comm is not None):
-            for group, grads in packed.items():
-                group.reduce_over_replicas(grads)
+        replicated = [group for group in packed if group.all_reduce_comm is not None]
+        with _together(cast("comm.Communicator", group.all_reduce_comm) for group in replicated):
+            for group in replicated:
+                assert group.reduction is not None, "it has packed"
+                group.reduction.launch_over_replicas(packed[group], streams.post_reduce)
 
     def _retire(self, newest: int) -> None:
         """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
@@ -206,8 +210,10 @@ class Runtime(context.Context):
             self._reduce_bucket()
         self._reduced.clear()
         for group in self.groups:
-            group.calls.end_backward()
-            group.finish_backward()
+            if group.calls.phase is Phase.BACKWARD:
+                group.calls.end_backward(group)
+            if group.ready is not None:
+                group.finish_backward()
         if self._settings.is_last_backward:
             self.settle()
 
@@ -244,11 +250,6 @@ def _rename(root: ParamGroup, groups: Iterable[ParamGroup], names: dict[nn.Modul
                 f"'{group.name}' ran as a root of its own before '{root.name}' around it was sharded (rank "
                 f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
             )
-
-
-def runtime_of(group: ParamGroup) -> Runtime | None:
-    """The runtime that the group has joined, if the root has run."""
-    return cast("Runtime | None", group.runtime)
 
 
 @contextmanager

@@ -62,8 +62,9 @@ def _hide_from_compiler() -> None:
 def deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A sharded module with the same settings whose parameters and buffers share nothing with this one's.
 
-    Not copied: gradients of the sharded parameters, and what an iteration leaves. The copy of a module inside another
-    sharded one is a root of its own. All ranks copy alike. Cost: the memory of another copy of the shards.
+    Not copied: gradients of the sharded parameters, and the runtime, which the copy's first forward makes. The copy of a
+    module inside another sharded one is a root of its own. All ranks must make the same copies.
+    Cost: the memory of another copy of the shards.
     Raises RuntimeError during an iteration, and for a part only of modules that were sharded together.
     module: the outermost sharded one.   memo: that of `copy.deepcopy`.
     """
@@ -134,10 +135,9 @@ def _set_up(group: ParamGroup, modules: Sequence[nn.Module], memo: dict[int, Any
     made: ParamGroup = memo[id(group)]
     params, settings = [param.copied(memo) for param in group.params], _settings(group.settings, memo)
     options = (group.device_mesh, group.mp_policy, group.offload_policy, settings, type(group.gather))
-    made.__init__(modules, params, *options, ignored=copy.deepcopy(group.ignored, memo))  # type: ignore[misc]
-    if group.root_settings is not None and made.root_settings is not None:
-        for name in ("prefetch", "is_last_backward", "free_gradients"):
-            setattr(made.root_settings, name, getattr(group.root_settings, name))
+    root_settings = None if group.root_settings is None else replace(group.root_settings, post_optim_event=None)
+    ignored = copy.deepcopy(group.ignored, memo)
+    made.__init__(modules, params, *options, ignored=ignored, root_settings=root_settings)  # type: ignore[misc]
     return made
 
 

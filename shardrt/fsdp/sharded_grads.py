@@ -1,7 +1,7 @@
 """The sharded gradients of a group: their memory, and how a reduced segment becomes them.
 
-They are the same views of one buffer for good, as DDP's `gradient_as_bucket_view`: the next backward overwrites a gradient
-that was kept beyond `zero_grad()`; clone it to keep it.
+Each gradient is a view of one buffer, the same view in every step, as with DDP's `gradient_as_bucket_view`. So the next
+backward overwrites a gradient that the user has kept beyond `zero_grad()`: clone it to keep it.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ class ShardedGrads:
         self.scratch_flat = self.scratch.view(dtype, 0, (layout.segment_numel,))
         offloads = any(param.local.device != device for param in params)
         converts = offloads or any(param.dtype != dtype for param in params)
-        places = offsets
+        starts = offsets
         if converts:
-            *places, nbytes = accumulate((-(-param.local.nbytes // 16) * 16 for param in params), initial=0)
+            *starts, nbytes = accumulate((-(-param.local.nbytes // 16) * 16 for param in params), initial=0)
         # Not counted: these bytes are no communication buffer, but the gradients themselves.
         self.buffer = FlatBuffer(0 if offloads else nbytes, device, MemoryCounter())
         self.segment = None if converts else self.buffer.view(dtype, 0, (layout.segment_numel,))
         self._grads, self._scratch_views = [], []
-        for param, placement, place, offset in zip(params, placements, places, offsets, strict=True):
+        for param, placement, start, offset in zip(params, placements, starts, offsets, strict=True):
             shape, stride = local_geometry(param.shape, placement, rank)
             self._scratch_views.append(self.scratch.view(dtype, offset, shape, stride))
             if offloads:
                 local = torch.empty_like(param.local, pin_memory=param.local.is_pinned())
             else:
-                local = self.buffer.view(param.dtype, place, shape, stride)
+                local = self.buffer.view(param.dtype, start, shape, stride)
             self._grads.append(param.sharded_like(local))
         self.scratch.seal()
 
@@ -102,7 +102,11 @@ class ShardedGrads:
         add_into(list(older.values()), [self._scratch_views[p].to(local.device) for p, local in older.items()])
 
     def older(self, position: int) -> torch.Tensor:
-        """This rank's part of a gradient from before: a whole one, if autograd made it of a view of the gathered parameter."""
+        """This rank's part of a gradient from before.
+
+        That may be a plain tensor of the whole parameter, which autograd made through a view of the gathered parameter: then it
+        is replaced by a sharded one.
+        """
         param, sharded = self._params[position], self._sharded[position]
         if not isinstance(sharded.grad, DTensor):
             sharded.grad = param.sharded_like(sharded.spec.local_shard(sharded.grad).clone())  # type: ignore[attr-defined]

@@ -48,20 +48,20 @@ def useful(comm: Communicator) -> bool:
 
 def gathers(groups: Sequence[ParamGroup]) -> dict[ParamGroup, SymmetricGather]:
     """The all-gathers through windows, for the groups whose settings ask for one and that can use it. Collective."""
-    asked = [group for group in groups if group.settings.symmetric and group.gather.windowed and useful(group.gather_comm)]
+    chosen = [group for group in groups if group.settings.symmetric and group.gather.windowed and useful(group.gather_comm)]
     found = {}
-    for comm in dict.fromkeys(group.gather_comm for group in asked):
-        mine = [group for group in asked if group.gather_comm is comm]
+    for comm in dict.fromkeys(group.gather_comm for group in chosen):
+        mine = [group for group in chosen if group.gather_comm is comm]
         window = CommBuffer.of(comm, max(group.nbytes for group in mine), symmetric=True)
         gather = SymmetricGather(window.memory)
         found.update(dict.fromkeys(mine, gather))
     return found
 
 
-def agree(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
+def check_same_windows(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
     """RuntimeError, on every rank alike, if ranks chose windows for different groups, or for one with custom collectives."""
-    asked = [group.name for group in groups if group.settings.symmetric]
-    answers = root.device_mesh.exchange(asked)
+    chosen = [group.name for group in groups if group.settings.symmetric]
+    answers = root.device_mesh.exchange(chosen)
     if any(answer != answers[0] for answer in answers):
         found = "; ".join(f"rank {rank}: {names or 'none'}" for rank, names in enumerate(answers))
         raise RuntimeError(

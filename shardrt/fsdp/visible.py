@@ -12,14 +12,15 @@ from .param import Attributes, GatheredParameter, ShardedParam
 class VisibleParams:
     """What is registered on a group's modules: exchanged around forward and backward.
 
-    While the user can reach the gathered parameters (they are exposed), what is written to them is written to the shards.
+    The gathered parameters are exposed while the user's code can reach them. What it writes to them then, `conceal` copies to
+    the shards.
     """
 
     unsharded: bool  # the modules see the unsharded parameters
     exposed: bool  # the user can reach the unsharded parameters
     _owners: list[tuple[dict[str, nn.Parameter | None] | Attributes, str, ShardedParam]]  # registry, attribute, parameter
     _plain: list[ShardedParam]  # whose unsharded parameter is of no subclass; written by attach()
-    _versions: list[int]  # of their unsharded parameters, when they were exposed
+    _versions: list[int]  # of the unsharded parameters of `_plain`; written by attach() and expose()
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.unsharded = False
@@ -66,7 +67,7 @@ class VisibleParams:
             registry[attribute] = param.unsharded if self.unsharded else param.sharded
 
     def expose(self) -> None:
-        """The user can reach the unsharded parameters from now on. No-op if that is so."""
+        """From now on the user's code can reach the unsharded parameters: notice what it writes to them. No-op if exposed."""
         if self.exposed:
             return
         self.exposed = True
@@ -76,9 +77,10 @@ class VisibleParams:
         self._versions = [param.unsharded._version for param in self._plain]
 
     def conceal(self) -> None:
-        """The user cannot reach the unsharded parameters any more: write to the shards what was written to them."""
-        if not self.exposed:
-            return
+        """The user cannot reach the unsharded parameters any more: write to the shards what was written to them.
+
+        Only while they are exposed.
+        """
         for param, version in zip(self._plain, self._versions, strict=True):
             if param.unsharded._version != version:
                 param.keep_writes()
