@@ -117,13 +117,16 @@ class Outcome:
 
 def test(arguments: list[str]) -> int:
     """Run every step, also after a failure, then print a summary. Steps that need one core run beside the tests."""
-    options = list(SIDE_BY_SIDE) if set(arguments) <= {"--all"} else []
     beside = ThreadPoolExecutor(1)
     try:
         overlay = beside.submit(set_up, OPEN_MPI)
         checks = beside.submit(run_checks)
-        outcomes = [run_step("pytest", lambda: run(MPICH, "pytest", *options, *arguments))]
-        outcomes.append(run_step("pytest (Open MPI)", lambda: overlay.result() or test_open_mpi([*options, *arguments])))
+        outcomes = [run_step("pytest", lambda: run_tests(MPICH, arguments))]
+        # Cost: without this variable, waiting ranks occupy cores that other jobs need, since mpirun counts only its own ranks.
+        yields = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+        outcomes.append(
+            run_step("pytest (Open MPI)", lambda: overlay.result() or run_tests(OPEN_MPI, arguments, "mpi", **yields))
+        )
         if "--all" in arguments:
             outcomes.append(run_step("pytest (CUDA)", test_on_stand_in))
         outcomes += checks.result()
@@ -150,12 +153,18 @@ def run_step(name: str, step: Callable[[], int]) -> Outcome:
     return Outcome(name, code, time.perf_counter() - start)
 
 
-def test_open_mpi(arguments: list[str]) -> int:
-    """Run the tests that depend on the MPI in the environment with the other one."""
-    nothing_selected = 5  # by the user's own arguments
-    # Cost: without this variable, waiting ranks occupy cores that other jobs need, since mpirun counts only its own ranks.
-    code = run(OPEN_MPI, "pytest", *arguments, "-m", "mpi", OMPI_MCA_mpi_yield_when_idle="1")
-    return 0 if code == nothing_selected and set(arguments) - {*SIDE_BY_SIDE, "--all"} else code
+def run_tests(venv: Venv, arguments: list[str], mark: str = "", **variables: str) -> int:
+    """Run the tests with this mark, or all: several at a time, then one by one those under Slurm.
+
+    Hazard: beside other jobs of MPICH, MPI_Init of four ranks under srun fails with "out of memory".
+    """
+    if set(arguments) - {"--all"}:
+        nothing_selected = 5  # by the user's own arguments
+        code = run(venv, "pytest", *arguments, *(["-m", mark] if mark else []), **variables)
+        return 0 if mark and code == nothing_selected else code
+    prefix = f"{mark} and " if mark else ""
+    several = run(venv, "pytest", *SIDE_BY_SIDE, *arguments, "-m", f"{prefix}not slurm", **variables)
+    return run(venv, "pytest", *arguments, "-m", f"{prefix}slurm", **variables) or several
 
 
 def test_on_stand_in() -> int:

@@ -280,6 +280,7 @@ def slurm_environment(slurm: Slurm) -> dict[str, str]:
 
 
 @pytest.mark.mpi
+@pytest.mark.slurm
 def test_srun_starts_one_world(slurm: Slurm, script: Callable[[str], Path]) -> None:
     command = allocate(f"--nodelist={slurm.node}", "--ntasks=4", "--cpus-per-task=1")
     done = run(*command, script(SUM), environment=slurm_environment(slurm))
@@ -294,6 +295,7 @@ os.write(1, f"{os.environ['SLURMD_NODENAME']}, {os.environ['OMP_NUM_THREADS']} t
 """
 
 
+@pytest.mark.slurm
 def test_srun_over_two_nodes(slurm: Slurm, script: Callable[[str], Path]) -> None:
     if site().mpi is Mpi.OPEN_MPI:
         pytest.skip("two nodes on one host would share the name of a PMIx server")
@@ -317,6 +319,7 @@ time.sleep(1000)
 
 
 @pytest.mark.mpi
+@pytest.mark.slurm
 def test_a_killed_rank_ends_the_srun_job(slurm: Slurm, script: Callable[[str], Path]) -> None:
     done = run(*allocate(f"--nodelist={slurm.node}", "--ntasks=2"), script(DIE), environment=slurm_environment(slurm))
     assert done.returncode != 0
@@ -360,6 +363,7 @@ def test_the_batch_file_requeues_without_slurm(code: int, requeued: str, tmp_pat
 
 @pytest.mark.mpi
 @pytest.mark.all
+@pytest.mark.slurm
 def test_the_batch_file_requeues_when_the_time_is_up(slurm: Slurm, script: Callable[[str], Path], tmp_path: Path) -> None:
     batch_file = copy_batch_file(tmp_path, Path(sys.executable).parent)
     variables = slurm_environment(slurm)
