@@ -143,7 +143,6 @@ class ExtensionGather(Gather):
     """Gathers one such parameter as its methods say. It is reduced and stepped as any other."""
 
     windowed = False
-    copies_out = True
     # Written when the buffers are made.
     _takes_all: bool  # fsdp_pre_all_gather takes five arguments
     _own_views: list[torch.Tensor]  # where this rank's tensors are copied to

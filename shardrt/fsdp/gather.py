@@ -82,7 +82,6 @@ class Gather(ABC):
     """
 
     windowed: ClassVar[bool]  # what is gathered may go through a symmetric window
-    copies_out: ClassVar[bool]  # fill_unsharded() does something
     params: Sequence[ShardedParam]
     mesh: DeviceMesh
     comm: Communicator
@@ -199,9 +198,9 @@ class Gather(ABC):
     def _fill_own(self) -> None:
         """Copy this rank's shards to where the all-gather sends from. On the gather stream."""
 
+    @abstractmethod
     def fill_unsharded(self) -> None:
-        """Make the unsharded parameters of what was gathered. On the compute stream, and only if `copies_out`."""
-        raise NotImplementedError
+        """Make the unsharded parameters of what was gathered. On the compute stream."""
 
     def release(self, stream: Stream) -> None:
         """Free what was gathered, on the gather stream."""
@@ -229,7 +228,6 @@ class FlatGather(Gather):
     """
 
     windowed = True
-    copies_out = False
     _casts: bool  # some parameters are gathered in another dtype than their own
     _flat_shard: torch.Tensor  # (S,) bytes without casts: what the all-gather sends
     _locals: list[torch.Tensor]  # views of it, one for each parameter
@@ -301,3 +299,6 @@ class FlatGather(Gather):
 
     def _fill_own(self) -> None:
         pack_into(self._own_views, self._locals if self._casts else [self._flat_shard])
+
+    def fill_unsharded(self) -> None:
+        """Nothing to do: they are views of what was gathered."""

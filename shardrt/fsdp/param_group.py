@@ -74,8 +74,7 @@ class ParamGroup:
     # Written by adopt(), of the group or of its parent.
     parent: ParamGroup | None
     children: list[ParamGroup]
-    root_settings: RootSettings | None  # None inside another group; its fields are written by the setters of FSDPModule, and
-    # by `take_post_optim_event()`
+    root_settings: RootSettings | None  # None inside another group; FSDPModule's setters write its fields
 
     # Written by _take(), anew when parameters change their dtype or device.
     params: Sequence[ShardedParam]
@@ -93,9 +92,7 @@ class ParamGroup:
     ready: Work | None  # done when the parameters are gathered; None while sharded; written by unshard() and reshard()
     trainable: list[ShardedParam]  # written by refresh_trainable() and detach()
     reduction: GradientReduction | None  # of the trainable parameters; written with them
-    _versions: list[
-        int
-    ]  # of the shards at the last invalidate_stale(): another version now means that shards have changed since
+    _versions: list[int]  # of the shards at the last invalidate_stale(); others now mean that shards have changed since
 
     def __init__(
         self,
@@ -259,8 +256,7 @@ class ParamGroup:
             return
         with ranged("FSDP::all_gather_copy_out", self):
             self.ready.wait(self._streams.compute)
-            if self.gather.copies_out:
-                self.gather.fill_unsharded()
+            self.gather.fill_unsharded()
             self.visible.show_unsharded()
 
     def reshard(self) -> None:

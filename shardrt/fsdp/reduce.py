@@ -196,8 +196,7 @@ class GradientReduction:
 
     def _lay_out(self, buffer: FlatBuffer) -> PackBuffer:
         flat = buffer.view(self._dtype, 0, (buffer.nbytes // self._dtype.itemsize,))
-        packed = PackBuffer(buffer, flat, [self._piece_view(buffer, piece) for piece in self._layout.pieces])
-        return packed
+        return PackBuffer(buffer, flat, [self._piece_view(buffer, piece) for piece in self._layout.pieces])
 
     def _piece_view(self, buffer: FlatBuffer, piece: Piece) -> torch.Tensor:
         param, numel = self.params[piece.position], piece.stop - piece.start
