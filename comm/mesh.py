@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -55,6 +55,7 @@ class _Family:
     """Shared by a mesh and its parts: each part is created once, and so are its communicators."""
 
     meshes: dict[tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]], DeviceMesh] = field(default_factory=dict)
+    products: dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = field(default_factory=dict)
     opened: list[Communicator] = field(default_factory=list)
 
 
@@ -117,6 +118,35 @@ class DeviceMesh:
     def flatten(self, name: str | None = None) -> DeviceMesh:
         """The same ranks along one axis, named `name`, or after all axes ("dp_tp"). Always the same object."""
         return self._related((self.size,), (name or "_".join(self.axis_names),), self.ranks)
+
+    def product(self, inner: DeviceMesh) -> DeviceMesh:
+        """The mesh with the axes of this one, then those of `inner`, over all ranks that both reach. Always the same object.
+
+        In a mesh of axes "dp" and "tp", mesh["tp"].product(mesh["dp"]) has the same ranks with "tp" as the first axis:
+
+            mesh (dp, tp)   0 1      product (tp, dp)   0 2
+                            2 3                         1 3
+
+        Its part along the axes of `inner` is `inner` again; so are those along this mesh's axes.
+        Collective over all ranks of the communicator that both meshes are parts of; the first call for a pair blocks.
+        Raises ValueError, on all of these ranks alike, naming the ranks, if the meshes are not of one communicator, have an
+        axis name in common, share more than one rank, or if the ranks do not form a grid with rows and columns of one shape.
+        """
+        found = self._family.products.get((self, inner))
+        if found is None:
+            related = inner._base is self._base
+            mine = _Factors(related, self.axis_names, self.shape, self.ranks, inner.axis_names, inner.shape, inner.ranks)
+            everyone = self._base.exchange(mine)
+            wrong = {rank: why for rank in range(len(everyone)) if (why := _misfit(everyone, rank))}
+            if wrong:
+                rank, why = next(iter(wrong.items()))
+                raise ValueError(f"{self} times {inner}: {why} (rank {rank}; found on ranks {', '.join(map(str, wrong))})")
+            for part in (self, inner):
+                self._family.meshes.setdefault((part.axis_names, part.shape, tuple(part.ranks)), part)
+            names, shape = self.axis_names + inner.axis_names, self.shape + inner.shape
+            found = self._related(shape, names, [rank for each in self.ranks for rank in everyone[each].inner_ranks])
+            self._family.products[self, inner] = found
+        return found
 
     def axis(self, mesh_dim: int | str) -> int:
         """The number of an axis, given by its name or number, which counts from the end if negative. Raises ValueError."""
@@ -191,6 +221,10 @@ class DeviceMesh:
         while self._family.opened:
             self._family.opened.pop().close()
 
+    def __deepcopy__(self, memo: object) -> DeviceMesh:
+        """The mesh itself: copies of what refers to it are on the same ranks, with the same communicators."""
+        return self
+
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={extent}" for name, extent in zip(self.axis_names, self.shape, strict=True))
         return f"DeviceMesh({axes}, rank {self.rank} at {self.coordinates}, {self.device})"
@@ -209,6 +243,43 @@ class DeviceMesh:
 
     def _shares(self, coordinates: tuple[int, ...], axes: list[int]) -> bool:
         return all(coordinates[axis] == self.coordinates[axis] for axis in axes)
+
+
+class _Factors(NamedTuple):
+    """The two meshes of a product, as one rank sees them. Ranks are those of the communicator."""
+
+    related: bool  # both are of one communicator
+    outer_names: tuple[str, ...]
+    outer_shape: tuple[int, ...]
+    outer_ranks: list[int]
+    inner_names: tuple[str, ...]
+    inner_shape: tuple[int, ...]
+    inner_ranks: list[int]
+
+
+def _misfit(everyone: list[_Factors], rank: int) -> str | None:
+    """Why the meshes of this rank have no product; None if they have one."""
+    mine = everyone[rank]
+    if not mine.related:
+        return "expected meshes of one communicator, such as two parts of one mesh"
+    if common := set(mine.outer_names) & set(mine.inner_names):
+        return f"expected axes of different names, found '{common.pop()}' in both"
+    if common_ranks := sorted(set(mine.outer_ranks) & set(mine.inner_ranks) - {rank}):
+        return f"expected meshes that overlap in this rank alone, found ranks {common_ranks} in both"
+    position = mine.inner_ranks.index(rank)
+    for peer in mine.outer_ranks:  # the ranks in the place of this one in their rows: its column
+        theirs = everyone[peer]
+        if (theirs.inner_names, theirs.inner_shape) != (mine.inner_names, mine.inner_shape):
+            return f"expected the second mesh of shape {mine.inner_shape} on rank {peer} too, found {theirs.inner_shape}"
+        if theirs.inner_ranks[position] != peer or theirs.outer_ranks != mine.outer_ranks:
+            return f"expected the ranks of both meshes to form a grid, but rank {peer} is in another column of it"
+    for peer in mine.inner_ranks:
+        theirs = everyone[peer]
+        if (theirs.outer_names, theirs.outer_shape) != (mine.outer_names, mine.outer_shape):
+            return f"expected the first mesh of shape {mine.outer_shape} on rank {peer} too, found {theirs.outer_shape}"
+        if theirs.inner_ranks != mine.inner_ranks:
+            return f"expected the ranks of both meshes to form a grid, but rank {peer} is in another row of it"
+    return None
 
 
 def _check_axes(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> None:

@@ -23,7 +23,8 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     max_norm: the largest norm allowed.   norm_type: p of the p-norm; `inf` for the largest magnitude.
     Returns: the norm before clipping, a 0-dim float32 tensor (float64 if a gradient is), the same on all ranks, on the mesh's
         device.
-    Collective. Cost: an all-reduce of one float64 for each mesh, and one pass to scale; no host sync.
+    Collective. Cost: an all-reduce of one float64 for each mesh (one more with tensor parallelism), and one pass to scale; no
+    host sync.
     Raises ValueError for a norm_type <= 0, and for a `Partial` gradient.
     """
     if norm_type <= 0:
@@ -46,13 +47,23 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     norms = [_norm_over_mesh(mesh, local, norm_type) for mesh, local in meshes.items()]
     if plain or not norms:
         norms.append(total_norm(plain, norm_type, plain[0].device if plain else torch.device("cpu")))
-    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norm = _same_bits(torch.linalg.vector_norm(torch.stack(norms), norm_type), listed)
     # As in torch: no branch on the value, which would be a host sync; 1e-6 prevents a division by zero.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for local in (*meshes.values(), plain):
         if local:
             rescale(local, scale.to(local[0].device))
     return norm if any(grad.dtype == torch.float64 for grad in grads) else norm.float()
+
+
+def _same_bits(norm: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
+    """The norm, equal on tensor-parallel ranks: where their layouts differ, so does the order in which they add up.
+
+    Hazard: without it, what is replicated over them would drift apart by a rounding error in each step.
+    """
+    for mesh in dict.fromkeys(p.spec.mesh for p in params if isinstance(p, DTensor) and p.gathered_spec is not None):
+        norm = combine(norm, ReduceOp.MAX, mesh)
+    return norm
 
 
 def _norm_over_mesh(mesh: DeviceMesh, local: list[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -138,3 +138,50 @@ def test_communicators_join_the_ranks_of_a_part(world: World) -> None:
     mesh.close()
     with pytest.raises(RuntimeError, match=r"'replicate.gather'.*is closed"):
         mesh["replicate"].communicator("gather").barrier(stream=world.stream)
+
+
+@on_ranks(4)
+def test_products_of_meshes(world: World) -> None:
+    mesh = DeviceMesh(world.comm, (2, 2), ("dp", "tp"))
+    product = mesh["tp"].product(mesh["dp"])
+    assert product is mesh["tp"].product(mesh["dp"])
+    assert (product.axis_names, product.mesh.tolist()) == (("tp", "dp"), [[0, 2], [1, 3]])
+    assert (product["tp"], product["dp"]) == (mesh["tp"], mesh["dp"])
+    assert product.coordinates == mesh.coordinates[::-1]
+    hybrid = DeviceMesh(world.comm, (2, 1, 2), ("replicate", "shard", "tp"))
+    three = hybrid["tp"].product(hybrid["replicate", "shard"])
+    assert (three.axis_names, three.shape) == (("tp", "replicate", "shard"), (2, 2, 1))
+    assert three["replicate", "shard"] is hybrid["replicate", "shard"]
+    everyone = DeviceMesh(world.comm, (4,), ("all",))
+    alone = DeviceMesh(world.comm, (4, 1), ("all", "tp"))["tp"]
+    assert alone.product(everyone).mesh.tolist() == [[0, 1, 2, 3]]
+    assert alone.product(everyone)["all"] is everyone
+    crossed = DeviceMesh(world.comm, (2, 2), ("row", "column"))
+    part = world.comm.split(world.rank // 2, world.rank, "half")
+    assert part is not None
+    for outer, inner, why in (
+        (mesh["tp"], DeviceMesh(world.comm, (4,), ("all",)), "overlap in this rank alone"),
+        (mesh["tp"], crossed["column"], "overlap in this rank alone"),
+        (mesh["tp"], DeviceMesh(world.comm, (2, 2), ("other", "tp"))["other"], None),
+        (mesh["tp"], DeviceMesh(world.comm, (4, 1), ("other", "tp"))["tp"], "axes of different names"),
+        (mesh["tp"], DeviceMesh(part, (2,), ("half",)), "one communicator"),
+    ):
+        answers = world.comm.exchange(refusal(outer, inner))
+        assert all(answer == answers[0] for answer in answers) if why is None else all(why in str(a) for a in answers), answers
+
+
+@on_ranks(4)
+def test_products_that_only_some_ranks_could_make(world: World) -> None:
+    """Every rank hears of it: here ranks 2 and 3 have the mesh of all ranks for an inner one."""
+    mesh, everyone = DeviceMesh(world.comm, (2, 2), ("dp", "tp")), DeviceMesh(world.comm, (4,), ("dp",))
+    inner = mesh["dp"] if world.rank < 2 else everyone
+    answers = world.comm.exchange(refusal(mesh["tp"], inner))
+    assert all(answer is not None and "(rank 0; found on ranks 0, 1, 2, 3)" in answer for answer in answers), answers
+
+
+def refusal(outer: DeviceMesh, inner: DeviceMesh) -> str | None:
+    try:
+        outer.product(inner)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -23,16 +23,15 @@ def empty(mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, .
     return distribute_tensor(torch.zeros(shape), mesh, placements)
 
 
-def whole_normal(seed: int, dim: int) -> torch.Tensor:
-    """The expected values of `normal_`, computed independently: block by block, `dim` outermost."""
+def whole_normal(seed: int) -> torch.Tensor:
+    """The expected values of `normal_`, computed independently, block by block."""
     first = int(torch.randint(2**63 - 1, (1,), generator=torch.Generator().manual_seed(seed)).item())
     numel = torch.Size(SHAPE).numel()
     blocks = [
         torch.empty(min(BLOCK_NUMEL, numel - start)).normal_(generator=torch.Generator().manual_seed(first + index))
         for index, start in enumerate(range(0, numel, BLOCK_NUMEL))
     ]
-    flat = torch.cat(blocks)
-    return flat.view(SHAPE) if dim == 0 else flat.view(SHAPE[1], SHAPE[0]).t()
+    return torch.cat(blocks).view(SHAPE)
 
 
 @on_ranks(1, 2, 3, 4)
@@ -48,7 +47,7 @@ def test_the_same_on_any_number_of_ranks(world: World) -> None:
             torch.manual_seed(5 + world.rank)  # rank 0's seed counts
             tensor = empty(world.mesh, [placement])
             assert tensor.normal_() is tensor
-            expected = whole_normal(5, 0 if placement == Replicate() else dim)
+            expected = whole_normal(5)
             assert torch.equal(tensor.full_tensor(), expected), placement
             assert not torch.equal(tensor.normal_().full_tensor(), expected)
             generator = torch.Generator().manual_seed(5)
@@ -63,10 +62,12 @@ def test_two_axes(world: World) -> None:
         (Replicate(), RaggedShard(0, (1, 300))),
         (Shard(0), Shard(0)),
         (Shard(0), Shard(1)),
+        (Shard(1), Shard(0)),
+        (Shard(1), FlatShard(0, (1, 250 * 301 - 1) if mesh.coordinates[0] == 0 else (70000, 249 * 301 - 70000))),
         (Replicate(), Shard(0)),
     ):
         torch.manual_seed(9 + world.rank)
-        assert torch.equal(empty(mesh, placements).normal_().full_tensor(), whole_normal(9, 0)), placements
+        assert torch.equal(empty(mesh, placements).normal_().full_tensor(), whole_normal(9)), placements
     mesh.close()
 
 

@@ -17,6 +17,8 @@
   reduce it first. All others raise.
 - Plain tensors may take part if all ranks pass the same values and they expand to the global shape: each rank uses its shard.
   In lists of sharded and plain tensors, plain ones are processed as usual.
+- Activations (`Spec.gathers` is False) are never gathered: operations that would raise NotImplementedError. On those that are
+  replicated any operation runs; if a plain tensor takes part, the result is plain.
 - Results of reductions and of operations on full tensors are plain tensors, the same on every rank.
 """
 
@@ -27,6 +29,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..torch_internals import tree_leaves
+from .activations import run_on_activations
 from .dtensor import RULES, DTensor, Rule
 from .operands import first_element, local_shards, raise_undefined, run_on_full_tensors, specs_of
 from .placement import Partial, Spec
@@ -95,7 +99,20 @@ _PARTIAL_SUMS = {aten.add.Tensor, aten.add_.Tensor, aten.neg.default, aten.neg_.
 
 
 def _find_rule(func: Any) -> Rule:
-    """The row of the table for one overload. Called once per overload."""
+    """The rule for one overload. Called once per overload."""
+    rule = _row_of(func)
+    if rule not in (gathered_view, run_on_full_tensors, raise_undefined, random_like, _index_put):
+        return rule
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor) and not value.spec.gathers]
+        return run_on_activations(func, args, kwargs, found) if found else rule(func, args, kwargs)
+
+    return run
+
+
+def _row_of(func: Any) -> Rule:
+    """The row of the table for one overload."""
     name = func._schema.name.removeprefix("aten::")
     if func in TO_SCALAR:
         return to_scalar

@@ -48,6 +48,9 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     spec: Spec
     full_name: str | None = None  # a sharded parameter's name in the root module
+    # On a parameter: each rank's gradient is only a term of what these placements say, until it is reduced. None: it is whole.
+    grad_placements: tuple[Placement, ...] | None = None
+    gathered_spec: Spec | None = None  # of what a module sees of a sharded parameter, if that is not all of it
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, spec: Spec) -> DTensor:
@@ -152,6 +155,8 @@ class DTensor(torch.Tensor):
     def data(self) -> torch.Tensor:
         """The tensor without autograd. An assignment copies the values into the tensor's own memory.
 
+        A `DTensor` of another dtype and the same placements, which `module.to(dtype)` assigns, gives the tensor its dtype and
+        its memory, unless `fully_shard` has the tensor.
         A plain tensor that is assigned has the global shape and the same values on every rank. Collective if a `DTensor` with
         other placements is assigned. Raises ValueError for another shape or dtype, RuntimeError on the meta device.
         """
@@ -159,6 +164,11 @@ class DTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, DTensor) and value.dtype != self.dtype and value.spec == self.spec and self.full_name is None:
+            torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
+            self._local_tensor = value._local_tensor
+            increment_version(self)
+            return
         name = "a DTensor" if self.full_name is None else f"parameter '{self.full_name}'"
         if value.shape != self.shape or value.dtype != self.dtype:
             raise ValueError(
@@ -211,6 +221,11 @@ class DTensor(torch.Tensor):
             f"a DTensor (of shape {tuple(self.shape)}) cannot be pickled, since a rank holds only its shard: call "
             "full_tensor() on every rank, and torch.save a state dict of the full tensors on one rank"
         )
+
+
+def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
+    """`DTensor.from_local` without its checks. Differentiable."""
+    return _FromLocal.apply(local, spec)
 
 
 def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -148,17 +150,29 @@ class FlatShard(Sharded):
 ResolvedShard = RaggedShard | FlatShard  # with explicit counts for every rank
 
 
+class Box(NamedTuple):
+    """A rectangle of a tensor: one offset and one size for each of its dims."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """The mesh, placements and global shape of a tensor. The constructor does not check that they fit; `Spec.of` does.
 
+    Explicit counts on an axis inside of a sharded one are those of this rank's column, the ranks with the same coordinates on
+    the outer axes: other columns may be cut elsewhere.
+
     partial: whether a placement is `Partial`.
     shard_mesh: the submesh of the axes that shard the tensor; None if no axis does.
+    gathers: whether operations that need other ranks' elements gather them; activations are never gathered unasked.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # one for each mesh axis
     shape: torch.Size  # the global shape
+    gathers: bool = field(default=True, repr=False, compare=False, kw_only=True)
     partial: bool = field(init=False, repr=False, compare=False)
     shard_mesh: DeviceMesh | None = field(init=False, repr=False, compare=False)
 
@@ -173,25 +187,28 @@ class Spec:
     def of(cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Spec:
         """The spec of these placements; negative dims count from the end.
 
-        Raises ValueError, on every rank, for placements that do not fit the mesh or the shape on any rank, and TypeError for
-        what is not a `Placement`.
+        Raises ValueError for placements that do not fit the mesh or the shape, and TypeError for what is not a `Placement`:
+        on every rank, but for explicit counts inside of a sharded axis, which each rank checks for its own column.
         """
         global_shape, checked = torch.Size(shape), []
+        local = global_shape
         if len(placements) != len(mesh.shape):
             raise ValueError(f"placements {placements} on {mesh}: expected one for each of its {len(mesh.shape)} axes")
-        shapes = {global_shape}  # of the local shards on all ranks
-        for placement, size in zip(placements, mesh.shape, strict=True):
+        for placement, size, rank in zip(placements, mesh.shape, mesh.coordinates, strict=True):
             if not isinstance(placement, Placement):
                 raise TypeError(f"placements {placements} on {mesh}: {placement!r} is not a Placement")
             if isinstance(placement, Sharded):
-                placement = _with_nonnegative_dim(placement, len(next(iter(shapes))), global_shape)
-            resolved = {(placement.resolve(shape, size), shape) for shape in shapes}
-            shapes = {shard.shard_shape(shape, rank) for shard, shape in resolved for rank in range(size)}
+                placement = _with_nonnegative_dim(placement, len(local), global_shape)
+            local = placement.resolve(local, size).shard_shape(local, rank)
             checked.append(placement)
         ops = [placement for placement in checked if isinstance(placement, Partial)]
         if len(set(ops)) > 1 and not all(op.linear for op in ops):
             raise ValueError(f"placements {placements}: the order of several kinds of reductions matters; expected one kind")
         return cls(mesh, tuple(checked), global_shape)
+
+    def __deepcopy__(self, memo: object) -> Spec:
+        """The spec itself: it does not change, and operations compare specs by identity first."""
+        return self
 
     @property
     def replicated(self) -> tuple[Placement, ...]:
@@ -207,6 +224,62 @@ class Spec:
         for placement, size, rank in islice(axes, axis, None):
             full = placement.resolve(full.shape, size).local_shard(full, rank)
         return full
+
+    def boxes(self) -> tuple[Box, ...]:
+        """Where this rank's shard lies in the global tensor: boxes in the order of its elements. None if it has no elements.
+
+        One box, but for a `FlatShard`: 2 * dims - 1 boxes at most. A `Partial` or replicated tensor lies everywhere.
+        """
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        shape, run = self.shape, None  # the elements start:stop of the box so far, in the order that has `dim` outermost
+        for placement, size, rank in zip(self.placements, self.mesh.shape, self.mesh.coordinates, strict=True):
+            if isinstance(placement, Sharded):
+                shard = placement.resolve(shape, size)
+                if isinstance(shard, RaggedShard) and sizes and run is None:
+                    offsets[shard.dim] += sum(shard.rows[:rank])
+                    sizes[shard.dim] = shard.rows[rank]
+                else:
+                    counts, (dim, start) = shard.shard_numels(shape), (run or (shard.dim, 0))[:2]
+                    start += sum(counts[:rank])
+                    run = (dim, start, start + counts[rank])
+                shape = shard.shard_shape(shape, rank)
+        if not shape.numel():
+            return ()
+        return (Box(tuple(offsets), tuple(sizes)),) if run is None else _boxes_of_run(offsets, sizes, *run)
+
+
+def _boxes_of_run(offsets: Sequence[int], sizes: Sequence[int], dim: int, start: int, stop: int) -> tuple[Box, ...]:
+    """Elements start:stop of a box, in the order that has `dim` outermost, as boxes of the tensor."""
+    order = [dim, *(axis for axis in range(len(sizes)) if axis != dim)] if sizes else []
+    places = [order.index(axis) for axis in range(len(sizes))]
+    return tuple(
+        Box(
+            tuple(offset + found.offsets[place] for offset, place in zip(offsets, places, strict=True)),
+            tuple(found.sizes[place] for place in places),
+        )
+        for found in _runs(start, stop, [sizes[axis] for axis in order])
+    )
+
+
+def _runs(start: int, stop: int, sizes: Sequence[int]) -> list[Box]:
+    """Elements start:stop of a contiguous tensor as boxes: a part of a row, whole rows, a part of a row."""
+    if start >= stop:
+        return []
+    if not sizes:
+        return [Box((), ())]
+    row_numel = prod(sizes[1:])
+    first, last = -(-start // row_numel), stop // row_numel  # whole rows
+    if first > last:  # inside of a row
+        return _row(start, stop, sizes)
+    whole = [Box((first, *[0] * len(sizes[1:])), (last - first, *sizes[1:]))] if first < last else []
+    return [*_row(start, first * row_numel, sizes), *whole, *_row(last * row_numel, stop, sizes)]
+
+
+def _row(start: int, stop: int, sizes: Sequence[int]) -> list[Box]:
+    """`_runs` of elements of one row."""
+    row, column = divmod(start, prod(sizes[1:]))
+    parts = _runs(column, column + stop - start, sizes[1:])
+    return [Box((row, *part.offsets), (1, *part.sizes)) for part in parts]
 
 
 def local_shape(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> torch.Size:

@@ -1,8 +1,8 @@
-"""Random numbers that depend neither on the number of ranks nor on the boundaries of the shards.
+"""Random numbers that depend neither on the number of ranks nor on the placements.
 
-Each call draws a seed on rank 0 and broadcasts it. The elements of the full tensor, in the order that has the dim of the
-outermost sharded axis outermost, form blocks of BLOCK_NUMEL. A generator with the seed `seed + b` draws block b; each rank
-draws the blocks that overlap its shard and keeps the overlap:
+Each call draws a seed on rank 0 and broadcasts it. The elements of the full tensor, in the order of a contiguous one, form
+blocks of BLOCK_NUMEL. A generator with the seed `seed + b` draws block b; each rank draws the blocks that overlap its shard
+and keeps the overlap:
 
     block        0         1         2    3
     elements  |---------|---------|---------|---|
@@ -12,13 +12,15 @@ draws the blocks that overlap its shard and keeps the overlap:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ..comm import DeviceMesh, current_stream
-from .placement import Shard, Sharded, Spec, unflattened
+from .placement import RaggedShard, Shard, Sharded, Spec
 
 BLOCK_NUMEL = 2**16
+_BLOCKS_AT_ONCE = 16  # that a shard along another dim than 0 is cut out of
 aten = torch.ops.aten
 
 RANDOM = {
@@ -62,22 +64,55 @@ def fill(local: torch.Tensor, spec: Spec, seed: int, draw: Callable[[torch.Tenso
     """Fill this rank's shard with random numbers.
 
     draw: fills a 1-D tensor from a generator.
-    Cost: memory and draws for two blocks and this rank's shard by the outermost sharded axis; no communication.
+    Cost: memory for this rank's shard by the outermost sharded axis, draws for it and two blocks more; where that axis shards
+    another dim than 0, draws for the whole tensor. No communication.
     """
     sharded = [(axis, placement) for axis, placement in enumerate(spec.placements) if isinstance(placement, Sharded)]
     axis, outermost = sharded[0] if sharded else (0, Shard(0))
     size, rank = (spec.mesh.shape[axis], spec.mesh.coordinates[axis]) if sharded else (1, 0)
-    shard = outermost.resolve(spec.shape, size)
-    numels, numel = shard.shard_numels(spec.shape), spec.shape.numel()
-    start, stop = sum(numels[:rank]), sum(numels[: rank + 1])
-    drawn = torch.empty(stop - start, dtype=local.dtype, device=local.device)  # `local` may be a subclass
-    # Hazard: torch's CPU generator uses 32 bits of its seed. Consecutive seeds never repeat a block within a tensor; hashed
-    # seeds would repeat one among the blocks of a large model.
-    generator = torch.Generator(local.device)
-    for first in range(start // BLOCK_NUMEL * BLOCK_NUMEL, stop, BLOCK_NUMEL):
-        block = drawn.new_empty(min(BLOCK_NUMEL, numel - first))
-        draw(block, generator.manual_seed(seed + first // BLOCK_NUMEL))
-        begin, end = max(start, first), min(stop, first + block.numel())
-        drawn[begin - start : end - start] = block[begin - first : end - first]
-    values = unflattened(drawn, shard.shard_shape(spec.shape, rank), shard.dim)
+    shard, blocks = outermost.resolve(spec.shape, size), _Blocks(spec.shape.numel(), local, seed, draw)
+    if shard.dim == 0:
+        numels = shard.shard_numels(spec.shape)
+        values = blocks.run(sum(numels[:rank]), sum(numels[: rank + 1])).view(shard.shard_shape(spec.shape, rank))
+    elif isinstance(shard, RaggedShard):
+        values = _columns(blocks, shard, spec.shape, rank)
+    else:
+        values = shard.local_shard(blocks.run(0, spec.shape.numel()).view(spec.shape), rank)
     local.copy_(spec.local_shard(values, axis + 1).view(local.shape))
+
+
+class _Blocks(NamedTuple):
+    """The random elements of a tensor of `numel` elements."""
+
+    numel: int
+    like: torch.Tensor  # for dtype and device
+    seed: int
+    draw: Callable[[torch.Tensor, torch.Generator], object]
+
+    def run(self, start: int, stop: int) -> torch.Tensor:
+        """Elements start:stop."""
+        drawn = torch.empty(stop - start, dtype=self.like.dtype, device=self.like.device)  # `like` may be a subclass
+        # Hazard: torch's CPU generator uses 32 bits of its seed. Consecutive seeds never repeat a block within a tensor; hashed
+        # seeds would repeat one among the blocks of a large model.
+        generator = torch.Generator(drawn.device)
+        for first in range(start // BLOCK_NUMEL * BLOCK_NUMEL, stop, BLOCK_NUMEL):
+            block = drawn.new_empty(min(BLOCK_NUMEL, self.numel - first))
+            self.draw(block, generator.manual_seed(self.seed + first // BLOCK_NUMEL))
+            begin, end = max(start, first), min(stop, first + block.numel())
+            drawn[begin - start : end - start] = block[begin - first : end - first]
+        return drawn
+
+
+def _columns(blocks: _Blocks, shard: RaggedShard, shape: torch.Size, rank: int) -> torch.Tensor:
+    """A rank's shard along another dim than 0: a part of every row, so some rows are drawn at a time."""
+    values = torch.empty(shard.shard_shape(shape, rank), dtype=blocks.like.dtype, device=blocks.like.device)
+    if not values.numel():
+        return values
+    trailing = shape[shard.dim + 1 :].numel()
+    begin, size, row_numel = sum(shard.rows[:rank]) * trailing, shard.rows[rank] * trailing, shape[shard.dim :].numel()
+    rows, at_once = values.view(-1, size), max(1, _BLOCKS_AT_ONCE * BLOCK_NUMEL // row_numel)
+    for first in range(0, len(rows), at_once):
+        part = rows[first : first + at_once]
+        drawn = blocks.run(first * row_numel, (first + len(part)) * row_numel)
+        part.copy_(drawn.view(-1, row_numel).narrow(1, begin, size))
+    return values

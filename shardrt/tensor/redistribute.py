@@ -29,6 +29,7 @@ from .placement import (
     FlatShard,
     Partial,
     Placement,
+    RaggedShard,
     Replicate,
     ResolvedShard,
     Sharded,
@@ -88,12 +89,23 @@ def _plan(source: Sequence[Placement], target: Sequence[Placement]) -> list[tupl
     changing: list[int] = []
     gathered_first: list[tuple[int, Placement]] = []
     for axis, (old, new) in enumerate(zip(source, target, strict=True)):
-        depends = any(_order_matters(old, source[outer]) or _order_matters(old, target[outer]) for outer in changing)
+        depends = any(_depends(old, source[outer]) or _depends(old, target[outer]) for outer in changing)
         if depends:
             gathered_first.insert(0, (axis, REPLICATE))
         if depends or old != new:
             changing.append(axis)
     return [*gathered_first, *((axis, target[axis]) for axis in changing)]
+
+
+def _depends(inner: Placement, outer: Placement) -> bool:
+    """Whether this rank's shard along an inner axis is another one once the outer axis changes.
+
+    Hazard: counts that each column of an outer shard has for itself depend on it whatever their dim. The answer must not depend
+    on the counts, nor on whether they are of rows: ranks of other columns have others, and run the same collectives.
+    """
+    if isinstance(inner, (RaggedShard, FlatShard)) and isinstance(outer, Sharded):
+        return True
+    return _order_matters(inner, outer)
 
 
 def _order_matters(a: Placement, b: Placement) -> bool:
