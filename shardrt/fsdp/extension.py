@@ -29,7 +29,7 @@ from .buffers import FlatBuffer, FlatBuffers
 from .context import Context
 from .gather import Gather, Pair
 from .layout import Layout, ParamSpec, equal_runs
-from .param import ShardedParam, local_shard, placement_of
+from .param import ShardedParam, placement_of
 from .param_group import ParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy, Settings
 from .ranges import Named, ranged
@@ -158,7 +158,7 @@ class ExtensionGather(Gather):
         (param,) = self.params
         spec, original, device = param.spec(0, self.layout, device_mesh), param.original, self.shard_device
         with torch.no_grad():
-            inner = local_shard(original, spec)
+            inner = param.part_of(param.values, spec)
             inner = inner.clone() if inner.is_meta or inner.device == device else inner.to(device)
             if isinstance(original, DTensor) and has_methods(original._local_tensor) and not has_methods(inner):
                 # They are set on this very object, and bound to it.

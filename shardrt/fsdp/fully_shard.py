@@ -15,6 +15,7 @@ from ..comm import DeviceMesh
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of, set_group
 from ..tensor.placement import Shard
+from ..tensor.replicated import renew_marks, replicas_mesh
 from .extension import ExtensionGather, check_methods, has_methods
 from .gather import FlatGather, Gather
 from .module import FSDPModule
@@ -23,6 +24,7 @@ from .param_group import GroupSettings, ParamGroup
 from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
 from .registered import check_same_modules, hook_state_dicts, watch_registrations
 from .sharded_class import make_sharded
+from .tensor_parallel import DTensorExtensions, FSDPExtensions, OuterSharding
 
 _log = logging.getLogger("shardrt")
 
@@ -39,6 +41,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    extensions: FSDPExtensions | None = None,
 ) -> ModuleOrModules:
     """Shard the parameters of `module` that no earlier `fully_shard` inside it has taken, as one group. In place.
 
@@ -59,6 +62,9 @@ def fully_shard(
     ignored_params: parameters that are not sharded or moved, and whose gradients are not reduced.
     dp_mesh_dims: the axes of `mesh`, which may then have more, to shard over and to replicate over. ValueError if it lacks
         them.
+    extensions: how parameters that are tensor-parallel are sharded further (default: a `DTensorExtensions`).
+    A parameter that is a `DTensor` on another mesh is sharded inside of each part of it; so are parameters that
+    `parallelize_module` has replicated. Both meshes must form a grid of ranks; gradients are averaged over `mesh` only.
     Parameters may be replaced until the first forward: by `DTensor`s of the same shape on the same mesh.
     Returns: the module, its class now `FSDP<class>`, an `FSDPModule`.
     Raises, on every rank alike: TypeError or ValueError for a module that cannot be sharded, or that is not the same on
@@ -72,27 +78,29 @@ def fully_shard(
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     policy, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     found: _Found = _Found({}, [], set())
-    resolved: dict[nn.Parameter, ShardPlacementResult] = {}
+    resolved: dict[nn.Parameter, Placed] = {}
     error: Exception | None = None
     try:
         _check_mesh(mesh, reshard_after_forward)
         found = _collect(modules, mesh, set(ignored_params or ()))
-        resolved = {
-            param: resolve_placement(owned[0][2], param, shard_placement_fn, mesh) for param, owned in found.owners.items()
-        }
+        given = shard_placement_fn, mesh, extensions or DTensorExtensions()
+        resolved = {param: resolve_placement(owned[0][2], param, *given) for param, owned in found.owners.items()}
     except Exception as caught:  # the user's function may raise anything, on one rank alone
         found, error = _Found({}, [], set()), caught
     kinds = _kinds(modules)
     options = repr((policy, offload, reshard_after_forward))
-    check_same_modules(mesh, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, resolved)], error)
+    everyone = _everyone(found, resolved, mesh) if error is None else _everyone_after_error(modules, mesh)
+    check_same_modules(everyone, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, resolved)], error)
+    for param, placed in resolved.items():
+        _join_meshes(found.owners[param][0][2], placed.outer, placed.mesh)
     groups = []
     for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in resolved.values())]):
         here = [param for param, wanted in resolved.items() if wanted.mesh is group_mesh]
-        flat = [param for param in here if not has_methods(param)]
-        given = (found, resolved, group_mesh, policy, offload, reshard_after_forward)
+        flat = [param for param in here if not has_methods(resolved[param].local)]
+        about = (found, resolved, group_mesh, policy, offload, reshard_after_forward)
         if flat or group_mesh is mesh:
-            groups.append(_make_group(FlatGather, modules, flat, *given))
-        groups += [_make_group(ExtensionGather, modules, [param], *given) for param in here if param not in set(flat)]
+            groups.append(_make_group(FlatGather, modules, flat, *about))
+        groups += [_make_group(ExtensionGather, modules, [param], *about) for param in here if param not in set(flat)]
     watch_registrations()
     for holder, attribute, buffer in found.buffers:
         if not buffer.is_meta:
@@ -121,7 +129,7 @@ def _make_group(
     modules: tuple[nn.Module, ...],
     originals: list[nn.Parameter],
     found: _Found,
-    resolved: dict[nn.Parameter, ShardPlacementResult],
+    resolved: dict[nn.Parameter, Placed],
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
@@ -129,9 +137,11 @@ def _make_group(
 ) -> ParamGroup:
     params = []
     for original in originals:
-        owned, wanted = found.owners[original], resolved[original].placement
+        owned, placed = found.owners[original], resolved[original]
         owners = [Owner(holder, attribute, registry(holder)) for holder, attribute, _ in owned]
-        params.append(ShardedParam(owned[0][2], original, owners, _dim(wanted, original), rows_only=wanted is not None))
+        dim, rows_only = _dim(placed.placement, original), placed.placement is not None
+        name, outer = owned[0][2], placed.outer
+        params.append(ShardedParam(name, original, owners, dim, rows_only=rows_only, outer=outer, part=placed.local))
     settings, ignored = GroupSettings(reshard_after_forward), frozenset(found.ignored)
     group = ParamGroup(modules, params, mesh, policy, offload, settings, gather_kind, ignored=ignored)
     for original in originals:  # a module outside may still hold it
@@ -187,6 +197,7 @@ def _collect(modules: tuple[nn.Module, ...], mesh: DeviceMesh, ignored: set[nn.P
     _check_inside(modules)
     for position, module in enumerate(modules):
         for name, holder in _outside_sharded(module, str(position) if len(modules) > 1 else ""):
+            renew_marks(holder)
             for attribute, param in holder._parameters.items():
                 if param in ignored:
                     found.ignored.add((holder, attribute))
@@ -268,13 +279,23 @@ def _check_param(name: str, param: nn.Parameter, modules: tuple[nn.Module, ...],
     check_methods(name, param)
 
 
+class Placed(NamedTuple):
+    """Where a parameter goes: along which dim (None: 0, between elements where need be) and over which mesh."""
+
+    placement: Shard | None
+    mesh: DeviceMesh
+    local: torch.Tensor  # what is sharded: the parameter, or this rank's part of it by `outer`
+    outer: OuterSharding | None
+
+
 def resolve_placement(
     name: str,
     param: nn.Parameter,
     placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None,
     mesh: DeviceMesh,
-) -> ShardPlacementResult:
-    """The dim and the mesh for a parameter, as `placement_fn` returns them. TypeError or ValueError if it cannot lie so."""
+    extensions: FSDPExtensions,
+) -> Placed:
+    """Where a parameter goes, as `placement_fn` and `extensions` say. TypeError or ValueError if it cannot lie so."""
     wanted = placement_fn(param) if placement_fn is not None else None
     if not isinstance(wanted, ShardPlacementResult):
         wanted = ShardPlacementResult(wanted, mesh)
@@ -282,26 +303,68 @@ def resolve_placement(
         raise TypeError(f"shard_placement_fn of '{name}': expected a Shard, a ShardPlacementResult or None, found {wanted!r}")
     if wanted.placement is not None and not -max(1, param.dim()) <= wanted.placement.dim < max(1, param.dim()):
         raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a parameter of shape {tuple(param.shape)}")
-    if has_methods(param) and wanted.placement not in (None, Shard(0)):
-        raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a {type(param).__name__}; expected Shard(0)")
     _check_mesh(wanted.mesh, None)
-    if isinstance(param, DTensor) and param.device_mesh is not wanted.mesh:
+    local: torch.Tensor = param
+    outer: OuterSharding | None = None
+    if not (isinstance(param, DTensor) and param.device_mesh is wanted.mesh):  # else it is sharded there, only elsewhere cut
+        local, outer = OuterSharding.of(param, extensions)
+    if outer is not None:
+        outer.check(name, local)
+    if has_methods(local) and wanted.placement not in (None, Shard(0)):
+        raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a {type(local).__name__}; expected Shard(0)")
+    return Placed(wanted.placement, wanted.mesh, local, outer)
+
+
+def _everyone(found: _Found, resolved: dict[nn.Parameter, Placed], mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that must have the same modules: with tensor-parallel parameters, those of both meshes. Collective."""
+    for param, placed in resolved.items():
+        if placed.outer is not None:
+            return _product(found.owners[param][0][2], placed.outer.spec.mesh, mesh)
+    return mesh
+
+
+def _everyone_after_error(modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks, as far as can be seen: those that are to hear of the error."""
+    for param in [param for module in modules if isinstance(module, nn.Module) for param in module.parameters()]:
+        outer = param.device_mesh if isinstance(param, DTensor) else replicas_mesh(param)
+        if outer is not None and outer is not mesh and group_of(param) is None:
+            return _product("unnamed", outer, mesh)
+    return mesh
+
+
+def _join_meshes(name: str, outer: OuterSharding | None, mesh: DeviceMesh) -> None:
+    if outer is not None:
+        _product(name, outer.spec.mesh, mesh)
+
+
+def _product(name: str, outer: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+    """Both meshes as one. Raises ValueError, on every rank alike, if they do not fit."""
+    try:
+        return outer.product(mesh)
+    except ValueError as error:
         raise ValueError(
-            f"parameter '{name}' is a DTensor on {param.device_mesh}, which sharding it over {wanted.mesh} would undo: "
-            "expected one on the same mesh (the same object), or a plain parameter, such as nn.Parameter(param.full_tensor())"
-        )
-    return wanted
+            f"parameter '{name}' is a DTensor on, or replicated over, {outer}, inside of which it cannot be sharded over "
+            f"{mesh}: {error}; expected one on another axis of the same mesh, or a plain parameter, such as "
+            "nn.Parameter(param.full_tensor())"
+        ) from error
 
 
 def _dim(placement: Shard | None, param: nn.Parameter) -> int:
     return 0 if placement is None else placement.dim % max(1, param.dim())
 
 
-def _describe(owners: _Owners, resolved: dict[nn.Parameter, ShardPlacementResult]) -> list[str]:
+def _describe(owners: _Owners, resolved: dict[nn.Parameter, Placed]) -> list[str]:
     """What must be the same on every rank, a line for each parameter."""
     return [
         f"{', '.join(name for *_, name in owned)}: {tuple(param.shape)} {param.dtype}, {resolved[param].placement} over "
         f"{dict(zip(resolved[param].mesh.axis_names, resolved[param].mesh.shape, strict=True))}, "
-        f"requires_grad {param.requires_grad}"
+        f"requires_grad {param.requires_grad}{_described(resolved[param].outer)}"
         for param, owned in owners.items()
     ]
+
+
+def _described(outer: OuterSharding | None) -> str:
+    if outer is None:
+        return ""
+    spec = outer.spec
+    return f", inside of {dict(zip(spec.mesh.axis_names, spec.placements, strict=True))}, gradients {outer.grad_placements}"

@@ -15,6 +15,7 @@ from ..tensor.dtensor import DTensor
 from ..tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
 from .buffers import FlatBuffer
 from .layout import Layout
+from .tensor_parallel import OuterSharding
 
 
 class Owner(NamedTuple):
@@ -35,6 +36,7 @@ class ShardedParam:
 
     `sharded` is for the optimizer and always valid. `unsharded` is for the module's forward and backward: a view of the
     group's full buffer, valid only while that is gathered.
+    shape: of what is planned and gathered: this rank's part by `outer`, if the parameter is tensor-parallel.
     """
 
     name: str  # written by rename()
@@ -42,11 +44,13 @@ class ShardedParam:
     dtype: torch.dtype
     dim: int  # along which it is sharded
     rows_only: bool  # never cut between elements
+    outer: OuterSharding | None  # how it lies on another mesh before it is cut
     owners: Sequence[Owner]  # where it is registered; several if tied
     sharded: nn.Parameter  # written by register() and replace_sharded()
     unsharded: nn.Parameter  # written by make_unsharded() and use_unsharded()
     before: nn.Parameter | None  # the sharded parameter that this one was; deleted by shard()
-    original: nn.Parameter  # deleted by shard(), which keeps this rank's part
+    original: nn.Parameter  # deleted by register()
+    values: torch.Tensor  # the original's, of which shard() keeps this rank's part; deleted by register()
 
     def __init__(
         self,
@@ -56,29 +60,57 @@ class ShardedParam:
         dim: int,
         *,
         rows_only: bool,
+        outer: OuterSharding | None = None,
+        part: torch.Tensor | None = None,
     ) -> None:
+        """part: what an extension made of the original, this rank's part by `outer`; None: the original is on both meshes."""
         self.name = name
-        self.shape = original.shape
+        self.shape = original.shape if outer is None else outer.shape
         self.dtype = original.dtype
         self.dim = dim
         self.rows_only = rows_only
+        self.outer = outer
         self.before = None
         self.original = original
+        self.values = original if outer is None or part is None else DTensor(part.detach(), outer.spec)
         self.owners = owners
 
     def spec(self, index: int, layout: Layout, mesh: DeviceMesh) -> Spec:
-        """The placements: as the layout cuts parameter `index` along the last axis of the mesh, replicated along others."""
-        others = [Replicate()] * (len(mesh.shape) - 1)
-        return Spec(mesh, (*others, placement_of(index, layout)), self.shape)
+        """The placements: as the layout cuts parameter `index` along the last axis of the mesh, replicated along others.
+
+        Inside of its outer placements, if it is tensor-parallel.
+        """
+        inner = (*[Replicate()] * (len(mesh.shape) - 1), placement_of(index, layout))
+        return Spec(mesh, inner, self.shape) if self.outer is None else self.outer.inside(mesh, inner)
+
+    @property
+    def most_nbytes(self) -> int:
+        """The bytes of the largest part by the outer placements: the same on all ranks."""
+        numel = self.shape.numel() if self.outer is None else self.outer.most_numel
+        return numel * self.dtype.itemsize
+
+    def part_of(self, original: torch.Tensor, spec: Spec) -> torch.Tensor:
+        """This rank's part of a parameter or gradient, whole or sharded. Collective if it is sharded with other placements.
+
+        A plain one is whole on this rank: all of it, or, as its shape tells, its part by the outer placements.
+        """
+        outer = self.outer
+        if outer is None:
+            return local_shard(original, spec)
+        if not isinstance(original, DTensor):
+            if original.shape == spec.shape:  # a gradient that the user has set; a part of this shape is all of it
+                return spec.local_shard(original)
+            return spec.local_shard(original, axis=outer.spec.mesh.ndim)
+        return outer.part(original, spec)
 
     def shard(self, spec: Spec, local: torch.Tensor) -> None:
         """Keep this rank's part of the original in `local` and register the sharded parameter.
 
         Collective if the original is sharded with other placements.
         """
-        if not self.original.is_meta:
+        if not self.values.is_meta:
             with torch.no_grad():
-                local.copy_(local_shard(self.original, spec))
+                local.copy_(self.part_of(self.values, spec))
         self.register(DTensor(local, spec))
 
     def register(self, sharded: DTensor) -> None:
@@ -90,10 +122,13 @@ class ShardedParam:
             self.sharded = before
             before._local_tensor, before.spec = sharded._local_tensor, sharded.spec  # type: ignore[attr-defined]
         if before is not None and self.original.grad is not None:
-            grad = local_shard(self.original.grad, sharded.spec)
+            grad = self.part_of(self.original.grad, sharded.spec)
             self.sharded.grad = self.sharded_like(grad.to(sharded._local_tensor.device).clone())
-        del self.original, self.before
+        del self.original, self.values, self.before
         self.sharded.full_name = self.name  # type: ignore[attr-defined]
+        if self.outer is not None:
+            self.sharded.grad_placements = self.outer.grad_placements  # type: ignore[attr-defined]
+            self.sharded.gathered_spec = self.outer.gathered(sharded.spec)  # type: ignore[attr-defined]
         for owner in self.owners:
             owner.registry[owner.attribute] = self.sharded
 
@@ -110,7 +145,7 @@ class ShardedParam:
         """The same parameter before shard(), the original being what is registered now."""
         original = self.registered
         assert original is not None, "only parameters are sharded"
-        made = ShardedParam(self.name, original, self.owners, self.dim, rows_only=self.rows_only)
+        made = ShardedParam(self.name, original, self.owners, self.dim, rows_only=self.rows_only, outer=self.outer)
         made.before = self.sharded
         return made
 
@@ -119,7 +154,7 @@ class ShardedParam:
         alias = memo[id(self.sharded)]
         holders = [(copy.deepcopy(owner.module, memo), owner.attribute) for owner in self.owners]
         owners = [Owner(holder, attribute, registry(holder)) for holder, attribute in holders]
-        made = ShardedParam(self.name, alias, owners, self.dim, rows_only=self.rows_only)
+        made = ShardedParam(self.name, alias, owners, self.dim, rows_only=self.rows_only, outer=self.outer)
         made.before = alias
         return made
 
@@ -131,6 +166,8 @@ class ShardedParam:
     def make_unsharded(self, full: FlatBuffer, offset: int, dtype: torch.dtype) -> None:
         """Make the view of the full buffer that the module will compute with."""
         view = full.view(dtype, offset, self.shape, outermost_stride(self.shape, self.dim))
+        if self.outer is not None:
+            view = self.outer.extensions.post_unflatten_transform(view, self.outer.spec)
         self.unsharded = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
 
     def use_unsharded(self, made: torch.Tensor) -> None:
@@ -141,7 +178,7 @@ class ShardedParam:
     def keep_writes(self) -> None:
         """Write to this rank's part what the user has written in place to the unsharded parameter."""
         sharded, local = cast(DTensor, self.sharded), self.local.detach()
-        part = sharded.spec.local_shard(self.unsharded.detach()).to(local.device)
+        part = self.part_of(self.unsharded.detach(), sharded.spec).to(local.device)
         # Only what differs: the unsharded parameter may be of a lower precision.
         local.copy_(torch.where(part == local.to(part.dtype), local, part.to(local.dtype)))
         increment_version(sharded)
@@ -150,6 +187,15 @@ class ShardedParam:
     def local(self) -> torch.Tensor:
         """This rank's part."""
         return self.sharded.to_local()  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def sharded_for_loading(self, value: torch.Tensor) -> DTensor:
+        """A tensor of the global shape, plain or on any mesh, with the placements of this tensor-parallel parameter."""
+        assert self.outer is not None, "others are loaded as they are"
+        spec: Spec = self.sharded.spec  # type: ignore[attr-defined]
+        if isinstance(value, DTensor):
+            value, _ = self.outer.extensions.pre_load_state_dict_transform(value)
+        return DTensor(self.outer.part(value, spec), spec)
 
     def sharded_like(self, local: torch.Tensor) -> DTensor:
         """`local` as a sharded tensor with the parameter's placements; for its gradient."""
@@ -178,9 +224,20 @@ class GatheredParameter(nn.Parameter):
         if self.sharded is None:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             return
-        self.sharded.data = value.to(self.sharded.dtype) if value.dtype == self.dtype else value
+        gathered = self.sharded.gathered_spec
+        given = value if gathered is None or isinstance(value, DTensor) else DTensor(value.detach(), gathered)
+        self.sharded.data = given.to(self.sharded.dtype) if value.dtype == self.dtype else given
         with torch.no_grad():
-            self.data.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+            self.data.copy_(whole(value, gathered) if isinstance(value, DTensor) else value)
+
+
+def whole(value: DTensor, gathered: Spec | None) -> torch.Tensor:
+    """What a module sees of a sharded value: all of it, or this rank's part by the outer placements. Collective."""
+    if gathered is None:
+        return value.full_tensor()
+    if value.spec.mesh is gathered.mesh:
+        return value.redistribute(gathered.placements).to_local()
+    return gathered.local_shard(value.full_tensor())
 
 
 def local_shard(original: torch.Tensor, spec: Spec) -> torch.Tensor:

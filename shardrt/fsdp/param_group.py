@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ..comm import Communicator, DeviceMesh, Work, world
+from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import set_group
 from .autograd import ModuleCalls, Progress
 from .context import Context, Streams
@@ -81,6 +82,7 @@ class ParamGroup:
     gather: Gather
     layout: Layout
     nbytes: int  # of the gathered parameters
+    bucket_nbytes: int  # the same on all ranks, those of other columns included: what fills a bucket of reductions
     visible: VisibleParams
 
     # Written by attach().
@@ -92,6 +94,7 @@ class ParamGroup:
     ready: Work | None  # done when the parameters are gathered; None while sharded; written by unshard() and reshard()
     trainable: list[ShardedParam]  # written by refresh_trainable() and detach()
     reduction: GradientReduction | None  # of the trainable parameters; written with them
+    _sees_dtensors: bool  # the modules do, by an extension of the user's; written with them
     _versions: list[int]  # of the shards at the last invalidate_stale(); others now mean that shards have changed since
 
     def __init__(
@@ -125,6 +128,9 @@ class ParamGroup:
         self._versions = []
         # Communicators are made here, where every rank is: in a pipeline, ranks of a later stage wait for the output of this
         # one before their first forward.
+        for param in params:
+            if param.outer is not None:
+                param.outer.open_communicators(mesh)
         self.gather_comm = self.mesh.communicator("gather")
         self.reduce_comm = self.mesh.communicator("reduce")
         self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
@@ -140,7 +146,9 @@ class ParamGroup:
         self.params = params
         self.gather = self._gather_kind(params, self.device_mesh, self.mesh, self.mp_policy, self.offload_policy)
         self.layout = self.gather.layout
-        self.nbytes = self.layout.nbytes
+        self.nbytes = self.bucket_nbytes = self.layout.nbytes
+        if any(param.outer is not None for param in params):
+            self.bucket_nbytes = sum(param.most_nbytes for param in params)
         self.visible = VisibleParams(params)
         for param in params:
             set_group(param.sharded, self)
@@ -221,6 +229,7 @@ class ParamGroup:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
         self.calls.unwatch_gradients()
         self.reduction = None
+        self._sees_dtensors = any(isinstance(param.unsharded, DTensor) for param in trainable)
         if trainable:
             self.reduction = GradientReduction(
                 self.params,
@@ -232,6 +241,11 @@ class ParamGroup:
                 self.runtime.memory,
                 self.runtime.comm_buffer_for(self.nbytes),
             )
+
+    @property
+    def sums_terms(self) -> bool:
+        """Some trainable parameters have terms of gradients only, which are added up over the ranks of another mesh."""
+        return self.reduction is not None and bool(self.reduction.partial_sums)
 
     def invalidate_stale(self) -> None:
         """Free what is gathered, all or a part, if the shards have changed since, by an optimizer for example."""
@@ -323,10 +337,18 @@ class ParamGroup:
     def pack_grads(self) -> PackedGrads | None:
         """Move the gradients of the unsharded parameters to a packed buffer. None if they are not reduced yet."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        packed = self.reduction.pack([param.unsharded.grad for param in self.trainable], self._streams.compute)
+        grads = [param.unsharded.grad for param in self.trainable]
+        if self._sees_dtensors:
+            grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        packed = self.reduction.pack(grads, self._streams.compute)
         for param in self.trainable:
             param.unsharded.grad = None
         return packed
+
+    def sum_terms(self, packed: PackedGrads) -> None:
+        """Add up what tensor-parallel ranks have packed of parameters that `sums_terms` is about."""
+        assert self.reduction is not None, "only trainable parameters get gradients"
+        self.reduction.sum_terms(packed, self._streams.reduce)
 
     def reduce_grads(self, packed: PackedGrads) -> None:
         """Reduce what is packed over the shard ranks."""

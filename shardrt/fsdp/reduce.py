@@ -3,10 +3,12 @@
 | step                 | stream      | before -> after                                     | cost                              |
 |----------------------|-------------|-----------------------------------------------------|-----------------------------------|
 | pack                 | compute     | unsharded grads -> packed (N * s,), cast or added   | gradients read, packed written    |
+| sum_terms            | reduce      | pieces of packed -> their sums over a third mesh    | 1 all-reduce; pieces copied twice |
 | launch               | reduce      | packed (N * s,) -> this rank's segment (s,)         | 1 reduce-scatter                  |
 | launch_over_replicas | post_reduce | the segment, averaged over the replicas if any      | 1 all-reduce                      |
 | publish              | post_reduce | segment -> `.grad`s, cast or added if necessary     | nothing, or the segment read once |
 
+`sum_terms` is for tensor-parallel parameters of whose gradients each rank has a term only (`tensor_parallel.py`).
 Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
 A single shard rank packs its gradients directly into the sharded ones, if there are none yet.
@@ -32,6 +34,7 @@ from .layout import Layout
 from .param import ShardedParam, outermost_stride, placement_of
 from .policy import Settings
 from .sharded_grads import ShardedGrads
+from .term_sums import TermSum, term_sums
 
 
 class Held(Enum):
@@ -146,6 +149,7 @@ class GradientReduction:
     _ordinary: PackBuffer
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
     _in_place: PackBuffer | None  # a single shard rank's sharded gradients
+    partial_sums: list[TermSum]  # one for each mesh over which terms of gradients are added up
 
     def __init__(
         self,
@@ -177,6 +181,7 @@ class GradientReduction:
         placements = [placement_of(index, layout) for index in trainable]
         self.grads = ShardedGrads(self.params, placements, self._layout, comm.rank, dtype, comm.device, memory)
         self._make_pack_buffers(comm_buffer, memory)
+        self.partial_sums = term_sums(self.params, self._layout, self._ordinary.pieces, dtype, memory)
 
     def _make_pack_buffers(self, comm_buffer: CommBuffer | None, memory: MemoryCounter) -> None:
         comm, custom = self._comm, self._settings.reduce_scatter
@@ -236,6 +241,8 @@ class GradientReduction:
             buffer.release()
         if self._in_comm_buffer is not None:
             self._in_comm_buffer.buffer.release()
+        for each in self.partial_sums:
+            each.discard()
 
     # ------------------------------------------------------------------ a reduction, in order
 
@@ -326,6 +333,11 @@ class GradientReduction:
             elif first:
                 view.zero_()
         (pack_into if first else add_into)(views, sources, scale)
+
+    def sum_terms(self, packed: PackedGrads, stream: Stream) -> None:
+        """Add up the terms of gradients that tensor-parallel ranks have packed."""
+        for each in self.partial_sums:
+            each.run(packed.source.pieces, stream)
 
     def launch(self, packed: PackedGrads, stream: Stream) -> None:
         """Average what is packed over the ranks."""

@@ -130,15 +130,16 @@ def _check_replacement(group: ParamGroup, param: ShardedParam, found: nn.Paramet
             f"parameter '{name}' was replaced after fully_shard by a plain {type(found).__name__}: replace it before, or "
             f"register a sharded one, {_DISTRIBUTE}"
         )
-    if found.shape != param.shape:
+    expected = cast(DTensor, param.sharded)
+    if found.shape != expected.shape:
         raise ValueError(
             f"parameter '{name}' was replaced after fully_shard by one of shape {tuple(found.shape)}; expected "
-            f"{tuple(param.shape)}: replace it before"
+            f"{tuple(expected.shape)}: replace it before"
         )
-    if found.device_mesh is not group.device_mesh:
+    if found.device_mesh is not expected.device_mesh:
         raise ValueError(
             f"parameter '{name}' was replaced after fully_shard by a DTensor on {found.device_mesh}; expected one on the mesh "
-            f"that it is sharded over, {group.device_mesh}"
+            f"that it is sharded over, {expected.device_mesh}"
         )
     if type(found._local_tensor) is not type(param.local):
         raise ValueError(
@@ -328,8 +329,21 @@ def _before_save(group: ParamGroup, *_: object) -> None:
 def _before_load(
     group: ParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    _check_load(group, module, state_dict, prefix, assign=metadata.get("assign_to_params_buffers", False))
+    assign = metadata.get("assign_to_params_buffers", False)
+    _check_load(group, module, state_dict, prefix, assign=assign)
     reshard_and_repair(group)
+    for param in group.params if not assign else ():
+        if param.outer is not None:
+            _shard_loaded(param, module, state_dict, prefix)
+
+
+def _shard_loaded(param: ShardedParam, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replace what is loaded into a tensor-parallel parameter by this rank's part of it. Collective for `DTensor`s."""
+    for owner in param.owners:
+        name = prefix + owner.attribute
+        value = state_dict.get(name) if owner.module is module else None
+        if isinstance(value, torch.Tensor) and value.shape == param.sharded.shape:  # else torch says what is wrong with it
+            state_dict[name] = param.sharded_for_loading(value)
 
 
 def _check_load(group: ParamGroup, module: nn.Module, state_dict: Mapping[str, object], prefix: str, *, assign: bool) -> None:

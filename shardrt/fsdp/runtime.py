@@ -31,6 +31,7 @@ class Runtime(context.Context):
     prefetch: PrefetchQueue
     watcher: TensorWatcher
     _settings: RootSettings
+    _tensor_parallel: bool  # some of the parameters are
     _unknown: registered.UnknownParams
     _to_reduce: dict[ParamGroup, None]  # groups whose gradients are ready, in order; small ones wait for more
     _to_reduce_nbytes: int
@@ -59,6 +60,7 @@ class Runtime(context.Context):
             group.gather.check_ready(group.name)
         if root.mesh.rank == 0:
             warn_of_unwritten(names)
+        self._tensor_parallel = any(param.outer is not None for group in self.groups for param in group.params)
         self._attach()
         self._unknown = registered.UnknownParams(root)
         for group in self.groups:
@@ -144,7 +146,7 @@ class Runtime(context.Context):
         """The gradients of `group` are due: pack and reduce them, small groups several at a time."""
         if group not in self._to_reduce:
             self._to_reduce[group] = None
-            self._to_reduce_nbytes += group.nbytes
+            self._to_reduce_nbytes += group.bucket_nbytes
         if self._to_reduce_nbytes > context.BUCKET_BYTES:
             self._reduce_bucket()
 
@@ -176,6 +178,8 @@ class Runtime(context.Context):
     def _reduce(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         streams = self.streams
         streams.reduce.wait(streams.compute.record())
+        for group in [group for group in packed if group.sums_terms] if self._tensor_parallel else ():
+            group.sum_terms(packed[group])
         ours = [group for group in packed if group.settings.reduce_scatter is None]
         with _together(group.reduce_comm for group in ours):
             for group in ours:

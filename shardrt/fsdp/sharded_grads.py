@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import nn
@@ -109,7 +110,8 @@ class ShardedGrads:
         """
         param, sharded = self._params[position], self._sharded[position]
         if not isinstance(sharded.grad, DTensor):
-            sharded.grad = param.sharded_like(sharded.spec.local_shard(sharded.grad).clone())  # type: ignore[attr-defined]
+            whole = cast(torch.Tensor, sharded.grad)
+            sharded.grad = param.sharded_like(param.part_of(whole, sharded.spec).clone())  # type: ignore[attr-defined]
         return sharded.grad.to_local()
 
     def assign(self, fresh: Sequence[int]) -> None:
