@@ -10,6 +10,7 @@ _here = _Path(__file__).resolve().parent
 if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py").is_file():
     __path__.append(str(_here.parent))
 
+from . import parallel as parallel
 from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
 from .comm.version import __version__ as __version__
 from .fsdp.fully_shard import fully_shard, replicate
@@ -25,6 +26,7 @@ from .fsdp.policy import (
     ShardPlacementResult,
 )
 from .optim import clip_grad_norm_, offload_state_to_disk
+from .parallel.random import manual_seed
 from .tensor import dispatch as dispatch  # the import installs DTensor's operation table
 from .tensor.dtensor import DTensor, distribute_tensor
 from .tensor.local_ops import register_local_op
@@ -56,6 +58,7 @@ __all__ = [
     "fully_shard",
     "init",
     "init_device_mesh",
+    "manual_seed",
     "memory_summary",
     "offload_state_to_disk",
     "register_fsdp_forward_method",

@@ -1,0 +1,122 @@
+"""Checks: that heads can be split, and that the ranks of a tensor parallel axis are given the same data.
+
+Tensor parallel ranks work on one batch together. The first forward of a model compares the data that they feed to it;
+SHARDRT_CHECK_BATCHES=0 turns this off.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from hashlib import blake2b
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..tensor.dtensor import DTensor
+from ..tensor.placement import Shard
+from ..torch_internals import tree_leaves
+from .axis import Axis, parts
+
+_HEADS = ("head", "heads", "n_head", "n_heads", "num_heads", "num_attention_heads", "nhead")
+_KEY_HEADS = ("n_kv_head", "n_kv_heads", "num_key_value_heads", "num_kv_heads", "kv_heads")
+_PROJECTION = re.compile(r"(^|_)w?(q|k|v|query|key|value)(_|$)")
+
+
+def whole_heads(parent: nn.Module, name: str, layer: nn.Linear, size: int) -> None:
+    """Raise ValueError if a projection to queries, keys or values would have its heads cut by `size` ranks.
+
+    name: the layer's; its last part, such as "q_proj", "wk" or "value", says what it is. The number of heads is looked for
+    among the attributes of `parent`, which has the layer; other layers, and parents without one, are not checked.
+    """
+    found = _PROJECTION.search(name.rpartition(".")[2])
+    if found is None:
+        return
+    keys = found[2] in ("k", "v", "key", "value")
+    names = [*(_KEY_HEADS if keys else ()), *_HEADS]
+    heads = next((value for name in names if type(value := vars(parent).get(name)) is int and value > 0), None)
+    if heads is None or layer.out_features % heads:
+        return
+    width = layer.out_features // heads
+    cut = parts(layer.out_features, size)
+    if any(rows % width for rows in cut):
+        raise ValueError(
+            f"'{name}' has {heads} heads of {width} features, which {size} ranks would cut into parts of {cut}: expected whole "
+            "heads on each rank; use a mesh whose size divides the number of heads"
+        )
+
+
+def enabled() -> bool:
+    """Whether batches are compared. Raises ValueError for a value of the variable that is neither 0 nor 1."""
+    text = os.environ.get("SHARDRT_CHECK_BATCHES", "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"SHARDRT_CHECK_BATCHES={text!r}: expected 0 or 1")
+    return text == "1"
+
+
+def same_data(axis: Axis, value: Any, name: str) -> None:
+    """Raise ValueError on every rank unless data that is declared to be replicated is the same on all. Collective.
+
+    Data are plain tensors that no operation of autograd made, and that need no gradient.
+    """
+    if axis.size == 1 or type(value) is DTensor or not isinstance(value, torch.Tensor) or not enabled():
+        return
+    if not (value.requires_grad or value.is_meta) and (torch.is_grad_enabled() or not value.is_floating_point()):
+        _compare(axis, value, f"the input of '{name}'")
+
+
+def same_tokens(axis: Axis, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError on every rank unless the outermost module gets the same on all: which tensors, and integers in them.
+
+    The integers are not compared where an embedding takes its tokens sharded. Collective: one comparison.
+    """
+    if axis.size == 1 or not enabled():
+        return
+    values = not _takes_parts(module)
+    named = [*((str(index), arg) for index, arg in enumerate(args)), *((repr(key), kwargs[key]) for key in sorted(kwargs))]
+    mine = [(name, *_described(leaf, values)) for name, arg in named for leaf in tree_leaves(arg) if torch.is_tensor(leaf)]
+    number = int.from_bytes(blake2b(repr(mine).encode(), digest_size=8).digest()) >> 1
+    if (found := axis.comm.compare(number, lambda: mine)) is not None:
+        differing = next(tensors for tensors in zip_longest(*found) if len(set(tensors)) > 1)
+        name = next(tensor[0] for tensor in differing if tensor is not None)
+        texts = ["no tensor" if tensor is None or tensor[0] != name else tensor[1] for tensor in differing]
+        _raise(axis, f"argument {name} of the parallelized {type(module).__name__}", texts)
+
+
+def _described(value: torch.Tensor, values: bool) -> tuple[str, int]:
+    """What has to be the same on all ranks: a text, and a digest of the numbers. Parts of a sequence may differ in size."""
+    if values and type(value) is torch.Tensor and not (value.is_floating_point() or value.is_meta):
+        return _text(value), _digest(value)
+    return f"a {type(value).__name__} of {value.dtype}", 0
+
+
+def _takes_parts(module: nn.Module) -> bool:
+    embeddings = (child for child in module.modules() if isinstance(child, nn.Embedding))
+    return any(isinstance(getattr(vars(child).get("tp"), "source", None), Shard) for child in embeddings)
+
+
+def _compare(axis: Axis, value: torch.Tensor, what: str) -> None:
+    found = axis.comm.compare(_digest(value), lambda: _text(value))
+    if found is not None:
+        _raise(axis, what, found)
+
+
+def _text(value: torch.Tensor) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}"
+
+
+def _digest(value: torch.Tensor) -> int:
+    host = value.detach().cpu().contiguous()
+    digest = blake2b(_text(value).encode(), digest_size=8)
+    digest.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest()) >> 1
+
+
+def _raise(axis: Axis, what: str, found: list[str]) -> NoReturn:
+    shapes = f"shapes and dtypes: {', '.join(found)}" if len(set(found)) > 1 else f"{found[0]}, other values"
+    raise ValueError(
+        f"{what} differs between the ranks of {axis.mesh} ({shapes}): tensor parallel ranks work on one batch; let the "
+        "data parallel coordinate choose the rows (SHARDRT_CHECK_BATCHES=0 turns this check off)"
+    )

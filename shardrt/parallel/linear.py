@@ -1,0 +1,155 @@
+"""Linear layers whose weight is split over the axis, with their communication beside the matmuls.
+
+Legend: x (..., in), weight (out, in), y (..., out). Column-wise, `out` is split: y is sharded, the gradient of x a term of a
+sum. Row-wise, `in` is split: x is sharded, y a term of a sum; the bias is added after the reduction.
+
+| function         | forward                       | backward, in order                                                       |
+|------------------|-------------------------------|--------------------------------------------------------------------------|
+| column           | matmul                        | gradient of x; its reduction beside the gradient of the weight           |
+| gathered_column  | all-gather, matmul            | the same; x is gathered beside its gradient, which is reduce-scattered   |
+| row              | matmul, all-reduce            | gradients of x and of the weight                                         |
+| row, `dim`       | matmul, reduce-scatter        | all-gather, gradients of x and of the weight                             |
+
+`gathered_column` keeps only this rank's part of x between forward and backward: Megatron-LM's `layers.py`
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from .axis import Axis, owned
+from .pieces import gather_matmul, matmul_scatter
+from .relayout import Terms, Twin
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def column(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, twin: Twin | None) -> torch.Tensor:
+    """This rank's columns of the layer for a replicated x. twin: of x, None if x needs no gradient."""
+    x, weight, bias = _autocast(x if twin is None else twin.tensor, weight, bias)
+    return F.linear(x, weight, bias) if twin is None else _Column.apply(x, weight, bias, twin.terms)
+
+
+def gathered_column(
+    axis: Axis, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int, total: int, async_tp: bool
+) -> torch.Tensor:
+    """This rank's columns of the layer for an x of which this rank has its part of `dim`, `total` long."""
+    return _GatheredColumn.apply(*_autocast(x, weight, bias), axis, dim, total, async_tp)
+
+
+def row(
+    axis: Axis, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int | None, async_tp: bool
+) -> torch.Tensor:
+    """The layer for an x of which this rank has its part of the last dim. dim: of y, split over the ranks; None: replicated."""
+    x, weight, bias = _autocast(x, weight, bias)
+    if axis.size == 1:
+        return F.linear(x, weight, bias)
+    if dim is not None and dim < x.dim() - 1:
+        axis.remember(x.shape[dim])
+    return _Row.apply(x, weight, bias, axis, dim, async_tp)
+
+
+def _autocast(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The arguments in the dtype that autocast would compute in."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, terms: Terms) -> torch.Tensor:
+        ctx.terms = terms
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return owned(F.linear(x, weight, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        rows = _rows(grad)
+        # The first reader's term is summed into, so it is a tensor of its own.
+        ctx.terms.add((rows @ weight).view(*grad.shape[:-1], weight.shape[1]))
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        return None, rows.t() @ _rows(x) if needs_weight else None, rows.sum(0) if needs_bias else None, None
+
+
+class _GatheredColumn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        axis: Axis,
+        dim: int,
+        total: int,
+        async_tp: bool,
+    ) -> torch.Tensor:
+        ctx.axis, ctx.dim, ctx.total = axis, dim, total
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        if async_tp:
+            return owned(gather_matmul(axis, x, weight, bias, dim, total))
+        return owned(F.linear(axis.gather(x, dim, total), weight, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        axis, dim = ctx.axis, ctx.dim
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        rows = _rows(grad)
+        gathered = axis.start_gather(x, dim, ctx.total) if needs_weight else None
+        reduced = None
+        if needs_x:
+            reduced = axis.start_reduce_scatter((rows @ weight).view(*grad.shape[:-1], weight.shape[1]), dim)
+        grad_weight = None if gathered is None else rows.t() @ _rows(gathered.result())
+        grad_bias = rows.sum(0) if needs_bias else None
+        return None if reduced is None else reduced.result(), grad_weight, grad_bias, None, None, None, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        axis: Axis,
+        dim: int | None,
+        async_tp: bool,
+    ) -> torch.Tensor:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.axis, ctx.dim = axis, dim
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        if dim is None:
+            out = axis.all_reduce_(F.linear(x, weight))
+        else:  # `dim` may be the last one, of which `x` does not have the size
+            ctx.total = weight.shape[0] if dim == x.dim() - 1 else x.shape[dim]
+            pieces = async_tp and dim < x.dim() - 1
+            out = matmul_scatter(axis, x, weight, dim) if pieces else axis.reduce_scatter(F.linear(x, weight), dim)
+        return owned(out if bias is None else out.add_(bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+        if ctx.dim is not None and (x is not None or weight is not None):
+            grad = ctx.axis.gather(grad, ctx.dim, ctx.total)
+        rows = _rows(grad)
+        grad_x = None if weight is None else (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
+        return grad_x, None if x is None else rows.t() @ _rows(x), grad_bias, None, None, None

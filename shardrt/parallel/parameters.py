@@ -1,0 +1,147 @@
+"""Parameters of parallelized modules: split or replicated over the mesh, with one rank's values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..comm import DeviceMesh, current_stream
+from ..tensor.dtensor import DTensor
+from ..tensor.placement import Partial, Placement, Shard, Spec
+from ..tensor.replicated import Mark, mark_replicated, remember_mark
+from .axis import axis_of, parts
+
+PARTIAL_GRADIENT = (Partial(),)
+# The parallel parameter that replaced a plain one: modules that shared the plain one share this.
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # torch.Tensor -> ReferenceType[DTensor]
+
+
+class Split(NamedTuple):
+    """How a style distributes one parameter.
+
+    placement: `Shard(dim)` or `Replicate()`.   grad_placements: see `DTensor.grad_placements`.
+    """
+
+    module: nn.Module
+    name: str
+    placement: Placement
+    grad_placements: tuple[Placement, ...] | None = None
+
+    @property
+    def param(self) -> nn.Parameter:
+        param = self.module._parameters[self.name]
+        assert param is not None
+        return param
+
+
+def split_parameter(split: Split, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Replace a parameter by a DTensor parameter on `mesh`. Collective, unless src_data_rank is None.
+
+    src_data_rank: the rank whose values are taken; None: each rank's own.
+    """
+    (module, name, placement, grad_placements), param = split, split.param
+    if (made := replacement(param)) is None:
+        spec = Spec.of(mesh, (placement,), param.shape)
+        local = _local(param, spec, src_data_rank)
+        made = cast(DTensor, nn.Parameter(DTensor(local, spec), requires_grad=param.requires_grad))
+        made.grad_placements = grad_placements
+        _replaced[param] = ref(made)
+    module._parameters[name] = made  # type: ignore[assignment]
+    if not (names := module.__dict__.setdefault("tp_parameters", set())):
+        module.register_load_state_dict_pre_hook(_refuse_whole)
+    names.add(name)
+    if grad_placements is not None:
+        remember_mark(module, name, Mark(mesh, grad_placements))
+
+
+def _refuse_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """RuntimeError if plain tensors would become the parameters, which each rank would take for its part."""
+    for name in sorted(module.__dict__["tp_parameters"]) if metadata.get("assign_to_params_buffers", False) else ():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) of '{prefix}{name}' with a whole tensor: expected a DTensor, such as "
+                "shardrt.distribute_tensor(tensor, mesh, placements); or load with assign=False, which takes whole tensors too"
+            )
+
+
+def replacement(param: torch.Tensor) -> DTensor | None:
+    """The parallel parameter that has replaced a plain one that other modules still have."""
+    found: ReferenceType[Any] | None = _replaced.get(param)
+    return None if found is None else found()
+
+
+def _local(param: torch.Tensor, spec: Spec, src_data_rank: int | None) -> torch.Tensor:
+    axis, placement, full = axis_of(spec.mesh), spec.placements[0], param.detach()
+    if not full.is_meta:
+        full = full.to(axis.mesh.device)
+    if src_data_rank is None or full.is_meta or axis.size == 1:
+        return spec.local_shard(full).clone(memory_format=torch.contiguous_format)
+    stream = current_stream(axis.mesh.device)
+    if not isinstance(placement, Shard):
+        out = full.clone(memory_format=torch.contiguous_format)
+        axis.comm.broadcast(out, out, src_data_rank, stream=stream).wait(stream)
+        return out
+    dim, rows = placement.dim, parts(full.shape[placement.dim], axis.size)
+    blocks, chunk = None, (*full.shape[:dim], rows[0], *full.shape[dim + 1 :])
+    if axis.rank == src_data_rank:
+        blocks = full.new_zeros((axis.size, *chunk))
+        for block, part in zip(blocks, full.split(rows, dim), strict=True):
+            block.narrow(dim, 0, part.shape[dim]).copy_(part)
+    out = full.new_empty(chunk)
+    axis.comm.scatter(out, blocks, src_data_rank, stream=stream).wait(stream)
+    return out.narrow(dim, 0, rows[axis.rank]).contiguous()
+
+
+def check_shared(module: nn.Module, splits: Sequence[Split]) -> None:
+    """Raise ValueError unless modules that share a parameter distribute it alike."""
+    shared: dict[int, tuple[Any, Any]] = {}
+    first = {(id(split.module), split.name): split for split in reversed(splits)}
+    for split in first.values():
+        asked = (split.placement,), split.grad_placements
+        made = replacement(split.param)
+        found = shared.setdefault(id(split.param), asked if made is None else (made.spec.placements, made.grad_placements))
+        if found != asked:
+            raise ValueError(
+                f"parameter '{split.name}' of a {type(split.module).__name__} is shared with another module, which has it as "
+                f"{found[0]}: expected {asked[0]}; give both modules styles that split it alike"
+            )
+    for prefix, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            if param is None or (id(owner), name) in first:
+                continue
+            if (made := replacement(param)) is not None or id(param) in shared:
+                full_name = f"{prefix}.{name}".lstrip(".")
+                raise ValueError(
+                    f"parameter '{full_name}' is shared with a module that splits it as "
+                    f"{shared[id(param)][0] if made is None else made.spec.placements}: give the module of '{full_name}' a "
+                    "style as well, such as RowwiseParallel for an embedding and ColwiseParallel for a head"
+                )
+
+
+@torch.no_grad()
+def make_equal(params: Sequence[torch.Tensor], mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Give plain parameters the values of one rank, and mark them as replicated over `mesh`. Collective.
+
+    Cost: a broadcast for each dtype.
+    """
+    axis = axis_of(mesh)
+    for param in params:
+        mark_replicated(param, mesh)
+    if src_data_rank is None or axis.size == 1:
+        return
+    together: dict[torch.dtype, list[torch.Tensor]] = {}
+    for param in params:
+        if not param.is_meta:
+            together.setdefault(param.dtype, []).append(param)
+    stream = current_stream(mesh.device)
+    for same in together.values():
+        flat = torch.cat([param.detach().reshape(-1).to(mesh.device) for param in same])
+        axis.comm.broadcast(flat, flat, src_data_rank, stream=stream).wait(stream)
+        for param, values in zip(same, flat.split([param.numel() for param in same]), strict=True):
+            param.copy_(values.view(param.shape))

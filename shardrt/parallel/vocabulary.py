@@ -1,0 +1,306 @@
+"""Embeddings and cross-entropy over a vocabulary that is sharded over a mesh: each rank has consecutive rows or columns of it.
+
+| what            | collectives forward                                                             | backward |
+|-----------------|---------------------------------------------------------------------------------|----------|
+| embedding       | none here; the caller reduces the ranks' terms                                  | none     |
+| `cross_entropy` | MAX of (row maxima, columns of each rank), SUM of (sum of exp, target's logit)  | none     |
+
+The cross-entropy is that of Megatron-LM (`tensor_parallel/cross_entropy.py`), with shards of any size.
+
+Legend: N ranks; M rows of logits (tokens); V classes in all, C on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ..comm import Communicator, DeviceMesh, ReduceOp, current_stream
+from ..tensor.dtensor import DTensor
+from ..tensor.placement import Replicate, Shard, Spec
+
+_BLOCK_NUMEL = {"cpu": 2**18, "cuda": 2**24}  # Cost: this many float32 are temporary memory; on a CPU they fit in its cache
+
+
+def masked_embedding(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    first_row: int,
+    num_embeddings: int,
+    *,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """This rank's term of the embedding of `tokens`: the sum of the terms over the ranks is `F.embedding` with the full table.
+
+    tokens: any shape, int32 or int64, the same on every rank.   weight: this rank's (rows, C) of the table, perhaps no rows.
+    first_row: the number of its first row in the table of `num_embeddings` rows.
+    padding_idx: a row of the full table that gets no gradient.
+    Returns: (*tokens.shape, C), of weight's dtype, in memory of its own; zeros where the token's row is on another rank.
+    Raises IndexError for tokens outside of the table; on a GPU the device asserts instead, as in torch. Raises
+    NotImplementedError for max_norm, scale_grad_by_freq and sparse.
+    """
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        asked = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+        names = ", ".join(name for name, is_set in asked.items() if is_set)
+        raise NotImplementedError(f"an embedding with {names} whose rows are sharded: shard its columns (ColwiseParallel)")
+    bad = _out_of_range(tokens, num_embeddings, f"a token of an embedding of {num_embeddings} rows")
+    rows = weight.shape[0]
+    if rows == 0:  # a row that no token has: the result depends on the weight all the same
+        weight = torch.cat([weight, weight.new_zeros((1, weight.shape[1]))])
+    local = tokens - first_row
+    index = local.clamp(0, max(0, rows - 1))
+    elsewhere = (local != index) if rows > 0 else torch.ones_like(local, dtype=torch.bool)
+    padding = None if padding_idx is None else padding_idx % num_embeddings - first_row
+    found = F.embedding(
+        index if bad is None else index.masked_fill(bad, -1),
+        weight,
+        padding if padding is not None and 0 <= padding < rows else None,
+    )
+    return found.masked_fill_(elsewhere.unsqueeze(-1), 0)
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    mesh: DeviceMesh | None = None,
+    *,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """`F.cross_entropy` of logits whose classes are sharded over a mesh. Collective; the same result on every rank.
+
+    logits: this rank's (..., C), floating-point; ranks have consecutive classes in rank order, any number of them, also none.
+    Or a `DTensor` whose last dim is sharded over a 1-D mesh.
+    target: (...) classes, integers from 0 to V - 1 or `ignore_index`, the same on every rank.
+    mesh: 1-D; with a `DTensor` None or its own mesh.
+    weight: (V,) a factor for each class, the same on every rank.   label_smoothing: from 0 to 1.
+    reduction: "none", "sum" or "mean", which divides by the sum of the weights of the targets that are not ignored.
+    Returns: a plain tensor of the logits' dtype (float32 under autocast); (...) for "none", else a scalar. Everything between
+    is float32, or float64 for float64 logits.
+    Cost: 2 all-reduces of M + N and 2 M numbers (3 M with label smoothing), and none in the backward, for which the logits
+    are kept. Not twice differentiable.
+    Raises IndexError for targets outside of the classes, on every rank; on a GPU the device asserts instead, as in torch.
+    Raises ValueError for shapes, meshes and options that do not fit, NotImplementedError for targets that are probabilities.
+    """
+    if isinstance(logits, DTensor):
+        mesh, logits = _mesh_of_classes(logits, mesh), logits.to_local()
+    target, weight = _replicated(target, "target"), None if weight is None else _replicated(weight, "weight")
+    if mesh is None or mesh.ndim != 1:
+        raise ValueError(f"cross_entropy on {mesh}: expected the mesh of one axis that shards the classes, such as mesh['tp']")
+    _check_arguments(logits, target, reduction, label_smoothing)
+    rows = logits.reshape(-1, logits.shape[-1]) if logits.shape[-1] else logits.reshape(target.numel(), 0)
+    options = _Options(mesh.communicator("tp"), weight, ignore_index, label_smoothing)
+    losses, factors = _CrossEntropy.apply(rows, target.reshape(-1).long(), options)
+    dtype = losses.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+    if reduction == "none":
+        return losses.view(target.shape).to(dtype)
+    total = losses.sum()
+    return (total if reduction == "sum" else total / factors.sum()).to(dtype)
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _mesh_of_classes(logits: DTensor, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh that shards the last dim. Raises ValueError if it is another than `mesh`, or none."""
+    spec = logits.spec
+    if mesh not in (None, spec.mesh) or not shards_dim(spec, logits.dim() - 1):
+        where = "" if mesh is None else f" on {mesh}"
+        raise ValueError(f"cross_entropy{where} of logits of {spec}: expected their last dim to be sharded, over a 1-D mesh")
+    return spec.mesh
+
+
+def shards_dim(spec: Spec, dim: int) -> bool:
+    """Whether a tensor lies on a 1-D mesh, with this dim sharded in rank order."""
+    placement = spec.placements[0]
+    return len(spec.placements) == 1 and isinstance(placement, Shard) and placement.dim == dim
+
+
+def _replicated(value: torch.Tensor, what: str) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value
+    if any(placement != Replicate() for placement in value.placements):
+        raise ValueError(f"cross_entropy with a {what} of {value.spec}: expected the same {what} on every rank (Replicate)")
+    return value.to_local()
+
+
+def _check_arguments(logits: torch.Tensor, target: torch.Tensor, reduction: str, label_smoothing: float) -> None:
+    if target.is_floating_point():
+        raise NotImplementedError(
+            f"cross_entropy with a target of {target.dtype}, which are probabilities, on logits with sharded classes: expected "
+            "class indices"
+        )
+    if logits.dim() == 0 or not logits.is_floating_point() or target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"cross_entropy of logits of shape {tuple(logits.shape)}, {logits.dtype}, with a target of shape "
+            f"{tuple(target.shape)}: expected floating-point logits (..., classes) and a target (...)"
+        )
+    if reduction not in ("none", "sum", "mean") or not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(
+            f"cross_entropy with reduction={reduction!r}, label_smoothing={label_smoothing}: expected 'none', 'sum' or 'mean', "
+            "and a number from 0 to 1"
+        )
+
+
+def _out_of_range(values: torch.Tensor, limit: int | torch.Tensor, what: str) -> torch.Tensor | None:
+    """Raise IndexError if a value is not in 0 ... limit - 1. On a GPU (Cost: a host sync) return which ones are not instead."""
+    bad = (values < 0) | (values >= limit)
+    if values.device.type != "cpu":
+        return bad
+    if bad.any():
+        raise IndexError(f"{what} is out of range: expected 0 to {limit - 1}, found {int(values[bad][0])}")
+    return None
+
+
+# ---------------------------------------------------------------------- cross-entropy
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    comm: Communicator
+    weight: torch.Tensor | None  # (V,)
+    ignore_index: int
+    smoothing: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """What the targets of M rows mean on this rank."""
+
+    index: torch.Tensor  # (M, 1) a column of this rank, the target's if it is here
+    elsewhere: torch.Tensor  # (M,) whether the target is another rank's, or ignored
+    ignored: torch.Tensor  # (M,)
+    factors: torch.Tensor  # (M,) how much each row counts
+
+    @classmethod
+    def of(cls, target: torch.Tensor, columns: _Columns, weight: torch.Tensor | None, ignore_index: int) -> _Targets:
+        ignored = target == ignore_index
+        target = target.masked_fill(ignored, 0)
+        bad = _out_of_range(target, columns.total, "a target of cross_entropy")
+        local = target - columns.first
+        index = local.clamp(0, max(0, columns.count - 1))
+        elsewhere = (local != index) | ignored
+        # Hazard: a target out of range has no rank; an index of -1 makes the device assert.
+        index = index if bad is None else index.masked_fill(bad, -1)
+        factors = (~ignored).to(columns.dtype) if weight is None else weight[target].masked_fill_(ignored, 0)
+        return cls(index.unsqueeze(1), elsewhere, ignored, factors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The classes of this rank: `count` of `total`, from `first` on. On a GPU two of them are 0-dim tensors, to save a sync."""
+
+    count: int
+    first: int | torch.Tensor
+    total: int | torch.Tensor
+    dtype: torch.dtype  # of the statistics
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of each row, and the factor by which it counts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: _Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # logits (M, C), target (M,)
+        comm, smoothing = options.comm, options.smoothing
+        maxima, columns = _maxima(logits, comm)
+        weight = _class_weights(options.weight, columns)
+        targets = _Targets.of(target, columns, weight, options.ignore_index)
+        spread = _own_class_weights(weight, columns, logits.device) if smoothing else None
+        sums = _sums(logits, maxima, targets, spread)
+        stream = current_stream(comm.device)
+        comm.all_reduce(sums, sums, ReduceOp.SUM, stream=stream).wait(stream)
+        log_sum = sums[0].log()
+        hard = both = targets.factors * (1 - smoothing)
+        losses = (log_sum - sums[1]).mul_(hard)
+        if spread is not None:
+            ctx.share = share = smoothing / columns.total
+            soft = share * (columns.total if weight is None else weight.sum())
+            losses += log_sum * soft - sums[2] * share
+            both = hard + soft
+        ctx.save_for_backward(logits, maxima, targets.index, targets.elsewhere, targets.ignored, hard, both / sums[0], spread)
+        ctx.mark_non_differentiable(targets.factors)
+        return losses.masked_fill_(targets.ignored, 0), targets.factors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor, None, None]:
+        logits, maxima, index, elsewhere, ignored, hard, scale, spread = ctx.saved_tensors
+        made = torch.empty_like(logits)
+        grad = grad.masked_fill(ignored, 0)
+        at_target = (grad * hard).neg_().masked_fill_(elsewhere, 0).unsqueeze(1)
+        scale = (grad * scale).masked_fill_(ignored, 0).unsqueeze(1)
+        for rows in _blocks(logits):
+            out = made[rows] if made.dtype == maxima.dtype else None
+            block = torch.sub(logits[rows], maxima[rows], out=out).exp_().mul_(scale[rows])
+            if spread is not None:
+                block.addr_(grad[rows] * ctx.share, spread, alpha=-1)
+            block.scatter_add_(1, index[rows], at_target[rows])
+            if out is None:
+                made[rows] = block
+        return made, None, None
+
+
+def _maxima(logits: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, _Columns]:
+    """The maximum of each row over all ranks, (M, 1), and where this rank's columns lie. One all-reduce for both."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    rows, count = logits.shape
+    values = logits.new_full((rows + comm.size,), -torch.inf, dtype=dtype)
+    if count > 0:
+        values[:rows] = logits.amax(-1)
+    values[rows + comm.rank] = count
+    stream = current_stream(comm.device)
+    comm.all_reduce(values, values, ReduceOp.MAX, stream=stream).wait(stream)
+    counts = values[rows:].long()
+    first, total = counts[: comm.rank].sum(), counts.sum()
+    if counts.device.type == "cpu":
+        return values[:rows, None], _Columns(count, int(first), int(total), dtype)
+    return values[:rows, None], _Columns(count, first, total, dtype)
+
+
+def _class_weights(weight: torch.Tensor | None, columns: _Columns) -> torch.Tensor | None:
+    if weight is None:
+        return None
+    if isinstance(columns.total, int) and weight.shape != (columns.total,):
+        raise ValueError(f"cross_entropy with a weight of shape {tuple(weight.shape)}: expected ({columns.total},)")
+    return weight.detach().to(columns.dtype)
+
+
+def _own_class_weights(weight: torch.Tensor | None, columns: _Columns, device: torch.device) -> torch.Tensor:
+    """(C,) the factors of this rank's classes in the part of the loss that is the same for all classes."""
+    if weight is None:
+        return torch.ones(columns.count, dtype=columns.dtype, device=device)
+    return weight[torch.arange(columns.count, device=device) + columns.first]
+
+
+def _sums(logits: torch.Tensor, maxima: torch.Tensor, targets: _Targets, spread: torch.Tensor | None) -> torch.Tensor:
+    """This rank's terms of: sum of exp, the target's logit, the weighted sum of logits. The row's maximum is subtracted."""
+    sums = maxima.new_zeros((2 if spread is None else 3, logits.shape[0]))
+    if logits.shape[1] == 0:
+        return sums
+    for rows in _blocks(logits):
+        block = logits[rows] - maxima[rows]
+        if spread is not None:
+            torch.mv(block, spread, out=sums[2, rows])
+        torch.sum(block.exp_(), 1, out=sums[0, rows])
+    found = logits.gather(1, targets.index).sub(maxima).squeeze(1)
+    sums[1] = found.masked_fill_(targets.elsewhere, 0)
+    return sums
+
+
+def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+    """Slices of the rows, of a bounded number of elements each. None if this rank has no columns."""
+    rows, count = logits.shape
+    step = max(1, _BLOCK_NUMEL.get(logits.device.type, _BLOCK_NUMEL["cpu"]) // max(1, count))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows if count else 0, step))
