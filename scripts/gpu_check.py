@@ -37,7 +37,7 @@ import shardrt
 from common.jobs import follow_job, mpirun
 from common.models import GPU_GPT
 from common.options import Parser, exit_with_usage_error
-from gpu import collectives, kernels, training
+from gpu import collectives, kernels, parallel, training
 from gpu.checks import PREFIX, Check, Found, Outcome, Result, run_checks
 from shardrt.comm import World
 from shardrt.launch import Launcher, LaunchError, find_site
@@ -81,9 +81,16 @@ SUITES: dict[str, tuple[Check, ...]] = {
         *(collectives.moves, collectives.reductions, collectives.groups),
         *training.PARITY,
         *training.REPLAY,
+        *parallel.CHECKS,
         *training.COMPILED,
     ),
-    "together": (versions, collectives.moves, collectives.reductions, collectives.groups, *training.PARITY, *training.COMPILED),
+    "together": (
+        versions,
+        *(collectives.moves, collectives.reductions, collectives.groups),
+        *training.PARITY,
+        *parallel.CHECKS,
+        *training.COMPILED,
+    ),
     "stuck": (training.stuck,),
 }
 

@@ -2,6 +2,7 @@
 
     mpirun -n 2 python scripts/train.py         # trains on the source of Python's standard library
     mpirun -n 4 python scripts/train.py --data ~/books --steps 2000 --dtype bfloat16
+    mpirun -n 4 python scripts/train.py --tp 2         # 2-D: each matrix in two parts, sharded over two ranks each
 
 One step, the same on every rank:
   1. draw this rank's rows of the global batch, one micro-batch at a time
@@ -11,6 +12,9 @@ One step, the same on every rank:
 and every --eval-every steps the validation loss. Only rank 0 writes: a progress bar, then log.jsonl
 (a line with the configuration, then one per step), loss.png and sample.txt in --out. The global
 batch does not depend on the number of ranks, so neither does the loss curve.
+
+With --tp N, groups of N neighbouring ranks have the parts of each matrix and, between the matrices,
+of each sequence; they read the same rows. Parameters are sharded over the groups.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ import common.checkout  # noqa: F401  # before shardrt
 import shardrt
 from common.models import GPT, GPTConfig, next_byte_loss, shard
 from common.options import Parser, at_least, exit_with_usage_error
+from common.parallel import gpt_plan
 from common.text import Corpus, batch, default_files, find_files, rank_rows, read_corpus, write_sample
+from shardrt.parallel import cross_entropy, parallelize_module
 
 # ---------------------------------------------------------------------- options
 
@@ -49,6 +55,7 @@ class Options:
     channels: int
     context: int
     untied: bool
+    tp: int
     steps: int
     batch: int
     micro_batches: int
@@ -81,6 +88,7 @@ def parse_options() -> Options:
     shape("--channels", type=count, default=128)
     shape("--context", type=count, default=128, help="sequence length in bytes")
     shape("--untied", action="store_true", help="do not share the weight of the head and the embedding")
+    add("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks, with sequence parallelism")
     add("--steps", type=count, default=1000)
     add("--batch", type=count, default=12, help="sequences per step over all ranks")
     add("--micro-batches", type=count, default=1, help="accumulate gradients over this many micro-batches per rank")
@@ -88,7 +96,8 @@ def parse_options() -> Options:
     add("--warmup", type=at_least(0), default=30, help="steps until the highest learning rate")
     add("--weight-decay", type=at_least(0.0, float), default=0.1)
     add("--clip", type=at_least(0.0, float), default=1.0, help="the maximum gradient norm")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    dtype = "of the computation; with float64, of the parameters as well"
+    add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help=dtype)
     add("--eval-every", type=count, default=100, help="steps between two validations")
     add("--eval-batches", type=count, default=4)
     add("--prompt", default="def ", help="start of the sample")
@@ -105,6 +114,8 @@ def check_options(options: Options) -> Corpus:
         exit_with_usage_error("--prompt is empty: the model needs at least one byte to continue")
     if options.out.exists() and not options.out.is_dir():
         exit_with_usage_error(f"--out {options.out} is not a folder")
+    if options.heads % options.tp != 0:
+        exit_with_usage_error(f"--heads {options.heads} does not divide by --tp {options.tp}: each rank has whole heads")
     try:
         _ = options.model  # raises ValueError for an invalid shape
         files = find_files(options.data) if options.data else default_files()
@@ -115,10 +126,14 @@ def check_options(options: Options) -> Corpus:
 
 def check_world(options: Options, corpus: Corpus, world: shardrt.World) -> None:
     """Exit with a usage error for options that do not fit the ranks, or if their text differs. Collective."""
-    parts = world.size * options.micro_batches
+    if world.size % options.tp != 0:
+        exit_with_usage_error(f"--tp {options.tp} does not divide the {world.size} ranks")
+    readers = world.size // options.tp
+    parts = readers * options.micro_batches
     if options.batch % parts != 0:
+        what = "ranks" if options.tp == 1 else "groups of ranks"
         exit_with_usage_error(
-            f"--batch {options.batch} does not divide by {world.size} ranks x "
+            f"--batch {options.batch} does not divide by {readers} {what} x "
             f"{options.micro_batches} micro-batches: use a multiple of {parts}"
         )
     if len(set(world.comm.exchange(corpus.digest))) > 1:
@@ -147,11 +162,18 @@ class Trainer:
 
     def __init__(self, options: Options, corpus: Corpus, world: shardrt.World) -> None:
         self.options, self.corpus, self.world = options, corpus, world
+        self.mesh = shardrt.DeviceMesh(world.comm, (world.size // options.tp, options.tp), ("dp", "tp"))
         self.model = GPT(options.model, options.seed).to(world.device)
+        self.zero = torch.zeros((), device=world.device)  # of the dtype in which losses are added
+        if options.dtype == "float64":
+            self.model.double()  # the same numbers: they are drawn in float32
+            self.zero = self.zero.double()
+        if options.tp > 1:
+            parallelize_module(self.model, self.mesh["tp"], gpt_plan(shardrt.parallel, shardrt))
         policy = shardrt.MixedPrecisionPolicy()
         if options.dtype == "bfloat16":
             policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        shard(self.model, lambda module: shardrt.fully_shard(module, mp_policy=policy))
+        shard(self.model, lambda module: shardrt.fully_shard(module, mesh=self.mesh["dp"], mp_policy=policy))
         parameters = self.model.parameters()
         decay = options.weight_decay
         self.optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=decay)
@@ -175,7 +197,7 @@ class Trainer:
 
     def forward_backward(self, step: int) -> torch.Tensor:
         """Accumulate this rank's gradients over its micro-batches; returns its mean loss, ()."""
-        micro_batches, total = self.rows(), torch.zeros((), device=self.world.device)
+        micro_batches, total = self.rows(), self.zero.clone()
         assert isinstance(self.model, shardrt.FSDPModule)  # since fully_shard
         for rows in micro_batches:
             self.model.set_requires_gradient_sync(rows is micro_batches[-1])
@@ -189,7 +211,7 @@ class Trainer:
         """Mean loss over --eval-batches batches of the validation text, the same in every call. Collective."""
         steps = range(self.options.eval_batches)
         parts = [(step, rows) for step in steps for rows in self.rows()]
-        total = torch.zeros((), device=self.world.device)
+        total = self.zero.clone()
         for step, rows in parts:
             total += self.loss(self.corpus.validation, step, rows) / len(parts)
         return self.world.mean(total).item()
@@ -197,12 +219,15 @@ class Trainer:
     def loss(self, text: torch.Tensor, step: int, rows: range) -> torch.Tensor:
         options, device = self.options, self.world.device
         inputs, targets = batch(text, options.seed, step, rows, options.batch, options.context)
-        return next_byte_loss(self.model(inputs.to(device)), targets.to(device))
+        logits = self.model(inputs.to(device))
+        if isinstance(logits, shardrt.DTensor):  # in parts of the vocabulary
+            return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.to(device))
+        return next_byte_loss(logits, targets.to(device))
 
     def rows(self) -> list[range]:
-        """This rank's rows of a global batch, one range per micro-batch."""
-        options, world = self.options, self.world
-        return rank_rows(options.batch, world.rank, world.size, options.micro_batches)
+        """This rank's rows of a global batch, one range per micro-batch. Tensor-parallel ranks read the same rows."""
+        options, dp = self.options, self.mesh["dp"]
+        return rank_rows(options.batch, dp.rank, dp.size, options.micro_batches)
 
 
 def learning_rate(options: Options, step: int) -> float:

@@ -10,7 +10,7 @@ from slurm import Slurm, install
 EXAMPLES, EXAMPLES_ALL = 150, 1500  # of each property
 
 # Tests that share a running job or an expensive fixture run in one process; all others run in whichever is free.
-SHARED_FIXTURES = ("alone", "wheel")
+SHARED_FIXTURES = ("alone", "alone_float64", "wheel")
 SLOW_FIRST = (
     "test_packaging.py",
     "test_gpu_check.py",

@@ -5,27 +5,62 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 import parity
+from bench import step
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "scripts" / "bench" / "step.py"
 
 
-def test_last_line_is_json_and_the_losses_agree() -> None:
-    options = ["--models", "tiny", "--ranks", "2", "--rounds", "1", "--steps", "2"]
+def run_script(script: Path, *options: str) -> dict[str, Any]:
+    """The JSON of the last line."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=200, env=environment, check=False
+        [sys.executable, str(script), *options], capture_output=True, text=True, timeout=200, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+    return cast("dict[str, Any]", json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_last_line_is_json_and_the_losses_agree() -> None:
+    summary = run_script(BENCH, "--models", "tiny", "--ranks", "2", "--rounds", "1", "--steps", "2")
     (result,) = summary["results"]
     assert (result["model"], result["ranks"], result["agreement"]) == ("tiny", 2, "bitwise")
     assert result["ratio_fsdp2"] == result["ms"]["shardrt"] / result["ms"]["fsdp2"]
     assert min(*result["ms"].values(), *result["peak_mb"].values(), summary["host"]["median_us"]) > 0
+
+
+def test_tensor_parallel_losses_agree_with_those_of_torch() -> None:
+    summary = run_script(BENCH, "--tp", "2", "--ranks", "2", "--rounds", "1", "--steps", "1")
+    (result,) = summary["results"]
+    assert (result["model"], result["ranks"], result["tp"], result["ratio_floor"]) == ("gpt-512", 2, 2, None)
+    assert not result["agreement"].startswith("DIFFER"), result["agreement"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tp", "2", "--ranks", "3"), "--ranks 3 does not divide by --tp 2"),
+        (("--tp", "2", "--models", "mlp"), "--tp 2: model mlp has no plan, use a GPT"),
+    ],
+)
+def test_bad_options_of_the_step_benchmark(
+    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["step.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        step.main()
+    assert capfd.readouterr().err == f"step.py: error: {message}\n"
+
+
+def test_host_time_of_a_block() -> None:
+    us = run_script(BENCH.with_name("parallel.py"), "--rounds", "2")["host_us"]
+    assert {name.split(",")[0] for name in us} == {"plain", "shardrt", "torch"}
+    assert min(us.values()) > 0
 
 
 def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
@@ -40,7 +75,7 @@ def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
         if first is not None:
             found.append(path.name)
             assert not [line for line in lines[:first] if line.startswith(("import shardrt", "from shardrt"))], path
-    assert {"train.py", "gpu_check.py", "step.py", "overlap.py", "padding.py", "table.py"} == set(found)
+    assert {"train.py", "gpu_check.py", "step.py", "overlap.py", "padding.py", "parallel.py", "table.py"} == set(found)
 
 
 def test_feature_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,8 +40,9 @@ print(f"rank {world.rank} of {world.size}, local {world.local_rank}, on {world.d
 """
 
 
-@pytest.mark.parametrize("leave", ["", "shardrt.finalize()", "shardrt.finalize(); shardrt.finalize()"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("size", "leave"), [(1, ""), (2, "shardrt.finalize()"), (4, ""), (4, "shardrt.finalize(); shardrt.finalize()")]
+)
 def test_embedding_in_five_lines(size: int, leave: str) -> None:
     done = run_script(FIVE_LINES + leave, size)
     assert done.returncode == 0, done.stderr

@@ -91,6 +91,7 @@ PRINTED = {
     "mixed_precision_accumulation": (2, r"shards are in \{torch\.float32\}"),
     "meta_device": (2, r"4257 parameters in shards of \[2144, 2113\]"),
     "cpu_offload": (2, r"shards and optimizer state are on \{'cpu'\}"),
+    "tensor_parallel": (4, r"up.weight \(128, 32\) \(Shard\(dim=0\), RaggedShard\(dim=0"),
     "custom_collective": (2, r"[5-9]\S* gathers and 1[78]\d{3}\S* bytes per step"),
 }
 

@@ -16,6 +16,7 @@ SMALL = (
     f"--steps {STEPS} --layers 2 --heads 2 --channels 32 --context 32 --batch 12 "
     "--eval-every 10 --eval-batches 1 --sample-bytes 20"
 )
+FLOAT64 = "--dtype float64 --steps 10"
 
 # Each rank writes to its own file, so that the launcher cannot mix their output.
 LAUNCH = """
@@ -95,11 +96,35 @@ def test_bfloat16_stays_near_float32(alone: Run, tmp_path: Path) -> None:
     assert done.curve() == pytest.approx(alone.curve(), abs=0.1)
 
 
+@pytest.fixture(scope="module")
+def alone_float64(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Ten steps on one rank."""
+    return train(tmp_path_factory.mktemp("alone"), 1, FLOAT64)
+
+
+@pytest.mark.parametrize("ranks", [2, 4], ids=["1-D", "2-D"])
+def test_tensor_parallel_ranks_have_the_loss_curve_of_one(alone_float64: Run, tmp_path: Path, ranks: int) -> None:
+    """The sample as well, whose sequences do not divide by the ranks."""
+    done = train(tmp_path, ranks, f"{FLOAT64} --tp 2")
+    assert len(done.curve()) == 10
+    assert done.curve() == pytest.approx(alone_float64.curve(), rel=0, abs=1e-12)
+    assert done.curve("norm") == pytest.approx(alone_float64.curve("norm"), rel=1e-10)
+    assert done.log()[-1]["validation_loss"] == pytest.approx(alone_float64.log()[-1]["validation_loss"], rel=0, abs=1e-12)
+    assert (done.out / "sample.txt").read_text() == (alone_float64.out / "sample.txt").read_text()
+
+
+def test_tensor_parallel_ranks_in_float32(alone: Run, tmp_path: Path) -> None:
+    done = train(tmp_path, 4, "--tp 2 --micro-batches 2")
+    assert done.curve() == pytest.approx(alone.curve(), rel=0, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--steps 0", "argument --steps: 0: expected a number of at least 1"),
         ("--batch 7", "--batch 7 does not divide by 2 ranks"),
+        ("--tp 4", "--tp 4 does not divide the 2 ranks"),
+        ("--tp 2 --heads 3 --channels 96", "--heads 3 does not divide by --tp 2"),
     ],
 )
 def test_a_bad_flag_ends_every_rank_with_the_message(tmp_path: Path, flags: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
     python scripts/bench/step.py --models gpt mlp tiny --ranks 2 4
     python scripts/bench/step.py --device cuda --models gpt-1b tiny --ranks 1 --fused
+    python scripts/bench/step.py --tp 2 --ranks 2 4
 
 Each measurement is a separate job: `mpirun` for shardrt and the floor, torch's launcher for FSDP2.
 The floor trains an unsharded model on as many ranks, so that the cores are as busy. The jobs
@@ -13,6 +14,10 @@ A step is forward, backward and optimizer; batches are made before. The time of 
 over the ranks; the result is the median over the steps of all rounds. Peak memory is the maximum
 resident memory of any rank; on a GPU, the maximum that torch's allocator held for tensors plus the
 memory in use outside it (no other process may use the GPU). FSDP2 runs on gloo, on GPUs on NCCL.
+
+With --tp both sides run a GPT of 512 channels on that many tensor-parallel ranks, with sequence parallelism and the loss on
+parts of the vocabulary, by one plan; the peer is torch's tensor parallelism. On more ranks, both shard the parts as well, over
+the others (2-D). There is no floor then: no unsharded model does the same arithmetic.
 Progress goes to stderr; the last line on stdout is JSON.
 """
 
@@ -25,7 +30,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import cast
@@ -51,6 +56,7 @@ class Result:
 
     model: str
     ranks: int
+    tp: int  # of them, ranks with parts of the same matrices
     ms: dict[str, float]  # per step, median
     best_ms: dict[str, float]  # the fastest step, which other load disturbs least
     host_ms: dict[str, float]  # per step, median, host time of forward and backward
@@ -60,7 +66,7 @@ class Result:
     loss: dict[str, float]  # of the last step, mean over the ranks
     agreement: str  # of the losses of shardrt and FSDP2 over all steps
     ratio_fsdp2: float  # step time of shardrt / FSDP2
-    ratio_floor: float
+    ratio_floor: float | None  # without a floor, None
     ratio_peak: float  # peak memory of shardrt / FSDP2
     ratio_fsdp2_by_round: list[float]
 
@@ -72,12 +78,12 @@ def measure(model: str, ranks: int, options: Options, bar: Bar) -> Result:
     rounds: list[Round] = []
     for _ in range(options.rounds):
         rounds.append({})
-        for worker in WORKERS:
+        for worker in options.workers:
             bar.set_description(f"{model}, {ranks} ranks, {worker}")
             written = run_worker(worker, ranks, model, options)
             rounds[-1][worker] = [Timing(**json.loads(text)) for text in written]
             bar.update()
-    return summarize(model, ranks, rounds)
+    return summarize(model, ranks, options.tp, rounds)
 
 
 def run_worker(worker: str, ranks: int, model: str, options: Options) -> list[str]:
@@ -85,28 +91,31 @@ def run_worker(worker: str, ranks: int, model: str, options: Options) -> list[st
     launcher = torchrun(ranks) if worker == "fsdp2" else mpirun(ranks) if ranks > 1 else [sys.executable]
     with tempfile.TemporaryDirectory(prefix="bench-step-") as folder:
         args = ["--worker", worker, "--model", model, "--steps", str(options.steps), "--device", options.device]
+        args += ["--tp", str(options.tp)]
         args += ["--fused"] if options.fused else []
         run_job([*launcher, __file__, *args, "--results", folder], options.timeout)
         return [(Path(folder) / str(rank)).read_text() for rank in range(ranks)]
 
 
-def summarize(model: str, ranks: int, rounds: list[Round]) -> Result:
-    every = {worker: [timing for one in rounds for timing in one[worker]] for worker in WORKERS}
-    ms = {worker: median(step_ms(rounds, worker)) for worker in WORKERS}
-    peak = {worker: max(timing.peak_mb for timing in every[worker]) for worker in WORKERS}
+def summarize(model: str, ranks: int, tp: int, rounds: list[Round]) -> Result:
+    workers = tuple(rounds[0])
+    every = {worker: [timing for one in rounds for timing in one[worker]] for worker in workers}
+    ms = {worker: median(step_ms(rounds, worker)) for worker in workers}
+    peak = {worker: max(timing.peak_mb for timing in every[worker]) for worker in workers}
     return Result(
         model=model,
         ranks=ranks,
+        tp=tp,
         ms=ms,
-        best_ms={worker: min(step_ms(rounds, worker)) for worker in WORKERS},
-        host_ms={w: median(seconds for timing in every[w] for seconds in timing.host_seconds) * 1e3 for w in WORKERS},
+        best_ms={worker: min(step_ms(rounds, worker)) for worker in workers},
+        host_ms={w: median(seconds for timing in every[w] for seconds in timing.host_seconds) * 1e3 for w in workers},
         peak_mb=peak,
-        grown_mb={w: max(timing.peak_mb - timing.start_mb for timing in every[w]) for w in WORKERS},
-        reserved_mb={w: max(timing.reserved_mb for timing in every[w]) for w in WORKERS},
-        loss={w: fmean(timing.losses[-1] for timing in rounds[0][w]) for w in WORKERS},
+        grown_mb={w: max(timing.peak_mb - timing.start_mb for timing in every[w]) for w in workers},
+        reserved_mb={w: max(timing.reserved_mb for timing in every[w]) for w in workers},
+        loss={w: fmean(timing.losses[-1] for timing in rounds[0][w]) for w in workers},
         agreement=compare(every["shardrt"], every["fsdp2"], TOLERANCES[CASES[model].param_dtype]),
         ratio_fsdp2=ms["shardrt"] / ms["fsdp2"],
-        ratio_floor=ms["shardrt"] / ms["floor"],
+        ratio_floor=ms["shardrt"] / ms["floor"] if "floor" in ms else None,
         ratio_peak=peak["shardrt"] / peak["fsdp2"],
         ratio_fsdp2_by_round=[median(step_ms([one], "shardrt")) / median(step_ms([one], "fsdp2")) for one in rounds],
     )
@@ -136,9 +145,10 @@ model  ranks   shardrt    fsdp2    floor    fsdp2  floor   shardrt   fsdp2   by 
 def row(result: Result) -> str:
     """A line of the table below HEADER."""
     ms, peak, loss = result.ms, result.peak_mb, result.loss
+    floor, by_floor = ("-", "-") if result.ratio_floor is None else (f"{ms['floor']:.1f}", f"{result.ratio_floor:.2f}")
     return (
-        f"{result.model:7}{result.ranks:5} {ms['shardrt']:9.1f}{ms['fsdp2']:9.1f}{ms['floor']:9.1f} "
-        f"{result.ratio_fsdp2:8.3f}{result.ratio_floor:7.2f}  {peak['shardrt']:8.0f}{peak['fsdp2']:8.0f}"
+        f"{result.model:7}{result.ranks:5} {ms['shardrt']:9.1f}{ms['fsdp2']:9.1f}{floor:>9} "
+        f"{result.ratio_fsdp2:8.3f}{by_floor:>7}  {peak['shardrt']:8.0f}{peak['fsdp2']:8.0f}"
         f"{result.ratio_peak:6.2f}  {result.agreement} ({loss['shardrt']:.6f}, {loss['fsdp2']:.6f})"
     )
 
@@ -153,6 +163,7 @@ class Options:
     models: list[str]
     ranks: list[int]
     device: str
+    tp: int
     steps: int
     fused: bool
     rounds: int
@@ -162,13 +173,18 @@ class Options:
     model: str
     results: Path
 
+    @property
+    def workers(self) -> list[str]:
+        return [worker for worker in WORKERS if self.tp == 1 or worker != "floor"]
+
 
 def parse_options() -> Options:
     parser = Parser(description=__doc__)
     add, hidden = parser.add_argument, argparse.SUPPRESS
-    add("--models", nargs="+", choices=tuple(CASES), default=["gpt", "mlp", "tiny"])
+    add("--models", nargs="+", choices=tuple(CASES), help="default: gpt mlp tiny; with --tp: gpt-512, and only GPTs")
     add("--ranks", type=at_least(1), nargs="+", default=[2, 4])
     add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--tp", type=at_least(1), default=1, metavar="N", help="of the ranks, N have parts of the same matrices")
     add("--steps", type=at_least(1), default=20, help="timed steps of each job")
     add("--fused", action="store_true", help="use AdamW's fused loop instead of torch's default")
     add("--rounds", type=at_least(1), default=3, help="jobs of each worker")
@@ -177,17 +193,28 @@ def parse_options() -> Options:
     add("--worker", choices=(*WORKERS, "host"), help=hidden)  # set for the jobs of this script
     add("--model", choices=tuple(CASES), default="tiny", help=hidden)
     add("--results", type=Path, default=Path(), help=hidden)
-    return Options(**vars(parser.parse_args()))
+    options = Options(**vars(parser.parse_args()))
+    return options if options.models else replace(options, models=["gpt-512"] if options.tp > 1 else ["gpt", "mlp", "tiny"])
+
+
+def check_options(options: Options) -> None:
+    """Exit with a usage error for options that do not fit this machine or each other."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        exit_with_usage_error(f"--device cuda: torch {torch.__version__} sees no CUDA device on this machine")
+    if odd := [ranks for ranks in options.ranks if ranks % options.tp]:
+        exit_with_usage_error(f"--ranks {odd[0]} does not divide by --tp {options.tp}")
+    if options.tp > 1 and (others := [model for model in options.models if not model.startswith("gpt")]):
+        exit_with_usage_error(f"--tp {options.tp}: model {others[0]} has no plan, use a GPT")
 
 
 def main() -> None:
     options = parse_options()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        exit_with_usage_error(f"--device cuda: torch {torch.__version__} sees no CUDA device on this machine")
+    if options.worker is None:
+        check_options(options)
     if options.worker == "host":
         (options.results / "0").write_text(json.dumps(asdict(host_worker(options.steps))))
     elif options.worker is not None:
-        run = Run(options.device, options.steps, options.fused)
+        run = Run(options.device, options.steps, options.fused, options.tp)
         rank, timing = WORKERS[options.worker](CASES[options.model], run)
         (options.results / str(rank)).write_text(json.dumps(asdict(timing)))
     else:
@@ -218,7 +245,9 @@ def make_bar(total: int) -> Bar:
 def bench(options: Options) -> None:
     cells = [(model, ranks) for model in options.models for ranks in options.ranks]
     results = []
-    with make_bar(len(cells) * options.rounds * len(WORKERS)) as bar:
+    with make_bar(len(cells) * options.rounds * len(options.workers)) as bar:
+        if options.tp > 1:
+            bar.write(f"{options.tp} tensor-parallel ranks; fsdp2 stands for torch's tensor parallelism, and FSDP2 over it")
         bar.write(HEADER)
         for model, ranks in cells:
             results.append(measure(model, ranks, options, bar))
@@ -227,9 +256,10 @@ def bench(options: Options) -> None:
         "cores": os.cpu_count(),
         "device": options.device,
         "fused": options.fused,
+        "tp": options.tp,
         "results": [asdict(result) for result in results],
     }
-    if options.host_time:
+    if options.host_time and options.tp == 1:
         host = HostTime(**json.loads(run_worker("host", 1, "tiny", options)[0]))
         summary["host"] = asdict(host)
         times = f"{host.median_us:.0f} us, at best {host.best_us:.0f}"

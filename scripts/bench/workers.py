@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import cast
 
 import torch
 from torch import nn
 
-from common.models import CASES, Case, shard
+from common.models import CASES, Case, next_byte_loss, shard
+from common.parallel import gpt_plan
 
 WARMUP = 3  # steps that allocate and record; not timed
 
@@ -25,6 +28,7 @@ class Run:
     device: str
     steps: int  # timed, after WARMUP
     fused: bool  # AdamW's fused loop
+    tp: int = 1  # tensor-parallel ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class Timing:
 
 
 def time_steps(case: Case, model: nn.Module, rank: int, run: Run, start_mb: float) -> Timing:
+    """rank: decides the batches. Ranks with parts of the same matrices must pass the same."""
     generator = torch.Generator().manual_seed(1 + rank)
     batches = [case.batch(generator) for _ in range(WARMUP + run.steps)]
     on_device = [(inputs.to(run.device), targets.to(run.device)) for inputs, targets in batches]
@@ -94,29 +99,42 @@ def shardrt_worker(case: Case, run: Run) -> tuple[int, Timing]:
     start_mb = held_mb(run.device)
     model = build(case, run.device)
     policy = shardrt.MixedPrecisionPolicy(case.param_dtype, torch.float32)
-    shard(model, partial(shardrt.fully_shard, mp_policy=policy))
+    mesh = shardrt.DeviceMesh(world.comm, (world.size // run.tp, run.tp), ("dp", "tp"))
+    if run.tp > 1:
+        shardrt.parallel.parallelize_module(model, mesh["tp"], gpt_plan(shardrt.parallel, shardrt))
+        case = replace(case, loss=shardrt.parallel.cross_entropy)
+    if run.tp == 1 or run.tp < world.size:
+        shard(model, partial(shardrt.fully_shard, mesh=mesh["dp"], mp_policy=policy))
     world.barrier()
-    timing = time_steps(case, model, world.rank, run, start_mb)
+    timing = time_steps(case, model, mesh["dp"].rank, run, start_mb)
     shardrt.finalize()
     return world.rank, timing
 
 
 def fsdp2_worker(case: Case, run: Run) -> tuple[int, Timing]:
     from torch import distributed
+    from torch.distributed import tensor
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import parallel
 
     if run.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("gloo" if run.device == "cpu" else "nccl")
-    mesh = init_device_mesh(run.device, (distributed.get_world_size(),))
+    dp = distributed.get_world_size() // run.tp
+    mesh = init_device_mesh(run.device, (dp, run.tp), mesh_dim_names=("dp", "tp"))
     start_mb = held_mb(run.device)
     model = build(case, run.device)
     policy = MixedPrecisionPolicy(case.param_dtype, torch.float32)
-    shard(model, partial(fully_shard, mesh=mesh, mp_policy=policy))
+    if run.tp > 1:
+        parallel.parallelize_module(model, mesh["tp"], gpt_plan(parallel, tensor))
+        case = replace(case, loss=lambda *args: cast(tensor.DTensor, next_byte_loss(*args)).to_local())
+    if run.tp == 1 or dp > 1:
+        shard(model, partial(fully_shard, mesh=mesh["dp"], mp_policy=policy))
     distributed.barrier()
     rank = distributed.get_rank()
-    timing = time_steps(case, model, rank, run, start_mb)
+    with parallel.loss_parallel() if run.tp > 1 else nullcontext():
+        timing = time_steps(case, model, mesh.get_local_rank("dp"), run, start_mb)
     distributed.destroy_process_group()
     return rank, timing
 

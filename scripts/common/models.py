@@ -40,20 +40,23 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention.
+
+    The rows of `qkv.weight` are in the order (H, 3, D): any run of whole heads is an attention of its own, so that tensor
+    parallelism may cut the rows. H in `forward` is the number of heads of this rank.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_channels = config.channels // config.heads
         self.qkv = nn.Linear(config.channels, 3 * config.channels, bias=False)
         self.out = nn.Linear(config.channels, config.channels, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, channels = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, channels // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_channels))  # (B, T, H, 3, D)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (B, H, T, D) each
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, tokens, channels))  # (B, T, C)
+        return self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
 class Block(nn.Module):
@@ -162,8 +165,9 @@ def shard(model: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
 
 
 def next_byte_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per byte, in float32 throughout. (B, T, V), (B, T) -> ()."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    """Mean cross-entropy in nats per byte, at least in float32. (B, T, V), (B, T) -> ()."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 # ---------------------------------------------------------------------- benchmarks
@@ -198,9 +202,11 @@ def rows_batch(rows: int, width: int) -> Callable[[torch.Generator], Batch]:
 
 
 BENCH_GPT = GPTConfig(layers=6, heads=6, channels=384, context=64)
+WIDE_GPT = GPTConfig(layers=6, heads=8, channels=512, context=64, tied=False)  # untied: torch's styles untie weights
 GPU_GPT = GPTConfig(layers=24, heads=16, channels=2048, context=1024)  # 1.2 billion parameters
 CASES = {
     "gpt": Case(lambda: GPT(BENCH_GPT), bytes_batch(1, BENCH_GPT.context), next_byte_loss),
+    "gpt-512": Case(lambda: GPT(WIDE_GPT), bytes_batch(1, WIDE_GPT.context), next_byte_loss),
     "mlp": Case(lambda: MLP(), rows_batch(8, 1024), F.mse_loss),
     "tiny": Case(lambda: TinyStack(), rows_batch(8, 32), F.mse_loss),
     "gpt-1b": Case(lambda: GPT(GPU_GPT), bytes_batch(4, GPU_GPT.context), next_byte_loss, torch.bfloat16),

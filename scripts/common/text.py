@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+import shardrt
 from common.models import GPT
 
 VALIDATION_PART = 10  # the last tenth is the validation set
@@ -105,7 +106,10 @@ def write_sample(model: GPT, prompt: str, length: int, seed: int) -> str:
     tokens, device = list(prompt.encode()), next(model.parameters()).device
     for _ in range(length):
         window = torch.tensor([tokens[-model.context :]], device=device)
-        logits = model(window)[0, -1].double().cpu()  # (V,)
+        logits = model(window)
+        if isinstance(logits, shardrt.DTensor):  # in parts of the vocabulary
+            logits = logits.full_tensor()
+        logits = logits[0, -1].double().cpu()  # (V,)
         probabilities = torch.softmax(logits / TEMPERATURE, dim=0)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return bytes(tokens).decode(errors="replace")

@@ -134,26 +134,26 @@ def compare_gpt(world: World, tolerance: float, policy: shardrt.MixedPrecisionPo
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
         batches = torch.randint(BYTES, (world.size, 4, config.context + 1), generator=generator).to(world.device)
-        loss = torch.stack([_cast_loss(plain, batch, policy.param_dtype) for batch in batches]).mean()
+        loss = torch.stack([cast_loss(plain, batch, policy.param_dtype) for batch in batches]).mean()
         loss.backward()
         next_byte_loss(sharded(batches[world.rank, :, :-1]), batches[world.rank, :, 1:]).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    apart, moved = _distance(full(sharded), list(plain.parameters())), _distance(plain.parameters(), start.parameters())
+    apart, moved = distance(full(sharded), list(plain.parameters())), distance(plain.parameters(), start.parameters())
     found = Found()
     found.figure("apart", apart / moved)
     assert apart <= tolerance * moved, f"{apart:.2e} from the unsharded parameters, which moved {moved:.2e}"
     return found
 
 
-def _cast_loss(model: nn.Module, batch: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def cast_loss(model: nn.Module, batch: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     params = {name: param.to(dtype or param.dtype) for name, param in model.named_parameters()}
     return next_byte_loss(torch.func.functional_call(model, params, batch[:, :-1]), batch[:, 1:])
 
 
 @torch.no_grad()
-def _distance(some: Any, others: Any) -> float:
+def distance(some: Any, others: Any) -> float:
     return float(torch.stack([(a - b).double().norm() for a, b in zip(some, others, strict=True)]).norm())
 
 
