@@ -61,6 +61,9 @@ state = {name: value.full_tensor() for name, value in model.state_dict().items()
 model.load_state_dict(state)
 print(shardrt.memory_summary(model))
 world.comm.empty(3, torch.float32)
+from shardrt.parallel import ColwiseParallel, parallelize_module
+mesh = shardrt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+parallelize_module(torch.nn.Linear(8, 4), mesh, ColwiseParallel())(torch.ones(2, 8))  # compares the batches
 """
     path = os.pathsep.join([str(tmp_path), rank_environment()["PYTHONPATH"]])
     done = run_script(FIVE_LINES + rest, 2, PYTHONPATH=path, SHARDRT_RANKS_PER_NODE=per_node)

@@ -6,6 +6,7 @@ SHARDRT_CHECK_BATCHES=0 turns this off.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from hashlib import blake2b
@@ -110,7 +111,7 @@ def _text(value: torch.Tensor) -> str:
 def _digest(value: torch.Tensor) -> int:
     host = value.detach().cpu().contiguous()
     digest = blake2b(_text(value).encode(), digest_size=8)
-    digest.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
+    digest.update(ctypes.string_at(host.data_ptr(), host.nbytes))  # `numpy()` would do, but needs NumPy
     return int.from_bytes(digest.digest()) >> 1
 
 
