@@ -34,6 +34,7 @@ def test_last_line_is_json_and_the_losses_agree() -> None:
     assert min(*result["ms"].values(), *result["peak_mb"].values(), summary["host"]["median_us"]) > 0
 
 
+@pytest.mark.all
 def test_tensor_parallel_losses_agree_with_those_of_torch() -> None:
     summary = run_script(BENCH, "--tp", "2", "--ranks", "2", "--rounds", "1", "--steps", "1")
     (result,) = summary["results"]

@@ -113,6 +113,7 @@ def test_tensor_parallel_ranks_have_the_loss_curve_of_one(alone_float64: Run, tm
     assert (done.out / "sample.txt").read_text() == (alone_float64.out / "sample.txt").read_text()
 
 
+@pytest.mark.all
 def test_tensor_parallel_ranks_in_float32(alone: Run, tmp_path: Path) -> None:
     done = train(tmp_path, 4, "--tp 2 --micro-batches 2")
     assert done.curve() == pytest.approx(alone.curve(), rel=0, abs=1e-5)
