@@ -47,12 +47,13 @@ def _change_class(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) ->
 @functools.cache
 def _sharded_class(kind: type) -> type:
     """One for all modules of a class: torch.compile makes its code anew for each class, and eight times at most."""
-    _hide_from_compiler()
+    hide_package_from_compiler()
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": deepcopy})
 
 
 @functools.cache
-def _hide_from_compiler() -> None:
+def hide_package_from_compiler() -> None:
+    """Exclude the files of shardrt from torch.compile, once."""
     hide_from_compiler(("shardrt", "shardrt.comm", "shardrt.kernels"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,10 +14,10 @@ from torch import nn
 from ..comm import DeviceMesh
 from ..fsdp.extension import has_methods
 from ..fsdp.module import FSDPModule
+from ..fsdp.sharded_class import hide_package_from_compiler
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
 from ..tensor.replicated import Mark, remember_mark, replicas_mesh
-from ..torch_internals import hide_from_compiler
 from . import checks
 from .axis import axis_of
 from .modules import Bound, ParallelizedModule, give_class
@@ -65,7 +64,7 @@ def parallelize_module(
         raise ValueError(f"parallelize_module on {device_mesh}: expected a mesh of one axis, such as mesh['tp']")
     axis = axis_of(device_mesh)  # first: a problem on one part of the mesh must not leave the others waiting for it here
     entries = _agreed(module, device_mesh, parallelize_plan, src_data_rank, strict)
-    _hide_from_compiler()
+    hide_package_from_compiler()
     made = _apply(module, device_mesh, entries, src_data_rank)
     _replicate_others(made, device_mesh, src_data_rank)
     axis.regions.watch(made)
@@ -73,11 +72,6 @@ def parallelize_module(
     give_class(made, ParallelizedModule)
     made.tp_root, made.tp_first = axis, True  # type: ignore[assignment]
     return made
-
-
-@functools.cache
-def _hide_from_compiler() -> None:
-    hide_from_compiler(("shardrt", "shardrt.comm", "shardrt.kernels"))
 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, entries: list[_Entry], src_data_rank: int | None) -> nn.Module:
