@@ -21,7 +21,7 @@ from shardrt import Shard
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel, parallelize_module
 from shardrt.parallel.axis import axis_of
-from shardrt.parallel.random import RandomRegions, draws_random_numbers, random_attributes
+from shardrt.parallel.random import RandomRegions, random_attributes
 
 DROPOUTS = {p: nn.Dropout(p) for p in (0.0, 0.5)}
 
@@ -128,7 +128,8 @@ def test_what_looks_random() -> None:
             super().__init__()
             self.p = p
 
-    assert not draws_random_numbers(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0), Attention(0.0), StochasticDepth(0)))
+    never = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0), Attention(0.0), StochasticDepth(0))
+    assert [getattr(owner, name) for owner, name in random_attributes(never)] == [0, 0, 0]
     for module in (
         nn.Dropout1d(0.1),
         nn.AlphaDropout(0.1),
@@ -136,7 +137,8 @@ def test_what_looks_random() -> None:
         StochasticDepth(0.1),
         nn.LSTM(2, 2, 2, dropout=0.1),
     ):
-        assert draws_random_numbers(nn.Sequential(nn.Linear(2, 2), module)), module
+        found = random_attributes(nn.Sequential(nn.Linear(2, 2), module))
+        assert [getattr(owner, name) for owner, name in found] == [0.1], module
     assert [name for _, name in random_attributes(nn.Sequential(Attention(0.0), nn.Dropout()))] == ["attention_dropout", "p"]
 
 

@@ -91,8 +91,7 @@ def fully_shard(
     options = repr((policy, offload, reshard_after_forward))
     everyone = _everyone(found, resolved, mesh) if error is None else _everyone_after_error(modules, mesh)
     check_same_modules(everyone, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, resolved)], error)
-    for param, placed in resolved.items():
-        _join_meshes(found.owners[param][0][2], placed.outer, placed.mesh)
+    _join_meshes(found, resolved)
     groups = []
     for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in resolved.values())]):
         here = [param for param, wanted in resolved.items() if wanted.mesh is group_mesh]
@@ -332,9 +331,11 @@ def _everyone_after_error(modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> D
     return mesh
 
 
-def _join_meshes(name: str, outer: OuterSharding | None, mesh: DeviceMesh) -> None:
-    if outer is not None:
-        _product(name, outer.spec.mesh, mesh)
+def _join_meshes(found: _Found, resolved: dict[nn.Parameter, Placed]) -> None:
+    """Check that every parameter's two meshes fit, before anything is changed. Collective."""
+    for param, placed in resolved.items():
+        if placed.outer is not None:
+            _product(found.owners[param][0][2], placed.outer.spec.mesh, placed.mesh)
 
 
 def _product(name: str, outer: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:

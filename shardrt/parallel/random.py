@@ -67,11 +67,6 @@ def random_attributes(module: nn.Module) -> list[tuple[nn.Module, str]]:
     return found
 
 
-def draws_random_numbers(module: nn.Module) -> bool:
-    """Whether a forward of `module` in training draws random numbers, as far as its `random_attributes` tell."""
-    return any(getattr(owner, name) > 0 for owner, name in random_attributes(module))
-
-
 class RandomRegions:
     """Switches the default generator of a mesh's device between the regions, at the boundaries of parallelized modules.
 
