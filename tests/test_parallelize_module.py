@@ -106,6 +106,8 @@ def test_what_is_refused(world: World) -> None:
         (bad, mesh, {"head": ColwiseParallel()}, NotImplementedError, "weight is not a parameter"),
         (extended, mesh, {"head": ColwiseParallel()}, NotImplementedError, "'head.weight', a PadsItself, defines what is"),
         (limited, mesh, ColwiseParallel(), NotImplementedError, "max_norm"),
+        (nn.Embedding(4, 4, sparse=True), mesh, RowwiseParallel(), NotImplementedError, "sparse=True"),
+        (nn.Embedding(4, 4, scale_grad_by_freq=True), mesh, RowwiseParallel(), NotImplementedError, "scale_grad_by_freq=True"),
     ):
         with pytest.raises(error, match=match):
             parallelize_module(model, on, plan)

@@ -81,14 +81,11 @@ def test_the_terms_of_an_embedding_add_up(world: World) -> None:
 
 
 @on_ranks(1, 3)
-def test_tokens_outside_of_the_table_and_refused_options(world: World) -> None:
+def test_tokens_outside_of_the_table(world: World) -> None:
     table = drawn(7, 5)
     for bad in (7, -1, 2**40):
         with pytest.raises(IndexError, match=f"embedding of 7 rows is out of range: expected 0 to 6, found {bad}"):
             embedded(world, table, torch.tensor([[3, bad]]))
-    for options in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
-        with pytest.raises(NotImplementedError, match=f"an embedding with {next(iter(options))} whose rows are sharded"):
-            embedded(world, table, torch.tensor([3]), **options)
 
 
 # ---------------------------------------------------------------------- cross-entropy

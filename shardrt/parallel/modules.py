@@ -153,8 +153,6 @@ class RowwiseEmbedding(nn.Embedding):
             sum(rows[: axis.rank]),
             self.num_embeddings,
             padding_idx=self.padding_idx,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            sparse=self.sparse,
         )
         split = term.shape[tp.target.dim] if isinstance(tp.target, Shard) else None
         return tp.finish(relayout(axis, term, PARTIAL, tp.target), self, split)

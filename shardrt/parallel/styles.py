@@ -66,11 +66,22 @@ class ParallelStyle(ABC):
 class _SplitStyle(ParallelStyle):
     """What Colwise and Rowwise share."""
 
-    input_layouts: Placement
-    output_layouts: Placement
-    use_local_output: bool
-    async_tp: bool
     changes_parameters = True
+    _default_input: ClassVar[Placement]
+    _default_output: ClassVar[Placement]
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        async_tp: bool = False,
+    ) -> None:
+        self.input_layouts = input_layouts or self._default_input
+        self.output_layouts = output_layouts or self._default_output
+        self.use_local_output = use_local_output
+        self.async_tp = async_tp
 
     def check(self, module: nn.Module) -> None:
         what = f"{type(self).__name__} of '{self.name}'"
@@ -86,7 +97,9 @@ class _SplitStyle(ParallelStyle):
             raise NotImplementedError(f"{what}: its weight is not a parameter (a parametrization?); expected one")
 
     def bind(self, module: nn.Module, device_mesh: DeviceMesh, added: type) -> nn.Module:
-        """Give the module its class and its `Bound`."""
+        """Distribute the module's parameters, and give it its class and its `Bound`."""
+        for split in self.splits(module):
+            split_parameter(split, device_mesh, self.src_data_rank)
         source = REPLICATE if self.input_layouts == REPLICATE else self.input_layouts
         target = LAST if self.output_layouts == LAST else self.output_layouts
         axis = axis_of(device_mesh)
@@ -107,18 +120,7 @@ class ColwiseParallel(_SplitStyle):
     Raises NotImplementedError for another module.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        async_tp: bool = False,
-    ) -> None:
-        self.input_layouts = input_layouts or Replicate()
-        self.output_layouts = output_layouts or Shard(-1)
-        self.use_local_output = use_local_output
-        self.async_tp = async_tp
+    _default_input, _default_output = Replicate(), Shard(-1)
 
     def splits(self, module: nn.Module) -> list[Split]:
         is_linear = isinstance(module, nn.Linear)
@@ -127,8 +129,6 @@ class ColwiseParallel(_SplitStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         is_linear = isinstance(module, nn.Linear)
-        for split in self.splits(module):
-            split_parameter(split, device_mesh, self.src_data_rank)
         if not calls_super(type(module)):
             return self.bind(module, device_mesh, OwnForwardModule)
         return self.bind(module, device_mesh, ColwiseLinear if is_linear else ColwiseEmbedding)
@@ -146,21 +146,15 @@ class RowwiseParallel(_SplitStyle):
     Raises NotImplementedError for another module.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        async_tp: bool = False,
-    ) -> None:
-        self.input_layouts = input_layouts or Shard(-1)
-        self.output_layouts = output_layouts or Replicate()
-        self.use_local_output = use_local_output
-        self.async_tp = async_tp
+    _default_input, _default_output = Shard(-1), Replicate()
 
     def check(self, module: nn.Module) -> None:
         super().check(module)
+        if isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.sparse):
+            raise NotImplementedError(
+                f"RowwiseParallel of '{self.name}', whose rows are split, with scale_grad_by_freq={module.scale_grad_by_freq}, "
+                f"sparse={module.sparse}: expected False; or split its columns (ColwiseParallel)"
+            )
         if not calls_super(type(module)):
             raise NotImplementedError(
                 f"RowwiseParallel of '{self.name}': the forward of {type(module).__name__} does not call super().forward, so "
@@ -174,10 +168,7 @@ class RowwiseParallel(_SplitStyle):
         return [weight, Split(module, "bias", Replicate(), partial)] if is_linear and module.bias is not None else [weight]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        is_linear = isinstance(module, nn.Linear)
-        for split in self.splits(module):
-            split_parameter(split, device_mesh, self.src_data_rank)
-        return self.bind(module, device_mesh, RowwiseLinear if is_linear else RowwiseEmbedding)
+        return self.bind(module, device_mesh, RowwiseLinear if isinstance(module, nn.Linear) else RowwiseEmbedding)
 
 
 class SequenceParallel(ParallelStyle):

@@ -34,9 +34,6 @@ def masked_embedding(
     num_embeddings: int,
     *,
     padding_idx: int | None = None,
-    max_norm: float | None = None,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
 ) -> torch.Tensor:
     """This rank's term of the embedding of `tokens`: the sum of the terms over the ranks is `F.embedding` with the full table.
 
@@ -44,13 +41,8 @@ def masked_embedding(
     first_row: the number of its first row in the table of `num_embeddings` rows.
     padding_idx: a row of the full table that gets no gradient.
     Returns: (*tokens.shape, C), of weight's dtype, in memory of its own; zeros where the token's row is on another rank.
-    Raises IndexError for tokens outside of the table; on a GPU the device asserts instead, as in torch. Raises
-    NotImplementedError for max_norm, scale_grad_by_freq and sparse.
+    Raises IndexError for tokens outside of the table; on a GPU the device asserts instead, as in torch.
     """
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        asked = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
-        names = ", ".join(name for name, is_set in asked.items() if is_set)
-        raise NotImplementedError(f"an embedding with {names} whose rows are sharded: shard its columns (ColwiseParallel)")
     bad = _out_of_range(tokens, num_embeddings, f"a token of an embedding of {num_embeddings} rows")
     rows = weight.shape[0]
     if rows == 0:  # a row that no token has: the result depends on the weight all the same
