@@ -22,8 +22,7 @@ from .random import RandomRegions
 @functools.lru_cache(maxsize=4096)
 def parts(total: int, size: int) -> tuple[int, ...]:
     """How many of `total` rows each of `size` ranks has, by the rule of `Shard`."""
-    chunk = -(-total // size)
-    return tuple(min(chunk, max(0, total - rank * chunk)) for rank in range(size))
+    return Shard(0).resolve(torch.Size((total,)), size).rows
 
 
 @dataclass(slots=True)
@@ -57,7 +56,6 @@ class Axis:
     regions: RandomRegions
     depth: int  # of calls of parallelized modules that run now
     first: bool  # until the outermost module has run once, or a module outside of one twice
-    uneven: bool  # a dim whose parts differ has been seen
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -65,7 +63,7 @@ class Axis:
         self.comm, self.side, self.partial = (mesh.communicator(role) for role in ("tp", "tp_side", "tp_partial"))
         self.side_stream = world().stream_for("tp")
         self.regions = RandomRegions(mesh)
-        self.depth, self.first, self.uneven = 0, True, False
+        self.depth, self.first = 0, True
         self._outside: set[object] = set()  # what has run outside, while `first`
         self._totals: dict[int, int] = {}  # the newest total of which this rank's part has this size
 
@@ -118,10 +116,7 @@ class Axis:
 
     def remember(self, total: int) -> None:
         """Note the size of a dim that is split; alike on every rank."""
-        if total % self.size:
-            self.uneven = True
-        if self.uneven:
-            self._totals[parts(total, self.size)[self.rank]] = total
+        self._totals[parts(total, self.size)[self.rank]] = total
 
     # ------------------------------------------------------------------ collectives, on the caller's stream
 
@@ -166,21 +161,6 @@ class Axis:
         rows = parts(full.shape[dim], self.size)
         own = full.narrow(dim, sum(rows[: self.rank]), rows[self.rank])
         return own.clone(memory_format=torch.contiguous_format)
-
-    def all_to_all(self, local: torch.Tensor, source: int, target: int, total: int) -> torch.Tensor:
-        """The part of dim `target` of a tensor of which each rank has the part of dim `source`, `total` long."""
-        if self.size == 1:
-            return local
-        stream, theirs = current_stream(local.device), parts(total, self.size)
-        columns = parts(local.shape[target], self.size)
-        pieces = local.split(columns, target)
-        shape = list(local.shape)
-        shape[target] = columns[self.rank]
-        blocks = [torch.Size([*shape[:source], rows, *shape[source + 1 :]]) for rows in theirs]
-        numels = [block.numel() for block in blocks]
-        out, inp = local.new_empty(sum(numels)), torch.cat([piece.reshape(-1) for piece in pieces])
-        self.comm.all_to_all(out, inp, numels, [piece.numel() for piece in pieces], stream=stream).wait(stream)
-        return torch.cat([run.view(block) for run, block in zip(out.split(numels), blocks, strict=True)], source)
 
     # ------------------------------------------------------------------ collectives beside a matmul
 

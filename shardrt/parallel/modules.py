@@ -180,11 +180,6 @@ class InFront:
 
     training: bool
 
-    def exposed(self) -> list[tuple[dict[str, Any], str]]:
-        """Where the parameters are registered that the forward is to see as plain local tensors."""
-        modules = self.modules()  # type: ignore[attr-defined]
-        return [(module._parameters, name) for module in modules for name, p in module._parameters.items() if p is not None]
-
 
 class SequenceParallelModule(InFront):
     """A module that runs on this rank's part of the sequence, with whole parameters whose gradients are partial."""
@@ -235,14 +230,14 @@ def with_input(
 
 def run_exposed(module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, terms: bool = False) -> Any:
     """Run a forward with plain local tensors in the place of the registered parameters. terms: see `visible`."""
-    places = module.exposed()
-    saved = [params[name] for params, name in places]
-    for (params, name), param in zip(places, saved, strict=True):
+    registries = [child._parameters for child in module.modules()]
+    saved = [(params, name, p) for params in registries for name, p in params.items() if p is not None]
+    for params, name, param in saved:
         params[name] = visible(param, terms=terms)
     try:
         return forward(*args, **kwargs)
     finally:
-        for (params, name), param in zip(places, saved, strict=True):
+        for params, name, param in saved:
             params[name] = param
 
 

@@ -32,6 +32,7 @@ import torch
 
 from ..tensor.dtensor import DTensor, dtensor_of
 from ..tensor.placement import Partial, Placement, Replicate, Shard, Spec
+from ..tensor.redistribute import change_axis
 from ..torch_internals import in_backward
 from .axis import Axis, Pending, owned
 
@@ -232,10 +233,14 @@ def _term_row(axis: Axis, local: torch.Tensor, source: Any, target: Any, total: 
 
 
 def _exchange_row(axis: Axis, local: torch.Tensor, source: Any, target: Any, total: int | None) -> tuple[Change, Change]:
-    old, new, width = source.dim, target.dim, local.shape[target.dim]
-    size = axis.total(local.shape[old]) if total is None else total
-    axis.remember(width)
-    return lambda part: axis.all_to_all(part, old, new, size), lambda grad: axis.all_to_all(grad, new, old, width)
+    sizes = list(local.shape)
+    sizes[source.dim] = axis.total(sizes[source.dim]) if total is None else total
+    axis.remember(sizes[target.dim])
+    shape = torch.Size(sizes)
+    return (
+        lambda part: change_axis(axis.comm, shape, part, source, target),
+        lambda grad: change_axis(axis.comm, shape, grad, target, source),
+    )
 
 
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:

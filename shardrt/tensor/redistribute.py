@@ -57,7 +57,7 @@ def redistribute(local: torch.Tensor, source: Spec, target: Sequence[Placement])
         if placements[axis] != placement:
             old, placements[axis] = placements[axis], REPLICATE
             comm = mesh[mesh.axis_names[axis]].communicator("tensor")
-            local = _change_axis(comm, local_shape(mesh, placements, source.shape), local, old, placement)
+            local = change_axis(comm, local_shape(mesh, placements, source.shape), local, old, placement)
             placements[axis] = placement
     return local
 
@@ -113,12 +113,13 @@ def _order_matters(a: Placement, b: Placement) -> bool:
     return isinstance(a, Sharded) and isinstance(b, Sharded) and (a.dim == b.dim or FlatShard in (type(a), type(b)))
 
 
-def _change_axis(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Placement, new: Placement) -> torch.Tensor:
+def change_axis(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Placement, new: Placement) -> torch.Tensor:
+    """`redistribute` along one axis, the ranks of `comm`. shape: of what the axis distributes."""
     change = next((change for a, b, change in _CHANGES if isinstance(old, a) and isinstance(new, b)), None)
     if isinstance(old, Sharded) and isinstance(new, Sharded) and old.dim != new.dim and _order_matters(old, new):
         change = None  # a flat shard's elements are not contiguous along another dim
     if change is None:
-        return _change_axis(comm, shape, _change_axis(comm, shape, local, old, REPLICATE), REPLICATE, new)
+        return change_axis(comm, shape, change_axis(comm, shape, local, old, REPLICATE), REPLICATE, new)
     return change(comm, shape, local, old, new)
 
 
