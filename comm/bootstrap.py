@@ -11,6 +11,8 @@ import ctypes
 import os
 import socket
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -118,6 +120,7 @@ class World:
 _world: World | None = None
 _monitor: Monitor | None = None  # the world's; it stays when the world has ended
 _streams: dict[tuple[str, str], Stream] = {}  # by role and kind; closed by finalize()
+_ends: list[Callable[[], None]] = []  # what finalize() calls first
 
 
 def world() -> World:
@@ -167,19 +170,49 @@ def init_device_mesh(
     return here.mesh.unflatten(tuple(mesh_shape), tuple(names))
 
 
+def at_finalize(end: Callable[[], None]) -> None:
+    """Call `end` in finalize(), when all ranks are there and can still communicate; what was registered last comes first.
+
+    For what is under way beside the program, and has to end with it. The ranks register the same, in the same order. What
+    `end` raises, finalize() raises when it is done.
+    """
+    _ends.append(end)
+
+
 def finalize() -> None:
     """End the world's streams, close the communicators in a fixed order, and end MPI, if `init` started it.
 
     Collective; runs automatically at exit. Does nothing in a forked child.
     """
-    global _world
     if _world is None or _monitor is None or _monitor.is_forked():
         return
-    while _streams:
-        _streams.popitem()[1].close()
-    _monitor.close(_world.comm)
-    _world.mesh.close()
-    _world.comm.close()
+    try:
+        while _streams:
+            _streams.popitem()[1].close()
+        if _ends:
+            _monitor.meet(_world.comm)
+        while _ends:
+            _ends.pop()()
+    finally:
+        _end(_world, _monitor)
+
+
+def _finalize_at_exit() -> None:
+    """Let the job fail if its end does: Python ends with the code of the program, whatever an exit handler raises."""
+    try:
+        finalize()
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _end(world: World, monitor: Monitor) -> None:
+    global _world
+    monitor.close(world.comm)
+    world.mesh.close()
+    world.comm.close()
     _world = None
     if _started_mpi:
         from mpi4py import MPI
@@ -212,7 +245,7 @@ def _start(device: str | torch.device | None) -> World:
     _monitor = Monitor(comm, node, bound)
     host = MpiBackend(comm.Dup(), "world", node)
     data = Communicator(_backend_for(bound, host), _monitor.hooks)
-    atexit.register(finalize)
+    atexit.register(_finalize_at_exit)
     return World(
         rank=data.rank,
         size=data.size,

@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .timing import Timing
 
@@ -65,6 +66,17 @@ class Aborter:
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(code)
+
+
+class Deferred(ABC):
+    """A handler that puts a signal off until the main thread has time for it. The next one may be for the handler before it."""
+
+    @abstractmethod
+    def __call__(self, number: int, frame: FrameType | None) -> None: ...
+
+    @abstractmethod
+    def arrived(self, number: int) -> Any:
+        """Called in another thread, at once, when a signal comes: the handler it is for, if that is not this one, or None."""
 
 
 class ExitHandlers:
@@ -162,7 +174,10 @@ class ExitHandlers:
 
     def _watch_signals(self) -> None:
         while (number := self._wakeups[1].recv(1)) != b"\0":
-            if number[0] not in self._taken or signal.getsignal(number[0]) != self._ours[signal.Signals(number[0])]:
+            handler = signal.getsignal(number[0])
+            while isinstance(handler, Deferred):
+                handler = handler.arrived(number[0])
+            if number[0] not in self._taken or handler != self._ours[signal.Signals(number[0])]:
                 continue
             where = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
             if number[0] == signal.SIGTERM:

@@ -53,12 +53,18 @@ class Monitor:
         """True in a forked child of the process that installed them."""
         return os.getpid() != self._pid
 
+    def meet(self, comm: Communicator) -> None:
+        """Wait until all ranks have reached their end. Collective over `comm`, which has all ranks."""
+        if self._watchdog is not None:
+            self._watchdog.leave()
+            comm.leave()
+            self._watchdog.stay()
+
     def close(self, comm: Communicator) -> None:
         """Wait until all ranks have reached their end, and stop monitoring. Collective over `comm`, which has all ranks."""
+        self.meet(comm)
         if self._watchdog is None:
             return
-        self._watchdog.leave()
-        comm.leave()
         self._watchdog.close()
         if self._exit_handlers is not None:
             self._exit_handlers.close()

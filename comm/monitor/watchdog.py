@@ -192,6 +192,10 @@ class Watchdog(Hook):
         """This rank's program has reached its end: an operation that waits for it will never complete."""
         self._table.set_state(self._rank, State.LEAVING, self._recorder.last_call())
 
+    def stay(self) -> None:
+        """All ranks have reached the end of their programs, and something is left to do."""
+        self._table.set_state(self._rank, State.RUNNING)
+
     def close(self) -> None:
         """End the thread. All ranks have reached the end of their programs."""
         self._table.set_state(self._rank, State.FINISHED)
