@@ -10,7 +10,9 @@ _here = _Path(__file__).resolve().parent
 if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py").is_file():
     __path__.append(str(_here.parent))
 
+from . import checkpoint as checkpoint
 from . import parallel as parallel
+from .checkpoint import Run
 from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
 from .comm.version import __version__ as __version__
 from .fsdp.fully_shard import fully_shard, replicate
@@ -47,6 +49,7 @@ __all__ = [
     "PrefetchPolicy",
     "RaggedShard",
     "Replicate",
+    "Run",
     "Shard",
     "ShardPlacementResult",
     "UnshardHandle",

@@ -29,8 +29,12 @@ START_DEADLINE_S = 90.0
 AFTER_FAILURE_S = 5.0  # time for the other ranks to finish after one has failed
 
 
-def on_ranks(*sizes: int, deadline_s: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the decorated body as `body(world, **parameters)` on worlds of these sizes."""
+def on_ranks(
+    *sizes: int, more: tuple[int, ...] = (), deadline_s: float = 60.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated body as `body(world, **parameters)` on worlds of these sizes. more: sizes that run with `--all`."""
+    worlds = [*sizes, *(pytest.param(size, marks=pytest.mark.all) for size in more)]
+    names = [f"{size}ranks" for size in (*sizes, *more)]
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -42,7 +46,7 @@ def on_ranks(*sizes: int, deadline_s: float = 60.0) -> Callable[[Callable[..., N
         size = inspect.Parameter("size", inspect.Parameter.KEYWORD_ONLY)
         keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         test.__signature__ = inspect.Signature([*keyword_only, size])  # type: ignore[attr-defined]
-        return pytest.mark.ranks(pytest.mark.parametrize("size", sizes, ids=lambda n: f"{n}ranks")(test))
+        return pytest.mark.ranks(pytest.mark.parametrize("size", worlds, ids=names)(test))
 
     return decorate
 
@@ -151,7 +155,7 @@ class Job:
         return answers
 
     def _stacks(self, rank: int) -> str:
-        _kill(self._pids[rank], signal.SIGUSR1)
+        _kill(self._pids[rank], signal.SIGUSR2)  # SIGUSR1 stops a run
         time.sleep(0.5)
         path = Path(self._folder.name) / f"stacks-{rank}"
         return path.read_text() if path.exists() else "(none)"

@@ -25,7 +25,7 @@ def main() -> None:
     world = shardrt.init(device)
     torch.set_num_threads(1)
     with open(os.path.join(folder, f"stacks-{world.rank}"), "w") as stacks, Client(address) as connection:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         connection.send((world.rank, os.getpid()))
         while True:
             try:

@@ -2,8 +2,9 @@
 
 Its functions (`get_model_state_dict`, `set_optimizer_state_dict` and so on) pass tensors of classes they do not know through
 unchanged. Sharded state dicts therefore work in both directions, and whole ones can be loaded if every rank has them. Two
-options cannot work and raise an error: `full_state_dict=True` when getting, which would return sharded tensors, and
-`broadcast_from_rank0=True`, which needs a process group.
+options cannot work and raise an error that names the function of `shardrt.checkpoint` which takes them:
+`full_state_dict=True` when getting, which would return sharded tensors, and `broadcast_from_rank0=True`, which needs a process
+group.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ def check_state_dict_options(module: str, rank: int, caller: FrameType) -> None:
     if options.broadcast_from_rank0:
         raise RuntimeError(
             f"{function}(broadcast_from_rank0=True) on the sharded module '{module}' (rank {rank}): the broadcast needs a "
-            "process group of torch.distributed; give every rank the whole tensors and leave the option out"
+            f"process group of torch.distributed; call shardrt.checkpoint.{function} with the same arguments"
         )
     if options.full_state_dict and function.startswith("get_"):
         raise RuntimeError(
             f"{function}(full_state_dict=True) on the sharded module '{module}' (rank {rank}): it would return sharded "
-            "tensors; take state_dict() of the model or the optimizer and call full_tensor() on every shardrt.DTensor in it, "
-            "on all ranks"
+            f"tensors; call shardrt.checkpoint.{function} with the same arguments"
         )

@@ -1,0 +1,118 @@
+"""Looks at checkpoints, checks and converts them, in one process: no ranks, no MPI.
+
+    python -m shardrt.checkpoint inspect PATH                      what is in it
+    python -m shardrt.checkpoint verify FOLDER                     read all of it, and compare checksums
+    python -m shardrt.checkpoint convert SOURCE TARGET --to KIND   dcp, safetensors or torch
+
+A checkpoint is a folder in the format of torch.distributed.checkpoint (DCP), of shardrt or of torch; a safetensors file, or a
+folder of such files; or a file of torch.save. Exit code 1: damaged, or not to be read; 2: wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from .command_line.convert import convert, open_checkpoint, select
+from .command_line.report import description, items_of, verify
+from .safetensors.format import parse_size
+
+KINDS = ("dcp", "safetensors", "torch")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except BrokenPipeError:  # as of `inspect | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OSError, RuntimeError, ValueError, MemoryError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="shardrt-checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    inspect = commands.add_parser("inspect", help="print tensors, shapes, dtypes, bytes, step, and which ranks wrote")
+    inspect.add_argument("path", type=Path)
+    inspect.set_defaults(run=_inspect)
+    verify = commands.add_parser("verify", help="read everything and compare checksums; exit code 1 if anything is damaged")
+    verify.add_argument("path", type=Path, metavar="folder")
+    verify.set_defaults(run=_verify)
+    converting = commands.add_parser("convert", help="write a checkpoint as another kind")
+    converting.add_argument("source", type=Path)
+    converting.add_argument("target", type=Path, help="must not exist; of safetensors: a file if it ends so, else a folder")
+    converting.add_argument("--to", choices=KINDS, required=True)
+    converting.add_argument("--only", metavar="KEY", help="take what lies under a key, such as model, and drop the key")
+    converting.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of safetensors; default: 5GB")
+    converting.set_defaults(run=_convert)
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(int(text) if text.isdecimal() else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    for line in description(options.path):
+        print(line)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    items = items_of(options.path)
+    with _progress(sum(length for _, _, length in items)) as done:
+        report = verify(options.path, items, done)
+    for line in report.damaged:
+        print(line)
+    print(f"{options.path}: {report.summary}")
+    return 1 if report.damaged else 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    source = open_checkpoint(options.source)
+    selected = select(source, options.only)
+    total = sum(source.tensors[each.name].nbytes for each in selected if each.name in source.tensors)
+    with _progress(total) as done:
+        convert(source, selected, options.to, options.target, options.max_shard_size, done)
+    left_out = [each.name for each in selected if each.name not in source.tensors] if options.to == "safetensors" else []
+    if left_out:
+        names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+        print(f"left out, as safetensors has tensors only: {len(left_out)} objects: {names}", file=sys.stderr)
+    return 0
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal, if tqdm is installed; what it yields is told how many bytes were done."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda nbytes: None
+        return
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
+        yield bar.update
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`python -m shardrt.checkpoint`: inspect, verify and convert, without ranks."""

@@ -1,0 +1,279 @@
+"""Writes the `.metadata` of a checkpoint: a pickle of torch's `Metadata` that torch's DCP reads, made without its classes.
+
+The pickle is written in one pass, a tensor at a time, whatever the number of ranks. What it builds:
+
+    Metadata   state_dict_metadata   {name: TensorStorageMetadata(properties, size, chunks) or BytesStorageMetadata()}
+               planner_data          {name: path of keys in the user's state}
+               storage_data          {MetadataIndex(name, offsets): _StorageInfo(file, offset, length)}
+               storage_meta          StorageMeta with our mark as `save_id`
+               shardrt_index         bytes that torch ignores: where in this file each tensor's chunks are
+
+Chunks are rows of equal length (`rows.py`): one that builds a `ChunkStorageMetadata`, and one for its entry in `storage_data`.
+With the index, a reader takes the rows of a tensor without unpickling anything; each set of rows has a CRC-32.
+
+Cost: for 100,000 ranks and 1,000 tensors, which have 10 million chunks, 1.3 GB in less than a minute; memory for one tensor.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, BinaryIO
+
+import torch
+
+from .rows import Template
+
+SAVE_ID = "shardrt-1"
+INDEX_KEY = "shardrt_index"
+TRAILER = struct.Struct("<QI8s")  # of the index: its bytes, their CRC-32, and
+MAGIC = b"shardrt1"
+LAST_OPCODES = b"ub."  # after the index
+
+FIRST_PLACE = 256  # memo places: constants are below it, then come the files and the names
+Path = Sequence[str | int]  # the keys that lead to a value in the user's state
+_CLASSES = "torch.distributed.checkpoint.metadata"
+_WIDE = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The chunks of a tensor of d dims, one row each; all int64 on the CPU.
+
+    offsets, sizes: (chunks, d), of the box.   file: (chunks,), a number in the list of files.
+    start, length: (chunks,), the bytes of the item in its file.
+    """
+
+    offsets: torch.Tensor
+    sizes: torch.Tensor
+    file: torch.Tensor
+    start: torch.Tensor
+    length: torch.Tensor
+
+
+def chunk_template(shape: Sequence[int]) -> Template:
+    """The rows of `chunks` of a tensor: its integers are those of `offsets`, then those of `sizes`."""
+    return _templates(len(shape), _is_wide(shape))[0]
+
+
+def storage_template(shape: Sequence[int]) -> Template:
+    """The rows of `storage_data` of a tensor: its integers are the memo place of the name, `offsets`, the memo place
+    of the file, start and length.
+    """
+    return _templates(len(shape), _is_wide(shape))[1]
+
+
+@cache
+def _templates(dims: int, is_wide: bool) -> tuple[Template, Template]:
+    box = _size(dims, is_wide)
+    chunk: list[bytes | int] = [_get(_CHUNK), b")\x81}(", _get(_OFFSETS), *box, _get(_SIZES), *box, b"ub"]
+    index: list[bytes | int] = [_get(_INDEX), b")\x81}(", _get(_FQN), b"j", 4, _get(_OFFSET), *box, b"ub"]
+    info: list[bytes | int] = [
+        _get(_INFO),
+        b")\x81}(",
+        _get(_RELATIVE_PATH),
+        b"j",
+        4,
+        _get(_OFFSET),
+        b"\x8a\x08",
+        8,
+        _get(_LENGTH),
+        b"\x8a\x08",
+        8,
+    ]
+    return _joined(chunk), _joined([*index, *info, b"ub"])
+
+
+class MetadataWriter:
+    """Writes a `.metadata` into `out`, opened for writing in binary: `add_tensor` or `add_object` for each name, then `finish`.
+
+    files: the names of the checkpoint's files; columns refer to them by number.
+    """
+
+    def __init__(self, out: BinaryIO, files: Sequence[str]) -> None:
+        self._out, self._files = out, tuple(files)
+        self._place = 0  # bytes written
+        # A tensor: name, path, dtype's name, shape, number of chunks, position and CRC-32 of its rows in `chunks`, and of those
+        # in `storage_data`. An object: name, path, None, number of its file, start, length.
+        self._index = list[tuple[Any, ...]]()
+        self._properties = dict[torch.dtype, int]()  # memo places
+        self._write(b"\x80\x04" + b"".join(_memoised(value, place) for place, value in enumerate(_CONSTANTS)))
+        for place, file in enumerate(self._files, FIRST_PLACE):
+            self._write(_text(file) + _put(place) + b"0")
+
+    def add_tensor(self, name: str, path: Path, dtype: torch.dtype, shape: Sequence[int], columns: Columns) -> None:
+        """A tensor of this global shape; its chunks may be none."""
+        self._properties_of(dtype)
+        memo = self._add_name(name, path)
+        self._write(_get(_METADATA) + _long_get(memo) + _get(_TENSOR) + b")\x81}(")
+        self._write(_get(_PROPERTIES) + _get(self._properties[dtype]) + _get(_SIZE) + _sizes(shape) + _get(_CHUNKS) + b"](")
+        count = len(columns.file)
+        chunks = chunk_template(shape).rows(count, [*columns.offsets.unbind(1), *columns.sizes.unbind(1)])
+        chunks_at = self._write(chunks)
+        self._write(b"eubs0" + _get(_STORAGE) + b"(")
+        names = torch.full_like(columns.file, memo)
+        values = [names, *columns.offsets.unbind(1), columns.file + FIRST_PLACE, columns.start, columns.length]
+        infos = storage_template(shape).rows(count, values)
+        infos_at = self._write(infos)
+        self._write(b"u0")
+        kind = str(dtype).removeprefix("torch.")
+        place = (chunks_at, zlib.crc32(chunks), infos_at, zlib.crc32(infos))
+        self._index.append((name, tuple(path), kind, tuple(map(int, shape)), count, *place))
+
+    def add_object(self, name: str, path: Path, file: int, start: int, length: int) -> None:
+        """A pickled object."""
+        memo = self._add_name(name, path)
+        self._write(_get(_METADATA) + _long_get(memo) + _get(_BYTES) + b")\x81s0" + _get(_STORAGE))
+        self._write(_get(_INDEX) + b")\x81}" + _get(_FQN) + _long_get(memo) + b"sb")
+        info = b"j" + struct.pack("<I", file + FIRST_PLACE) + _get(_OFFSET) + _number(start) + _get(_LENGTH) + _number(length)
+        self._write(_get(_INFO) + b")\x81}(" + _get(_RELATIVE_PATH) + info + b"ubs0")
+        self._index.append((name, tuple(path), None, file, start, length))
+
+    def finish(self) -> None:
+        """Write what refers to all names, and the index. The caller flushes the file."""
+        meta = (
+            _get(_STORAGE_META)
+            + b")\x81}("
+            + b"".join(
+                _text(key) + value
+                for key, value in (
+                    ("checkpoint_id", b"N"),
+                    ("save_id", _text(SAVE_ID)),
+                    ("load_id", b"N"),
+                    ("modules", b"]"),
+                )
+            )
+        )
+        self._write(_global(_CLASSES, "Metadata") + b")\x81}(")
+        self._write(_text("state_dict_metadata") + _get(_METADATA) + _text("planner_data") + _get(_PLANNER))
+        self._write(_text("storage_data") + _get(_STORAGE) + _text("storage_meta") + meta + b"ub")
+        self._write(_text("version") + _text("1.0.0") + _text(INDEX_KEY))
+        index = pickle.dumps((self._files, self._index), protocol=4)
+        index += TRAILER.pack(len(index), zlib.crc32(index), MAGIC)
+        self._write(b"\x8e" + struct.pack("<Q", len(index)) + index + LAST_OPCODES)
+
+    def _add_name(self, name: str, path: Path) -> int:
+        """Memoise the name, and write its path. The memo place."""
+        place = FIRST_PLACE + len(self._files) + len(self._index)
+        pieces = b"".join(_text(key) if isinstance(key, str) else _number(int(key)) for key in path)
+        self._write(_get(_PLANNER) + _text(name) + _put(place) + b"(" + pieces + b"ts0")
+        return place
+
+    def _properties_of(self, dtype: torch.dtype) -> None:
+        """Memoise a `TensorProperties`: (dtype, layout, requires_grad, memory_format, pin_memory)."""
+        if dtype not in self._properties:
+            place = self._properties[dtype] = len(_CONSTANTS) + len(self._properties)
+            self._write(
+                _global(_CLASSES, "TensorProperties")
+                + b")\x81("
+                + _global("torch", str(dtype).removeprefix("torch."))
+                + _get(_LAYOUT)
+                + b"\x89"
+                + _get(_MEMORY_FORMAT)
+                + b"\x89tb"
+                + _put(place)
+                + b"0"
+            )
+
+    def _write(self, data: bytes | bytearray) -> int:
+        """Append; where the data begin."""
+        start = self._place
+        self._out.write(data)
+        self._place += len(data)
+        return start
+
+
+# ---------------------------------------------------------------------- opcodes
+
+
+def _text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _number(value: int) -> bytes:
+    return b"\x8a\x08" + struct.pack("<q", value)
+
+
+def _global(module: str, name: str) -> bytes:
+    return _text(module) + _text(name) + b"\x93"
+
+
+def _put(place: int) -> bytes:
+    return b"r" + struct.pack("<I", place)
+
+
+def _get(place: int) -> bytes:
+    return b"h" + bytes([place])
+
+
+def _long_get(place: int) -> bytes:
+    return b"j" + struct.pack("<I", place)
+
+
+def _memoised(value: bytes, place: int) -> bytes:
+    return value + _put(place) + b"0"
+
+
+def _tuple_opcodes(dims: int) -> tuple[bytes, bytes]:
+    """Before and after the elements of a tuple."""
+    return (b"", b")\x85\x86\x87"[dims : dims + 1]) if dims < 4 else (b"(", b"t")
+
+
+def _is_wide(shape: Sequence[int]) -> bool:
+    return max(shape, default=0) >= _WIDE
+
+
+def _size(dims: int, is_wide: bool) -> list[bytes | int]:
+    """The parts of a template that build a torch.Size."""
+    integer: list[bytes | int] = [b"\x8a\x08", 8] if is_wide else [b"J", 4]
+    before, after = _tuple_opcodes(dims)
+    return [_get(_TORCH_SIZE), before, *integer * dims, after, b"\x85R"]
+
+
+def _sizes(shape: Sequence[int]) -> bytes:
+    before, after = _tuple_opcodes(len(shape))
+    return _get(_TORCH_SIZE) + before + b"".join(_number(int(size)) for size in shape) + after + b"\x85R"
+
+
+def _joined(parts: Sequence[bytes | int]) -> Template:
+    """The template of these parts, with neighbouring bytes as one."""
+    joined = list[bytes | int]()
+    for part in parts:
+        if isinstance(part, bytes) and joined and isinstance(last := joined[-1], bytes):
+            joined[-1] = last + part
+        else:
+            joined.append(part)
+    return Template(tuple(joined))
+
+
+_CONSTANTS = (
+    _global(_CLASSES, "ChunkStorageMetadata"),
+    _text("offsets"),
+    _text("sizes"),
+    _global("torch", "Size"),
+    _global(_CLASSES, "MetadataIndex"),
+    _text("fqn"),
+    _text("offset"),
+    _global("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    _text("relative_path"),
+    _text("length"),
+    _global(_CLASSES, "TensorStorageMetadata"),
+    _text("properties"),
+    _text("size"),
+    _text("chunks"),
+    _global(_CLASSES, "BytesStorageMetadata"),
+    _global("torch.serialization", "_get_layout") + _text("torch.strided") + b"\x85R",
+    _global(_CLASSES, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R",
+    _global(_CLASSES, "StorageMeta"),
+    b"}",
+    b"}",
+    b"}",
+)
+# Where the constants are in the memo; the last three are the dicts of `Metadata`.
+(_CHUNK, _OFFSETS, _SIZES, _TORCH_SIZE, _INDEX, _FQN, _OFFSET, _INFO, _RELATIVE_PATH, _LENGTH, _TENSOR, _PROPERTIES) = range(12)
+(_SIZE, _CHUNKS, _BYTES, _LAYOUT, _MEMORY_FORMAT, _STORAGE_META, _METADATA, _STORAGE, _PLANNER) = range(12, 21)

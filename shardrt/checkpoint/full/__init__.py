@@ -1,0 +1,1 @@
+"""Full and sharded state dicts, with the names and options of torch.distributed.checkpoint.state_dict."""

@@ -1,0 +1,185 @@
+"""State dicts of models and optimizers by full names, sharded or full, as torch's functions of these names return them.
+
+Full tensors are gathered one at a time: a rank that does not keep them needs memory for the largest only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...comm import Communicator, world
+from ...tensor.dtensor import DTensor
+from ...tensor.local_optimizers import steps_locally
+from ...tensor.optimizer_state import shard_optimizer_state
+from ..names import ParameterNames, cleaner
+from ..optimizers import OF_RANK, Whole, optimizer_state
+from .options import StateDictOptions
+
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+def get_model_state_dict(
+    model: nn.Module, *, submodules: Iterable[nn.Module] | None = None, options: Any = None
+) -> dict[str, Any]:
+    """The model's state dict by its names in the whole model, without what `torch.compile` and the like add. Collective.
+
+    submodules: return what is in these modules only.   options: `StateDictOptions`, or torch's.
+    Returns sharded tensors that share the model's memory; full or offloaded ones may share memory with tensors that are not
+    sharded.
+    Cost: with full_state_dict, an all-gather for each sharded tensor, tied ones once.
+    """
+    chosen, clean = StateDictOptions.of(options), cleaner(model)
+    state = {clean(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    if chosen.ignore_frozen_params:
+        frozen = {clean(name) for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
+        state = {name: value for name, value in state.items() if name not in frozen}
+    if submodules is not None:
+        state = dict(_inside(model, set(submodules), state, keep_prefixes=chosen.keep_submodule_prefixes))
+    return _collected(state, chosen)
+
+
+def get_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizers, *, submodules: Iterable[nn.Module] | None = None, options: Any = None
+) -> dict[str, Any]:
+    """The optimizers' state by the names of their parameters in the model. Collective.
+
+    submodules: change nothing, as in torch's function.
+    Returns {"state": {name: {"exp_avg": tensor, ...}}, "param_groups": [{"lr": 0.1, ..., "params": [name, ...]}]}, or, with
+    flatten_optimizer_state_dict, one flat dict. The state is what there is: unlike torch's function, no step makes it.
+    options, and what tensors share memory with: as for `get_model_state_dict`.
+    Raises: CheckpointError for a parameter that is not the model's; RuntimeError, on every rank, for full_state_dict with
+    state of a local optimizer (`shardrt.register_local_optimizer`) that depends on where shards begin.
+    """
+    chosen, listed = StateDictOptions.of(options), as_list(optimizers)
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
+    for index, optimizer in enumerate(listed):
+        names, local = ParameterNames(str(index), optimizer, {"": model}), steps_locally(type(optimizer))
+        if not local:
+            shard_optimizer_state(optimizer)
+        packed = optimizer_state(optimizer, names)
+        if local and chosen.full_state_dict:
+            packed["state"] = _completed(packed["state"], names, world().comm)
+        merged["state"].update(packed["state"])
+        merged["param_groups"] += packed["param_groups"]
+    return _collected(flat_form(merged) if chosen.flatten_optimizer_state_dict else merged, chosen)
+
+
+def get_state_dict(
+    model: nn.Module, optimizers: Optimizers, *, submodules: Iterable[nn.Module] | None = None, options: Any = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`get_model_state_dict`, which `submodules` concerns, and `get_optimizer_state_dict`. Collective."""
+    return (
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, options=options),
+    )
+
+
+def as_list(optimizers: Optimizers) -> list[Optimizer]:
+    """One or several optimizers as a list."""
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def flat_form(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as one dict, in which each parameter has the hyperparameters of its group."""
+    flat: dict[str, Any] = {}
+    for name, values in state["state"].items():
+        flat.update((f"state.{name}.{key}", value) for key, value in _flat_keys(values))
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            flat.update((f"param_groups.{name}.{key}", value) for key, value in group.items() if key != "params")
+    return flat
+
+
+def _flat_keys(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", each) for inner, each in _flat_keys(value))
+        else:
+            yield str(key), value
+
+
+def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The nested dicts, lists and tuples with their leaves changed."""
+    if isinstance(tree, Mapping):
+        return {key: mapped(value, change) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(mapped(value, change) for value in tree)
+    return change(tree)
+
+
+def _inside(
+    model: nn.Module, submodules: set[nn.Module], state: Mapping[str, Any], *, keep_prefixes: bool
+) -> Iterator[tuple[str, Any]]:
+    clean = cleaner(model)
+    for prefix in (f"{clean(name)}." for name, module in model.named_modules() if module in submodules):
+        for name, value in state.items():
+            if name.startswith(prefix):
+                yield name if keep_prefixes else name.removeprefix(prefix), value
+
+
+@torch.no_grad()
+def _collected(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
+    """The state with tensors as the options want them. Collective if they are to be full."""
+    if not options.full_state_dict:
+        return mapped(state, lambda value: _detached(value, offload=options.cpu_offload))
+    kept = not options.cpu_offload or world().rank == 0
+    seen: dict[int, torch.Tensor] = {}  # tied tensors stay tied
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return _detached(value, offload=options.cpu_offload)
+        if id(value) not in seen:
+            gathered = value.full_tensor()
+            seen[id(value)] = _detached(gathered, offload=options.cpu_offload) if kept else gathered.new_empty(0)
+        return seen[id(value)]
+
+    collected = mapped(state, full)
+    return collected if kept else {}
+
+
+def _detached(value: Any, *, offload: bool) -> Any:
+    if isinstance(value, Whole):
+        value = value.value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().cpu() if offload else value.detach()
+
+
+# ---------------------------------------------------------------------- optimizers that step on local shards
+
+
+def _completed(state: Mapping[str, Any], names: ParameterNames, comm: Communicator) -> dict[str, Any]:
+    """The state with that of parameters of which this rank has no elements: its optimizer skips them. Collective."""
+    mine = {
+        name: {key: value.dtype if isinstance(value, DTensor) else value for key, value in values.items()}
+        for name, values in state.items()
+    }
+    everyone: dict[str, dict[str, Any]] = {}
+    for theirs in comm.exchange(mine):
+        for name, values in theirs.items():
+            everyone.setdefault(name, {}).update(values)
+    for name, values in everyone.items():
+        if bound := [key for key in values if OF_RANK.fullmatch(str(key))]:
+            raise RuntimeError(
+                f"the state '{bound[0]}' of parameter '{name}' depends on where the shards begin, so it has no full form (rank "
+                f"{comm.rank}): save it with shardrt.checkpoint.save"
+            )
+    params = {names[param]: param for param in names.params}
+    return {name: {**_without_elements(params[name], values), **state.get(name, {})} for name, values in everyone.items()}
+
+
+def _without_elements(param: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter on a rank that has no elements of it.   values: those of other ranks, or their dtypes."""
+    if not isinstance(param, DTensor):
+        return dict(values)
+    return {
+        key: DTensor(torch.zeros_like(param._local_tensor, dtype=value), param.spec)
+        if isinstance(value, torch.dtype)
+        else value
+        for key, value in values.items()
+    }

@@ -1,0 +1,177 @@
+"""Loading a state: every rank reads what it needs, straight into the memory of its shards."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from operator import setitem
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from ..comm import Communicator
+from ..comm.bootstrap import world
+from ..tensor.dtensor import DTensor
+from .contents import Contents
+from .dcp.metadata import read_stored
+from .errors import CheckpointError, agreed
+from .materialise import materialise
+from .names import ParameterNames, cleaner, joined
+from .names import Path as Keys
+from .optimizer_loading import load_optimizer
+from .parts import memory_of
+from .reading import read_all
+from .state import members, modules_of, optimizers_of
+from .trees import has_inside, has_state, placed
+
+_log = logging.getLogger("shardrt")
+
+
+def load(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Load the checkpoint in `folder` into `state`, on any number of ranks and with any placements. Collective.
+
+    state: as for `save`. Tensors of modules, of optimizers and of the state itself keep their memory, dtype and placements, and
+    get the values; other objects get theirs by `load_state_dict`, and values are replaced in their dicts and lists.
+    A module with parameters on the meta device gets memory first; its optimizers go on with the new parameters. What an
+    optimizer has no state for yet is made from the parameter and the checkpoint.
+
+    Each rank reads what it needs, and what else is in the blocks of 16 KiB that it begins and ends in: of large tensors, less
+    than a twentieth more. All of it is verified, but for columns of large tensors that are less than 640 KiB wide in the file,
+    and parts of what stock DCP wrote: `verify` of the command line does that.
+    Raises: CheckpointError on every rank, with the reason, if the ranks give different folders, if the checkpoint lacks a name
+    of the state, if a shape differs, or if a file is damaged or cannot be read, which names file and tensor. The state may be
+    partly loaded then.
+    """
+    comm, path = world().comm, Path(folder)
+    with agreed(comm):
+        contents = Contents(path, read_stored(path))
+        modules = modules_of(state)
+    _check_same(comm, os.path.realpath(path))
+    with agreed(comm), torch.no_grad():
+        for module in modules.values():
+            materialise(module, comm.device, optimizers_of(state).values())
+        _Loader(contents, modules).load((), state)
+        contents.check()
+        nbytes = read_all(path, contents.fetches)
+        for finish in contents.finish:
+            finish()
+        needed = sum(fetch.memory.numel() * fetch.memory.element_size() for fetch in contents.fetches)
+        _log.debug("loaded '%s': read %d bytes for %d bytes of tensors (rank %d)", path, nbytes, needed, comm.rank)
+
+
+def _check_same(comm: Communicator, folder: str) -> None:
+    """Raise CheckpointError on every rank if the ranks load different folders."""
+    others = comm.compare(crc32(folder.encode()), lambda: folder)
+    for rank, other in enumerate(others or ()):
+        if others and other != others[0]:
+            raise CheckpointError(
+                f"the ranks load different folders: rank 0 {others[0]!r}, rank {rank} {other!r}. Give all "
+                "ranks the same: what latest() finds on one of them"
+            )
+
+
+class _Loader:
+    """Asks for everything that a state has, value by value."""
+
+    def __init__(self, contents: Contents, modules: Mapping[str, nn.Module]) -> None:
+        self._contents, self._modules = contents, modules
+
+    def load(self, path: Keys, value: Any) -> Any:
+        """Have a value loaded; returns what takes its place: itself, if it keeps its identity."""
+        if isinstance(value, nn.Module):
+            self._load_module(path, value)
+        elif isinstance(value, Optimizer):
+            load_optimizer(value, path, ParameterNames(joined(path), value, self._modules), self._modules, self._contents)
+        elif has_state(value):
+            loaded = self._contents.tree(path, value.state_dict())
+            self._contents.finish.append(lambda: value.load_state_dict(loaded))
+        elif has_inside(value):
+            self._load_items(path, value)
+        elif isinstance(value, torch.Tensor):
+            self._read(path, (), value)
+        else:
+            return self._contents.tree(path, value)
+        return value
+
+    def _load_items(self, path: Keys, container: Any) -> None:
+        """The values of a dict or list, which are replaced in it."""
+        for key, item in list(container.items() if isinstance(container, Mapping) else enumerate(container)):
+            made = self.load((*path, key if isinstance(container, list) else str(key)), item)
+            if made is not item:
+                self._contents.finish.append(partial(setitem, container, key, made))
+        if joined(path) and not any(members(path, container)):
+            self._load_more(path, container)
+
+    def _load_more(self, path: Keys, container: Any) -> None:
+        """The values that the checkpoint has, and a dict lacks. Tensors are left: they may be of any size."""
+        here = {joined((*path, str(key))) for key in (container if isinstance(container, Mapping) else range(len(container)))}
+        left, more = list[str](), None
+        for rest, name in self._contents.inside(path):
+            keys = name.split(".")
+            if any(".".join(keys[:count]) in here for count in range(1, len(keys) + 1)):
+                continue
+            if isinstance(container, MutableMapping) and name in self._contents.stored.objects:
+                more = placed(more, rest, self._contents.value(name), None)
+            else:
+                left.append(name)
+        if left:
+            _log.warning("load: the state lacks %d names of the checkpoint, such as '%s'", len(left), left[0])
+        if isinstance(more, Mapping):
+            self._contents.finish.append(partial(container.update, more))
+
+    def _load_module(self, path: Keys, module: nn.Module) -> None:
+        """A module's tensors in their memory; what is not the memory of a parameter or buffer by `load_state_dict`."""
+        clean, others = cleaner(module), dict[str, Any]()
+        own = {clean(name): tensor for name, tensor in _tensors(module)}
+        saved = {clean(raw): (raw, value) for raw, value in module.state_dict().items()}
+        aliases = _aliases(own, saved)
+        for name, (raw, value) in saved.items():
+            if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):  # which may change its shape
+                others[raw] = self._contents.tree((*path, name), value)
+                continue
+            in_place = name in own and _same_memory(value, own[name])
+            if not in_place:
+                others[raw] = value
+            names = aliases.get(name, [name])
+            if not in_place or names[0] == name:  # a tied parameter is read once
+                self._read((*path, name), [(*path, each) for each in names], value)
+        if others:
+            self._contents.finish.append(lambda: module.load_state_dict(others, strict=False))
+        # A new version makes the next forward gather again.
+        self._contents.finish.append(
+            lambda: increment_version([tensor for tensor in own.values() if not tensor.is_inference()])
+        )
+
+    def _read(self, path: Keys, aliases: Sequence[Keys], target: torch.Tensor) -> None:
+        """Have a tensor read, by the first of its names that the checkpoint has."""
+        name = next((joined(each) for each in (path, *aliases) if joined(each) in self._contents), None)
+        if name is None:
+            self._contents.missing.append(joined(path))
+        else:
+            self._contents.read_into(name, target)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _aliases(tensors: Mapping[str, torch.Tensor], first: Container[str]) -> dict[str, list[str]]:
+    """All names of each tensor that has several, under each of them; those in `first` come first."""
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[0] not in first):
+        by_tensor.setdefault(id(tensor), []).append(name)
+    return {name: names for names in by_tensor.values() if len(names) > 1 for name in names}
+
+
+def _same_memory(value: torch.Tensor, own: torch.Tensor) -> bool:
+    memories = [memory_of("", tensor) for tensor in (value, own)]
+    first, second = (memory._local_tensor if isinstance(memory, DTensor) else memory for memory in memories)
+    return (first.data_ptr(), first.dtype, first.shape) == (second.data_ptr(), second.dtype, second.shape)

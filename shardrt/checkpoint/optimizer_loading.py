@@ -1,0 +1,235 @@
+"""Loading of optimizer state by the names of parameters: in any order or grouping, also where the optimizer has none yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from functools import partial
+from operator import setitem
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from ..tensor.dtensor import DTensor
+from ..tensor.local_optimizers import steps_locally
+from .contents import Contents
+from .errors import CheckpointError
+from .names import ParameterNames, Path, joined
+from .optimizers import OF_RANK, rank_suffix
+from .trees import placed
+
+_log = logging.getLogger("shardrt")
+
+
+class SavedOptimizer:
+    """The entries of an optimizer in a checkpoint, of either form that torch's `get_optimizer_state_dict` writes.
+
+    by groups: `state.<parameter>.<key>`, `param_groups.<index>.<key>`, with the names of parameters under the key "params"
+    flat: `state.<parameter>.<key>`, `param_groups.<parameter>.<key>`, each a key of one dict
+    """
+
+    def __init__(self, path: Path, names: Iterable[str], contents: Contents) -> None:
+        """path: of the optimizer.   names: those of its parameters."""
+        self.state: dict[str, list[tuple[Path, str]]] = {}  # parameter -> keys below it, and the entry's name
+        self.groups: dict[str | int, list[tuple[Path, str]]] = {}  # index of a group, or parameter -> the same
+        self.group_of: dict[str, str | int] = {}  # parameter -> key of `groups`
+        known = set(names)
+        for rest, name in contents.inside(path):
+            has_path = len(contents.stored.paths.get(name, ())) > 1 and len(rest) > 1
+            self._sort(rest if has_path else split_flat(joined(rest), known), name)
+        for index, entries in self.groups.items():
+            if isinstance(index, str):
+                self.group_of[index] = index
+            for keys, name in entries:
+                if keys[0] == "params":
+                    self.group_of.update(dict.fromkeys(contents.value(name), index))
+
+    def _sort(self, keys: Path, name: str) -> None:
+        if len(keys) < (2 if keys[:1] == ("state",) else 3):
+            return
+        kind, of, rest = keys[0], keys[1], keys[2:]
+        if kind == "state":
+            self.state.setdefault(str(of), []).append((rest, name))
+        elif kind == "param_groups":
+            self.groups.setdefault(of, []).append((rest, name))
+
+
+def split_flat(flat: str, known: set[str]) -> Path:
+    """The keys of an entry of the flat form; names of parameters have dots in them."""
+    kind, _, rest = flat.partition(".")
+    place = rest.rfind(".")
+    while place >= 0 and rest[:place] not in known:
+        place = rest.rfind(".", 0, place)
+    if place >= 0:
+        return (kind, rest[:place], *rest[place + 1 :].split("."))
+    index, _, rest = rest.partition(".")
+    return (kind, int(index), *rest.split(".")) if index.isdigit() else ()
+
+
+class _Target(NamedTuple):
+    """A parameter, where its state is read."""
+
+    param: torch.Tensor
+    name: str  # in the checkpoint
+    is_local: bool  # whether the optimizer steps on the local shard
+    on_device: bool  # whether counters are on the parameter's device
+    stored_dtype: torch.dtype | None  # of the parameter, if the checkpoint has it
+
+
+def load_optimizer(optimizer: Optimizer, path: Path, names: ParameterNames, modules: Iterable[str], contents: Contents) -> None:
+    """Have the optimizer's state and hyperparameters loaded.
+
+    A parameter's state becomes what the checkpoint has, in the tensors that are there, or in new ones with the placements of
+    the parameter. Hyperparameters are those of the saved group that the group's parameters were in.
+    modules: the names of the state's modules, under one of which the checkpoint may have the parameters.
+    """
+    saved = SavedOptimizer(path, names, contents)
+    elementwise = _elementwise(names, saved, contents)
+    for index, group in enumerate(optimizer.param_groups):
+        loaded = _load_group(group, (*path, "param_groups", index), names, saved, contents)
+        hyper = {**group, **loaded}
+        for param in group["params"]:
+            name = next((name for name in names.of(param) if name in saved.state or name in saved.group_of), names[param])
+            if name not in saved.state and name not in saved.group_of:
+                contents.missing.append(joined((*path, "state", name)))
+                continue
+            dtypes = (
+                contents.stored.tensors[full].dtype
+                for full in (joined((key, name)) for key in modules)
+                if full in contents.stored.tensors
+            )
+            on_device = bool(hyper.get("capturable") or hyper.get("fused"))
+            target = _Target(param, name, steps_locally(type(optimizer)), on_device, next(dtypes, None))
+            state = _state(target, saved.state.get(name, []), optimizer.state.get(param, {}), elementwise, contents)
+            contents.finish.append(partial(_set_state, optimizer, param, state))
+        contents.finish.append(partial(group.update, loaded))
+    table: dict[Any, Any] = optimizer.state
+    for key in sorted(saved.state.keys() - saved.group_of.keys() - set(names)) if saved.group_of else ():
+        value = contents.tree((*path, "state", key), table.get(key))  # of no parameter
+        contents.finish.append(partial(setitem, table, key, value))
+
+
+def _set_state(optimizer: Optimizer, param: torch.Tensor, state: dict[str, Any]) -> None:
+    optimizer.state.pop(param, None)
+    if state:
+        optimizer.state[param] = state
+
+
+def _load_group(
+    group: Mapping[str, Any], path: Path, names: ParameterNames, saved: SavedOptimizer, contents: Contents
+) -> dict[str, Any]:
+    """The saved hyperparameters of a group; none if its parameters come from groups with different ones."""
+    sources = {saved.group_of[name]: None for param in group["params"] for name in names.of(param) if name in saved.group_of}
+    with contents.at_once():
+        found = [
+            {keys: contents.value(name) for keys, name in saved.groups[source] if keys[0] != "params"} for source in sources
+        ]
+    if not found:
+        return {}
+    # Sorted: ranks of stock DCP share the objects of a flat state, whose order in .metadata says nothing.
+    spelled = [sorted(str((keys, _number(value))) for keys, value in values.items()) for values in found]
+    if any(other != spelled[0] for other in spelled[1:]):
+        _log.warning(
+            "%s: its parameters were in saved groups with different hyperparameters; it keeps its own (%s)",
+            joined(path),
+            ", ".join(f"{key}={value}" for key, value in group.items() if key != "params"),
+        )
+        return {}
+    made: dict[str, Any] = {}
+    on_device = found[0].get(("capturable",))
+    for keys, value in found[0].items():
+        if isinstance(value, torch.Tensor):
+            current = group.get(str(keys[0]))
+            if isinstance(current, torch.Tensor) and current.shape == value.shape:
+                contents.finish.append(partial(current.copy_, value))
+                value = current
+            elif on_device:
+                value = value.to(group["params"][0].device)
+        made = placed(made, keys, value, group)
+    return made
+
+
+def _number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _elementwise(names: ParameterNames, saved: SavedOptimizer, contents: Contents) -> set[str]:
+    """Keys whose tensors have the parameter's shape for all parameters; for one alone it may be a 0-dim counter."""
+    shaped: dict[str, bool] = {"step": False}
+    for param in names.params:
+        for keys, name in (each for alias in names.of(param) for each in saved.state.get(alias, ())):
+            stored = contents.stored.tensors.get(name)
+            if stored is not None and len(keys) == 1:
+                key = str(keys[0])
+                shaped[key] = shaped.get(key, True) and tuple(stored.shape) == tuple(param.shape)
+    return {key for key, alike in shaped.items() if alike}
+
+
+def _state(
+    target: _Target, saved: list[tuple[Path, str]], current: Mapping[str, Any], elementwise: set[str], contents: Contents
+) -> dict[str, Any]:
+    """The parameter's state, whose tensors are read later."""
+    state: dict[str, Any] = {}
+    param = target.param
+    if target.is_local and isinstance(param, DTensor) and not param._local_tensor.numel():
+        return state  # its optimizer skips what has no elements on this rank
+    for keys, name in _of_this_rank(target, saved):
+        key = joined(keys[:1])
+        present = current.get(key) if len(keys) == 1 else None
+        if name in contents.stored.objects:
+            value = contents.value(name)
+        elif len(keys) == 1 and key in elementwise and not OF_RANK.fullmatch(name):
+            value = _shaped(target, name, present, contents)
+        else:
+            value = _other(target, name, present, contents)
+        state = placed(state, keys, value, current)
+    return state
+
+
+def _shaped(target: _Target, name: str, present: Any, contents: Contents) -> torch.Tensor:
+    """A tensor with one number for each element of the parameter."""
+    param, stored = target.param, contents.stored.tensors[name]
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    if isinstance(present, DTensor) or (isinstance(present, torch.Tensor) and present.shape == local.shape):
+        made = present
+    else:
+        # torch's optimizers give their state the parameter's dtype; what had another one keeps it.
+        follows = param.is_floating_point() and stored.dtype in (target.stored_dtype, param.dtype)
+        dtype = param.dtype if follows else stored.dtype
+        layout = torch.contiguous_format if target.is_local else torch.preserve_format
+        made = torch.empty_like(local.detach(), dtype=dtype, memory_format=layout)
+        if isinstance(param, DTensor) and not target.is_local:
+            made = DTensor(made, param.spec)
+    whole = DTensor(made, param.spec) if isinstance(param, DTensor) and not isinstance(made, DTensor) else made
+    contents.read_into(name, whole)
+    return made
+
+
+def _other(target: _Target, name: str, present: Any, contents: Contents) -> torch.Tensor:
+    """A counter, or a tensor of another shape, whole on every rank."""
+    shape = tuple(contents.stored.tensors[name].shape)
+    if isinstance(present, torch.Tensor) and (isinstance(present, DTensor) or tuple(present.shape) == shape):
+        contents.read_into(name, present)
+        return present
+    return contents.fresh(name, target.param.device if shape or target.on_device else "cpu")
+
+
+def _of_this_rank(target: _Target, saved: list[tuple[Path, str]]) -> list[tuple[Path, str]]:
+    """Without what other ranks saved of their shards alone."""
+    if not (target.is_local and isinstance(target.param, DTensor)):
+        return saved
+    suffix, found, others = rank_suffix(target.param), [], dict[str, str]()
+    for keys, name in saved:
+        if match := OF_RANK.fullmatch(joined(keys[:1])):
+            if match[2] != suffix:
+                others[match[1]] = match[3]
+                continue
+            keys = (match[1], *keys[1:])
+        found.append((keys, name))
+    for key in others.keys() - {joined(keys[:1]) for keys, _ in found}:
+        raise CheckpointError(
+            f"the state '{key}' of parameter '{target.name}' was saved for the shards of {others[key]} ranks, since its values "
+            f"depend on where a shard begins; this rank is {suffix[1:]}: load it on {others[key]} ranks"
+        )
+    return found

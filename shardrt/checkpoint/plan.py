@@ -1,0 +1,239 @@
+"""Which rank writes what, and where: worked out by every rank for itself, and by rank 0 for all of them.
+
+    describe      names, shapes, dtypes and placements of this rank's entries                         no communication
+    compare       of the descriptions' fingerprints: usually all are equal, and that is all           one collective
+    exchange      else of each differing description once, by the first rank that has it              one more
+    assign        which copy of each name is written: a copy is a set of ranks that have all of it    no communication
+    place         this rank's chunks in its file; on rank 0, everybody's, for the metadata            no communication
+
+Replicas share the work: each tensor is written by the copy that has the fewest bytes to write so far. Plain tensors below 64
+KiB and objects are written by the first rank that has them, tensors of one memory once, parts without elements not at all.
+In a file, chunks of 64 KiB and more come first, then the others, then objects, each at a multiple of 64 bytes.
+
+Cost: on rank 0, operations on vectors with an element for each rank, for each tensor, and twice beyond two million chunks;
+memory for so many chunks and those of one tensor.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
+
+import torch
+
+from ..comm import Communicator
+from .assignment import Agreed, Assigned, assign, order_names
+from .chunks import Boxes
+from .dcp.items import ALIGNMENT, item_length, item_lengths
+from .dcp.metadata_pickle import Columns, MetadataWriter
+from .descriptions import Described, Description, describe, fingerprint
+from .errors import agreed
+from .parts import Part, parts
+from .state import Entry
+
+LARGE = 1 << 16  # bytes of a chunk
+_KEPT = 1 << 21  # chunks that are kept in memory between the two times they are needed
+
+
+class Item(NamedTuple):
+    """A chunk or an object of this rank's file.   offset, length: the bytes of its item, header and footer included."""
+
+    name: str
+    value: Part | bytes
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """What this rank writes.
+
+    file: the name of its file.   items: by offset; none: there is no file.   nbytes: of the file.
+    """
+
+    file: str
+    items: tuple[Item, ...]
+    nbytes: int
+    agreed: Agreed
+
+    @property
+    def metadata(self) -> bytes:
+        """The contents of `.metadata`, the same on every rank; for rank 0.
+
+        Cost: see above for the first of several equal plans; the next ones find it made.
+        """
+        return _newest.metadata(self.agreed)
+
+
+def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
+    """Agree on who writes what. Collective over `comm`, the world's.
+
+    entries: by different names; other ranks may have others.
+    Raises CheckpointError if a rank has a tensor that cannot be saved, and CheckpointError on every rank if two ranks have
+    different tensors of one name, or if a rank of a tensor's mesh does not have it.
+    """
+    with agreed(comm):
+        description = describe(entries, comm.rank)
+    plan = agree(description, comm)
+    items = tuple(_placed({entry.name: entry.value for entry in entries}, _newest.names(plan, comm.rank)))
+    return SavePlan(file_of(comm.rank), items, max((item.offset + item.length for item in items), default=0), plan)
+
+
+def agree(description: Description, comm: Communicator) -> Agreed:
+    """The descriptions of all ranks. Collective."""
+    mark = fingerprint(description)
+    marks = comm.compare(mark, lambda: mark)
+    if marks is None:
+        return Agreed.of_equal(description, comm.size, (mark, comm.size, [entry.nbytes for entry in description]))
+    firsts = {each: rank for rank, each in reversed(list(enumerate(marks)))}
+    given = comm.exchange(description if firsts[mark] == comm.rank else None)
+    numbers = {each: number for number, each in enumerate(sorted(firsts, key=firsts.__getitem__))}
+    kinds = tuple(each for each in given if each is not None)
+    key = marks, [entry.nbytes for kind in kinds for entry in kind]
+    return Agreed(kinds, torch.tensor([numbers[each] for each in marks]), key)
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"__{rank}_0.distcp"
+
+
+def write_metadata(out: BinaryIO, agreed: Agreed) -> None:
+    """Write the `.metadata` of what these ranks have. No communication: `agreed` may be of ranks that do not exist.
+
+    Raises CheckpointError as `make_plan` does, and for placements whose chunks are not the whole tensor.
+    """
+    assigned = {each.entry.name: each for each in assign(agreed)}
+    files = _Files(agreed.size, assigned.values())
+    writer = MetadataWriter(out, [file_of(rank) for rank in range(agreed.size)])
+    written = dict[str, Columns]()
+    is_target = {each.entry.tied for each in assigned.values() if each.entry.tied}
+    for name in order_names(agreed):
+        each, entry = assigned[name], assigned[name].entry
+        if entry.dtype is None:
+            writer.add_object(name, entry.path, each.first, *files.place_object(each))
+            continue
+        columns = written[entry.tied] if entry.tied else files.place(each)
+        if name in is_target:
+            written[name] = columns
+        writer.add_tensor(name, entry.path, entry.dtype, entry.shape, columns)
+    writer.finish()
+
+
+def _placed(values: dict[str, torch.Tensor | bytes], names: Iterable[str]) -> Iterator[Item]:
+    """This rank's items, by offset."""
+    large, small, objects = list[tuple[str, Part]](), list[tuple[str, Part]](), list[tuple[str, bytes]]()
+    for name in names:
+        value = values[name]
+        if isinstance(value, bytes):
+            objects.append((name, value))
+            continue
+        for part in parts(value):
+            (large if part.memory.nbytes >= LARGE else small).append((name, part))
+    place = 0
+    for name, part in large + small:
+        length = item_length(part.memory.dtype, part.memory.dim(), part.memory.nbytes)
+        yield Item(name, part, place, length)
+        place = _aligned(place + length)
+    for name, data in objects:
+        yield Item(name, data, place, len(data))
+        place = _aligned(place + len(data))
+
+
+def _aligned(place: int) -> int:
+    return -(-place // ALIGNMENT) * ALIGNMENT
+
+
+class _Newest:
+    """What follows from the newest description of all ranks, kept for the next save of the same names, placements and sizes."""
+
+    _LIMIT = 1 << 26  # bytes of metadata that are kept
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._names: tuple[str, ...] | None = None  # that this rank writes
+        self._metadata: bytes | None = None
+
+    def names(self, agreed: Agreed, rank: int) -> tuple[str, ...]:
+        """The names of which this rank writes a part, in the order of their assignment."""
+        self._turn_to(agreed)
+        if self._names is None:
+            self._names = tuple(each.entry.name for each in assign(agreed) if each.includes(rank))
+        return self._names
+
+    def metadata(self, agreed: Agreed) -> bytes:
+        """The contents of `.metadata`."""
+        self._turn_to(agreed)
+        if self._metadata is not None:
+            return self._metadata
+        out = io.BytesIO()
+        write_metadata(out, agreed)
+        made = out.getvalue()
+        self._metadata = made if len(made) <= self._LIMIT else None
+        return made
+
+    def _turn_to(self, agreed: Agreed) -> None:
+        if agreed.key is None or agreed.key != self._key:
+            self._key, self._names, self._metadata = agreed.key, None, None
+
+
+_newest = _Newest()
+
+
+class _Files:
+    """Where the next items go in every rank's file, as `_placed` has them."""
+
+    def __init__(self, ranks: int, assigned: Iterable[Assigned]) -> None:
+        large, small = torch.zeros(ranks, dtype=torch.int64), torch.zeros(ranks, dtype=torch.int64)
+        self._kept, kept = dict[str, Boxes](), 0
+        for each in assigned:
+            if each.entry.dtype is not None and each.entry.tied is None:
+                chunks = each.chunks()
+                kept += len(chunks.owner)
+                if kept < _KEPT:
+                    self._kept[each.entry.name] = chunks
+                rank, lengths, is_large = _lengths(each.entry, chunks)
+                taken = _aligned_all(lengths)
+                large.index_add_(0, rank[is_large], taken[is_large])
+                small.index_add_(0, rank[~is_large], taken[~is_large])
+        self._large = torch.zeros_like(large)
+        self._small = large
+        self._objects = large + small
+
+    def place(self, each: Assigned) -> Columns:
+        """The chunks of a tensor."""
+        chunks = self._kept.pop(each.entry.name, None) or each.chunks()
+        rank, lengths, is_large = _lengths(each.entry, chunks)
+        start = torch.empty_like(rank)
+        for chosen, cursor in ((is_large, self._large), (~is_large, self._small)):
+            start[chosen] = _take(cursor, rank[chosen], _aligned_all(lengths[chosen]))
+        return Columns(chunks.offsets, chunks.sizes, rank, start, lengths)
+
+    def place_object(self, each: Assigned) -> tuple[int, int]:
+        """Offset and length of an object."""
+        start = int(self._objects[each.first])
+        self._objects[each.first] += _aligned(each.entry.nbytes)
+        return start, each.entry.nbytes
+
+
+def _lengths(entry: Described, chunks: Boxes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each chunk its rank, the length of its item, and whether it is large."""
+    assert entry.dtype is not None, "objects have no chunks"
+    nbytes = chunks.sizes.prod(1) * entry.dtype.itemsize
+    return chunks.owner, item_lengths(entry.dtype, len(entry.shape), nbytes), nbytes >= LARGE
+
+
+def _take(cursor: torch.Tensor, rank: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Where items of these lengths begin: those of a rank, which are neighbours, one after the other from its cursor."""
+    before = lengths.cumsum(0) - lengths
+    _, group, counts = torch.unique_consecutive(rank, return_inverse=True, return_counts=True)
+    first = counts.cumsum(0) - counts
+    start = cursor[rank] + before - before[first][group]
+    cursor.index_add_(0, rank, lengths)
+    return start
+
+
+def _aligned_all(lengths: torch.Tensor) -> torch.Tensor:
+    return (lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

@@ -1,0 +1,1 @@
+"""Hugging Face's safetensors, in and out."""

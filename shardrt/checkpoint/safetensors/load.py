@@ -1,0 +1,152 @@
+"""`load_safetensors`: each rank reads the byte ranges of its shards, straight into them where files and shards agree."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from ...comm import world
+from ...tensor.dtensor import DTensor
+from ..errors import CheckpointError, agreed
+from ..materialise import materialise
+from ..names import LoadedKeys
+from ..parts import Part, memory_of, parts
+from ..store import Reader, bytes_of
+from .format import Array, read_arrays
+from .model import Named, Scratch, byte_runs, lies_as_stored, named_tensors, pieces, take_back
+
+KeyMap = Callable[[str], str | None] | Mapping[str, str | None] | Sequence[tuple[str, str]]
+
+
+class _Match(NamedTuple):
+    found: dict[str, Array]  # by the names of the model's tensors
+    keys: LoadedKeys
+
+
+def load_safetensors(
+    model: nn.Module, folder: str | os.PathLike[str], *, key_map: KeyMap | None = None, strict: bool = True
+) -> LoadedKeys:
+    """Load safetensors files into the model. Collective.
+
+    model: sharded or not, of any placements but `Partial`. One that is on the meta device gets its memory first. Files have
+        no non-persistent buffers, such as rotary tables: models of transformers compute theirs, others get memory alone.
+    folder: with `model.safetensors`, or with `model.safetensors.index.json` and the files that it names; or a single file.
+    key_map: from names in the files to names in the model: a function, a dict, or pairs of regular expressions and
+        replacements, all of which are applied in order (`re.sub`). A tensor whose name becomes None is left out.
+    strict: raise for names that the model or the files lack. A tensor with several names needs one of them.
+    Values are converted to the dtypes of the model's tensors.
+    Cost: no communication; each rank reads the headers and the bytes of its shards, and converts at most 16 MiB at a time.
+    Raises, on every rank alike: CheckpointError for files that do not fit the model, with all and
+    unexpected names and wrong shapes, and for those that the format does not allow.
+    """
+    comm = world().comm
+    with agreed(comm):
+        arrays = _renamed(read_arrays(Path(folder)), key_map, Path(folder))
+        match = _match(named_tensors(model), arrays, Path(folder), strict=strict)
+    with agreed(comm):
+        materialise(model, comm.device)
+        written = [named for named in named_tensors(model) if named.name in match.found]
+        _read([(match.found[name], name, tensor) for name, tensor, _ in written])
+    take_back(model, written)
+    return match.keys
+
+
+# ---------------------------------------------------------------------- names
+
+
+def _match(model: Iterable[Named], arrays: Mapping[str, Array], folder: Path, *, strict: bool) -> _Match:
+    found, missing, wrong, known = dict[str, Array](), list[str](), list[str](), set[str]()
+    for name, tensor, aliases in model:
+        names = (name, *aliases)
+        known.update(names)
+        array = next((arrays[each] for each in names if each in arrays), None)
+        if array is None:
+            missing.append(name)
+        elif array.shape != tensor.shape:
+            wrong.append(f"'{name}' is {tuple(tensor.shape)}, in '{array.file}' {tuple(array.shape)}")
+        elif isinstance(tensor, DTensor) and tensor.spec.partial:
+            wrong.append(f"'{name}' is {tensor.placements}, of which a rank has only a term")
+        else:
+            found[name] = array
+    unexpected = sorted(arrays.keys() - known)
+    problems = [f"expected other shapes: {'; '.join(wrong)}"] if wrong else []
+    if strict and missing:
+        problems.append(f"missing: {_listed(missing)}")
+    if strict and unexpected:
+        problems.append(f"unexpected: {_listed(unexpected)}")
+    if problems:
+        advice = "rename with key_map, or pass strict=False to leave out what is missing or unexpected"
+        raise CheckpointError(f"'{folder}' does not fit the model: {'. '.join(problems)}. {advice}")
+    return _Match(found, LoadedKeys(missing, unexpected))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def _renamed(arrays: Mapping[str, Array], key_map: KeyMap | None, folder: Path) -> dict[str, Array]:
+    rename, made = _renamer(key_map), dict[str, tuple[str, Array]]()
+    for name, array in arrays.items():
+        if (new := rename(name)) is not None:
+            other, _ = made.setdefault(new, (name, array))
+            if other != name:
+                raise CheckpointError(f"'{folder}': key_map gives '{other}' and '{name}' the same name '{new}'")
+    return {name: array for name, (_, array) in made.items()}
+
+
+def _renamer(key_map: KeyMap | None) -> Callable[[str], str | None]:
+    if key_map is None:
+        return lambda name: name
+    if callable(key_map):
+        return key_map
+    if isinstance(key_map, Mapping):
+        return lambda name: key_map.get(name, name)
+    pairs = [(re.compile(pattern), replacement) for pattern, replacement in key_map]
+
+    def rename(name: str) -> str:
+        for pattern, replacement in pairs:
+            name = pattern.sub(replacement, name)
+        return name
+
+    return rename
+
+
+# ---------------------------------------------------------------------- values
+
+
+@torch.no_grad()
+def _read(targets: Sequence[tuple[Array, str, torch.Tensor]]) -> None:
+    """Read this rank's parts of each tensor, file by file, in the order of the files."""
+    scratch, by_file = Scratch(), dict[Path, list[tuple[Array, Part]]]()
+    for array, name, tensor in targets:
+        by_file.setdefault(array.file, []).extend((array, part) for part in parts(memory_of(name, tensor.detach())))
+    for file, found in by_file.items():
+        if found:
+            with Reader(file) as reader:
+                for array, part in sorted(found, key=lambda each: each[0].offset):
+                    _read_part(reader, array, part, scratch)
+    increment_version([tensor for _, _, tensor in targets])  # the next forward gathers again
+
+
+def _read_part(reader: Reader, array: Array, part: Part, scratch: Scratch) -> None:
+    if lies_as_stored(part.memory, array.dtype):
+        _read_runs(reader, array, part)
+        return
+    for box, memory in pieces(part, max(array.dtype.itemsize, part.memory.dtype.itemsize)):
+        stored = scratch.like(memory, array.dtype)
+        _read_runs(reader, array, Part(box, stored))
+        memory.copy_(stored)
+
+
+def _read_runs(reader: Reader, array: Array, part: Part) -> None:
+    starts, nbytes = byte_runs(part.box, array.shape, array.dtype.itemsize)
+    data = bytes_of(part.memory)
+    for index, start in enumerate(starts):
+        reader.read_into(array.offset + start, [data[index * nbytes : (index + 1) * nbytes]])

@@ -1,0 +1,134 @@
+"""The user's state as entries of a checkpoint: what each value is called, and which tensors and objects it consists of.
+
+| value                                   | entries under its key                                                          |
+|-----------------------------------------|--------------------------------------------------------------------------------|
+| module                                  | its `state_dict()` by the model's full names: `model.blocks.0.weight`          |
+| module under the key ""                 | the same without a prefix, as torchtitan saves models                          |
+| optimizer                               | `optimizer.state.<parameter>.exp_avg`, `optimizer.param_groups.0.lr`           |
+| with `state_dict` and `load_state_dict` | its `state_dict()`: `scheduler.last_epoch`                                     |
+| dict, list                              | those of its values, by keys and indices, if it holds tensors or containers    |
+| dict with other keys than strings       | an object, unless there are tensors in it                                      |
+| tensor                                  | itself                                                                         |
+| anything else                           | an object: `torch.save`d, and loaded with `weights_only=True`                  |
+
+The names and paths are those that torch.distributed.checkpoint makes of torch's `get_state_dict` (its `_nested_dict.py`).
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..tensor.dtensor import DTensor
+from .errors import CheckpointError
+from .names import ParameterNames, Path, cleaner, joined
+from .optimizers import Whole, optimizer_state
+from .parts import memory_of
+from .trees import flattened, has_inside, has_state
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Entry(NamedTuple):
+    """One name of a checkpoint: a tensor, or an object that torch.save has made bytes of."""
+
+    name: str
+    value: torch.Tensor | bytes
+    path: Path
+
+
+def entries(state: Mapping[str, Any]) -> list[Entry]:
+    """The entries of a state as this rank has it. No communication.
+
+    Raises CheckpointError for an object that does not load with `weights_only=True`, for a name that two values have, for a
+    tensor whose memory is not known, and for a parameter of an optimizer that no module has.
+    """
+    modules, found = modules_of(state), dict[str, Entry]()
+    tree = _tree(state, (), modules)
+    if isinstance(bare := tree.get(""), Mapping):  # as torchtitan saves models, without a key of their own
+        if both := bare.keys() & tree.keys():
+            raise CheckpointError(f"two values of the state have the name '{both.pop()}'; rename one of the keys")
+        tree = {**bare, **{key: value for key, value in tree.items() if key}}
+    for path, value in flattened(tree, ()):
+        if not path:  # an empty state
+            break
+        name = joined(path)
+        if name in found:
+            raise CheckpointError(f"two values of the state have the name '{name}'; rename one of the keys")
+        found[name] = Entry(name, _stored_form(name, value), path)
+    return list(found.values())
+
+
+def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The modules of a state, by their names in checkpoints."""
+    return {joined(path): value for path, value in members((), state) if isinstance(value, nn.Module)}
+
+
+def optimizers_of(state: Mapping[str, Any]) -> dict[str, Optimizer]:
+    """The optimizers of a state, by their names in checkpoints."""
+    return {joined(path): value for path, value in members((), state) if isinstance(value, Optimizer)}
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """The state dict of a module by clean names: sharded tensors, as they lie in memory, and extra state."""
+    clean = cleaner(module)
+    return {clean(name): value for name, value in module.state_dict().items()}
+
+
+def members(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """The values of a state that have a state of their own."""
+    if has_state(value):
+        yield path, value
+    elif has_inside(value):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from members((*path, key if isinstance(value, list) else str(key)), item)
+
+
+def _tree(value: Any, path: Path, modules: Mapping[str, nn.Module]) -> Any:
+    """The state with the state dicts of its members in their places."""
+    if isinstance(value, nn.Module):
+        return module_state(value)
+    if isinstance(value, Optimizer):
+        return optimizer_state(value, ParameterNames(joined(path), value, modules))
+    if has_state(value):
+        return value.state_dict()
+    if not has_inside(value):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _tree(item, (*path, str(key)), modules) for key, item in value.items()}
+    return [_tree(item, (*path, index), modules) for index, item in enumerate(value)]
+
+
+def _stored_form(name: str, value: Any) -> torch.Tensor | bytes:
+    if isinstance(value, torch.Tensor):
+        # Cost: detaching a DTensor goes through its dispatch; what writes it takes its local tensor, detached.
+        return memory_of(name, value if isinstance(value, DTensor) else value.detach())
+    return _saved(name, value.value if isinstance(value, Whole) else value)
+
+
+def _saved(name: str, value: Any) -> bytes:
+    """The bytes of an object, which load with `weights_only=True`."""
+    try:
+        buffer = io.BytesIO()
+        is_other = isinstance(value, Mapping) and type(value) not in (Counter, OrderedDict)  # such as a defaultdict
+        torch.save(dict(value) if is_other else value, buffer)
+        if not _is_plain(value):
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"'{name}', a {type(value).__name__}, cannot be saved so that it loads without running its code: expected tensors, "
+            f"numbers, strings, and dicts, lists and tuples of them; found {type(error).__name__}: {error}"
+        ) from error
+    return buffer.getvalue()
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))  # type: ignore[call-overload]
+    return type(value) in _PLAIN

@@ -1,0 +1,108 @@
+"""The steps of a save that all ranks take together, and the file that each of them writes.
+
+step       ranks   what                                                                       collective
+prepare    all     names and values of the state, the plan, rank 0 makes the folder           yes
+write      all     this rank's file: header, memory and footer of each tensor; fsync          no
+commit     rank 0  .metadata, the rename; old checkpoints are deleted                         no
+
+All ranks agree after `write`, and after `commit`. Both are done in a thread (`saving.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..comm.bootstrap import World
+from . import folders
+from .dcp.items import BlockCrcs, item_footer, item_header
+from .errors import CheckpointError, agreed
+from .plan import Item, SavePlan, file_of, make_plan
+from .sources import Source
+from .state import entries
+from .store import Writer
+
+_PIECE = 4 << 20  # bytes that are checked and written at a time: what the caches hold
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A save that all ranks have agreed on, and whose folder is there.
+
+    plan: without its items, which hold the tensors.   sizes: of the ranks' files.
+    """
+
+    world: World
+    target: Path
+    keep: int | None
+    plan: SavePlan
+    sizes: tuple[int, ...]
+
+    def write(self, items: Iterable[Source]) -> None:
+        """Write this rank's file. Returns when its bytes, and its name, have reached the disk."""
+        if not self.plan.nbytes:
+            return
+        folder = folders.beside(self.target)
+        with Writer(folder / self.plan.file) as writer:
+            for item in items:
+                _write_item(writer, item)
+        folders.sync_folder(folder)
+
+    def commit(self) -> None:
+        """Make the save visible, on rank 0; nothing on the others."""
+        if self.world.rank == 0:
+            files = {file_of(rank): nbytes for rank, nbytes in enumerate(self.sizes) if nbytes}
+            folders.check_files(self.target, files)
+            folders.commit(self.target, self.plan.metadata, self.keep)
+
+    def abandon(self) -> None:
+        """Delete what was written, on rank 0, once no rank writes any more."""
+        if self.world.rank == 0:
+            folders.abandon(self.target)
+
+
+def prepare(
+    world: World, folder: str | os.PathLike[str], state: dict[str, Any], keep: int | None
+) -> tuple[Prepared, tuple[Item, ...]]:
+    """Agree on what is saved and where, and make the folder; returns what this rank writes as well. Collective.
+
+    Raises: CheckpointError if a rank refuses its arguments, if rank 0 cannot make the folder, or if the ranks give other
+    folders, or states that do not fit together.
+    """
+    with agreed(world.comm):
+        target = folders.check_target(folder, keep)
+        found = entries(state)
+    plan = make_plan(found, world.comm)
+    answers = world.comm.exchange((os.path.abspath(folder), keep, plan.nbytes))
+    for rank, answer in enumerate(answers):
+        if answer[:2] != answers[0][:2]:
+            raise CheckpointError(
+                f"the ranks save in different folders: rank 0 in {answers[0][0]!r} with keep={answers[0][1]}, rank {rank} in "
+                f"{answer[0]!r} with keep={answer[1]}. Give all ranks the same, on a file system that they share"
+            )
+    with agreed(world.comm):
+        if world.rank == 0:
+            folders.begin(target)
+    return Prepared(world, target, keep, replace(plan, items=()), tuple(nbytes for _, _, nbytes in answers)), plan.items
+
+
+def _write_item(writer: Writer, item: Source) -> None:
+    place, crcs = item.offset, BlockCrcs()
+    if item.dtype is not None:
+        header = item_header(item.dtype, item.sizes, item.strides)
+        writer.write(place, [header])
+        place += len(header)
+    for piece in item.pieces:
+        for start in range(0, len(piece), _PIECE):
+            part = piece[start : start + _PIECE]
+            if item.dtype is not None:
+                crcs.update(part)
+            writer.write(place, [part])
+            place += len(part)
+        if not isinstance(item.pieces, list):
+            writer.flush()
+    if item.dtype is not None:
+        writer.write(place, [item_footer(item.dtype, item.sizes, item.strides, crcs.values)])
