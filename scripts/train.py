@@ -3,6 +3,7 @@
     mpirun -n 2 python scripts/train.py         # trains on the source of Python's standard library
     mpirun -n 4 python scripts/train.py --data ~/books --steps 2000 --dtype bfloat16
     mpirun -n 4 python scripts/train.py --tp 2         # 2-D: each matrix in two parts, sharded over two ranks each
+    python -m shardrt.launch --restarts 5 -n 4 scripts/train.py --resume auto --out runs/a      # goes on after whatever ends it
 
 One step, the same on every rank:
   1. draw this rank's rows of the global batch, one micro-batch at a time
@@ -15,6 +16,9 @@ batch does not depend on the number of ranks, so neither does the loss curve.
 
 With --tp N, groups of N neighbouring ranks have the parts of each matrix and, between the matrices,
 of each sequence; they read the same rows. Parameters are sharded over the groups.
+
+With --resume auto, checkpoints are saved in OUT/checkpoints, and the script starts from the newest one, on any number of ranks.
+The lines of the log from there on are written anew.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -69,6 +73,9 @@ class Options:
     prompt: str
     sample_bytes: int
     seed: int
+    resume: str
+    save_every: int
+    keep: int
     out: Path
 
     @property
@@ -103,9 +110,17 @@ def parse_options() -> Options:
     add("--prompt", default="def ", help="start of the sample")
     add("--sample-bytes", type=at_least(0), default=300)
     add("--seed", type=at_least(0), default=0)
-    run = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    add("--out", type=Path, default=run, help="folder for log, plot and sample")
-    return Options(**vars(parser.parse_args()))
+    saving = parser.add_argument_group("checkpoints").add_argument
+    resume = "auto: save checkpoints in OUT/checkpoints, and continue from the newest one; never: no checkpoints (default)"
+    saving("--resume", choices=("auto", "never"), default="never", help=resume)
+    saving("--save-every", type=count, default=100, help="steps between two checkpoints")
+    saving("--keep", type=count, default=3, help="how many checkpoints remain")
+    add("--out", type=Path, help="folder for log, plot and sample; default: runs/, and in it one named by the time")
+    options = parser.parse_args()
+    if options.out is None and options.resume == "auto":
+        exit_with_usage_error("--resume auto needs --out: the folder to continue in")
+    options.out = options.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    return Options(**vars(options))
 
 
 def check_options(options: Options) -> Corpus:
@@ -249,24 +264,39 @@ def peak_mb(world: shardrt.World) -> float:
 
 
 @contextmanager
-def open_log(options: Options, corpus: Corpus, world: shardrt.World) -> Iterator[TextIO]:
-    """Open log.jsonl and write its header line on rank 0; other ranks open /dev/null."""
+def open_run(trainer: Trainer) -> Iterator[tuple[int, Iterable[int]]]:
+    """With --resume auto, load the newest checkpoint and save new ones. Yields the first step, and all steps that remain."""
+    options = trainer.options
+    if options.resume == "never":
+        yield 0, range(options.steps)
+        return
+    state = {"model": trainer.model, "optimizer": trainer.optimizer}
+    with shardrt.Run(options.out / "checkpoints", state, every=options.save_every, keep=options.keep) as run:
+        yield run.done, run.steps(options.steps)
+
+
+@contextmanager
+def open_log(options: Options, corpus: Corpus, world: shardrt.World, first: int) -> Iterator[TextIO]:
+    """Open log.jsonl on rank 0: with its header line, and those of the steps before `first`. Other ranks open /dev/null."""
     path = Path(os.devnull)
     if world.rank == 0:
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / "log.jsonl"
-    header = {"ranks": world.size, "files": corpus.files, **asdict(options)}
-    with open(path, "w", buffering=1) as log:  # line-buffered: a killed run keeps its log
-        log.write(json.dumps(header, default=str) + "\n")
+        header = {"ranks": world.size, "files": corpus.files, **asdict(options)}
+        lines = path.read_text().splitlines()[: 1 + first] if first > 0 and path.exists() else [json.dumps(header, default=str)]
+        new = path.with_suffix(".new")  # renamed, so that a run that is killed here does not lose its log
+        new.write_text("".join(f"{line}\n" for line in lines))
+        new.replace(path)
+    with open(path, "a", buffering=1) as log:  # line-buffered: a killed run keeps its log
         yield log
 
 
-def train(trainer: Trainer, log: TextIO) -> None:
-    """Run all steps; show progress and write the log."""
+def train(trainer: Trainer, log: TextIO, first: int, steps: Iterable[int]) -> None:
+    """Run all steps, of which `first` is the first; show progress and write the log."""
     options, quiet = trainer.options, trainer.world.rank != 0
     shown = ""
-    with tqdm(total=options.steps, disable=quiet, unit="step", dynamic_ncols=True) as bar:
-        for index in range(options.steps):
+    with tqdm(total=options.steps, initial=first, disable=quiet, unit="step", dynamic_ncols=True) as bar:
+        for index in steps:
             step = trainer.step(index)
             if (index + 1) % options.eval_every == 0 or index + 1 == options.steps:
                 step = replace(step, validation_loss=trainer.validate())
@@ -304,8 +334,8 @@ def main() -> None:
     world = shardrt.init()
     check_world(options, corpus, world)
     trainer = Trainer(options, corpus, world)
-    with open_log(options, corpus, world) as log:
-        train(trainer, log)
+    with open_run(trainer) as (first, steps), open_log(options, corpus, world, first) as log:
+        train(trainer, log, first, steps)
     sample = write_sample(trainer.model, options.prompt, options.sample_bytes, options.seed)
     peaks = world.comm.exchange(peak_mb(world))
     if world.rank == 0:

@@ -9,7 +9,8 @@ MPICH       -n N                                            -K --mpi=pmi2 -n N
 Open MPI    -n N --bind-to none --oversubscribe             -K --mpi=pmix -n N
 
 A wrong pair raises no error: the job becomes N worlds of one rank each. The pair is therefore checked here, before the start.
-The launcher then replaces this process (exec): signals and the exit code are its own.
+The launcher then replaces this process (exec): signals and the exit code are its own. With --restarts it is a child of
+`restarts.py`, which passes signals on, and starts a failed job again.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import NoReturn
 
 
 class LaunchError(Exception):
@@ -42,6 +45,7 @@ class Launcher(Enum):
     SRUN = "srun"
 
 
+PROGRESS = "SHARDRT_PROGRESS"  # the file in which a supervised job says how far it came
 SLURM_PLUGIN = {Mpi.MPICH: "pmi2", Mpi.OPEN_MPI: "pmix"}
 
 
@@ -82,12 +86,17 @@ class Command:
 def main(arguments: list[str] | None = None) -> int:
     """Replace this process with the launcher; return only after --dry-run, --clean or an error."""
     options = _parser().parse_args(arguments)
+    if not options.attempt:
+        os.environ.pop(PROGRESS, None)  # Hazard: a job that a supervised one submits inherits it
     try:
         if options.clean:
-            remove_stale_shared_memory()
+            subprocess.run([*_CLEAN, "--wait"], check=False)
             return 0
         site = find_site(options.launcher, os.environ)
-        command = plan(_job(options, site), site)
+        job = _job(options, site)
+        command = plan(job, site)
+        if options.restarts is not None and not (options.attempt or options.dry_run):
+            _supervise(options.restarts, job, site, sys.argv[1:] if arguments is None else arguments)
     except LaunchError as error:
         print(f"shardrt.launch: {error}", file=sys.stderr)
         return 2
@@ -96,6 +105,28 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     _clean_nodes(site)
     os.execve(command.line[0], command.line, os.environ | command.variables)
+
+
+def _supervise(restarts: int, job: Job, site: Site, arguments: list[str]) -> NoReturn:
+    """Replace this process by restarts.py, which starts it again as an attempt, with PROGRESS in its environment."""
+    # Hazard: 0.25 s after a SIGTERM, Open MPI's mpirun kills its ranks, which may be saving.
+    terminate = signal.SIGUSR1 if site.mpi is Mpi.OPEN_MPI else signal.SIGTERM
+    supervisor = [str(Path(__file__).with_name("restarts.py")), str(restarts), str(int(terminate)), progress_folder(job, site)]
+    python = [sys.executable, "-P"]
+    os.execv(sys.executable, [*python, *supervisor, *python, __file__, "--attempt", *arguments])
+
+
+def progress_folder(job: Job, site: Site) -> str:
+    """Where the file lies in which rank 0 says how far the job came: what it sees as well, if it may be on another machine."""
+    if site.launcher is Launcher.MPIRUN and not job.hosts and job.hostfile is None:
+        return tempfile.gettempdir()
+    folder = os.getcwd()
+    if not os.access(folder, os.W_OK):
+        raise LaunchError(
+            f"--restarts: cannot write in the current directory {folder!r}, where rank 0 tells the launcher of checkpoints: "
+            "start from a folder that all machines share"
+        )
+    return folder
 
 
 # ---------------------------------------------------------------------- the command line
@@ -265,45 +296,20 @@ def find_srun(mpi: Mpi, environment: Mapping[str, str]) -> str:
 
 # ---------------------------------------------------------------------- shared memory of killed jobs
 
-_SEGMENTS = ("mpich_shm_*", "sm_segment.*")  # of MPICH, of Open MPI
-_MIN_AGE_S = 10.0
 
-
-def remove_stale_shared_memory(folder: Path = Path("/dev/shm")) -> None:
-    """Remove the shared memory segments of this user's killed jobs: nothing else frees that memory.
-
-    Hazard: a requeued Slurm job gives its segments the same names as before, and MPI_Init fails on those of the killed run.
-    A file that no process maps is stale, unless it is new: a rank creates a segment before it maps it.
-    """
-    max_mtime = time.time() - _MIN_AGE_S
-    found = [(path, path.lstat()) for pattern in _SEGMENTS for path in folder.glob(pattern)]
-    own = {path: status.st_ino for path, status in found if status.st_uid == os.geteuid() and status.st_mtime < max_mtime}
-    mapped = _mapped_inodes() if own else set()
-    for path, inode in own.items():
-        if inode not in mapped:
-            path.unlink(missing_ok=True)
-
-
-def _mapped_inodes() -> set[int]:
-    """The inodes of all files that the processes of this user map; for root, those of all processes."""
-    inodes: set[int] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            inodes.update(int(line.split(maxsplit=5)[4]) for line in maps.read_text(errors="replace").splitlines())
-        except OSError:  # the process has ended, or belongs to another user
-            continue
-    return inodes
+# By path, not with -m: the package would import torch.
+_CLEAN = (sys.executable, "-P", str(Path(__file__).with_name("stale_memory.py")))
 
 
 def _clean_nodes(site: Site) -> None:
     """Remove stale shared memory on this machine; under Slurm, on every node of the allocation."""
-    nodes = site.environment.get("SLURM_JOB_NUM_NODES", "1")
-    if site.launcher is Launcher.MPIRUN or nodes == "1":
-        remove_stale_shared_memory()
-        return
-    step = [site.executable, "--overlap", "-n", nodes, "--ntasks-per-node=1", "--cpus-per-task=1", "--mpi=none"]
-    # By path, not with -m: the package would import torch.
-    subprocess.run([*step, sys.executable, "-P", __file__, "--clean"], check=False)
+    clean = [*_CLEAN]
+    if site.launcher is Launcher.SRUN:
+        clean.append("--wait")  # mpirun gives the segments of each job new names
+        if (nodes := site.environment.get("SLURM_JOB_NUM_NODES", "1")) != "1":
+            step = [site.executable, "--overlap", "-n", nodes, "--ntasks-per-node=1", "--cpus-per-task=1", "--mpi=none"]
+            clean = [*step, *clean]
+    subprocess.run(clean, check=False)
 
 
 # ---------------------------------------------------------------------- options
@@ -319,7 +325,7 @@ def _parser() -> argparse.ArgumentParser:
         "cannot be started.",
     )
     parser.add_argument(
-        "-n", dest="ranks", type=_positive, metavar="RANKS", help="number of ranks on all nodes together; optional in Slurm"
+        "-n", dest="ranks", type=_at_least(1), metavar="RANKS", help="number of ranks on all nodes together; optional in Slurm"
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -329,6 +335,13 @@ def _parser() -> argparse.ArgumentParser:
         "--hostfile", type=Path, metavar="FILE", help="the machines in a file, one per line, in the launcher's own format"
     )
     parser.add_argument("--launcher", type=Launcher, metavar="{mpirun,srun}", help="use this launcher")
+    parser.add_argument(
+        "--restarts",
+        type=_at_least(0),
+        metavar="K",
+        help="start a failed job again up to K times, while it saves checkpoints",
+    )
+    parser.add_argument("--attempt", action="store_true", help=argparse.SUPPRESS)  # by restarts.py
     parser.add_argument("--dry-run", action="store_true", help="print the command and exit")
     parser.add_argument("--clean", action="store_true", help="remove the shared memory of killed jobs on this machine and exit")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
@@ -337,10 +350,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of ranks, 1 or more, found {text!r}")
-    return int(text)
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a number, {least} or more, found {text!r}")
+        return int(text)
+
+    return number
 
 
 def _job(options: argparse.Namespace, site: Site) -> Job:

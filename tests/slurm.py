@@ -41,6 +41,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdParameters=config_overrides
 MailProg=/bin/true
+KillWait=5
 ReturnToService=2
 NodeName={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 NodeName=second NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4

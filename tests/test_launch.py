@@ -8,14 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 from ranks import rank_environment, site
-from shardrt import launch
+from shardrt import launch, restarts, stale_memory
+from shardrt.checkpoint import run as run_module
 from shardrt.launch import Job, Launcher, LaunchError, Mpi, Site
 from slurm import Slurm
 
@@ -156,7 +159,7 @@ def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureF
 def test_bad_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         launch.main(["-n", "0", __file__])
-    assert "expected a number of ranks, 1 or more, found '0'" in capsys.readouterr().err
+    assert "expected a number, 1 or more, found '0'" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- shared memory
@@ -169,10 +172,13 @@ def test_only_old_unmapped_segments_are_removed(tmp_path: Path) -> None:
         if path is not young:
             os.utime(path, (0, 0))
     with open(mapped, "r+b") as file, mmap.mmap(file.fileno(), 0):
-        launch.remove_stale_shared_memory(tmp_path)
+        assert stale_memory.remove_stale(tmp_path)
         assert sorted(tmp_path.iterdir()) == sorted([mapped, young, other])
-    launch.remove_stale_shared_memory(tmp_path)
+    assert stale_memory.remove_stale(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([young, other])
+    os.utime(young, (0, 0))
+    assert not stale_memory.remove_stale(tmp_path)
+    assert list(tmp_path.iterdir()) == [other]
 
 
 # ---------------------------------------------------------------------- real jobs
@@ -264,6 +270,153 @@ def wait_for(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+# ---------------------------------------------------------------------- restarts
+
+RESTARTS = [sys.executable, "-P", restarts.__file__]
+
+# Each start takes the next line of a plan: an exit code, then what it writes as its progress, if anything.
+PLANNED = """
+import os, sys
+folder = os.path.dirname(sys.argv[0])
+with open(f"{folder}/starts", "a") as starts:
+    starts.write("-")
+    starts.flush()
+    number = starts.tell() - 1
+code, *progress = open(f"{folder}/plan").read().splitlines()[number].split()
+if progress:
+    open(os.environ["SHARDRT_PROGRESS"], "w").write(" ".join(progress))
+sys.exit(int(code))
+"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "allowed", "code", "starts", "reason"),
+    [
+        (["0"], 3, 0, 1, ""),
+        (["5", "0"], 3, 0, 2, "it has saved no checkpoint; start 2 of 4"),
+        (["5", "6", "0"], 3, 6, 2, "failed twice without a new checkpoint in between"),
+        (["5 4", "5 8", "5 9", "0 12"], 3, 0, 4, "the last checkpoint is of step 9; start 4 of 4"),
+        (["5 4", "6 4", "0 8"], 3, 6, 2, "failed twice without a new checkpoint in between"),
+        (["5", "5 4", "6", "0"], 3, 6, 3, "failed twice"),
+        (["5 1", "5 2", "6 3", "0"], 2, 6, 3, "not started again, after 2 restarts"),
+        (["5 1", "0"], 0, 5, 1, "not started again, after 0 restarts"),
+        (["2 1", "0"], 3, 2, 1, ""),
+        (["75 4 stopped", "0"], 3, 75, 1, ""),
+        (["1 4 stopped", "0"], 3, 75, 1, ""),
+        (["75", "0"], 3, 75, 1, ""),
+    ],
+)
+def test_a_failed_job_is_started_again_while_it_advances(
+    plan: list[str], allowed: int, code: int, starts: int, reason: str, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "plan").write_text("\n".join(plan))
+    command = [sys.executable, "-S", str(script(PLANNED))]
+    done = run(*RESTARTS, str(allowed), str(int(signal.SIGTERM)), str(tmp_path), *command)
+    assert done.returncode == code
+    assert reason in done.stderr if reason else not done.stderr, done.stderr
+    assert len((tmp_path / "starts").read_text()) == starts
+
+
+def test_launcher_and_run_use_one_variable() -> None:
+    assert launch.PROGRESS == restarts.PROGRESS == run_module.PROGRESS
+
+
+WAITING = """
+import os, signal, sys, time
+def end(number, frame):
+    sys.exit(30 + number)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, end)
+path = os.path.join(os.path.dirname(sys.argv[0]), f"started-{os.getpid()}")
+open(path, "w").close()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "terminate", "received"),
+    [
+        (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1),
+        (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1),
+        (signal.SIGINT, signal.SIGTERM, signal.SIGINT),
+        (signal.SIGKILL, signal.SIGTERM, None),
+    ],
+)
+def test_a_job_that_was_told_to_end_is_not_started_again(
+    sent: signal.Signals,
+    terminate: signal.Signals,
+    received: signal.Signals | None,
+    script: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """Signals are passed on; if the supervisor itself is killed, the job ends as well."""
+    command = [*RESTARTS, "3", str(int(terminate)), str(tmp_path), sys.executable, "-S", str(script(WAITING))]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        wait_for(lambda: any(tmp_path.glob("started-*")))
+        process.send_signal(sent)
+        assert process.wait(DEADLINE_S) == (-signal.SIGKILL if received is None else 30 + received)
+    wait_for(lambda: not any(is_running(path.name.removeprefix("started-")) for path in tmp_path.glob("started-*")))
+    assert len(list(tmp_path.glob("started-*"))) == 1
+
+
+LEAVING = """
+import os, sys, time
+supervisor = os.getppid()
+if os.fork():
+    sys.exit(5)
+while os.getppid() != supervisor:
+    time.sleep(0.01)
+open(os.path.join(os.path.dirname(sys.argv[0]), f"started-{os.getpid()}"), "w").close()
+time.sleep(1)
+"""
+
+
+def test_a_signal_between_two_starts_is_the_end(script: Callable[[str], Path], tmp_path: Path) -> None:
+    """It comes while the supervisor waits for a process that the failed job has left."""
+    command = [*RESTARTS, "3", str(int(signal.SIGTERM)), str(tmp_path), sys.executable, "-S", str(script(LEAVING))]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        wait_for(lambda: any(tmp_path.glob("started-*")))
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 5
+    assert len(list(tmp_path.glob("started-*"))) == 1
+
+
+def test_a_process_that_cannot_be_killed_is_left_behind() -> None:
+    source = f"""
+        import runpy, subprocess, time
+        restarts = runpy.run_path({restarts.__file__!r})
+        end_orphans = restarts["end_orphans"]
+        end_orphans.__globals__.update(_ORPHANS_S=0.0, _KILLED_S=0.2, _kill_children=lambda: None)
+        with subprocess.Popen(["sleep", "100"]) as child:
+            assert not end_orphans()
+            child.kill()
+    """
+    done = run(sys.executable, "-S", "-c", dedent(source))
+    assert done.returncode == 0, done.stderr
+    assert "they are left behind" in done.stderr
+
+
+@pytest.mark.mpi
+def test_a_job_that_a_supervised_one_submits_is_supervised_as_well(script: Callable[[str], Path]) -> None:
+    failing = script("import os, sys; print(os.environ['SHARDRT_PROGRESS']); sys.exit(1)")
+    environment = {**rank_environment(), "SHARDRT_PROGRESS": "/of/another"}
+    done = run(*FILE, "--launcher", "mpirun", "--restarts", "0", "-n", "1", failing, environment=environment)
+    assert done.stdout.startswith(f"{tempfile.gettempdir()}/shardrt-launch-"), done.stdout
+    assert "not started again, after 0 restarts" in done.stderr
+
+
+def test_progress_lies_where_other_machines_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, there = Job(["program"], 2), Job(["program"], 2, ["a", "b"])
+    assert launch.progress_folder(here, at(Mpi.MPICH)) == tempfile.gettempdir()
+    assert launch.progress_folder(there, at(Mpi.MPICH)) == os.getcwd()
+    assert launch.progress_folder(here, at(Mpi.MPICH, Launcher.SRUN)) == os.getcwd()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(LaunchError, match="cannot write in the current directory"):
+        launch.progress_folder(there, at(Mpi.MPICH))
 
 
 # ---------------------------------------------------------------------- Slurm
