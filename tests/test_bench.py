@@ -11,6 +11,7 @@ import pytest
 
 import parity
 from bench import step
+from bench.checkpoint_metadata import simulate
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "scripts" / "bench" / "step.py"
@@ -64,6 +65,23 @@ def test_host_time_of_a_block() -> None:
     assert min(us.values()) > 0
 
 
+@pytest.mark.all
+def test_checkpoints_beside_those_of_torch(tmp_path: Path) -> None:
+    options = ("--megabytes", "30", "--rounds", "1", "--repeats", "1", "--metadata-ranks", "1000", "--metadata-blocks", "2")
+    summary = run_script(BENCH.with_name("checkpoint.py"), *options, "--folder", str(tmp_path))
+    (result,) = summary["results"]
+    assert result["ratio_load"] == result["load_s"]["shardrt"] / result["load_s"]["stock"]
+    assert min(*result["save_s"].values(), *result["stall_s"].values(), *result["save_peak"].values(), result["read_s"]) > 0
+    assert summary["metadata"]["tensors"] == 20
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_metadata_of_many_ranks(tmp_path: Path) -> None:
+    made = simulate(ranks=300, blocks=2, folder=tmp_path)
+    assert made.chunks >= 2 * 300
+    assert made.nbytes == (tmp_path / ".metadata").stat().st_size
+
+
 def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
     """In a bare checkout, shardrt cannot be imported before `common.checkout`; sorted imports may change their order."""
     found = []
@@ -76,7 +94,8 @@ def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
         if first is not None:
             found.append(path.name)
             assert not [line for line in lines[:first] if line.startswith(("import shardrt", "from shardrt"))], path
-    assert {"train.py", "gpu_check.py", "step.py", "overlap.py", "padding.py", "parallel.py", "table.py"} == set(found)
+    benches = {"step.py", "overlap.py", "padding.py", "parallel.py", "checkpoint.py"}
+    assert benches | {"train.py", "gpu_check.py", "table.py"} == set(found)
 
 
 def test_feature_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,89 @@
+"""The metadata of a checkpoint of very many ranks, made without them: what rank 0 does in a save once all have agreed."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.checkpoint_workers import status_mb
+from shardrt.checkpoint.assignment import Agreed
+from shardrt.checkpoint.dcp.metadata import read_stored
+from shardrt.checkpoint.descriptions import Described, Description, Grid
+from shardrt.checkpoint.plan import write_metadata
+from shardrt.fsdp.layout import ParamSpec
+from shardrt.fsdp.planner import plan
+from shardrt.tensor.placement import FlatShard, RaggedShard
+
+HIDDEN, FFN, KV, HEAD = 16384, 53248, 1024, 128
+BLOCK = {  # as in Llama-3 405B, and a norm of queries
+    "attention.wq": (HIDDEN, HIDDEN),
+    "attention.wk": (KV, HIDDEN),
+    "attention.wv": (KV, HIDDEN),
+    "attention.wo": (HIDDEN, HIDDEN),
+    "attention.q_norm": (HEAD,),
+    "feed_forward.w1": (FFN, HIDDEN),
+    "feed_forward.w3": (FFN, HIDDEN),
+    "feed_forward.w2": (HIDDEN, FFN),
+    "attention_norm": (HIDDEN,),
+    "ffn_norm": (HIDDEN,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What was made. Times in seconds, memory in MiB."""
+
+    ranks: int
+    tensors: int
+    chunks: int
+    nbytes: int  # of .metadata
+    write_s: float  # until it is on the disk
+    grown_mb: float  # memory at the peak, less that before
+    open_s: float  # to read the names
+    tensor_s: float  # to read the chunks of one tensor
+
+
+def simulate(ranks: int, blocks: int, folder: Path) -> Simulated:
+    """Blocks of ten bfloat16 tensors, each block a group over all ranks. The layout of a block is planned before."""
+    torch.set_num_threads(1)
+    description = describe_model(ranks, blocks)
+    before = status_mb("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    start = time.perf_counter()
+    with open(folder / ".metadata", "wb") as file:
+        write_metadata(file, Agreed.of_equal(description, ranks))
+        file.flush()
+        os.fsync(file.fileno())
+    write_s, grown_mb = time.perf_counter() - start, status_mb("VmHWM") - before
+    start = time.perf_counter()
+    stored = read_stored(folder)
+    open_s = time.perf_counter() - start
+    chunks = sum(len(stored.tensors[f"model.layers.0.{name}"].chunks) for name in BLOCK) * blocks
+    start = time.perf_counter()
+    read = stored.tensors[f"model.layers.{blocks - 1}.feed_forward.w1"].chunks
+    tensor_s = time.perf_counter() - start
+    assert read, "a tensor has chunks"
+    nbytes = (folder / ".metadata").stat().st_size
+    return Simulated(ranks, len(description), chunks, nbytes, write_s, grown_mb, open_s, tensor_s)
+
+
+def describe_model(ranks: int, blocks: int) -> Description:
+    grid = Grid.of((ranks,), range(ranks))
+    layout = plan([ParamSpec(name, shape, torch.bfloat16.itemsize) for name, shape in BLOCK.items()], ranks)
+    placements: dict[str, FlatShard | RaggedShard] = {}
+    for index, param in enumerate(layout.placed):
+        numels = layout.numels(index)
+        if param.flat:
+            placements[param.spec.name] = FlatShard(0, numels)
+        else:
+            placements[param.spec.name] = RaggedShard(0, tuple(numel // param.spec.row_numel for numel in numels))
+    return tuple(
+        Described(f"model.{key}", ("model", key), torch.bfloat16, shape, 0, grid, (placements[name],))
+        for block in range(blocks)
+        for name, shape in BLOCK.items()
+        for key in [f"layers.{block}.{name}"]
+    )
