@@ -167,7 +167,7 @@ def averages(model: nn.Module, kind: str) -> Any:
     return AveragedModel(model) if kind == "mean" else copy.deepcopy(model).eval()
 
 
-@on_ranks(2, 3)
+@on_ranks(3, more=(2,))
 @pytest.mark.parametrize("kind", ["mean", "function", "ema", "timm", "timm foreach"])
 def test_averages_are_those_of_a_plain_model(world: World, kind: str) -> None:
     torch.manual_seed(0)

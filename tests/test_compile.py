@@ -78,7 +78,7 @@ def blocks_last(model: nn.Module) -> None:
         block.compile(backend="aot_eager", fullgraph=True)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, more=(1, 3))
 def test_compiled_blocks_share_one_graph(world: World) -> None:
     """Ten blocks, since the compiler stops at a function's ninth variant, such as one per class of `self`."""
     with compiler() as counts:

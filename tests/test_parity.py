@@ -27,7 +27,7 @@ from toys import (
     train_side_by_side,
 )
 
-STEPS = 10
+STEPS = 6
 
 
 @on_ranks(1, 2, 3, 4)
@@ -54,7 +54,7 @@ def test_reshard_after_forward(world: World, reshard: bool | None) -> None:
     assert kept == {True: [False] * 4, False: [True] * 4, None: [True, False, False, True]}[reshard]
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2, 3, more=(1, 4))
 def test_frozen_parameters(world: World) -> None:
     model = OddMLP().double()
     for name, param in model.named_parameters():
@@ -71,7 +71,7 @@ def test_freezing_between_steps(world: World) -> None:
     train_side_by_side(world, OddMLP().double(), map(batch, range(5)), before_step=freeze)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2, 3, more=(1, 4))
 def test_module_used_twice(world: World) -> None:
     train_side_by_side(world, UsedTwice().double(), map(batch, range(STEPS)))
 
@@ -81,7 +81,7 @@ def test_branches(world: World) -> None:
     train_side_by_side(world, Branching().double(), map(batch, range(STEPS)))
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2, 3, more=(1, 4))
 def test_module_skipped_in_one_step(world: World) -> None:
     def skip(step: int, model: nn.Module) -> None:
         assert isinstance(model, Skipping)
@@ -109,7 +109,7 @@ def test_accumulation_with_reductions(world: World) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2, 3, more=(1, 4))
 def test_shard_dims(world: World, dim: int) -> None:
     def placement(param: nn.Parameter) -> shardrt.Shard:
         return shardrt.Shard(dim if param.dim() > 1 else 0)
