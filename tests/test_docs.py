@@ -63,7 +63,9 @@ def test_python_blocks_compile(page: Path) -> None:
         ast.parse(block)
 
 
-@pytest.mark.parametrize("module", [shardrt, shardrt.comm, shardrt.kernels], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [shardrt, shardrt.checkpoint, shardrt.comm, shardrt.kernels], ids=lambda module: module.__name__
+)
 def test_the_reference_has_every_public_name(module: object) -> None:
     pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.rst"))
     documented = {name.rpartition(".")[2] for name in re.findall(r"^\.\. (?:auto|py:)\w+:: (\S+)", pages, re.MULTILINE)}

@@ -75,7 +75,7 @@ def test_an_example_is_short(path: Path) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in SHORT} == {"minimal", "comm_alone", *PRINTED}
+    assert {path.stem for path in SHORT} == {"minimal", "comm_alone", "resume", "checkpoint", *PRINTED}
 
 
 def test_minimal_trains_as_one_process_does() -> None:
@@ -83,6 +83,23 @@ def test_minimal_trains_as_one_process_does() -> None:
     assert len(alone) == 20
     assert alone[-1] < alone[0] / 2
     assert sharded == pytest.approx(alone, abs=2e-4)  # as printed: sums in another order
+
+
+def test_resume_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    path, folder = EXAMPLES / "resume.py", str(tmp_path / "run")
+    first = losses(run_example(path, folder, "7"))
+    found = first + losses(run_example(path, folder, "10", ranks=1))
+    assert found == pytest.approx(losses(run_example(path, str(tmp_path / "alone"), "10", ranks=1)), abs=2e-4)
+    assert (len(first), len(found)) == (7, 10)
+
+
+def test_checkpoint_is_loaded_by_more_ranks(tmp_path: Path) -> None:
+    path, parent = EXAMPLES / "checkpoint.py", tmp_path / "run"
+    out = run_example(path, str(parent)) + run_example(path, str(parent), ranks=3)
+    assert re.findall(r"step (\d+)", out) == [str(step) for step in range(20)]
+    found = losses(out)
+    assert found[10] < found[0] / 2  # it has not begun anew
+    assert sorted(folder.name for folder in parent.iterdir()) == ["step-15", "step-20"]
 
 
 # The number of ranks, and what is printed besides the losses.
