@@ -5,6 +5,7 @@ import errno
 import os
 import resource
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -287,6 +288,13 @@ def failing() -> None:
     raise CheckpointError("Input/output error")
 
 
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory: on a disk that other tests use as well, hundreds of syncs take minutes."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
 def without_exchange(monkeypatch: Any) -> None:
     """A file system that cannot exchange folders."""
     unable = type("Libc", (), {"renameat2": lambda self, *args: ctypes.set_errno(errno.EINVAL) or -1})
@@ -327,12 +335,12 @@ def histories() -> Iterator[tuple[str, list[int], int]]:
     yield "over an existing one", [1, 2], 2
 
 
-def test_killed_where_folders_cannot_be_exchanged_the_last_committed_one_is_whole(tmp_path: Path, monkeypatch: Any) -> None:
+def test_killed_where_folders_cannot_be_exchanged_the_last_committed_one_is_whole(memory: Path, monkeypatch: Any) -> None:
     without_exchange(monkeypatch)
     number, was_killed, found = 0, True, set()
     while was_killed:
         number += 1
-        parent = tmp_path / str(number)
+        parent = memory / str(number)
         save(parent / "step-2", b"old")
         was_killed = killed_before(number, partial(save, parent / "step-2", b"new", 2))
         newest = latest(parent)
@@ -346,11 +354,11 @@ def test_killed_where_folders_cannot_be_exchanged_the_last_committed_one_is_whol
 
 
 @pytest.mark.parametrize(("before", "step"), [pytest.param(*rest, id=name) for name, *rest in histories()])
-def test_killed_at_any_point_the_last_committed_one_is_whole(tmp_path: Path, before: list[int], step: int) -> None:
+def test_killed_at_any_point_the_last_committed_one_is_whole(memory: Path, before: list[int], step: int) -> None:
     number, was_killed = 0, True
     while was_killed:
         number += 1
-        parent = tmp_path / str(number)
+        parent = memory / str(number)
         for old in before:
             save(parent / f"step-{old}", b"old %d" % old)
         was_killed = killed_before(number, partial(save, parent / f"step-{step}", b"new", 2))
