@@ -43,8 +43,8 @@ def load_safetensors(
     strict: raise for names that the model or the files lack. A tensor with several names needs one of them.
     Values are converted to the dtypes of the model's tensors.
     Cost: no communication; each rank reads the headers and the bytes of its shards, and converts at most 16 MiB at a time.
-    Raises, on every rank alike: CheckpointError for files that do not fit the model, with all and
-    unexpected names and wrong shapes, and for those that the format does not allow.
+    Raises, on every rank alike: CheckpointError for files that do not fit the model, with all missing and unexpected names and
+    wrong shapes, and for those that the format does not allow.
     """
     comm = world().comm
     with agreed(comm):
