@@ -27,6 +27,7 @@ def run_script(script: Path, *options: str) -> dict[str, Any]:
     return cast("dict[str, Any]", json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.all
 def test_last_line_is_json_and_the_losses_agree() -> None:
     summary = run_script(BENCH, "--models", "tiny", "--ranks", "2", "--rounds", "1", "--steps", "2")
     (result,) = summary["results"]

@@ -66,7 +66,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tmp_path_factory.mktemp("alone"), 1)
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, ""), (4, ""), pytest.param(2, "--micro-batches 3", marks=pytest.mark.all)])
+MORE = [pytest.param(4, "", marks=pytest.mark.all), pytest.param(2, "--micro-batches 3", marks=pytest.mark.all)]
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, ""), *MORE])
 def test_the_loss_curve_does_not_depend_on_the_ranks(alone: Run, tmp_path: Path, ranks: int, flags: str) -> None:
     done = train(tmp_path, ranks, flags)
     assert len(done.curve()) == STEPS
@@ -91,6 +94,7 @@ def test_a_run_learns_and_leaves_log_plot_and_sample(alone: Run) -> None:
     assert sample in alone.output[0]
 
 
+@pytest.mark.all
 def test_bfloat16_stays_near_float32(alone: Run, tmp_path: Path) -> None:
     done = train(tmp_path, 2, "--dtype bfloat16")
     assert done.curve() != alone.curve()
@@ -103,7 +107,7 @@ def alone_float64(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tmp_path_factory.mktemp("alone"), 1, FLOAT64)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.all), 4], ids=["1-D", "2-D"])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.all)], ids=["1-D", "2-D"])
 def test_tensor_parallel_ranks_have_the_loss_curve_of_one(alone_float64: Run, tmp_path: Path, ranks: int) -> None:
     """The sample as well, whose sequences do not divide by the ranks."""
     done = train(tmp_path, ranks, f"{FLOAT64} --tp 2")
@@ -120,22 +124,22 @@ def test_tensor_parallel_ranks_in_float32(alone: Run, tmp_path: Path) -> None:
     assert done.curve() == pytest.approx(alone.curve(), rel=0, abs=1e-5)
 
 
-def test_a_run_goes_on_on_any_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "tolerance"), [pytest.param(2, 0.0, marks=pytest.mark.all), (3, 1e-12)])
+def test_a_run_goes_on_on_any_number_of_ranks(tmp_path: Path, ranks: int, tolerance: float) -> None:
     """From step 5 of 10, with log lines of later steps, one of them cut off: bitwise on as many ranks, else nearly."""
     flags = f"{FLOAT64} --resume auto --save-every 5 --keep 2"
     whole = train(tmp_path, 2, flags)
     log, last = whole.log(), whole.out / "checkpoints" / "step-00000010"
     assert sorted(path.name for path in last.parent.iterdir()) == ["step-00000005", "step-00000010"]
-    for ranks, tolerance in ((2, 0.0), (3, 1e-12)):
-        shutil.rmtree(last)
-        with open(whole.out / "log.jsonl", "a") as file:
-            file.write('{"step": 10, "lo')
-        done = train(tmp_path, ranks, flags)
-        assert [line["step"] for line in done.log()[1:]] == list(range(10))
-        assert "10/10" in done.output[0]
-        for name in ("loss", "norm", "lr"):
-            assert done.curve(name) == pytest.approx([line[name] for line in log[1:]], rel=0, abs=tolerance)
-        assert done.log()[-1]["validation_loss"] == pytest.approx(log[-1]["validation_loss"], rel=0, abs=tolerance)
+    shutil.rmtree(last)
+    with open(whole.out / "log.jsonl", "a") as file:
+        file.write('{"step": 10, "lo')
+    done = train(tmp_path, ranks, flags)
+    assert [line["step"] for line in done.log()[1:]] == list(range(10))
+    assert "10/10" in done.output[0]
+    for name in ("loss", "norm", "lr"):
+        assert done.curve(name) == pytest.approx([line[name] for line in log[1:]], rel=0, abs=tolerance)
+    assert done.log()[-1]["validation_loss"] == pytest.approx(log[-1]["validation_loss"], rel=0, abs=tolerance)
 
 
 @pytest.mark.parametrize(
