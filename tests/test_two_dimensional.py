@@ -379,7 +379,7 @@ def own_communicator(world: World) -> Any:
     return world.comm.split(world.rank, 0, "alone")
 
 
-@pytest.mark.parametrize("mode", ["recomputed", "compiled"])
+@pytest.mark.parametrize("mode", ["recomputed", pytest.param("compiled", marks=pytest.mark.all)])
 @on_ranks(4, deadline_s=200.0)
 def test_recomputed_and_compiled_blocks(world: World, mode: str) -> None:
     dp, tp = meshes(world, 2)
@@ -494,7 +494,7 @@ def without_sequence(model: nn.Module, tp: DeviceMesh) -> nn.Module:
     return parallelize_module(model, tp, plan)
 
 
-@pytest.mark.parametrize("hidden", [3, 16, 17])
+@pytest.mark.parametrize("hidden", [*(pytest.param(hidden, marks=pytest.mark.all) for hidden in (3, 16)), 17])
 @on_ranks(2, 3, 4)
 def test_a_transformer(world: World, hidden: int) -> None:
     tp = 3 if world.size == 3 else 2
@@ -534,7 +534,7 @@ def test_a_transformer_from_the_meta_device(world: World) -> None:
     compare(whole, model, 1e-12, "")
 
 
-@pytest.mark.parametrize("mode", ["recomputed", "compiled", "both"])
+@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=pytest.mark.all) for mode in ("recomputed", "compiled")), "both"])
 @on_ranks(4, deadline_s=200.0)
 def test_transformer_blocks_recomputed_and_compiled(world: World, mode: str) -> None:
     def cut(model: nn.Module, tp: DeviceMesh) -> nn.Module:
