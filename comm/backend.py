@@ -54,7 +54,24 @@ class Backend(ABC):
 
     @abstractmethod
     def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
-        """See `Communicator.compare`."""
+        """See `Communicator.compare`. Raises Interrupted on every rank if one has left."""
+
+    @abstractmethod
+    def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
+        """See `Communicator.swap_numbers`."""
+
+    @abstractmethod
+    def stop_transfers(self) -> None:
+        """Make no more sends and receives until `rejoin`: they raise Interrupted, those that run, and those of ranks that wait
+        for this one. Never blocks."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Make no more comparisons until `rejoin`: ranks that wait for this one raise Interrupted. Never blocks."""
+
+    @abstractmethod
+    def rejoin(self) -> None:
+        """Make calls again. Collective: every rank has left."""
 
     @abstractmethod
     def split(self, color: int | None, key: int, name: str) -> Self | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from .fingerprint import Description, describe_call, join_descriptions
+from .fingerprint import Description, describe_call, join_descriptions, name_ranks
 from .streams import Event, Stream
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class PreMulSum:
 Op = ReduceOp | PreMulSum
 
 # Control calls: they block the caller and run on its thread.
-BLOCKING = frozenset({"create", "exchange", "split", "empty", "pool", "agree", "finalize"})
+BLOCKING = frozenset({"create", "exchange", "split", "empty", "pool", "agree", "rejoin", "close", "finalize"})
 
 
 class Counts(NamedTuple):
@@ -86,6 +87,8 @@ class Member(Protocol):
     hooks: tuple[Hook, ...]
 
     def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None: ...
+
+    def swap_numbers(self, numbers: Sequence[int]) -> list[int]: ...
 
     def align(self, numbers: Iterable[int]) -> None: ...
 
@@ -146,24 +149,57 @@ class Hook:
         """The calls run next."""
 
     def after(self, calls: CallList) -> None:
-        """The calls have run."""
+        """The calls have run, or failed."""
+
+    def failed(self, failure: Failure | None) -> None:
+        """This rank has left the block of an `agree()` through an exception; None: the others have left it as well."""
+
+
+class Interrupted(RuntimeError):
+    """A call waits for ranks that have left the block of an `agree()` through an exception, which that `agree()` raises."""
+
+    def __init__(self, comm: str, ranks: Sequence[int]) -> None:
+        super().__init__(f"{comm}: {name_ranks(ranks)} left a block of agree() through an exception, and made no call here")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception, as it is sent to the other ranks."""
+    """An exception, as it is sent to the other ranks. is_consequence: of another rank's, by which a call was interrupted."""
 
     rank: int
     error: str
     trace: str
+    is_consequence: bool
+
+    @classmethod
+    def of(cls, error: Exception, rank: int) -> Failure:
+        """The exception that is being handled, of this rank."""
+        return cls(rank, f"{type(error).__name__}: {error}", traceback.format_exc(), _is_consequence(error))
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    seen = set[int]()  # the causes may form a circle
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, Interrupted) or (isinstance(error, RemoteError) and error.failure.is_consequence):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class SharedError(RuntimeError):
-    """An error that every rank of `comm` raises at once."""
+    """An error that every rank of `comm` raises at once; None if only some of the ranks do."""
 
-    def __init__(self, message: str, comm: Member) -> None:
+    def __init__(self, message: str, comm: Member | None) -> None:
         super().__init__(message)
         self.comm = comm
+
+
+class MismatchError(SharedError):
+    """The ranks have made different calls, none of which ran: every rank raises it, with every rank's call.
+
+    Of a send and a recv that do not match, both ranks raise it; nothing was received.
+    """
 
 
 class RemoteError(SharedError):
@@ -173,3 +209,9 @@ class RemoteError(SharedError):
         message = f"rank {failure.rank} raised {failure.error} (reported on rank {comm.rank} of '{comm.name}')\n{failure.trace}"
         super().__init__(message, comm)
         self.failure = failure
+
+    @classmethod
+    def first(cls, failures: Iterable[Failure | None], comm: Member) -> RemoteError | None:
+        """The error of the lowest rank that has failed by itself; of any that has failed, if none has; None if all are well."""
+        failed = sorted(filter(None, failures), key=lambda failure: failure.is_consequence)
+        return cls(failed[0], comm) if failed else None

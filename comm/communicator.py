@@ -135,7 +135,8 @@ class Communicator(ControlPlane):
         `out_counts[r]` on rank p; given on all ranks or on none: without them all blocks are of one size.
         In place when `out` is `inp`, without counts.
         Cost: the elements of the other ranks' blocks received per rank; in place, a copy of `inp` as well.
-        Raises: as all_gather; also ValueError for counts that do not add up.
+        Raises: as all_gather; also ValueError for counts that do not add up, and MismatchError, where calls are compared, for
+        counts of two ranks that do not match.
         """
         self._check("all_to_all", out, inp)
         if out_counts is None and in_counts is None:
@@ -152,7 +153,8 @@ class Communicator(ControlPlane):
     def send(self, inp: torch.Tensor, to: int, *, stream: Stream) -> Work:
         """Send `inp` to rank `to`, which receives it. Two ranks that send to each other need a `group()`.
 
-        inp: n elements.   Cost: n elements sent.   Raises: as broadcast.
+        inp: n elements.   Cost: n elements sent.   Raises: as broadcast; MismatchError, also a later call with this rank, if it
+        receives another size or dtype. (With NCCL that is not found out.)
         """
         check_peer(self, "send", "to", to, self._group is not None)
         self._check("send", inp, inp)
@@ -161,7 +163,7 @@ class Communicator(ControlPlane):
     def recv(self, out: torch.Tensor, source: int, *, stream: Stream) -> Work:
         """Receive `out` from rank `source`, which sends it; messages between two ranks arrive in order.
 
-        out: n elements, as many as are sent.   Cost: n elements received.   Raises: as broadcast.
+        out: n elements, as many as are sent.   Cost: n elements received.   Raises: as send.
         """
         check_peer(self, "recv", "source", source, self._group is not None)
         self._check("recv", out, out)
@@ -179,6 +181,7 @@ class Communicator(ControlPlane):
         Sends and receives of a group run at once, in any order; its collectives must not depend on each other. All calls use
         one stream. If the block raises, none of its calls is made.
         """
+        self.check_open("group")
         if self._group is not None:
             raise RuntimeError(f"group on {self}: a group is open already; close it first")
         group = self._group = _Group(Work(_Unlaunched(self)))
@@ -186,6 +189,7 @@ class Communicator(ControlPlane):
             yield group.work
         finally:
             self._group = None
+        self.check_open("group")
         if group.calls:
             self._run(group.calls, group.work)
 
@@ -240,9 +244,11 @@ class Communicator(ControlPlane):
     def _perform(self, calls: CallList) -> None:
         for before in self._before:
             before(calls)
-        self._launch(calls[0].stream, calls)
-        for after in self._after:
-            after(calls)
+        try:
+            self._launch(calls[0].stream, calls)
+        finally:
+            for after in self._after:
+                after(calls)
 
 
 class _Unlaunched(Event):

@@ -6,9 +6,9 @@ a GPU, have been enqueued), takes a number as they do, and is compared with the 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from time import sleep
 from typing import Self, TypeVar
 
 import torch
@@ -19,6 +19,9 @@ from .pool import Pool
 from .streams import INLINE, PAST, Event, Stream
 
 T = TypeVar("T")
+
+_POLL_S = 0.0002
+_open: dict[ControlPlane, None] = {}  # this process's communicators that are not closed, in the order they were made
 
 
 class ControlPlane:
@@ -45,6 +48,7 @@ class ControlPlane:
         if backend.connects:
             with self.watched("create"):
                 backend.connect()
+        _open[self] = None
 
     def exchange(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order, on every rank. Blocks the caller; for set-up, not for steps.
@@ -63,10 +67,18 @@ class ControlPlane:
         self.check_open("compare")
         return self.backend.compare(fingerprint, describe)
 
+    def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
+        """Send each rank a number; returns those received, in rank order. Blocks; call it in the order of the collectives."""
+        self.check_open("swap_numbers")
+        return self.backend.swap_numbers(numbers)
+
     def split(self, color: int | None, key: int, name: str) -> Self | None:
         """One new communicator for each colour, its ranks ordered by (key, old rank); None for a rank without a colour.
 
-        Collective over the old communicator, which stays as it is. The caller closes the new one.
+        Collective over the old communicator, which stays as it is. The caller closes the new one: one that is dropped instead
+        is kept until the process ends, with its shared memory and hooks, and takes part in each `agree()` that fails.
+        Cost: 512 KiB of shared memory for each of its ranks, where all are on one node.
+        Raises: as exchange; RuntimeError, on every rank, if MPI makes no more communicators: MPICH has about 680.
         """
         with self._control_call("split"):
             backend = self.backend.split(color, key, name)
@@ -75,7 +87,8 @@ class ControlPlane:
     def empty(self, numel: int, dtype: torch.dtype, *, symmetric: bool = False) -> torch.Tensor:
         """A (numel,) buffer that this communicator's collectives access without a copy. Collective, with equal arguments.
 
-        The memory is freed when the communicator is closed: allocate once, not per step.
+        The memory is freed when the communicator is closed: allocate once, not per step. It is reserved at once: where a node
+        has too little shared memory, its ranks get memory of their own, with a warning, and the collectives copy.
         symmetric: a promise that a call which is given a part of it is given the same part on every rank, own blocks of calls
         in place aside. NCCL may then let the GPUs of a node read and write each other's memory (NCCL_WIN_COLL_SYMMETRIC).
         Hazard: the promise is not checked; if it is broken, results are wrong.
@@ -88,8 +101,7 @@ class ControlPlane:
 
         Collective; returns the same pool every time.
         """
-        if self.backend.has_pool:
-            self.check_open("pool")
+        self.check_open("pool")
         if self._needs_pool:
             self._needs_pool = False
             with self._control_call("pool"):
@@ -100,31 +112,38 @@ class ControlPlane:
     def agree(self) -> Iterator[None]:
         """An exception on any rank in the `with` block (or the decorated function) becomes a RemoteError on every rank.
 
-        Blocks at the end of the block until every rank is there. Ranks that wait in a collective of the block, which the failed
-        rank never calls, raise it as well if calls are compared across ranks (`comm.monitor.check`).
+        Blocks at the end of the block until every rank is there. Ranks that wait in a call of the block which the failed rank
+        never makes raise it as well, on this communicator or any other one of some of its ranks. Of collectives, this needs
+        calls that are compared across ranks (`comm.monitor.check`); otherwise the watchdog ends the job. A stream whose thread
+        was in such a call, or in a send or receive, has failed then: `Stream.recover` lets it go on.
         """
         self.check_open("agree")
-        own_failure, cause = None, None
+        failure, cause = None, None
         try:
-            try:
-                yield
-            finally:
-                if self._newest is not None:
-                    self._newest[1].synchronize()
+            yield
+            if self._newest is not None:
+                self._newest[1].synchronize()
         except Exception as error:
-            shared = error.__cause__ if isinstance(error.__cause__, SharedError) else error
-            if isinstance(shared, SharedError) and shared.comm is self:  # every rank raises it
-                raise shared from None
-            own_failure, cause = Failure(self.rank, f"{type(error).__name__}: {error}", traceback.format_exc()), error
-        with self.watched("agree", own_failure):
-            answers = self.backend.exchange((own_failure, self._number))
-        self.align(number for _, number in answers)
-        for failure, _ in answers:
-            if failure is not None:
-                raise RemoteError(failure, self) from cause
+            failure, cause = Failure.of(error, self.rank), error
+            self._tell_hooks(failure)
+            newest = self._newest
+            self._leave_parts()
+            if (shared := self._shared_error(error, newest)) is not None:
+                self._rejoin_parts()
+                raise shared from None if shared in (error, error.__cause__) else error
+        try:
+            with self.watched("agree", failure):
+                answers = self.backend.exchange(failure)
+        except SharedError:  # the others are in a call of the block: every rank raises it
+            self._rejoin_parts()
+            raise
+        if (remote := RemoteError.first(answers, self)) is not None:
+            self._rejoin_parts()
+            raise remote from cause
 
     def align(self, numbers: Iterable[int]) -> None:
         """Continue from the highest of the ranks' call numbers: a rank that failed has made fewer calls."""
+        self.check_open("align")
         self._number = max(numbers)
 
     @contextmanager
@@ -133,6 +152,7 @@ class ControlPlane:
 
         It takes the next number, as a collective does.
         """
+        self.check_open(name)
         calls = CallList((CollectiveCall(self, self._number, name, None, None, args, INLINE),)).describe()
         self._number += 1
         for before in self._before:
@@ -154,8 +174,11 @@ class ControlPlane:
     def close(self) -> None:
         """Free what the communicator holds. Collective; idempotent; calls after it raise RuntimeError."""
         if not self.is_closed:
+            self._drain()
+            with self.watched("close"):
+                self.backend.close()
             self.is_closed = True
-            self.backend.close()
+            del _open[self]
 
     def check_open(self, name: str) -> None:
         """Raise RuntimeError after close(). name: of the call, for the message."""
@@ -165,11 +188,80 @@ class ControlPlane:
     def __repr__(self) -> str:
         return f"{type(self).__name__}('{self.name}', rank {self.rank} of {self.size}, {self.device})"
 
+    # Whoever waits for a rank that has left the block of agree() through an exception has to leave it as well, whatever
+    # communicator it waits in. A rank that leaves therefore reaches the next comparison of each communicator that has no other
+    # ranks than this one, which interrupts those that wait there, or come there later: none of them can complete, since this
+    # rank takes part in no more calls. At the end of agree() all have left, and so have compared equally often.
+
+    def _parts(self) -> list[ControlPlane]:
+        """The other communicators that have only ranks of this one, in the order in which every rank has made them."""
+        ranks = set(self.ranks)
+        return [comm for comm in _open if comm is not self and comm.size > 1 and ranks.issuperset(comm.ranks)]
+
+    def _leave_parts(self) -> None:
+        """Leave each part as soon as this rank's thread makes no more calls there.
+
+        Hazard: these calls may wait for ranks that wait for this one in other parts, or in sends and receives.
+        """
+        staying = [*self._parts(), self]
+        for part in staying:
+            part.backend.stop_transfers()
+        while staying:
+            for part in [part for part in staying if part._is_drained()]:
+                part._drain()
+                if part is not self:  # in agree(), the ranks compare once more
+                    part.backend.leave()
+                staying.remove(part)
+            if staying:
+                sleep(_POLL_S)
+
+    def _rejoin_parts(self) -> None:
+        """Let the parts' ranks make their next call together. Collective: no rank is in the block any more."""
+        self._leave_parts()
+        for part in (*self._parts(), self):
+            with part.watched("rejoin"):
+                part.backend.rejoin()
+                numbers = part.backend.exchange(part._number)
+            part.align(numbers)
+        self._tell_hooks(None)
+
+    def _tell_hooks(self, failure: Failure | None) -> None:
+        for hook in self.hooks:
+            hook.failed(failure)
+
+    def _shared_error(self, error: Exception, newest: tuple[Stream, Event] | None) -> SharedError | None:
+        """The error that every rank raises: `error`, or that of the thread of this rank's newest call. None otherwise."""
+        found: list[BaseException | None] = [error, error.__cause__]
+        if newest is not None and not self.is_async:
+            try:
+                newest[1].synchronize()
+            except RuntimeError as failure:
+                found.append(failure.__cause__)
+        return next((each for each in found if isinstance(each, SharedError) and each.comm is self), None)
+
+    def _is_drained(self) -> bool:
+        """True if `_drain` does not wait."""
+        return self._newest is None or self.is_async or self._newest[1].query()
+
+    def _drain(self) -> None:
+        """Wait until this rank's thread has run, or given up, the calls that were made. On a GPU they may never end."""
+        if self._newest is not None and not self.is_async:
+            with suppress(RuntimeError):  # the thread has failed: what it has not run does not run any more
+                self._newest[1].synchronize()
+            self._newest, self._newest_collective = None, PAST
+
     def _control_call(self, name: str, *args: object) -> AbstractContextManager[None]:
         """`watched`, after the collectives called before are done."""
-        self.check_open(name)
         if not self.is_async:
             # Hazard: without this, the stream's thread and the caller would compare at once, each with the other's fingerprint.
             # Sends and receives are not waited for: the other rank may make the matching call after this one.
             self._newest_collective.synchronize()
         return self.watched(name, *args)
+
+
+def remove_hooks() -> None:
+    """Let the communicators that are open make their last calls without hooks: nothing observes them any more."""
+    for comm in _open:
+        comm.hooks = ()
+        for observers in (comm._called, comm._before, comm._after):
+            observers.clear()

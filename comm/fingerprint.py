@@ -24,7 +24,7 @@ def describe_call(name: str, dtype: torch.dtype | None, numel: int, args: tuple[
     text = _text(name, dtype, numel, args)
     if name in ("send", "recv"):
         return Description(text, "", 0)
-    shared = text if name != "all_to_all" else f"{name} {_short(dtype)}"
+    shared = text if name != "all_to_all" or args[0] is None else f"{name} {_short(dtype)} with counts"
     return Description(text, shared, _fingerprint(shared))
 
 
@@ -51,7 +51,7 @@ def _text(name: str, dtype: torch.dtype | None, numel: int, args: tuple[object, 
     for arg in args:
         if isinstance(arg, int):
             words += [{"send": "to", "recv": "from"}.get(name, "root"), str(arg)]
-        else:  # an operation, or an all-to-all's counts
+        elif arg is not None:  # an operation, or an all-to-all's counts
             words.append(str(getattr(arg, "value", arg)))
     return " ".join(words)
 

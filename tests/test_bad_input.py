@@ -1,16 +1,25 @@
 """Bad input raises the same error on every rank, with the name of the object, before any communication."""
 
 import copy
+import inspect
+import mmap
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from mpi4py import MPI
 from torch import nn
 
 import shardrt
 from ranks import on_ranks
-from shardrt.comm import World
+from shardrt.comm import ReduceOp, World
+from shardrt.comm.backends.mpi import MpiBackend
+from shardrt.comm.backends.node_algorithms import NodeAlgorithms
+from shardrt.comm.backends.shared_memory import _warn_of_no_space, reserve
 from toys import OddMLP, TiedGPT, batch, shard_blocks, tokens
 
 
@@ -214,6 +223,165 @@ def test_unsupported_outputs_and_roots(world: World) -> None:
     refused("set_reshard_after_forward.2.: expected a bool", lambda: first.set_reshard_after_forward(2), TypeError)
     refused("set_post_optim_event.*expected a shardrt.comm.Event", lambda: first.set_post_optim_event(3), TypeError)
     refused("never share a communicator", lambda: first.set_separate_reduce_scatter_group(False))
+
+
+# By parameter name, an argument of each method of a communicator.
+ARGUMENTS: dict[str, Callable[[World], object]] = {
+    "out": lambda world: torch.zeros(2),
+    "inp": lambda world: torch.zeros(2),
+    "op": lambda world: ReduceOp.SUM,
+    "root": lambda world: 0,
+    "to": lambda world: 1 - world.rank,
+    "source": lambda world: 1 - world.rank,
+    "stream": lambda world: world.stream,
+    "value": lambda world: 1,
+    "fingerprint": lambda world: 1,
+    "describe": lambda world: str,
+    "color": lambda world: 0,
+    "key": lambda world: 0,
+    "name": lambda world: "name",
+    "numel": lambda world: 4,
+    "dtype": lambda world: torch.float32,
+    "numbers": lambda world: [1, 2],
+}
+
+
+@pytest.mark.mpi
+@on_ranks(2)
+def test_every_method_of_a_closed_communicator(world: World) -> None:
+    """Each raises the same error, whatever else is wrong with the call. A new method needs its arguments in ARGUMENTS."""
+    comm = world.comm.split(0, world.rank, "closed")
+    assert comm is not None
+    pool, decorated = comm.pool(), comm.agree()(lambda: None)
+    comm.close()
+    comm.close()
+    tried = set()
+    for name in (name for name in dir(comm) if not name.startswith("_") and callable(getattr(comm, name)) and name != "close"):
+        method = getattr(comm, name)
+        parameters = inspect.signature(method).parameters.values()
+        given = {
+            p.name: ARGUMENTS[p.name](world) for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+        }
+
+        def call(method: Callable[..., object] = method, given: dict[str, object] = given) -> None:
+            result = method(**given)
+            if isinstance(result, AbstractContextManager):
+                with result:
+                    pass
+
+        refused(r" on Communicator\('closed', rank \d of 2, cpu\): the communicator is closed", call, RuntimeError)
+        tried.add(name)
+    assert {"all_gather", "barrier", "group", "exchange", "compare", "pool", "agree", "leave", "split"} <= tried
+    assert pool is None
+    refused("the communicator is closed", decorated, RuntimeError)
+    open_group = world.comm.split(0, world.rank, "closed")
+    assert open_group is not None
+
+    def close_in_group() -> None:
+        with open_group.group():
+            open_group.barrier(stream=world.stream)
+            open_group.close()
+
+    refused(r"group on Communicator.*: the communicator is closed", close_in_group, RuntimeError)
+
+
+@pytest.mark.mpi
+@on_ranks(2, 3)
+def test_too_many_communicators(world: World) -> None:
+    """Every rank raises when one cannot make its part; what was made is freed, and the others go on."""
+    comm, odd = world.comm, world.rank == world.size - 1
+
+    def fail(windows: object, nbytes: int) -> None:
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    before = MpiBackend._open_count
+    for parts in ({0, 1}, {0}):
+        with pytest.MonkeyPatch.context() as patch:
+            if len(parts) == 1 or odd:
+                patch.setattr("shardrt.comm.backends.shared_memory.NodeWindows.allocate", fail)
+                patch.setattr("shardrt.comm.backends.mpi.NodeAlgorithms.__init__", lambda *_: fail(None, 0))
+            color = int(odd) if len(parts) == 2 else 0
+            failed = rf"ranks? {world.size - 1}: " if len(parts) == 2 else "ranks 0, 1"
+            expected = (
+                f"split of .*'world'.* into 'more': MPI makes no more communicators .{failed}.*; {before} are open in this"
+            )
+            refused(expected, lambda color=color: comm.split(color, world.rank, "more"), RuntimeError)
+        assert MpiBackend._open_count == before
+    part = comm.split(0, world.rank, "more")
+    assert part is not None
+    part.barrier(stream=world.stream).synchronize()
+    part.close()
+
+
+@on_ranks(2)
+def test_no_communicators_are_left(world: World) -> None:
+    """MPICH has 2048 contexts in a process, of which a communicator takes several; what MPI says of it is in the message."""
+    taken = []
+    for _ in range(2100):
+        try:
+            taken.append(MPI.COMM_WORLD.Dup())
+        except MPI.Exception:
+            break
+    if len(taken) < 2100:
+        expected = r"MPI makes no more communicators \(ranks 0, 1: .*Too many communicators"
+        for _ in range(3):
+            refused(expected, lambda: world.comm.split(0, world.rank, "more"), RuntimeError)
+            taken.pop().Free()
+    for comm in taken:
+        comm.Free()
+    world.barrier()
+
+
+def test_no_communicator_is_left_for_the_ranks_of_other_nodes() -> None:
+    """What has been made is freed."""
+    local = mock.Mock(**{"Get_rank.return_value": 0})
+    comm = mock.Mock(
+        **{
+            "Get_rank.return_value": 0,
+            "Get_size.return_value": 2,
+            "allgather.return_value": [0, 1],
+            "Split.side_effect": [local, MPI.Exception(MPI.ERR_OTHER)],
+        }
+    )
+    with pytest.raises(MPI.Exception):
+        NodeAlgorithms(comm, 0)
+    local.Free.assert_called_once()
+
+
+@pytest.mark.mpi
+@on_ranks(2, 3)
+def test_too_little_shared_memory(world: World) -> None:
+    """If one rank gets none, all ranks of the node use memory of their own, with one warning; results are the same."""
+    records: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardrt.comm.backends.shared_memory.reserve", lambda *_: world.rank != 1)
+        patch.setattr("shardrt.comm.backends.shared_memory._log.warning", lambda *text: records.append(text[0] % text[1:]))
+        _warn_of_no_space.cache_clear()
+        comm = world.comm.split(0, world.rank, "plain")
+        assert comm is not None
+        buffers = [comm.empty(100_000, torch.float32) for _ in range(2)]
+        assert isinstance(comm.backend, MpiBackend)
+        assert comm.backend._shared_memory is None
+        assert not comm.backend._algorithms.windows
+    for numel in (100, 100_000):
+        total = buffers[0][:numel].fill_(world.rank)
+        comm.all_reduce(total, total, ReduceOp.SUM, stream=world.stream).synchronize()
+        assert total.unique().tolist() == [sum(range(world.size))]
+    comm.close()
+    assert len(records) == (world.rank == 0)
+    assert all("has too little shared memory (/dev/shm)" in record for record in records)
+
+
+def test_memory_that_cannot_be_reserved() -> None:
+    """Touching a page that has none kills the process; here, one beyond the end of its file."""
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 2 * mmap.PAGESIZE)
+    with mmap.mmap(fd, 2 * mmap.PAGESIZE) as memory:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        with memoryview(memory) as mapping:
+            assert reserve(mapping[8 : mmap.PAGESIZE])
+            assert not reserve(mapping[8 : mmap.PAGESIZE + 1])
+    os.close(fd)
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import torch
 from ranks import on_ranks
 from shardrt.comm import Communicator, MismatchError, PreMulSum, ReduceOp, RemoteError, World, new_stream
 from shardrt.comm.fingerprint import name_ranks
-from shardrt.comm.recorder import main, merge
 
 
 def fresh(world: World) -> Communicator:
@@ -68,6 +68,113 @@ def test_what_is_compared(world: World) -> None:
     else:
         comm.recv(x, 1, stream=stream)
     gather(comm)
+    comm.close()
+
+
+@pytest.mark.mpi
+@on_ranks(2, 3)
+def test_counts_of_an_all_to_all_are_compared(world: World) -> None:
+    comm, stream = fresh(world), world.stream
+    good = [1] * world.size
+    wrong = [*good[:-1], 3] if world.rank == 0 else good
+
+    def send(*counts: list[int]) -> None:
+        numel = sum(counts[1]) if counts else world.size
+        comm.all_to_all(torch.zeros(world.size), torch.ones(numel), *counts, stream=stream)
+
+    def grouped() -> None:
+        with comm.group():
+            send(good, good)
+            send(good, wrong)
+
+    last = world.size - 1
+    for call in (lambda: send(good, wrong), grouped):
+        with pytest.raises(
+            MismatchError, match=f"do not match: rank 0 sends 3 elements to rank {last}, which expects 1 .report"
+        ):
+            call()
+        gather(comm)
+    with pytest.raises(MismatchError, match=r"rank 0: all_to_all float32 with counts; .*: all_to_all float32 \d \("):
+        send(*((good, good) if world.rank == 0 else ()))
+    gather(comm)
+    comm.close()
+
+
+LARGE = 1 << 16  # of float32: a message of this size waits for its receiver
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("grouped", [False, True], ids=["alone", "grouped"])
+@on_ranks(2, 3)
+def test_sends_and_receives_are_compared(world: World, grouped: bool) -> None:
+    """The receiver takes nothing of a message that is not of its size and dtype; the next messages arrive."""
+    comm, stream = fresh(world), world.stream
+
+    def transfer(send: torch.Tensor, recv: torch.Tensor) -> None:
+        with comm.group() if grouped else nullcontext():
+            if world.rank == 0:
+                comm.send(send, 1, stream=stream)
+            elif world.rank == 1:
+                comm.recv(recv, 0, stream=stream)
+
+    for sent, expected in ((4, 5), (5, 4), (0, 4), (4, 0), (LARGE, 4), (4, LARGE), (LARGE, LARGE + 1), (LARGE, 0)):
+        for dtype in (torch.float32, torch.int32):
+            if sent == expected and dtype is torch.float32:
+                continue
+            out = torch.full((expected,), 9.0)
+            text = f"rank 0: send {str(dtype)[6:]} {sent} to 1; rank 1: recv float32 {expected} from 0"
+            waits = sent == LARGE or world.rank == 1
+            if waits and world.rank < 2:
+                with pytest.raises(MismatchError, match=text):
+                    transfer(torch.ones(sent, dtype=dtype), out)
+            else:
+                transfer(torch.ones(sent, dtype=dtype), out)
+            assert out.eq(9.0).all()
+            comm.exchange(None)
+            if not waits and world.rank == 0:  # it has been sent when it is refused
+                with pytest.raises(MismatchError, match=text):
+                    transfer(torch.ones(3), out)
+            elif world.rank == 1 and sent != LARGE:
+                transfer(out, out := torch.zeros(3))
+                assert out.tolist() == [1, 1, 1]
+    comm.close()
+
+
+@pytest.mark.mpi
+@on_ranks(2)
+def test_a_refusal_takes_the_place_of_no_message(world: World) -> None:
+    """Rank 0 hears of it in its next call, which receives what it would have received."""
+    comm, stream, answer = fresh(world), world.stream, torch.zeros(2)
+    if world.rank == 0:
+        comm.send(torch.ones(4), 1, stream=stream)
+    else:
+        with pytest.raises(MismatchError, match="recv float32 5"):
+            comm.recv(torch.zeros(5), 0, stream=stream)
+    for number in (1.0, 2.0):
+        if world.rank == 1:
+            comm.send(torch.full((2,), number), 0, stream=stream)
+            continue
+        with pytest.raises(MismatchError, match="recv float32 5") if number == 1.0 else nullcontext():
+            comm.recv(answer, 1, stream=stream)
+        assert answer.tolist() == [number, number]
+    comm.close()
+
+
+@pytest.mark.mpi
+@on_ranks(2)
+def test_messages_of_several_parts_are_compared(world: World) -> None:
+    comm = fresh(world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardrt.comm.backends.messages._MESSAGE_NBYTES", 4 * LARGE)
+        for sent, expected in ((2, 1), (1, 2), (3, 2), (2, 3), (2, 2)):
+            sent, expected = sent * LARGE, expected * LARGE
+            tensor = torch.ones(sent if world.rank == 0 else expected)
+            call = comm.send if world.rank == 0 else comm.recv
+            if sent == expected:
+                call(tensor, 1 - world.rank, stream=world.stream)
+                continue
+            with pytest.raises(MismatchError, match=f"send float32 {sent} to 1; rank 1: recv float32 {expected} from 0"):
+                call(tensor, 1 - world.rank, stream=world.stream)
     comm.close()
 
 
@@ -209,27 +316,3 @@ def test_the_recorder_keeps_calls_not_tensors(world: World) -> None:
     assert inline["called"] <= inline["started"] <= inline["ended"]
     assert threaded["stream"] == "test"
     comm.close()
-
-
-def call(number: int, what: str, ended: float = 2.0) -> dict[str, object]:
-    return {"comm": "dp", "ranks": [0, 1, 2, 3], "number": number, "what": what, "started": 1.0, "ended": ended}
-
-
-def test_merge_names_who_is_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def dump(rank: int) -> dict[str, object]:
-        what = "all_gather bfloat16 4096" if rank == 3 else "reduce_scatter bfloat16 4096 sum"
-        return {"rank": rank, "size": 4, "notes": [], "calls": [call(811, "barrier"), call(812, what, ended=0.0)]}
-
-    stuck = (
-        "! 'dp' of ranks 0, 1, 2, 3: rank 3 is at #812 all_gather bfloat16 4096, under way; "
-        "all others at #812 reduce_scatter bfloat16 4096 sum, under way"
-    )
-    assert merge([dump(rank) for rank in (2, 0, 3, 1)]) == stuck
-    assert merge([dump(0), dump(2), dump(3)]).splitlines()[0] == "no dump of rank 1"
-    together = [{"rank": rank, "size": 4, "notes": [], "calls": [call(5, "barrier")]} for rank in range(4)]
-    assert merge(together) == "  'dp' of ranks 0, 1, 2, 3: all at #5 barrier, done"
-    for rank in range(4):
-        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(dump(rank)))
-    assert main(["merge", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == stuck + "\n"
-    assert main(["merge"]) == 2

@@ -297,11 +297,11 @@ def test_small_calls_of_a_group_share_an_exchange(world: World) -> None:
     """A hundred gathers of 2 KiB take one."""
     with path(world, "one-node", threaded=False) as (comm, stream):
         inp, outs = torch.zeros(512), [torch.zeros(1024) for _ in range(100)]
-        before = comm.backend._shared_memory._barriers  # type: ignore[attr-defined]
+        before = comm.backend._shared_memory.reached  # type: ignore[attr-defined]
         with comm.group():
             for out in outs:
                 comm.all_gather(out, inp, stream=stream)
-        assert comm.backend._shared_memory._barriers == before + 1  # type: ignore[attr-defined]
+        assert comm.backend._shared_memory.reached == before + 1  # type: ignore[attr-defined]
 
 
 @on_ranks(2, 3, 4)

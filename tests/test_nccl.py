@@ -34,6 +34,7 @@ from shardrt.comm.backends import libnccl
 from shardrt.comm.backends.mpi import MpiBackend
 from shardrt.comm.calls import Hook, PreMulSum, ReduceOp, Work
 from shardrt.comm.communicator import Communicator
+from shardrt.comm.dumps import DumpFolder
 from shardrt.comm.pool import Pool
 from shardrt.comm.streams import CudaStream, InlineStream, Stream, current_stream, new_stream
 
@@ -952,7 +953,7 @@ def test_what_goes_into_a_cuda_graph_is_not_waited_for(
 ) -> None:
     """Asking after an event of a capture is an error of CUDA's."""
     monkeypatch.setattr(recorder, "is_capturing", lambda: captured)
-    hook = recorder.Recorder(0, 2, tmp_path, 10)
+    hook = recorder.Recorder(0, 2, DumpFolder(tmp_path, "job", print), 10)
     comm = Communicator(load_backend().NcclBackend(Host(0, 2, double.events), DEVICE, "world"), [hook])
     comm.all_gather(on_gpu(4), on_gpu(2), stream=cuda_stream())
     hook.poll()

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from mpi4py import MPI
 
 from ..backend import Backend
 from ..calls import CollectiveCall, Counts, Op
+from ..fingerprint import name_ranks
 from ..streams import Stream
 from .host_reduce import reduce_rows
+from .meeting import MessageMeeting
 from .messages import copy, flat, memory, message, messages, start_receiving, start_sending
 from .node_algorithms import NodeAlgorithms
+from .pairs import Pairs
 from .shared_memory import SharedMemoryExchange, aligned_size
 
 T = TypeVar("T")
@@ -40,46 +45,78 @@ class MpiBackend(Backend):
     """
 
     library = "MPI"
+    _open_count: ClassVar[int] = 0  # of this process
 
     def __init__(self, comm: MPI.Comm, name: str, node: int) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
         self.ranks = tuple(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
         self._comm = comm
-        self._control = comm.Dup()  # apart, so that the caller may use it while a stream's thread sends or receives
-        self._node = node
-        self._algorithms = NodeAlgorithms(comm, node)
-        self.nodes = self._algorithms.nodes
-        one_node = self._algorithms.is_one_node and self.size > 1
-        self._shared_memory = SharedMemoryExchange.create(comm, _EXCHANGE_NBYTES) if one_node else None
+        with ExitStack() as made:  # is undone if something fails
+            made.callback(comm.Free)
+            self._control = comm.Dup()  # apart, so that the caller may use it while a stream's thread sends or receives
+            made.callback(self._control.Free)
+            self._pairs = Pairs(self._control, name)  # its messages and control calls do not meet
+            self._node = node
+            self._algorithms = NodeAlgorithms(comm, node)
+            made.callback(self._algorithms.close)
+            self.nodes = self._algorithms.nodes
+            self._shared_memory: SharedMemoryExchange | None = None
+            if self._algorithms.is_one_node and self.size > 1:
+                self._shared_memory = SharedMemoryExchange.create(comm, _EXCHANGE_NBYTES, str(self))
+            if self._shared_memory is not None:
+                made.callback(self._shared_memory.close)
+            self._meeting = self._shared_memory or MessageMeeting(comm, str(self))
+            self._made = made.pop_all()
+        MpiBackend._open_count += 1
 
     def exchange(self, value: T) -> list[T]:
         return self._control.allgather(value)
 
     def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
-        if self._shared_memory is not None:
-            same = self._shared_memory.barrier(fingerprint)
-        else:
-            fingerprints = array("q", bytes(8 * self.size))
-            self._comm.Allgather((array("q", [fingerprint]), MPI.INT64_T), (fingerprints, MPI.INT64_T))
-            same = fingerprints.count(fingerprint) == self.size
+        same = self.size == 1 or self._meeting.barrier(fingerprint)
         return None if same else self._comm.allgather(describe())
 
+    def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
+        received = array("q", bytes(8 * self.size))
+        self._comm.Alltoall((array("q", numbers), MPI.INT64_T), (received, MPI.INT64_T))
+        return received.tolist()
+
+    def stop_transfers(self) -> None:
+        self._pairs.leave()
+
+    def leave(self) -> None:
+        self._meeting.leave()
+
+    def rejoin(self) -> None:
+        self._pairs.rejoin()
+        self._meeting.rejoin(max(self._control.allgather(self._meeting.reached)))
+
     def split(self, color: int | None, key: int, name: str) -> MpiBackend | None:
-        comm = self._control.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if comm == MPI.COMM_NULL else MpiBackend(comm, name, self._node)
+        made, problem = None, ""
+        try:
+            comm = self._control.Split(MPI.UNDEFINED if color is None else color, key)
+            made = None if comm == MPI.COMM_NULL else MpiBackend(comm, name, self._node)
+        except MPI.Exception as error:
+            problem = str(error).splitlines()[-1]
+        failed = {rank: found for rank, found in enumerate(self._control.allgather(problem)) if found}
+        if failed:
+            if made is not None:
+                made.close()
+            raise RuntimeError(
+                f"split of {self} into '{name}': MPI makes no more communicators ({name_ranks(list(failed))}: "
+                f"{next(iter(failed.values()))}); {MpiBackend._open_count} are open in this process. Close those that are not "
+                "needed any more, with Communicator.close() or DeviceMesh.close()"
+            )
+        return made
 
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
-        nbytes, windows = numel * dtype.itemsize, self._algorithms.windows
-        if windows is None or not min(self._control.allgather(windows.has_space(nbytes))):
-            return torch.empty(numel, dtype=dtype, device="cpu")
-        return windows.allocate(nbytes).view(dtype)
+        windows = self._algorithms.windows
+        shared = windows.allocate(numel * dtype.itemsize) if windows is not None else None
+        return torch.empty(numel, dtype=dtype, device="cpu") if shared is None else shared.view(dtype)
 
     def close(self) -> None:
-        if self._shared_memory is not None:
-            self._shared_memory.close()
-        self._algorithms.close()
-        self._control.Free()
-        self._comm.Free()
+        self._made.close()
+        MpiBackend._open_count -= 1
 
     # ------------------------------------------------------------------ launching
 
@@ -88,18 +125,14 @@ class MpiBackend(Backend):
         if len(calls) == 1:
             self._run_batch(calls)
             return
-        requests = [request for call in calls if call.name in ("send", "recv") for request in self._start(call)]
-        for batch in self._batches([call for call in calls if call.name not in ("send", "recv")]):
-            self._run_batch(batch)
-        MPI.Request.Waitall(requests)
+        sends = [(call.inp, _peer(call)) for call in calls if call.name == "send" and call.inp is not None]
+        receives = [(call.out, _peer(call)) for call in calls if call.name == "recv" and call.out is not None]
+        collectives = [call for call in calls if call.name not in ("send", "recv")]
+        self._pairs.run(sends, receives, partial(self._run_batches, collectives))
 
-    def _start(self, call: CollectiveCall) -> Iterator[MPI.Request]:
-        peer = call.args[0]
-        assert isinstance(peer, int), "a send or a receive"
-        if call.inp is None:
-            assert call.out is not None, "a receive"
-            return start_receiving(self._comm, call.out, peer)
-        return start_sending(self._comm, call.inp, peer)
+    def _run_batches(self, calls: Sequence[CollectiveCall]) -> None:
+        for batch in self._batches(calls):
+            self._run_batch(batch)
 
     def _batches(self, calls: Sequence[CollectiveCall]) -> Iterator[list[CollectiveCall]]:
         """Small calls that share an exchange, and each of the others by itself, in order."""
@@ -225,16 +258,26 @@ class MpiBackend(Backend):
         MPI.Request.Waitall(requests)
 
     def send(self, out: None, inp: torch.Tensor, to: int) -> None:
-        MPI.Request.Waitall(list(start_sending(self._comm, inp, to)))
+        self._pairs.run([(inp, to)], (), _nothing)
 
     def recv(self, out: torch.Tensor, inp: None, source: int) -> None:
-        MPI.Request.Waitall(list(start_receiving(self._comm, out, source)))
+        self._pairs.run((), [(out, source)], _nothing)
 
     def barrier(self, out: None, inp: None) -> None:
         if self._shared_memory is not None:
             self._shared_memory.barrier()
         else:
             self._comm.Barrier()
+
+
+def _nothing() -> None:
+    """What runs meanwhile."""
+
+
+def _peer(call: CollectiveCall) -> int:
+    peer = call.args[0]
+    assert isinstance(peer, int), "a send or a receive"
+    return peer
 
 
 def _takes_small_path(call: CollectiveCall) -> bool:

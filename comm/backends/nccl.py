@@ -122,6 +122,18 @@ class NcclBackend(Backend):
     def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
         return self._host.compare(fingerprint, describe)
 
+    def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
+        return self._host.swap_numbers(numbers)
+
+    def stop_transfers(self) -> None:
+        self._host.stop_transfers()
+
+    def leave(self) -> None:
+        self._host.leave()
+
+    def rejoin(self) -> None:
+        self._host.rejoin()
+
     def split(self, color: int | None, key: int, name: str) -> NcclBackend | None:
         host = self._host.split(color, key, name)
         return None if host is None else NcclBackend(host, self.device, name)

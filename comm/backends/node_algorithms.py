@@ -17,6 +17,7 @@ ranks, numbered consecutively; any other job is treated as one node without shar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby, pairwise
 from struct import Struct
@@ -50,9 +51,15 @@ class NodeAlgorithms:
         self.nodes = len(set(numbers))
         self.is_one_node = self.nodes == 1
         regular = not self.is_one_node and _are_equal_runs(numbers)
-        # The ranks of this node, and the ranks of this local rank on all nodes, in the order of their nodes.
-        self._local = comm.Split(node, self._rank) if regular else comm
-        self._across = comm.Split(self._local.Get_rank(), self._rank) if regular else None
+        self._across: MPI.Comm | None = None
+        with ExitStack() as made:  # is undone if something fails
+            # The ranks of this node, and the ranks of this local rank on all nodes, in the order of their nodes.
+            self._local = comm.Split(node, self._rank) if regular else comm
+            if regular:
+                made.callback(self._local.Free)
+                self._across = comm.Split(self._local.Get_rank(), self._rank)
+                made.callback(self._across.Free)
+            self._made = made.pop_all()
         self._per_node = self._local.Get_size()
         self._local_rank = self._local.Get_rank()
         self.windows = NodeWindows(self._local) if self.is_one_node or regular else None
@@ -64,9 +71,7 @@ class NodeAlgorithms:
         """Free the windows and communicators."""
         if self.windows is not None:
             self.windows.close()
-        if self._across is not None:
-            self._across.Free()
-            self._local.Free()
+        self._made.close()
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
         """See `Communicator.all_gather`. Tensors are 1-D, here and below."""

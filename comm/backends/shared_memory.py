@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import count
+from functools import cache, lru_cache
 from pathlib import Path
-from time import monotonic, sleep
 from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
 
+from ..calls import Interrupted
+from .meeting import LEFT
+from .waiting import looks
+
+_log = logging.getLogger(__name__)
+
 _ALIGNMENT = 64
 _SHARED_MEMORY = Path("/dev/shm")
 _WORDS_NBYTES = 64
-_SPINS, _PROBES = 200, 1000  # 15 us, 0.5 ms
-_AWAKE_S, _NAP_S = 0.05, 0.0002
+_SPINS = 200  # 15 us
 
 
 class WindowOffset(NamedTuple):
@@ -47,28 +52,34 @@ class NodeWindows:
     def __bool__(self) -> bool:
         return bool(self._windows)
 
-    def has_space(self, nbytes: int) -> bool:
-        """True if this node's shared memory has space for twice `nbytes` on each of its ranks.
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """This rank's part of a new window, as bytes; None, on every rank, if there is too little memory.
 
-        Hazard: if there is no space for a page, touching it kills the process.
+        Collective, with the same size. Cost: 0.25 ms a MB, which touching the pages for the first time would cost otherwise.
         """
-        if not _SHARED_MEMORY.is_dir():
-            return True
-        free = os.statvfs(_SHARED_MEMORY)
-        return 2 * nbytes * self._comm.Get_size() <= free.f_bavail * free.f_frsize
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """This rank's part of a new window, as bytes. Collective, with the same size. Untouched pages take no memory."""
+        if not self._everywhere(_has_space(nbytes * self._comm.Get_size())):
+            return None
+        # Hazard: where MPI makes no more communicators, MPICH aborts in creating a window, but raises an exception here.
+        self._comm.Dup().Free()
         window = MPI.Win.Allocate_shared(aligned_size(max(nbytes, 1)), 1, comm=MPI.Intracomm(self._comm))
         memory = [window.Shared_query(rank)[0] for rank in range(self._comm.Get_size())]
         parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
-        window.Lock_all(MPI.MODE_NOCHECK)  # MPI's fences require memory that is locked
         mine = parts[self._comm.Get_rank()]
+        if not self._everywhere(reserve(_bytes_of(mine))):
+            window.Free()
+            return None
+        window.Lock_all(MPI.MODE_NOCHECK)  # MPI's fences require memory that is locked
         self._starts = sorted([*self._starts, (mine.data_ptr(), mine.numel(), len(self._windows))])
         self._windows.append(window)
         self.fence = window.Sync
         self._parts.append(parts)
         return mine[:nbytes]
+
+    def _everywhere(self, has_space: bool) -> bool:
+        everywhere = min(self._comm.allgather(has_space))
+        if not everywhere and self._comm.Get_rank() == 0:
+            _warn_of_no_space()
+        return everywhere
 
     def find(self, tensor: torch.Tensor) -> WindowOffset | None:
         """The window offset of `tensor`; None if it is in no window."""
@@ -94,6 +105,40 @@ class NodeWindows:
             window.Free()
 
 
+def _has_space(nbytes: int) -> bool:
+    """True if this node's shared memory has space for twice as much."""
+    if not _SHARED_MEMORY.is_dir():
+        return True
+    free = os.statvfs(_SHARED_MEMORY)
+    return 2 * nbytes <= free.f_bavail * free.f_frsize
+
+
+def reserve(mapping: memoryview) -> bool:
+    """Fill a shared mapping with zeros, so that all of its pages get memory now; False if there is none.
+
+    Hazard: a process that touches a page for which there is no memory is killed, by SIGBUS. A system call that does so fails.
+    """
+    filled = 0
+    try:
+        with open("/dev/zero", "rb", buffering=0) as zeros:
+            while filled < len(mapping):
+                filled += zeros.readinto(mapping[filled:])
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def _warn_of_no_space() -> None:
+    """Warn, once in a process."""
+    _log.warning(
+        "host %s has too little shared memory (%s): collectives of communicators and buffers made from now on copy; mount it "
+        "larger, or start containers with a larger --shm-size",
+        socket.gethostname(),
+        _SHARED_MEMORY,
+    )
+
+
 class SharedMemoryExchange:
     """Intra-node barrier and small-message exchange in shared memory.
 
@@ -103,15 +148,16 @@ class SharedMemoryExchange:
     """
 
     @classmethod
-    def create(cls, comm: MPI.Comm, capacity: int) -> SharedMemoryExchange | None:
-        """Create one for messages of up to `capacity` bytes in all. Collective; None if there is no space for it."""
-        windows = NodeWindows(comm)
-        nbytes = _WORDS_NBYTES + 2 * capacity
-        return cls(comm, windows, capacity) if min(comm.allgather(windows.has_space(nbytes))) else None
+    def create(cls, comm: MPI.Comm, capacity: int, label: str) -> SharedMemoryExchange | None:
+        """Create one for messages of up to `capacity` bytes in all. Collective; None if there is no space for it.
 
-    def __init__(self, comm: MPI.Comm, windows: NodeWindows, capacity: int) -> None:
-        self._comm, self._windows, self._capacity = comm, windows, capacity
-        windows.allocate(_WORDS_NBYTES + 2 * capacity)
+        label: of the communicator, for messages.
+        """
+        windows = NodeWindows(comm)
+        return None if windows.allocate(_WORDS_NBYTES + 2 * capacity) is None else cls(comm, windows, capacity, label)
+
+    def __init__(self, comm: MPI.Comm, windows: NodeWindows, capacity: int, label: str) -> None:
+        self._comm, self._windows, self._capacity, self._label = comm, windows, capacity, label
         self._fence = self._windows.fence
         ranks = range(comm.Get_size())
         words = [_bytes_of(self._part(rank, 0, _WORDS_NBYTES)).cast("q") for rank in ranks]
@@ -121,33 +167,64 @@ class SharedMemoryExchange:
         self._buffers = [[_bytes_of(self._part(rank, start, capacity)) for rank in ranks] for start in starts]
         self._outgoing = [buffers[comm.Get_rank()] for buffers in self._buffers]
         self._views = lru_cache(maxsize=1024)(self._make_views)
-        self._barriers = self._own[0] = 0
+        self.reached = self._own[0] = 0
+        self._has_left = False
         comm.Barrier()
 
     def _part(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
         return self._windows.view(rank, WindowOffset(0, start), torch.uint8, 0, nbytes)
 
     def barrier(self, fingerprint: int = 0) -> bool:
-        """Wait until every rank has reached the barrier; True if all have the same fingerprint."""
-        self._barriers = barrier = self._barriers + 1
-        turn = 1 + (barrier & 1)
-        self._own[turn] = fingerprint
-        self._fence()
-        self._own[0] = barrier
+        """Wait until every rank has reached the barrier; True if all have the same fingerprint, which is not negative.
+
+        Raises: Interrupted, on every rank that waits, if one has left.
+        """
+        if self._has_left:
+            raise Interrupted(self._label, [self._comm.Get_rank()])
+        barrier, turn = self._arrive(fingerprint)
         same = True
         for words in self._others:
             if words[0] < barrier:
                 self._wait(words, barrier)
             self._fence()
             same = words[turn] == fingerprint and same
+        if not same and (gone := self._who_left(turn)):
+            self._has_left = True
+            raise Interrupted(self._label, gone)
         return same
+
+    def leave(self) -> None:
+        """Reach the next barrier without waiting in it; it is no barrier, and raises Interrupted on those that wait in it."""
+        if not self._has_left:
+            self._has_left = True
+            self._arrive(LEFT)
+
+    def rejoin(self, reached: int) -> None:
+        """Wait in barriers again. Every rank has left; `reached` is the highest number of barriers that one has reached.
+
+        They differ if a signal handler has raised an exception while its rank waited in a barrier, which others never reached.
+        """
+        self.reached = self._own[0] = reached
+        self._has_left = False
+
+    def _arrive(self, fingerprint: int) -> tuple[int, int]:
+        self.reached = barrier = self.reached + 1
+        turn = 1 + (barrier & 1)
+        self._own[turn] = fingerprint
+        self._fence()
+        self._own[0] = barrier
+        return barrier, turn
+
+    def _who_left(self, turn: int) -> list[int]:
+        own = self._comm.Get_rank()
+        return [at + (at >= own) for at, words in enumerate(self._others) if words[turn] == LEFT]
 
     def swap(self, messages: Sequence[MPI.buffer]) -> Sequence[int]:
         """Write messages for the other ranks, which write as many of the same sizes; returns the offset of each.
 
         Each message takes `aligned_size`, all together at most the capacity. They stay until the barrier after the next.
         """
-        buffer, end, starts = self._outgoing[(self._barriers + 1) & 1], 0, []
+        buffer, end, starts = self._outgoing[(self.reached + 1) & 1], 0, []
         for message in messages:
             starts.append(end)
             buffer[end : end + len(message)] = message  # type: ignore[call-overload]
@@ -158,12 +235,12 @@ class SharedMemoryExchange:
     def gather(self, out: MPI.buffer, start: int, nbytes: int) -> None:
         """Copy every rank's message at offset `start` to `out`, in rank order."""
         into = memoryview(out)  # type: ignore[arg-type]
-        for rank, buffer in enumerate(self._buffers[self._barriers & 1]):
+        for rank, buffer in enumerate(self._buffers[self.reached & 1]):
             into[rank * nbytes : (rank + 1) * nbytes] = buffer[start : start + nbytes]
 
     def rows(self, start: int, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
         """Of every rank's message at offset `start`, `numel` elements from `first`."""
-        return self._views(self._barriers & 1, dtype, start // dtype.itemsize + first, numel)
+        return self._views(self.reached & 1, dtype, start // dtype.itemsize + first, numel)
 
     def close(self) -> None:
         """Free the memory. Collective."""
@@ -177,16 +254,11 @@ class SharedMemoryExchange:
         for _ in range(_SPINS):
             if words[0] >= barrier:
                 return
-        asleep_from = monotonic() + _AWAKE_S
-        for turn in count():
+        for _ in looks():
             # Hazard: another rank may wait for the rest of a message that this rank must progress. It releases the GIL as well.
             self._comm.Iprobe()
             if words[0] >= barrier:
                 return
-            if turn > _PROBES:  # Cost: on a busy machine, milliseconds until this rank runs again
-                os.sched_yield()
-                if monotonic() > asleep_from:  # Cost: a long wait ends so much later; meanwhile the core is free for others
-                    sleep(_NAP_S)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

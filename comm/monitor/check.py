@@ -10,34 +10,65 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..calls import CallList, CollectiveCall, Failure, Hook, RemoteError, SharedError
+from ..calls import CallList, CollectiveCall, Counts, Failure, Hook, Interrupted, MismatchError, RemoteError, SharedError
 from ..fingerprint import name_ranks
 
+_NEVER_COMPARED = frozenset({"finalize", "rejoin"})
+_SHOWN = 8  # pairs of ranks, in a message
 Answer = tuple[int, str, Failure | None]  # number of the rank's next call, the call it makes, an earlier failure
-
-
-class MismatchError(SharedError):
-    """The ranks have made different calls. Every rank raises it; the message lists every rank's call; none of the calls ran."""
 
 
 class CallCheck(Hook):
     """Raises MismatchError on every rank of a communicator when they have not all made the same call.
 
-    It compares name, dtype, elements, op and root; of an all-to-all, whose counts differ by rank, name and dtype. Sends and
-    receives are not compared. Control calls (exchange, split, empty, ...) are compared with collectives and with each other:
-    each begins when the collectives before it are done, so that at most one call of a communicator is compared at a time.
-    If a rank has failed in `Communicator.agree`, every rank raises its error here, as a RemoteError.
+    It compares name, dtype, elements, op and root; of an all-to-all with counts, what each rank sends to each other one with
+    what that one expects. Sends and receives are compared by the receiver (`backends/pairs.py`).
+
+    Control calls (exchange, split, empty, ...) are compared with collectives and with each other: each begins when the
+    collectives before it are done, so that at most one call of a communicator is compared at a time.
+    If a rank has failed in `Communicator.agree`, every rank raises its error here, as a RemoteError. Calls of other
+    communicators that wait for that rank are interrupted in the comparison, so that they can leave the block as well.
     """
 
     def before(self, calls: CallList) -> None:
         comm = calls[0].comm
-        if comm.size == 1 or calls[0].name == "finalize":
-            return
         own = calls.description
-        if own.shared and (answers := comm.compare(own.fingerprint, lambda: _answer(calls[0], own.shared))) is not None:
+        if comm.size == 1 or calls[0].name in _NEVER_COMPARED or not own.shared:
+            return
+        try:
+            answers = comm.compare(own.fingerprint, lambda: _answer(calls[0], own.shared))
+            if answers is not None:
+                _raise_mismatch(calls[0], answers)
+            for call in calls:
+                if call.name == "all_to_all" and isinstance(call.args[0], Counts):
+                    _check_counts(call, call.args[0])
+        except (Interrupted, SharedError):
             for hook in comm.hooks:
                 hook.after(calls)
-            _raise_mismatch(calls[0], answers)
+            raise
+
+
+def _check_counts(call: CollectiveCall, counts: Counts) -> None:
+    """Raise MismatchError, on every rank, unless the ranks expect what is sent to them.
+
+    Cost: an all-to-all of a number for each rank, and a comparison.
+    """
+    comm = call.comm
+    unexpected = [
+        f"rank {source} sends {sent} elements to rank {comm.rank}, which expects {expected}"
+        for source, (sent, expected) in enumerate(zip(comm.swap_numbers(counts.inp), counts.out, strict=True))
+        if sent != expected
+    ]
+    found = comm.compare(comm.rank + 1 if unexpected else 0, lambda: unexpected)
+    if found is None:
+        return
+    wrong = [text for texts in found for text in texts]
+    raise MismatchError(
+        f"the counts of all_to_all on '{call.comm.name}' at #{call.number} do not match: {'; '.join(wrong[:_SHOWN])}"
+        f"{f'; and {len(wrong) - _SHOWN} more' if len(wrong) > _SHOWN else ''} (reported on rank {call.comm.rank}). Nothing "
+        "was sent. in_counts[p] on rank r has to be out_counts[r] on rank p",
+        call.comm,
+    )
 
 
 def _answer(call: CollectiveCall, shared: str) -> Answer:
@@ -48,9 +79,8 @@ def _answer(call: CollectiveCall, shared: str) -> Answer:
 def _raise_mismatch(call: CollectiveCall, answers: Sequence[Answer]) -> NoReturn:
     """Raise the error of a rank that has failed, or else MismatchError with the call of every rank."""
     call.comm.align(number for number, _, _ in answers)
-    for _, _, failure in answers:
-        if failure is not None:
-            raise RemoteError(failure, call.comm)
+    if (error := RemoteError.first((failure for _, _, failure in answers), call.comm)) is not None:
+        raise error
     ranks = defaultdict(list)
     for rank, (_, shared, _) in enumerate(answers):
         ranks[shared].append(rank)
