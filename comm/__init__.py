@@ -1,11 +1,10 @@
 """Collectives on explicit streams: MPI for CPU tensors, NCCL through CuPy for CUDA tensors. Independent of sharding."""
 
 from .bootstrap import World, finalize, init, init_device_mesh, world
-from .calls import Op, PreMulSum, ReduceOp, RemoteError, Work
+from .calls import MismatchError, Op, PreMulSum, ReduceOp, RemoteError, Work
 from .communicator import Communicator
 from .environment import without_launcher_variables
 from .mesh import DeviceMesh
-from .monitor.check import MismatchError
 from .pool import Pool, new_pool
 from .streams import Event, Stream, current_stream, new_stream
 

@@ -1,9 +1,9 @@
-"""Flight recorder: keeps this rank's last calls, writes them as JSON when something goes wrong, merges the ranks' dumps.
+"""Flight recorder: keeps this rank's last calls, and writes them as JSON when something goes wrong.
 
     python -m shardrt.comm.recorder merge FOLDER-OR-FILES...
 
-SHARDRT_RECORDER is how many calls are kept (2000; 0: none), SHARDRT_DUMP the folder of the dumps: by default
-shardrt-dumps-UID/TIME-PID in the system's folder for temporary files, on each node.
+merges the dumps of the ranks (`merge_dumps.py`). SHARDRT_RECORDER is how many calls are kept (2000; 0: none), SHARDRT_DUMP the
+folder of the dumps (`dumps.py`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import os
 import socket
 import sys
 import traceback
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import deque
 from pathlib import Path
 from time import time
 from types import CodeType, FrameType
 from typing import Any
 
 from .calls import BLOCKING, CallList, Hook, Work
-from .fingerprint import name_ranks
+from .dumps import DumpFolder
 from .streams import PAST, is_capturing
 
 _FRAMES = 8
@@ -39,14 +38,15 @@ Entry = list[Any]
 class Recorder(Hook):
     """The ring buffer of one rank. Cost: 3 us per call."""
 
-    def __init__(self, rank: int, size: int, folder: Path, capacity: int) -> None:
-        self.folder = folder
+    def __init__(self, rank: int, size: int, folder: DumpFolder, capacity: int) -> None:
+        self._folder = folder
         self._rank = rank
         self._size = size
         self._capacity = capacity
         self._ring: deque[Entry] = deque(maxlen=capacity)
         self._notes: deque[tuple[float, tuple[str, ...]]] = deque(maxlen=capacity)
         self._running: deque[tuple[Work, Entry]] = deque(maxlen=capacity)  # on a CUDA device
+        self._reasons: list[str] = []  # of the dumps in `folder`
         self._open: dict[int, Entry] = {}  # of calls that were made and have not run, by the id of the first call of a list
 
     def called(self, calls: CallList, work: Work) -> None:
@@ -104,13 +104,23 @@ class Recorder(Hook):
         call = _as_dict(self._ring[-1])
         return f"#{call['number']} {call['what']} on '{call['comm']}', {(call['stack'] or ['?'])[0]}"
 
+    @property
+    def folder(self) -> Path:
+        """Where dumps go by default."""
+        return self._folder.path
+
     def dump(self, path: str | os.PathLike[str] | None = None, why: str = "requested") -> Path:
-        """Write the ring and every thread's stack as JSON; by default to rank-R.json in `folder`. Returns the path."""
-        path = Path(path) if path is not None else self.folder / f"rank-{self._rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Write the ring and every thread's stack as JSON; by default to rank-R.json in `folder`. Returns the path.
+
+        A dump there replaces the one before, and has its reason as well: a rank that fails may then hear that another does.
+        """
+        if path is None:
+            self._reasons.append(why)
+            why = "\n".join(self._reasons)
         report = {
             "rank": self._rank,
             "size": self._size,
+            "job": self._folder.job,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "time": time(),
@@ -119,6 +129,10 @@ class Recorder(Hook):
             "notes": [(at, " ".join(what)) for at, what in list(self._notes)],
             "threads": {ident: traceback.format_stack(frame) for ident, frame in sys._current_frames().items()},
         }
+        if path is None:
+            return self._folder.write(f"rank-{self._rank}.json", json.dumps(report))
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report))
         return path
 
@@ -143,64 +157,7 @@ def _line(code: CodeType, instruction: int) -> str:
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 
-# ---------------------------------------------------------------------- merging
-
-
-def merge(dumps: Sequence[dict[str, Any]]) -> str:
-    """A line for each communicator: which rank is at which call. Communicators whose ranks differ are marked with "!"."""
-    places: dict[tuple[str, tuple[int, ...]], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for dump in sorted(dumps, key=lambda dump: dump["rank"]):
-        newest: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
-        for call in dump["calls"]:
-            key = call["comm"], tuple(call["ranks"])
-            if key not in newest or _has_ended(newest[key]):
-                newest[key] = call
-        for key, call in newest.items():
-            places[key][f"#{call['number']} {call['what']}, {_phase(call)}"].append(dump["rank"])
-    missing = sorted(set(range(max(dump["size"] for dump in dumps))) - {dump["rank"] for dump in dumps})
-    lines = [f"no dump of {name_ranks(missing)}"] if missing else []
-    for (comm, ranks), at in places.items():
-        apart = len(at) > 1 or sum(map(len, at.values())) < len(ranks)
-        lines.append(f"{'! ' if apart else '  '}'{comm}' of {name_ranks(ranks)}: {_positions(at, len(ranks))}")
-    noted: dict[str, list[int]] = defaultdict(list)
-    for dump in dumps:
-        if dump["notes"]:
-            noted[dump["notes"][-1][1]].append(dump["rank"])
-    return "\n".join([*lines, *(f"  last noted by {name_ranks(sorted(ranks))}: {what}" for what, ranks in noted.items())])
-
-
-def _positions(at: dict[str, list[int]], size: int) -> str:
-    """The smallest set of ranks first; the largest as "all others"."""
-    positions = sorted(at.items(), key=lambda item: len(item[1]))
-    parts = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at {what}" for what, ranks in positions]
-    what, ranks = positions[-1]
-    if len(positions) == 1 and len(ranks) == size:
-        parts[-1] = f"all at {what}"
-    elif len(ranks) > 1 and sum(map(len, at.values())) == size:
-        parts[-1] = f"all others at {what}"
-    return "; ".join(parts)
-
-
-def _has_ended(call: dict[str, Any]) -> bool:
-    return call["ended"] > 0.0
-
-
-def _phase(call: dict[str, Any]) -> str:
-    return "done" if _has_ended(call) else "under way" if call["started"] else "called"
-
-
-def main(arguments: list[str]) -> int:
-    """The command line."""
-    if arguments[:1] != ["merge"] or len(arguments) < 2:
-        print(__doc__, file=sys.stderr)
-        return 2
-    paths = [p for name in arguments[1:] for p in (sorted(Path(name).glob("*.json")) if Path(name).is_dir() else [Path(name)])]
-    if not paths:
-        print(f"no dump (*.json) in {', '.join(arguments[1:])}", file=sys.stderr)
-        return 2
-    print(merge([json.loads(path.read_text()) for path in paths]))
-    return 0
-
-
 if __name__ == "__main__":
+    from .merge_dumps import main
+
     sys.exit(main(sys.argv[1:]))
