@@ -9,19 +9,22 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 import torch
 
 from .backend import Backend
 from .communicator import Communicator
+from .memory_access import may_read_other_processes
 from .mesh import DeviceMesh, positional_names
+from .monitor.guarding import RankGuard
+from .settings import Launched, Settings, SettingsError, agree, launched, read
 from .streams import Stream, current_stream, new_stream
 from .totals import Value, reduce_values
 
@@ -46,6 +49,7 @@ class World:
     comm: Communicator  # over all ranks, for tensors on `device`
     mesh: DeviceMesh  # 1-D, over all ranks
     recorder: Recorder  # of this rank's last calls
+    settings: Settings  # the variables of the environment, as they were at `init`
 
     @property
     def stream(self) -> Stream:
@@ -58,10 +62,7 @@ class World:
         On the host it is a worker thread if SHARDRT_HOST_STREAMS=threaded or the job spans several nodes; on one node, where
         ranks compute and communicate on the same cores, it is the caller's thread.
         """
-        default = "threaded" if self.nodes > 1 else "inline"
-        kind = os.environ.get("SHARDRT_HOST_STREAMS", default)
-        if kind not in ("inline", "threaded"):
-            raise ValueError(f"SHARDRT_HOST_STREAMS={kind!r} on rank {self.rank}: expected 'inline' or 'threaded'")
+        kind = self.settings.host_streams or ("threaded" if self.nodes > 1 else "inline")
         if kind == "threaded" and self.device.type == "cpu":
             self._check_thread_level()
         if (role, kind) not in _streams:
@@ -119,6 +120,7 @@ class World:
 
 _world: World | None = None
 _monitor: Monitor | None = None  # the world's; it stays when the world has ended
+_guard = RankGuard()
 _streams: dict[tuple[str, str], Stream] = {}  # by role and kind; closed by finalize()
 _ends: list[Callable[[], None]] = []  # what finalize() calls first
 
@@ -136,7 +138,8 @@ def init(device: str | torch.device | None = None) -> World:
     device: "cpu", "cuda" (this rank's GPU by local rank), or None for CUDA where torch has it, else the CPU.
     Works without a launcher, as a world of one rank.
     Raises: RuntimeError when the launcher started N > 1 ranks and MPI sees one, after finalize(), and for another device than
-    the world's; ImportError without mpi4py.
+    the world's; ImportError without mpi4py; ValueError on every rank for a variable or a device that is malformed on one, and
+    for variables, devices, or versions of torch and shardrt that differ between ranks.
     """
     global _world
     if _world is None:
@@ -199,12 +202,14 @@ def finalize() -> None:
 
 def _finalize_at_exit() -> None:
     """Let the job fail if its end does: Python ends with the code of the program, whatever an exit handler raises."""
+    from .monitor.exit_handlers import flush_output, log
+
+    rank = _world.rank if _world is not None else 0
     try:
         finalize()
-    except BaseException:
-        traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
+    except BaseException as error:
+        log(rank, "uncaught exception in shardrt.finalize()", *"".join(traceback.format_exception(error)).splitlines())
+        flush_output()
         os._exit(1)
 
 
@@ -214,35 +219,49 @@ def _end(world: World, monitor: Monitor) -> None:
     world.mesh.close()
     world.comm.close()
     _world = None
+    _end_mpi()
+
+
+def _end_mpi() -> None:
+    """End MPI, if `init` started it. Collective over all ranks."""
     if _started_mpi:
         from mpi4py import MPI
 
         if not MPI.Is_finalized():
             MPI.Finalize()
+    _guard.done()
 
 
 # ---------------------------------------------------------------------- starting
 
 _started_mpi = False
 
-# Hazard: inside an allocation hydra's ranks all carry the SLURM variables of its own one-per-node step, so a launcher's own
-# variable comes first, and SLURM's counts only inside a step.
-_LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-
 
 def _start(device: str | torch.device | None) -> World:
-    global _monitor
     if _monitor is not None:
         raise RuntimeError("shardrt.init() after shardrt.finalize(): a process has one world, made once")
-    comm = _start_mpi()
-    _check_launcher(comm.Get_size())
+    launcher = launched(os.environ)
+    settings, problems = read(os.environ, device)
+    with _guard.starting(settings.start_timeout_s):
+        comm = _start_mpi()
+        _check_launcher(comm.Get_size(), launcher)
+        try:
+            agree(comm, settings, problems)
+        except SettingsError:
+            _end_mpi()  # every rank is here, and each leaves with the error
+            raise
+        return _make_world(comm, settings)
+
+
+def _make_world(comm: MPI.Intracomm, settings: Settings) -> World:
+    global _monitor
     _keep_freed_memory()
     from .backends.mpi import MpiBackend
     from .monitor.install import Monitor
 
-    node, local_rank = _locate_in_node(comm)
-    bound = _bind_device(device, local_rank)
-    _monitor = Monitor(comm, node, bound)
+    node, local_rank = _locate_in_node(comm, settings.ranks_per_node)
+    bound = _bind_device(settings.device, local_rank)
+    _monitor = Monitor(comm, node, bound, settings, _guard)
     host = MpiBackend(comm.Dup(), "world", node)
     data = Communicator(_backend_for(bound, host), _monitor.hooks)
     atexit.register(_finalize_at_exit)
@@ -256,6 +275,7 @@ def _start(device: str | torch.device | None) -> World:
         comm=data,
         mesh=DeviceMesh(data),
         recorder=_monitor.recorder,
+        settings=settings,
     )
 
 
@@ -273,84 +293,52 @@ def _start_mpi() -> MPI.Intracomm:
         mpi4py.rc.finalize = False
     from mpi4py import MPI
 
+    from .monitor.exit_handlers import handler_kept
+
     if MPI.Is_finalized():
         raise RuntimeError("shardrt.init() after MPI was finalised: MPI starts once in a process")
     if not MPI.Is_initialized():
-        if _may_read_other_processes():
+        if os.environ.get("MPIR_CVAR_CH4_CMA_ENABLE") != "0" and may_read_other_processes():
             # MPICH's large messages within a node then take one copy, not two; Open MPI does so by default.
             # 24 all-gathers and 12 reduce-scatters of 4 MB in a training step on 2 ranks: 41 ms, against 56.
             os.environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "1")
         # Open MPI's windows over UCX print an error on machines without a network; ours are in shared memory.
         os.environ.setdefault("OMPI_MCA_osc", "^ucx")
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        with handler_kept(signal.SIGUSR1):  # MPICH's own does nothing: the signal would not end a rank that does not handle it
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _started_mpi = True
     return MPI.COMM_WORLD
 
 
-def _may_read_other_processes() -> bool:
-    """True if the kernel lets processes of one user read each other's memory (`process_vm_readv`).
-
-    Hazard: MPICH does not check, and fails in the middle of a message if it does not. It is forbidden by Yama (a security
-    module: 0 permits, 1 permits what a process itself allows, more forbids), for a process that may not be dumped, and by a
-    container's filter of system calls, which a read of this process's own memory detects.
-    """
-    if sys.platform != "linux":
-        return False
-    yama = Path("/proc/sys/kernel/yama/ptrace_scope")
-    scope = int(yama.read_text()) if yama.exists() else 0
-    libc = ctypes.CDLL(None)
-    get_dumpable, set_ptracer, anyone = 3, 0x59616D61, ctypes.c_ulong(-1)
-    if scope > 1 or libc.prctl(get_dumpable, 0, 0, 0, 0) != 1 or not hasattr(libc, "process_vm_readv"):
-        return False
-    if scope == 1 and libc.prctl(set_ptracer, anyone, 0, 0, 0) != 0:
-        return False
-    source, target = ctypes.create_string_buffer(b"readable"), ctypes.create_string_buffer(9)
-    pieces = [(ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8) for buffer in (target, source)]  # struct iovec: base, length
-    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    return libc.process_vm_readv(os.getpid(), pieces[0], one, pieces[1], one, none) == 8 and target.value == b"readable"
-
-
-def _locate_in_node(comm: MPI.Intracomm) -> tuple[int, int]:
+def _locate_in_node(comm: MPI.Intracomm, per_node: int | None) -> tuple[int, int]:
     """The number of this rank's node (its lowest rank), and this rank's local rank.
 
-    SHARDRT_RANKS_PER_NODE=n treats every n consecutive ranks as a node, as in a job on several nodes.
+    per_node: treat every so many consecutive ranks as a node, as in a job on several nodes.
     """
     from mpi4py import MPI
 
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    if per_node := os.environ.get("SHARDRT_RANKS_PER_NODE"):
-        real, shared = shared, shared.Split(comm.Get_rank() // int(per_node))
+    if per_node is not None:
+        real, shared = shared, shared.Split(comm.Get_rank() // per_node)
         real.Free()
     node, local_rank = shared.bcast(comm.Get_rank()), shared.Get_rank()
     shared.Free()
     return node, local_rank
 
 
-def _check_launcher(size: int) -> None:
-    for variable in _LAUNCHER_SIZES:
-        if variable == "SLURM_NTASKS" and "SLURM_STEP_ID" not in os.environ:
-            continue
-        launched = os.environ.get(variable)
-        if launched is None:
-            continue
-        if size == 1 and int(launched) > 1:
-            raise RuntimeError(
-                f"the launcher started {launched} ranks ({variable}={launched}), but MPI sees a world of 1: launcher and MPI "
-                "do not match. Use the mpirun that came with this environment's MPI, or srun --mpi=pmi2 for MPICH and "
-                "srun --mpi=pmix for Open MPI"
-            )
-        return
+def _check_launcher(size: int, launcher: Launched | None) -> None:
+    if size == 1 and launcher is not None and launcher.ranks > 1:
+        raise RuntimeError(
+            f"the launcher started {launcher.ranks} ranks ({launcher.variable}={launcher.ranks}), but MPI sees a world of 1: "
+            "launcher and MPI do not match. Use the mpirun that came with this environment's MPI, or srun --mpi=pmi2 for MPICH "
+            "and srun --mpi=pmix for Open MPI"
+        )
 
 
-def _bind_device(device: str | torch.device | None, local_rank: int) -> torch.device:
+def _bind_device(requested: torch.device, local_rank: int) -> torch.device:
     """The device of this rank, made current: NCCL binds a communicator to the current device."""
-    requested = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if requested.type == "cpu":
         return requested
-    if requested.type != "cuda":
-        raise ValueError(f"init(device={device!r}): expected 'cpu' or 'cuda'")
-    if not torch.cuda.is_available():
-        raise RuntimeError(f"init(device={device!r}): torch {torch.__version__} sees no CUDA device here; use device='cpu'")
     # A launcher may make one GPU visible to each rank, whatever the local rank.
     index = requested.index if requested.index is not None else local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)

@@ -8,6 +8,7 @@ others wait for it, the test shows the stacks of all ranks, the job is killed, a
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import inspect
 import os
@@ -16,14 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from shardrt import launch
+from shardrt import World, launch
 
 START_DEADLINE_S = 90.0
 AFTER_FAILURE_S = 5.0  # time for the other ranks to finish after one has failed
@@ -49,6 +51,17 @@ def on_ranks(
         return pytest.mark.ranks(pytest.mark.parametrize("size", worlds, ids=names)(test))
 
     return decorate
+
+
+@contextmanager
+def settings_of(world: World, **values: Any) -> Iterator[None]:
+    """In the block, the world has these settings, which `init` would have read from the environment."""
+    before = world.settings
+    object.__setattr__(world, "settings", dataclasses.replace(before, **values))
+    try:
+        yield
+    finally:
+        object.__setattr__(world, "settings", before)
 
 
 def rank_environment() -> dict[str, str]:

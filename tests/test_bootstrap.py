@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from ranks import rank_environment, run_script
+from shardrt.comm.guard import node
+from shardrt.comm.guard.node import Node, Place, Process, launcher_of, variable_of
 
 pytestmark = pytest.mark.mpi
 
@@ -205,9 +207,9 @@ def test_other_processes_are_read_only_where_the_kernel_permits_it() -> None:
     script = """
 import ctypes, os, sys
 import shardrt
-from shardrt.comm import bootstrap
+from shardrt.comm.memory_access import may_read_other_processes
 ctypes.CDLL(None).prctl(4, int(sys.argv[1]), 0, 0, 0)
-print(bootstrap._may_read_other_processes())
+print(may_read_other_processes())
 shardrt.init("cpu")
 print(os.environ.get("MPIR_CVAR_CH4_CMA_ENABLE"))
 """
@@ -222,6 +224,42 @@ print(os.environ.get("MPIR_CVAR_CH4_CMA_ENABLE"))
     permitted, setting = settings(1)
     assert setting == {"True": "1", "False": "None"}[permitted]
     assert settings(1, MPIR_CVAR_CH4_CMA_ENABLE="0")[1] == "0"
+
+
+def test_only_what_the_launcher_has_started_may_read_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell between them is no launcher, and neither is the rank of another number that has started a job itself.
+
+    A process whose variables cannot be read may be either, unless it is Slurm's.
+    """
+
+    def variable_to_others(pid: int, name: str) -> str | None:
+        if pid == os.getpid():
+            raise PermissionError
+        return variable_of(pid, name)
+
+    class Slurmstepd(Process):
+        def __init__(self, pid: int) -> None:
+            super().__init__(pid)
+            self.name = "slurmstepd"
+
+    script = "exec 3<&0; sh -c 'echo $$; cat <&3 >&2'; :"
+    environment = {"PATH": os.environ["PATH"], "PMI_RANK": "3"}
+    with subprocess.Popen(
+        ["sh", "-c", script], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as shell:
+        assert shell.stdout is not None
+        rank = int(shell.stdout.readline())
+        assert rank != shell.pid
+        assert launcher_of(rank, "PMI_RANK", "3") == os.getpid()
+        monkeypatch.setattr(node, "variable_of", variable_to_others)
+        assert launcher_of(rank, "PMI_RANK", "3") == 0
+        unseen = Node(rank, Place({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4"}))
+        assert not unseen.is_visible
+        assert unseen.local_size is None  # not all four are to be seen
+        monkeypatch.setattr(node, "Process", Slurmstepd)
+        assert launcher_of(rank, "PMI_RANK", "3") == os.getpid()
+    monkeypatch.undo()
+    assert launcher_of(os.getpid(), "PMI_RANK", "3") == os.getpid()
 
 
 def test_bad_device() -> None:

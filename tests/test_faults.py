@@ -10,7 +10,6 @@ import pytest
 
 import ranks
 from ranks import rank_environment, start
-from shardrt.comm.monitor.timing import Timing
 
 FAULT = """
 import ctypes, os, signal, sys, threading, time
@@ -107,9 +106,11 @@ def test_a_rank_that_leaves_through_os_exit() -> None:
 
 
 def test_a_rank_that_is_killed() -> None:
-    """The launcher may be the first to see it; either way the job ends soon."""
     done = run_script(FAULT.format(fault="os.kill(os.getpid(), signal.SIGKILL)"), 3, deadline_s=40.0)
     assert done.returncode != 0
+    (line,) = reports(done.stderr, "[1] rank 1: host")
+    assert "signal 9" in line
+    assert "last #0 all_reduce float32 4 max on 'world'" in line
 
 
 SIGNALS = """
@@ -180,12 +181,22 @@ def test_ranks_do_not_outlive_their_launcher() -> None:
 def test_nodes_exchange_their_status() -> None:
     """Two nodes of two ranks each; the one that stops is on the other node than the one that reports."""
     source = FAULT.replace("world.rank == 1", "world.rank == 3")
-    done = run_script(source.format(fault=STOP), 4, deadline_s=60.0, SHARDRT_TIMEOUT="6", SHARDRT_RANKS_PER_NODE="2")
+    done = run_script(source.format(fault=STOP), 4, deadline_s=60.0, SHARDRT_TIMEOUT="4", SHARDRT_RANKS_PER_NODE="2")
     assert done.returncode == 17, done.stderr
     assert len(reports(done.stderr, "ending the job with exit code 17")) == 1
     (line,) = reports(done.stderr, "[0] missing rank 3: host")
     assert ", stopped; last #0 all_reduce float32 4 max on 'world'" in line
     assert reports(done.stderr, "stacks of rank 3:"), done.stderr
+
+
+def test_nodes_that_are_cut_off_write_one_report() -> None:
+    """Rank 0, through which nodes exchange their status, stops: nobody knows who else waits."""
+    source = FAULT.replace("world.rank == 1", "world.rank == 0")
+    environment = {"SHARDRT_RANKS_PER_NODE": "2", "SHARDRT_MONITOR_TIMING": f"{TIMING},turn_s=5"}
+    done = run_script(source.format(fault=STOP), 3, deadline_s=60.0, SHARDRT_TIMEOUT="2", **environment)
+    assert done.returncode == 17, done.stderr
+    (line,) = reports(done.stderr, "ending the job with exit code 17")
+    assert line.startswith("[1] rank 1: waited")
 
 
 def test_a_rank_of_another_node_that_leaves_early() -> None:
@@ -308,6 +319,7 @@ import torch
 import shardrt
 from mpi4py import MPI
 from shardrt.comm.calls import CallList, CollectiveCall, Work
+from shardrt.comm.monitor.guarding import RankGuard
 from shardrt.comm.monitor.install import Monitor
 from shardrt.comm.streams import Event
 
@@ -317,14 +329,15 @@ class Never(Event):
 
 world, gpu, hook = shardrt.init("cpu"), torch.device("cuda", 1), sys.excepthook
 shardrt.comm.monitor.watchdog.observe = lambda device: print("bound to", device, flush=True)
-watchdog = Monitor(MPI.COMM_WORLD, 0, gpu).hooks[-1]
+monitor = Monitor(MPI.COMM_WORLD, 0, gpu, world.settings, RankGuard())
+watchdog = next(hook for hook in monitor.hooks if type(hook).__name__ == "Watchdog")
 assert sys.excepthook is hook
 world.comm.is_async = True
 call = CollectiveCall(world.comm, 7, "all_gather", torch.ones(4), torch.ones(4), (), world.stream)
 watchdog.called(CallList([call]).describe(), Work(Never()))
 time.sleep(30)
 """
-    done = run_script(source, 1, deadline_s=40.0, SHARDRT_TIMEOUT="3")
+    done = run_script(source, 1, deadline_s=40.0, SHARDRT_TIMEOUT="3", SHARDRT_CHECK="0")
     assert (done.returncode, done.stdout) == (17, "bound to cuda:1\n"), done.stderr
     assert re.search(r"\[0\] rank 0: waited [34] s in #7 all_gather float32 4 on 'world'", done.stderr), done.stderr
 
@@ -360,15 +373,40 @@ time.sleep(30)
     assert reports(done.stderr, "[0] present: ranks 0, 1; missing: none")
 
 
-def test_time_constants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defaults are those of the documents; an override names a field, and an error names the variable."""
-    monkeypatch.delenv("SHARDRT_TIMEOUT", raising=False)
-    monkeypatch.delenv("SHARDRT_MONITOR_TIMING", raising=False)
-    assert (Timing.from_environment().timeout_s, Timing.from_environment().lost_s) == (600.0, 4.0)
-    monkeypatch.setenv("SHARDRT_TIMEOUT", "0")
-    monkeypatch.setenv("SHARDRT_MONITOR_TIMING", "poll_s=0.05,lost_s=1")
-    assert Timing.from_environment() == Timing(timeout_s=float("inf"), poll_s=0.05, lost_s=1.0)
-    for wrong in ("lost=1", "lost_s", "lost_s=soon", "lost_s=-1"):
-        monkeypatch.setenv("SHARDRT_MONITOR_TIMING", wrong)
-        with pytest.raises(ValueError, match="SHARDRT_MONITOR_TIMING"):
-            Timing.from_environment()
+@pytest.mark.mpi
+def test_ranks_that_are_late() -> None:
+    """Over many operations: it is named. After the deadline, moments before the report: the job goes on, and ends in order."""
+    source = """
+import os, signal, time
+import shardrt
+from shardrt.comm.monitor.states import Alarm
+
+world = shardrt.init("cpu")
+watchdog = next(hook for hook in world.comm.hooks if type(hook).__name__ == "Watchdog")
+
+def come_late():
+    world.barrier()
+    if world.rank == 0:
+        end = time.monotonic() + 15
+        while Alarm.RAISED not in watchdog._table.alarms():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+for _ in range(150):
+    if world.rank == 1:
+        time.sleep(0.01)
+    world.barrier()
+come_late()
+world.barrier()
+come_late()
+shardrt.finalize()
+os.kill(os.getpid(), signal.SIGRTMIN + 6)  # as a rank may do that has not seen this one finish
+print("finished")
+"""
+    timing = "poll_s=0.02,settle_s=4,straggler_s=0.1"
+    done = run_script(source, 2, deadline_s=60.0, SHARDRT_TIMEOUT="1", SHARDRT_MONITOR_TIMING=timing)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished") == 2
+    late = r"\[0\] rank 0: rank 1 on \S+ is late: .* at each of \d+ operations \(SHARDRT_STRAGGLER=0.25\)"
+    assert done.stderr
+    assert all(re.fullmatch(late, line) for line in done.stderr.splitlines()), done.stderr

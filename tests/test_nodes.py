@@ -112,4 +112,5 @@ def test_two_nodes(namespaces: str, tmp_path: Path) -> None:
     command = ["ip", "netns", "exec", f"{namespaces}1", site().executable, *hosts, "-n", "4", sys.executable, str(job)]
     done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "has no connection to the nodes" not in done.stderr
     check_places(done.stdout)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import queue
+import select
 import signal
 import socket
 import sys
@@ -17,34 +18,69 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from ..guard.report import write
+from .guarding import RankGuard
 from .timing import Timing
 
 _PR_SET_PDEATHSIG = 1
 _exit = os._exit
 EXIT_CODE = 17
 NOTHING = "no communication"
+_WRITE_S = 3.0  # for someone to read what is written to standard output or error
 
 
 def log(rank: int, *lines: str) -> None:
-    """Write lines to standard error in one write, so that lines of several ranks do not mix."""
-    os.write(2, "".join(f"[{rank}] {line}\n" for line in (f"rank {rank}: {lines[0]}", *lines[1:])).encode())
+    """Write lines to standard error, in one write if they are short, so that lines of several ranks do not mix.
+
+    Never raises, and gives up after a few seconds: standard error may be closed, or a pipe that nobody reads.
+    """
+    text = "".join(f"[{rank}] {line}\n" for line in (f"rank {rank}: {lines[0]}", *lines[1:]))
+    with contextlib.suppress(OSError):
+        write(2, text.encode(errors="backslashreplace"), _WRITE_S)
+
+
+def _is_read(fd: int, seconds: float) -> bool:
+    """False if what has been written to the descriptor is not read for so long."""
+    ready = select.poll()
+    ready.register(fd, select.POLLOUT)
+    return bool(ready.poll(1000 * seconds))
+
+
+def flush_output() -> None:
+    """Flush standard output, unless nobody reads it. Never raises: it may be closed, a full disk, or None."""
+    with contextlib.suppress(Exception):
+        if _is_read(1, _WRITE_S):
+            sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def handler_kept(number: signal.Signals) -> Iterator[None]:
+    """Keep this signal's handler, whoever installed it, through a block that may replace it."""
+    libc, handler = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # more than a struct sigaction
+    libc.sigaction(number, None, handler)
+    try:
+        yield
+    finally:
+        libc.sigaction(number, handler, None)
 
 
 class Aborter:
     """Ends the job, in a thread that is started early: at the interpreter's exit, where finalize runs, none can be started."""
 
-    def __init__(self, timing: Timing) -> None:
+    def __init__(self, timing: Timing, guard: RankGuard) -> None:
         self._timing = timing
+        self._guard = guard
         self._codes: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="shardrt-abort", daemon=True)
         self._thread.start()
 
     def end_job(self, code: int) -> NoReturn:
         """End the job with this exit code."""
+        self._guard.end(code)
         self._codes.put(code)
         # Hazard: if another thread holds stdout or a lock of MPI's, the abort may never return.
         self._thread.join(self._timing.abort_s)
@@ -59,8 +95,10 @@ class Aborter:
         code = self._codes.get()
         if code is None:
             return
+        flush_output()
         with contextlib.suppress(OSError):
-            sys.stdout.flush()
+            if not _is_read(2, 0.0):  # `log` has waited; the abort writes a line of its own
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         # Hazard: on an abort mpirun drops output that it has not passed on yet, such as a report.
         time.sleep(self._timing.flush_s)
         from mpi4py import MPI
@@ -147,10 +185,13 @@ class ExitHandlers:
         """Report, and end the job. Only the first thread that calls it does."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()
-        log(self._rank, f"{title}, {self._under_way()} under way; ending the job", *"".join(trace).splitlines())
+        lines = [f"{title}, {self._under_way()} under way; ending the job", *"".join(trace).splitlines()]
         try:
-            self._dump(title)
+            self._dump("\n".join(lines))
+        except Exception as error:
+            lines.append(f"no dump: {error}")
         finally:
+            log(self._rank, *lines)
             self._aborter.end_job(code)
 
     # ------------------------------------------------------------------ signals

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
-from pathlib import Path
-from tempfile import gettempdir
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from ..calls import Hook
 from ..communicator import Communicator
+from ..control import remove_hooks
+from ..dumps import DumpFolder
 from ..recorder import Recorder
+from ..settings import Settings
 from .check import CallCheck
-from .exit_handlers import Aborter, ExitHandlers
+from .exit_handlers import Aborter, ExitHandlers, log
+from .guarding import RankGuard
 from .timing import Timing
 from .watchdog import Watchdog
 
@@ -28,24 +32,24 @@ class Monitor:
     A world of one rank has a recorder only, and on a GPU, whose kernels may hang, a watchdog.
     """
 
-    def __init__(self, comm: MPI.Intracomm, node: int, device: torch.device) -> None:
+    def __init__(self, comm: MPI.Intracomm, node: int, device: torch.device, settings: Settings, guard: RankGuard) -> None:
         rank, size = comm.Get_rank(), comm.Get_size()
-        capacity, check = _setting("SHARDRT_RECORDER", 2000), _setting("SHARDRT_CHECK", int(device.type == "cpu"))
-        job = comm.bcast(f"shardrt-dumps-{os.getuid()}/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-        self.recorder = Recorder(rank, size, Path(os.environ.get("SHARDRT_DUMP", Path(gettempdir()) / job)), capacity)
-        self.hooks: list[Hook] = [self.recorder] if capacity else []
+        job = comm.bcast(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{secrets.token_hex(2)}")
+        self.recorder = Recorder(rank, size, DumpFolder(settings.dumps, job, partial(log, rank)), settings.recorded_calls)
+        self.hooks: list[Hook] = [self.recorder] if settings.recorded_calls else []
         self._pid = os.getpid()
         self._watchdog, self._exit_handlers = None, None
         if size > 1 or device.type == "cuda":
-            timing = Timing.from_environment()
-            self._aborter = Aborter(timing)
+            timing = Timing.from_settings(settings)
+            self._aborter = Aborter(timing, guard)
             self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter, timing)
+            self._watchdog.share_table(guard)
             self.hooks.append(self._watchdog)
             if size > 1:
                 self._exit_handlers = ExitHandlers(
                     rank, self._aborter, self._watchdog.under_way, lambda why: self.recorder.dump(why=why), timing
                 )
-        if check:  # last, so that the watchdog sees a rank that waits for another's fingerprint
+        if settings.check:  # last, so that the watchdog sees a rank that waits for another's fingerprint
             self.hooks.append(CallCheck())
         os.register_at_fork(after_in_child=self._after_fork)
 
@@ -69,6 +73,7 @@ class Monitor:
         if self._exit_handlers is not None:
             self._exit_handlers.close()
         self._aborter.close()
+        remove_hooks()
 
     def _after_fork(self) -> None:
         """A forked child has no MPI and none of the threads: it can do anything but communicate."""
@@ -83,10 +88,3 @@ def _raise_in_child(*_: object) -> NoReturn:
         f"process {os.getpid()} is a forked child of a rank: it cannot communicate, since MPI knows only the rank itself. "
         "Communicate in the rank, or start the child with multiprocessing's 'spawn' and without shardrt.init()"
     )
-
-
-def _setting(variable: str, default: int) -> int:
-    text = os.environ.get(variable, str(default))
-    if not text.isdecimal():
-        raise ValueError(f"{variable}={text!r}: expected a number, 0 for off")
-    return int(text)

@@ -6,36 +6,28 @@ through `sidechannel.py`. The memory has no name, so nothing is left behind, how
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import lru_cache
 from struct import Struct
 from time import time
 
+from .states import Alarm, Phase
+
 _ROW_NBYTES = 2048
-_HEADER = Struct("<qdiBc91s")  # pid, seen, stacks, state, process, note
-_STATE_AT, _PROCESS_AT, _NOTE_AT, _SEEN_AT = 20, 21, 22, 8
-_HEADER_NBYTES = 128
+_HEADER = Struct("<qdiBc91sBdI")  # pid, seen, stacks, phase, process, note, alarm, waited, operations
+_SEEN_AT, _PHASE_AT, _PROCESS_AT, _NOTE_AT, _ALARM_AT, _WAITED_AT = 8, 20, 21, 22, 113, 114
+_NOTE_NBYTES, _HEADER_NBYTES = 91, 128
 WHAT_NBYTES = 64
 _ENTRY = Struct(f"<Q24sqqqd{WHAT_NBYTES}s")  # key, communicator, ended, count, number, since, what
 _BEGUN = Struct(f"<qqd{WHAT_NBYTES}s")
 _ENDED_AT, _BEGUN_AT = 32, 40
-_SEEN, _COUNT = Struct("<d"), Struct("<q")
+_SEEN, _COUNT, _WAITED = Struct("<d"), Struct("<q"), Struct("<dI")
+LAYOUT = f"{_ROW_NBYTES} {_HEADER_NBYTES} {_ENTRY.format}"  # for the guard, which does not import this file
 ENTRIES = (_ROW_NBYTES - _HEADER_NBYTES) // _ENTRY.size
-
-
-class State(IntEnum):
-    """The state of a rank, as it reports it itself."""
-
-    STARTING = 0
-    RUNNING = 1
-    LEAVING = 2  # its program has reached its end
-    FINISHED = 3  # so has every other rank's
-    ALARM = 4  # it has an overdue operation
-    REPORTED = 5  # it has written its report
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +37,12 @@ class Header:
     pid: int
     seen: float  # when its watchdog was last awake, in seconds since the epoch
     stacks: int  # descriptor of the file that a signal makes it write its stacks to
-    state: State
+    phase: Phase
     process: str  # its state in /proc, as its node's first rank saw it
     note: str  # its last call, once it is LEAVING
+    alarm: Alarm
+    waited: float  # seconds that it has been inside operations
+    operations: int  # that it has begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +63,20 @@ class Operation:
 
 
 class Table:
-    """The rows of all ranks. fd: descriptor of the memory, which the node's first rank has created."""
+    """The rows of all ranks. fd: descriptor of the memory, which the node's first rank has created; the table closes it.
+
+    Hazard: the claim belongs to the open file: each process opens the memory itself, and no descriptor is handed on.
+    """
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
+        self.fd = fd
         self._memory = mmap.mmap(fd, _ROW_NBYTES * size)
 
     def close(self) -> None:
         """Free the memory. Its entries must not be used any more."""
         self._memory.close()
+        os.close(self.fd)
 
     @staticmethod
     def create(size: int) -> int:
@@ -87,19 +87,41 @@ class Table:
 
     def introduce(self, rank: int, stacks: int) -> None:
         """Fill in the header of this process's row."""
-        _HEADER.pack_into(self._memory, rank * _ROW_NBYTES, os.getpid(), time(), stacks, State.RUNNING, b"R", b"")
+        values = os.getpid(), time(), stacks, Phase.RUNNING, b"R", b"", Alarm.NONE, 0.0, 0
+        _HEADER.pack_into(self._memory, rank * _ROW_NBYTES, *values)
 
-    def set_state(self, rank: int, state: State, note: str = "") -> None:
-        """Set the state of `rank`. note: the last call, for LEAVING."""
-        row = rank * _ROW_NBYTES
-        if note:
-            text = note.encode()[:91]
-            self._memory[row + _NOTE_AT : row + _NOTE_AT + len(text)] = text
-        self._memory[row + _STATE_AT] = state
+    def set_phase(self, rank: int, phase: Phase) -> None:
+        """Set the phase of this process's rank. Called by its main thread."""
+        self._memory[rank * _ROW_NBYTES + _PHASE_AT] = phase
 
-    def states(self) -> bytes:
-        """Every rank's state."""
-        return self._memory[_STATE_AT::_ROW_NBYTES]
+    def set_note(self, rank: int, note: str) -> None:
+        """Keep the last call of a rank that is about to leave."""
+        at = rank * _ROW_NBYTES + _NOTE_AT
+        self._memory[at : at + _NOTE_NBYTES] = _field(note)[:_NOTE_NBYTES].ljust(_NOTE_NBYTES, b"\0")
+
+    def set_alarm(self, rank: int, alarm: Alarm) -> None:
+        """Set the alarm of this process's rank. Called by its watchdog."""
+        self._memory[rank * _ROW_NBYTES + _ALARM_AT] = alarm
+
+    def alarms(self) -> bytes:
+        """Every rank's alarm."""
+        return self._memory[_ALARM_AT::_ROW_NBYTES]
+
+    def claim(self) -> bool:
+        """Take the claim of this node, which one process can hold until it ends. False: another one holds it."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Give the claim back."""
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def set_waited(self, rank: int, seconds: float, operations: int) -> None:
+        """Record how long this process's rank has been inside operations, and how many."""
+        _WAITED.pack_into(self._memory, rank * _ROW_NBYTES + _WAITED_AT, seconds, operations & 0xFFFFFFFF)
 
     def beat(self, rank: int) -> None:
         """Record that this process's watchdog is awake."""
@@ -111,8 +133,9 @@ class Table:
 
     def header(self, rank: int) -> Header:
         """The header of a rank's row."""
-        pid, seen, stacks, state, process, note = _HEADER.unpack_from(self._memory, rank * _ROW_NBYTES)
-        return Header(pid, seen, stacks, State(state), process.decode(), _text(note))
+        row = _HEADER.unpack_from(self._memory, rank * _ROW_NBYTES)
+        pid, seen, stacks, phase, process, note, alarm, waited, operations = row
+        return Header(pid, seen, stacks, Phase(phase), process.decode(), _text(note), Alarm(alarm), waited, operations)
 
     def operations(self, rank: int) -> Iterator[Operation]:
         """A rank's newest operation on each communicator."""
@@ -133,32 +156,66 @@ class Table:
             self._memory[rank * _ROW_NBYTES : (rank + 1) * _ROW_NBYTES] = row
 
 
-class StatusEntry:
-    """This rank's current operation on one communicator. Cost: 0.5 us to begin and 0.2 us to end an operation."""
+class TimeInside:
+    """How long this rank has been inside operations, of any communicator, and how many it has begun.
 
-    def __init__(self, table: Table, rank: int, index: int, key: int, comm: str) -> None:
+    Operations on several threads may overlap, and count once. Cost: 0.2 us for each.
+    """
+
+    def __init__(self) -> None:
+        self.operations = 0
+        self._seconds = self._until = 0.0  # up to which `_seconds` counts, while the rank is inside one
+        self._entries: set[int] = set()  # with an operation under way
+
+    def begin(self, entry: int, now: float) -> None:
+        """An operation begins."""
+        if not self._entries:
+            self._until = now
+        self._entries.add(entry)
+        self.operations += 1
+
+    def end(self, entry: int) -> None:
+        """It has ended. Invariant: all time is added before the entry goes, so that threads need no lock."""
+        now = time()
+        self._seconds += now - self._until
+        self._until = now
+        self._entries.discard(entry)
+
+    def seconds(self) -> float:
+        """The time so far, with that of an operation under way."""
+        return self._seconds + (time() - self._until if self._entries else 0.0)
+
+
+class StatusEntry:
+    """This rank's current operation on one communicator. Cost: 0.6 us to begin and 0.3 us to end an operation."""
+
+    def __init__(self, table: Table, rank: int, index: int, key: int, comm: str, inside: TimeInside) -> None:
         self.index = index
+        self._inside = inside
         self.ended = self.count = 0
         self.number, self.what = -1, ""
         self._memory = table._memory
         self._at = rank * _ROW_NBYTES + _HEADER_NBYTES + index * _ENTRY.size
-        _ENTRY.pack_into(self._memory, self._at, key, comm.encode(), 0, 0, -1, 0.0, b"")
+        _ENTRY.pack_into(self._memory, self._at, key, _field(comm), 0, 0, -1, 0.0, b"")
 
     def begin(self, number: int, what: str) -> None:
         """The rank begins this operation."""
         self.count += 1
         self.number, self.what = number, what
-        _BEGUN.pack_into(self._memory, self._at + _BEGUN_AT, self.count, number, time(), _field(what))
+        now = time()
+        _BEGUN.pack_into(self._memory, self._at + _BEGUN_AT, self.count, number, now, _field(what))
+        self._inside.begin(self.index, now)
 
     def end(self) -> None:
         """The operation has ended."""
         self.ended = self.count
         _COUNT.pack_into(self._memory, self._at + _ENDED_AT, self.count)
+        self._inside.end(self.index)
 
 
 @lru_cache(maxsize=4096)
-def _field(what: str) -> bytes:
-    return what.encode()
+def _field(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")  # names of files and communicators may hold anything
 
 
 def _text(field: bytes) -> str:

@@ -2,104 +2,40 @@
 
 Each rank writes what it does into the status table (`status_table.py`), and its watchdog checks the rank's own operations
 several times a second. An operation is overdue after SHARDRT_TIMEOUT seconds (600; 0: never), or after a few seconds if it
-waits for a rank that has left its program or whose process is gone. Then every rank that waits raises the alarm in its row; the
-lowest of them writes the report, with the stacks of the ranks of its node; each rank writes its flight recorder's dump; the job
-ends with exit code 17.
+waits for a rank that has left its program or whose process is gone. Then the rank raises the alarm in its row. If the operation
+does not come through meanwhile, one of the ranks that raised it writes the report, with the stacks of the ranks of its node
+(`states.py` says which one, and when); each rank writes its flight recorder's dump; the job ends with exit code 17.
 
-A rank that is stopped, or runs C code that holds the GIL, cannot report; other ranks report it. A signal makes `faulthandler`
-dump its stacks, without the GIL, to a file that the reporting process can open.
+A rank that is stopped, or runs C code that holds the GIL, cannot report; other ranks report it, with its stacks (`stacks.py`).
 """
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import signal
-import socket
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from ..calls import BLOCKING, CallList, CollectiveCall, Hook, Member, Work
+from ..calls import BLOCKING, CallList, CollectiveCall, Failure, Hook, Member, Work
 from ..fingerprint import name_ranks
-from ..recorder import Recorder, is_past
+from ..recorder import Recorder
 from ..streams import is_capturing, observe
 from .exit_handlers import EXIT_CODE, NOTHING, Aborter, log
+from .guarding import RankGuard
+from .peers import Heartbeats, Peers, share_table
 from .sidechannel import SideChannel
-from .status_table import ENTRIES, WHAT_NBYTES, Operation, State, StatusEntry, Table, process_letter
+from .stacks import STACKS_SIGNAL, Stacks
+from .states import Alarm, Decision, Move, Phase
+from .status_table import ENTRIES, StatusEntry, TimeInside
+from .stragglers import Stragglers
 from .timing import Timing
+from .waits import Overdue, Watched
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-_STACKS_SIGNAL = signal.SIGRTMIN + 6
-_PROCESS_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "gone", "D": "in the kernel"}
-_ALARMED = (State.ALARM, State.REPORTED)
-
-
-@dataclass(frozen=True, slots=True)
-class _Process:
-    node: int
-    host: str
-    pid: int
-    table: int  # file descriptor of the node's table, on its first rank
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """An operation that this rank is waiting in."""
-
-    comm: str
-    ranks: tuple[int, ...]
-    key: int
-    number: int
-    what: str
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"#{self.number} {self.what} on '{self.comm}'"
-
-
-class _Watched:
-    """The status entry of a communicator, and for how long it has not changed."""
-
-    def __init__(self, comm: Member, status: StatusEntry, key: int) -> None:
-        self.name, self.ranks, self.own, self.status, self.key = comm.name, comm.ranks, comm.rank, status, key
-        self.pending: deque[tuple[int, str, Work]] = deque()  # on a CUDA device
-        self.peers: list[int] = []  # of sends and receives without a collective
-        self.shown = 0
-        self.seconds = 0.0
-
-    def begin(self, calls: CallList) -> None:
-        """This rank begins these calls."""
-        what = calls.description
-        self.peers = [] if what.shared else [call.args[0] for call in calls if isinstance(call.args[0], int)]
-        self.status.begin(calls[0].number, what.shared or what.text)
-
-    def advance(self, elapsed: float) -> _Wait | None:
-        """Add `elapsed` seconds if the operation has not changed since the last call. Returns: the operation, as `wait`."""
-        while self.pending and is_past(self.pending[0][2]):
-            self.pending.popleft()
-        wait = self.wait()
-        shown = id(self.pending[0][2]) if self.pending else self.status.count
-        self.seconds = self.seconds + elapsed if wait is not None and shown == self.shown else 0.0
-        self.shown = shown
-        return wait
-
-    def wait(self) -> _Wait | None:
-        """The operation that this rank is in: on a CUDA device, the oldest that has been enqueued and is not done."""
-        number, what = self.status.number, self.status.what
-        if self.pending:
-            number, what, _ = self.pending[0]
-        elif self.status.ended == self.status.count:
-            return None
-        members = {*self.peers, self.own} if self.peers else range(len(self.ranks))
-        return _Wait(self.name, tuple(self.ranks[m] for m in sorted(members)), self.key, number, what, self.seconds)
 
 
 class Watchdog(Hook):
@@ -114,45 +50,22 @@ class Watchdog(Hook):
         self._recorder = recorder
         self._aborter = aborter
         # Two for each communicator: collectives may run on a thread while the caller waits for something else.
-        self._watched: dict[tuple[Member, bool], _Watched] = {}
+        self._watched: dict[tuple[Member, bool], Watched] = {}
         self._opening = threading.Lock()
-        self._stacks = os.memfd_create("shardrt-stacks")
-        self._table, self._processes = self._share_table(comm, node)
-        self._node = [rank for rank, process in enumerate(self._processes) if process.node == node]
-        nodes = [
-            [r for r, p in enumerate(self._processes) if p.node == first] for first in sorted({p.node for p in self._processes})
-        ]
-        self._channel = SideChannel(comm, self._table, nodes, timing) if len(nodes) > 1 else None
+        self._stacks = Stacks()
+        self._table, processes = share_table(comm, node, self._stacks)
+        self._peers = peers = Peers(self._rank, self._table, processes, timing)
+        self._channel = SideChannel(comm, self._table, peers.nodes, timing) if len(peers.nodes) > 1 else None
         if self._channel is not None and self._channel.missing and self._rank == 0:
             log(self._rank, f"the watchdog has no connection to the nodes of {name_ranks(self._channel.missing)}")
-        if threading.current_thread() is threading.main_thread():
-            # Hazard: some libraries save and restore every handler that Python knows; this signal's default kills the process.
-            signal.signal(_STACKS_SIGNAL, lambda *_: None)
-        faulthandler.register(_STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        self._decision = Decision(self._table, self._rank, [process.node for process in processes], timing)
+        self._inside = TimeInside()
+        self._stragglers = Stragglers(self._table, self._rank, timing, self._inside)
+        self._heartbeats = Heartbeats(self._table, peers.nodes, timing)
+        self._failure: Failure | None = None  # with which this rank has left the block of an agree(), until all have
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardrt-watchdog", daemon=True)
         self._thread.start()
-
-    def _share_table(self, comm: MPI.Intracomm, node: int) -> tuple[Table, list[_Process]]:
-        """Open the node's table, which its first rank creates."""
-        made = Table.create(comm.Get_size()) if self._rank == node else -1
-        processes = comm.allgather(_Process(node, socket.gethostname(), os.getpid(), made))
-        first = processes[node]
-        try:
-            fd = os.open(f"/proc/{first.pid}/fd/{first.table}", os.O_RDWR)
-            table, error = Table(fd, comm.Get_size()), None
-            os.close(fd)
-            table.introduce(self._rank, self._stacks)
-        except OSError as problem:
-            error = problem
-        for rank, failed in enumerate(comm.allgather(error)):
-            if failed is not None:
-                raise RuntimeError(
-                    f"rank {rank} cannot open the memory of another process of its node, of the same user: {failed}"
-                )
-        if made >= 0:
-            os.close(made)
-        return table, processes
 
     # ------------------------------------------------------------------ the hook
 
@@ -166,21 +79,25 @@ class Watchdog(Hook):
     def after(self, calls: CallList) -> None:
         self._watch(calls[0]).status.end()
 
-    def _watch(self, call: CollectiveCall) -> _Watched:
+    def failed(self, failure: Failure | None) -> None:
+        self._failure = failure
+
+    def _watch(self, call: CollectiveCall) -> Watched:
         key = (call.comm, call.name in BLOCKING)
         return self._watched.get(key) or self._open(*key)
 
-    def _open(self, comm: Member, blocking: bool) -> _Watched:
+    def _open(self, comm: Member, blocking: bool) -> Watched:
         """A status entry for a new communicator; when all are taken, that of the oldest communicator that is idle."""
-        key = int.from_bytes(blake2b(f"{comm.name} {comm.ranks} {blocking}".encode(), digest_size=8).digest())
+        key = int.from_bytes(
+            blake2b(f"{comm.name} {comm.ranks} {blocking}".encode(errors="backslashreplace"), digest_size=8).digest()
+        )
         with self._opening:
             index = len(self._watched)
             if index == ENTRIES:
                 oldest = next(key for key, watched in self._watched.items() if watched.wait() is None)
                 index = self._watched.pop(oldest).status.index
-            watched = self._watched[comm, blocking] = _Watched(
-                comm, StatusEntry(self._table, self._rank, index, key, comm.name), key
-            )
+            status = StatusEntry(self._table, self._rank, index, key, comm.name, self._inside)
+            watched = self._watched[comm, blocking] = Watched(comm, status, key, comm.size == self._table.size)
         return watched
 
     def under_way(self) -> str:
@@ -188,21 +105,27 @@ class Watchdog(Hook):
         waits = [wait for watched in list(self._watched.values()) if (wait := watched.wait()) is not None]
         return " and ".join(map(str, waits)) or NOTHING
 
+    def share_table(self, guard: RankGuard) -> None:
+        """Let the guard of this rank read the status table."""
+        guard.share_table(self._table.fd, STACKS_SIGNAL, self._timing, self._peers.here)
+
     def leave(self) -> None:
         """This rank's program has reached its end: an operation that waits for it will never complete."""
-        self._table.set_state(self._rank, State.LEAVING, self._recorder.last_call())
+        self._table.set_note(self._rank, self._recorder.last_call())
+        self._table.set_phase(self._rank, Phase.LEAVING)
 
     def stay(self) -> None:
         """All ranks have reached the end of their programs, and something is left to do."""
-        self._table.set_state(self._rank, State.RUNNING)
+        self._table.set_phase(self._rank, Phase.RUNNING)
 
     def close(self) -> None:
-        """End the thread. All ranks have reached the end of their programs."""
-        self._table.set_state(self._rank, State.FINISHED)
+        """End the thread. All ranks have reached the end of their programs. Does not return if a rank is ending the job."""
+        until = time.monotonic() + self._timing.report_s
+        while not self._decision.finish(patient=time.monotonic() < until):
+            time.sleep(self._timing.poll_s)
         self._stopping.set()
         self._thread.join()
-        faulthandler.unregister(_STACKS_SIGNAL)
-        os.close(self._stacks)
+        self._stacks.close()
         self._table.close()
         if self._channel is not None:
             self._channel.close()
@@ -215,123 +138,96 @@ class Watchdog(Hook):
         while not self._stopping.wait(self._timing.poll_s):
             now = time.monotonic()
             # Hazard: a job that was suspended as a whole and resumed is not overdue: at most one second counts.
-            overdue = self._overdue(min(now - before, 1.0))
-            before = now
-            self._tick()
-            if overdue is not None or any(state in _ALARMED for state in self._table.states()):
-                self._end(overdue)
+            elapsed, before = min(now - before, 1.0), now
+            overdue = self._overdue(elapsed)
+            self._tick(elapsed)
+            move = self._decision.look(elapsed, overdue, self._heartbeats.is_silent(0))
+            if (done := self._decision.act(move, overdue)) in (Move.COMMIT, Move.FOLLOW):
+                self._end(done, overdue)
 
-    def _tick(self) -> None:
-        self._table.beat(self._rank)
-        if self._channel is not None and self._rank == self._node[0]:
-            for rank in self._node:
-                self._table.note_process(rank)
-            self._channel.tick()
-
-    def _overdue(self, elapsed: float) -> _Wait | None:
+    def _overdue(self, elapsed: float) -> Overdue | None:
         self._recorder.poll()
+        overdue = None
         for watched in list(self._watched.values()):
             wait = watched.advance(elapsed)
-            late = watched.seconds >= self._timing.timeout_s
-            if wait is not None and (
-                late or (watched.seconds >= self._timing.lost_s and any(map(self._is_lost, self._missing(wait))))
-            ):
-                return wait
-        return None
+            if wait is None or overdue is not None or watched.seconds < min(self._timing.lost_s, self._timing.timeout_s):
+                continue
+            missing = self._peers.missing(wait)
+            if watched.seconds >= self._timing.timeout_s or any(map(self._peers.is_lost, missing)):
+                overdue = Overdue(wait, missing, watched.is_where_it_was)
+        return overdue
 
-    def _missing(self, wait: _Wait) -> list[int]:
-        """The ranks that have not reached the operation: they are before it, or in another one of the same number."""
-        return [rank for rank in wait.ranks if not any(_has_reached(o, wait) for o in self._table.operations(rank))]
-
-    def _is_lost(self, rank: int) -> bool:
-        return self._table.header(rank).state in (State.LEAVING, State.FINISHED) or self._process_state(rank) in "XZ"
-
-    def _process_state(self, rank: int) -> str:
-        header = self._table.header(rank)
-        return process_letter(header.pid) if rank in self._node else header.process
+    def _tick(self, elapsed: float = 0.0) -> None:
+        self._table.beat(self._rank)
+        if (late := self._stragglers.tick()) is not None:
+            host = self._peers.processes[late.rank].host
+            log(self._rank, f"rank {late.rank} on {host} is late: {late} (SHARDRT_STRAGGLER={self._timing.straggler:g})")
+        if self._channel is None:
+            return
+        if self._rank == self._peers.here[0]:
+            for rank in self._peers.here:
+                self._table.note_process(rank)
+            self._channel.tick()
+        self._heartbeats.tick(elapsed)
 
     # ------------------------------------------------------------------ the end
 
-    def _end(self, overdue: _Wait | None) -> NoReturn:
-        overdue = self._settle(overdue)
-        alarmed = [rank for rank, state in enumerate(self._table.states()) if state in _ALARMED]
-        reporter = alarmed[0]
-        first_here = next((rank for rank in alarmed if rank in self._node), self._node[0])
-        if overdue is not None and reporter == self._rank:
-            log(self._rank, *self._report(overdue), *self._stacks_of_node())
-        elif first_here == self._rank:
-            log(self._rank, *self._stacks_of_node())
-        elif overdue is not None:
-            log(self._rank, f"waits in {overdue}; last call: {self._recorder.last_call()}")
+    def _end(self, move: Move, overdue: Overdue | None) -> NoReturn:
+        """Write what this rank knows, and end the job when all have written theirs."""
+        reports, has_raised = move is Move.COMMIT, self._table.alarms()[self._rank] != Alarm.NONE
+        speaks = reports or self._speaks_for_node()
+        stacks = self._peers.stacks_here() if speaks else []
+        lines = self._report(overdue) if reports else self._last_words(overdue)
+        if self._failure is not None:
+            lines += ["raised in a block of agree(), which the others have not left:", *self._failure.trace.splitlines()]
         try:
-            self._recorder.dump(why=str(overdue or f"an operation of rank {reporter} never completed"))
-        except OSError as error:
-            log(self._rank, f"no dump: {error}")
-        if overdue is not None:
-            self._table.set_state(self._rank, State.REPORTED)
-        end = time.monotonic() + self._timing.report_s
-        while time.monotonic() < end and self._table.states()[reporter] != State.REPORTED:
-            time.sleep(self._timing.poll_s)
-            self._tick()
+            self._recorder.dump(why="\n".join([*lines, *stacks]))
+        except Exception as error:  # the report is worth more
+            lines.append(f"no dump: {error}")
+        if reports:
+            lines.append(f"dumps: {self._recorder.folder}; python -m shardrt.comm.recorder merge {self._recorder.folder}")
+        if overdue is not None or speaks or self._failure is not None:
+            log(self._rank, *lines, *stacks)
+        if reports:
+            settle_s = self._timing.settle_s if self._channel is None else self._timing.settle_nodes_s
+            self._await(self._have_followed, settle_s)
+            self._table.set_alarm(self._rank, Alarm.REPORTED)
+        elif speaks or has_raised:
+            self._table.set_alarm(self._rank, Alarm.FOLLOWED)
+        self._await(lambda: Alarm.REPORTED in self._table.alarms(), self._timing.report_s)
         self._aborter.end_job(EXIT_CODE)
 
-    def _settle(self, overdue: _Wait | None) -> _Wait | None:
-        """Raise the alarm if this rank waits too long, and give the others time to do so: they are overdue moments later."""
-        end = time.monotonic() + (self._timing.settle_s if self._channel is None else self._timing.settle_nodes_s)
-        while time.monotonic() < end:
-            overdue = overdue or self._overdue(self._timing.poll_s)
-            if overdue is not None:
-                self._table.set_state(self._rank, State.ALARM)
+    def _speaks_for_node(self) -> bool:
+        """True if this rank writes the stacks of its node: the lowest that raised the alarm, or else the lowest at all."""
+        here = self._peers.here
+        alarms = [self._table.alarms()[rank] for rank in here]
+        speaker = next((rank for rank, alarm in zip(here, alarms, strict=True) if alarm), here[0])
+        return max(alarms) < Alarm.COMMITTED and speaker == self._rank
+
+    def _have_followed(self) -> bool:
+        """True if every node that can be heard has written its part, and each of its ranks that raised the alarm."""
+        alarms, silent = self._table.alarms(), self._heartbeats.is_silent
+        nodes = [[alarms[rank] for rank in node] for node in self._peers.nodes if self._rank in node or not silent(node[0])]
+        return all(any(node) and Alarm.RAISED not in node for node in nodes)
+
+    def _await(self, condition: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end:
             time.sleep(self._timing.poll_s)
             self._tick()
-        return overdue
 
-    def _report(self, overdue: _Wait) -> list[str]:
-        missing = self._missing(overdue)
-        present = [rank for rank in overdue.ranks if rank not in missing]
-        folder = self._recorder.folder
+    def _last_words(self, overdue: Overdue | None) -> list[str]:
+        if overdue is None:
+            return ["an operation of another rank never completed"]
+        return [f"waits in {overdue.wait}; last call: {self._recorder.last_call()}"]
+
+    def _report(self, overdue: Overdue | None) -> list[str]:
+        assert overdue is not None, "an operation"
+        wait, missing = overdue.wait, overdue.missing
+        present = [rank for rank in wait.ranks if rank not in missing]
         return [
-            f"waited {overdue.seconds:.0f} s in {overdue} (limit {self._timing.timeout_s:.0f} s, SHARDRT_TIMEOUT); "
+            f"waited {wait.seconds // 1:.0f} s in {wait} (limit {self._timing.timeout_s:.0f} s, SHARDRT_TIMEOUT); "
             f"ending the job with exit code {EXIT_CODE}",
             f"present: {name_ranks(present)}; missing: {name_ranks(missing) if missing else 'none'}",
-            *(f"missing {self._describe_rank(rank)}" for rank in missing),
-            f"dumps: {folder}; python -m shardrt.comm.recorder merge {folder}",
+            *(f"missing {self._peers.describe(rank)}" for rank in missing),
         ]
-
-    def _describe_rank(self, rank: int) -> str:
-        """A rank, its process, and its last operation."""
-        process, header = self._processes[rank], self._table.header(rank)
-        condition = _PROCESS_STATES.get(self._process_state(rank), "running")
-        if header.state in (State.LEAVING, State.FINISHED):
-            condition = f"has left its program, after {header.note}"
-        elif condition == "running" and (silent := time.time() - header.seen) > (
-            self._timing.silent_s if rank in self._node else self._timing.silent_nodes_s
-        ):
-            condition = f"running, but its watchdog has been silent for {silent:.0f} s"
-        last = max(self._table.operations(rank), key=lambda operation: operation.since, default=None)
-        return f"rank {rank}: host {process.host}, pid {process.pid}, {condition}; {last or 'no operation yet'}"
-
-    def _stacks_of_node(self) -> list[str]:
-        """The stacks of this rank, and of those of its node that did not raise the alarm."""
-        silent = [rank for rank in self._node if rank != self._rank and self._table.states()[rank] not in _ALARMED]
-        for rank in silent:
-            if self._process_state(rank) not in "XZ":
-                os.kill(self._processes[rank].pid, _STACKS_SIGNAL)
-        os.kill(os.getpid(), _STACKS_SIGNAL)
-        time.sleep(self._timing.settle_s)
-        lines = []
-        for rank in [*silent, self._rank]:
-            process, header = self._processes[rank], self._table.header(rank)
-            try:
-                with open(f"/proc/{process.pid}/fd/{header.stacks}", errors="replace") as file:
-                    stacks = file.read().splitlines() or ["(none: the process does not answer)"]
-            except OSError as error:
-                stacks = [f"(none: {error.strerror})"]
-            lines += [f"stacks of rank {rank}:", *(f"  {line}" for line in stacks)]
-        return lines
-
-
-def _has_reached(operation: Operation, wait: _Wait) -> bool:
-    if operation.key != wait.key:
-        return False
-    return operation.number > wait.number or (operation.number == wait.number and operation.what == wait.what[:WHAT_NBYTES])

@@ -1,0 +1,310 @@
+"""A guard's work: it follows the phases of its rank, and ends the job where the rank cannot. The table is in `__main__.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from types import ModuleType
+
+from .node import Neighbour, Node, Phase, Place, Process, Table
+
+EXIT_CODE = 17
+_POLL_S = 1.0
+_SCAN_S = 2.0  # between two looks at the ranks of the node
+_OTHERS_SCAN_S = 10.0  # the same, of others than the first rank in init()
+_GONE_S = 2.0  # for a rank's own guard to end the job, before another rank's guard is overdue
+_GRACE_S = 1.0  # for the other ranks to fail as well: then nobody waits, and the launcher ends the job
+_FLUSH_S = 0.5  # for the launcher to pass on the report, and for ranks to write their stacks
+_ABORT_S = 3.0  # for the launcher to end the rank
+_PASSED_ON = (-signal.SIGINT, -signal.SIGTERM)  # ends, by signals that launchers pass on to all ranks
+_ENDING_S = 15.0  # for the rank, or another guard, to end the job
+
+
+class Election:
+    """Which of the node's guards ends the job in init(): that of the first rank among those that are overdue.
+
+    Ranks come to their limits at different times, so it is not the first of all that wait.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._overdue: set[int] = set()  # ranks that were
+        self._ending_s = 0.0
+
+    def is_mine(self, neighbours: Mapping[int, Neighbour], elapsed_s: float) -> bool:
+        """Whether it is this rank's guard, `elapsed_s` seconds after the last call, if it is overdue itself.
+
+        While another guard ends the job, it is none. Hazard: a launcher may let the other ranks live when that guard has killed
+        its own, as `srun` does by default: some time later the next guard follows.
+        """
+        ending = {n.rank for n in neighbours.values() if n.phase is Phase.ENDING}
+        ending |= {rank for rank in self._overdue if rank not in neighbours or neighbours[rank].process.is_ending}
+        self._ending_s = self._ending_s + elapsed_s if ending else 0.0
+        overdue = {n.rank for n in neighbours.values() if n.phase is Phase.OVERDUE and _waits(n)}
+        self._overdue |= overdue
+        return (not ending or self._ending_s > _ENDING_S) and self._rank == min(overdue, default=self._rank)
+
+
+def _waits(neighbour: Neighbour) -> bool:
+    """Whether a rank is in init(), and can go on."""
+    process = neighbour.process
+    return neighbour.phase in (Phase.INIT, Phase.OVERDUE) and not process.is_stopped and not process.is_ending
+
+
+class Guard:
+    """Guards the process `pid`, of the descriptor `process`, until one of them ends. Raises: OSError if it is gone already."""
+
+    def __init__(self, pid: int, process: int, place: Place) -> None:
+        self._pid, self._process, self._place = pid, process, place
+        self._host = os.uname().nodename
+        self._pmi = _descriptor("PMI_FD") if place.is_hydras else None  # Slurm's speaks another protocol
+        _keep_only({0, 2, self._process} | ({1, self._pmi} if self._pmi is not None else set()))
+        # Hazard: the rank itself has no environment to be read while it starts its program, and when it has ended.
+        self._node = Node(Process(pid).parent, place)
+        self._table: Table | None = None
+        self._pending = b""  # the beginning of a message
+        self._limit_s, self._code = float("inf"), EXIT_CODE
+        self._election = Election(place.rank)
+        self._scan_s, self._since_scan_s = _SCAN_S, 0.0
+        self._gone_from_s = float("inf")  # of the wait in init()
+        self._set_phase(Phase.START)
+
+    def watch(self) -> None:
+        """Return when the rank has ended, or needs no guard any more."""
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        poll.register(0, select.POLLIN)
+        before = time.monotonic()
+        while self.phase is not Phase.DONE:
+            ready = [fd for fd, _ in poll.poll(None if self.phase is Phase.START else _POLL_S * 1000)]
+            if 0 in ready:
+                if not self._read():
+                    poll.unregister(0)
+            elif self._process in ready:
+                self._rank_has_ended()
+                return
+            now = time.monotonic()
+            # Hazard: a job that was suspended as a whole and resumed is not late: at most one second counts.
+            self._look(min(now - before, _POLL_S))
+            before = now
+
+    # ------------------------------------------------------------------ what the rank sends
+
+    def _read(self) -> bool:
+        """Take the rank's messages; False when the pipe has ended."""
+        data = os.read(0, 65536)
+        *messages, self._pending = (self._pending + data).split(b"\n")
+        for message in messages:
+            word, *arguments = message.decode().split(" ")
+            getattr(self, f"_on_{word}")(*arguments)
+        return bool(data)
+
+    def _on_start(self) -> None:
+        self._set_phase(Phase.START)  # init() has raised an exception, which the program may have caught
+
+    def _on_init(self, limit_s: str) -> None:
+        self._limit_s = float(limit_s)
+        self._set_phase(Phase.INIT)
+
+    def _on_table(self, *arguments: str) -> None:
+        with contextlib.suppress(OSError):  # the rank has ended since
+            self._table = Table(self._pid, *arguments)
+
+    def _on_run(self) -> None:
+        self._set_phase(Phase.RUN)
+
+    def _on_end(self, code: str) -> None:
+        self._code = int(code)
+        _reports().tell_launcher(self._code, [""])
+        self._set_phase(Phase.ENDING)
+
+    def _on_done(self) -> None:
+        self._set_phase(Phase.DONE)
+
+    def _set_phase(self, phase: Phase) -> None:
+        self._waited_s = 0.0
+        self._show(phase)
+
+    def _show(self, phase: Phase) -> None:
+        self.phase = phase
+        with open("/proc/self/comm", "w") as file:
+            file.write(phase.value)
+
+    # ------------------------------------------------------------------ what the guard sees
+
+    def _look(self, elapsed_s: float) -> None:
+        with contextlib.suppress(OSError):
+            if Process(self._pid).is_stopped:  # maybe with the whole job; if not, another rank's guard counts
+                return
+        self._waited_s += elapsed_s
+        if self.phase in (Phase.INIT, Phase.OVERDUE):
+            self._look_at_start(elapsed_s)
+        elif self.phase is Phase.RUN and self._table is not None:
+            self._look_at_table(self._table)
+        elif self.phase is Phase.ENDING and self._waited_s > _ENDING_S:
+            self._end_job(self._code)
+
+    def _look_at_start(self, elapsed_s: float) -> None:
+        self._since_scan_s += elapsed_s
+        if self._waited_s < self._limit_s and (self._since_scan_s < self._scan_s or not self._node.is_visible):
+            return
+        neighbours, starting = self._node.look()
+        has_gone = any(neighbour.process.is_ending and not neighbour.has_come for neighbour in neighbours.values())
+        has_gone |= len(neighbours) + starting < (self._node.local_size or 0)
+        self._gone_from_s = min(self._gone_from_s, self._waited_s) if has_gone else float("inf")
+        is_overdue = self._waited_s >= min(self._limit_s, self._gone_from_s + _GONE_S)
+        is_mine = self._election.is_mine(neighbours, self._since_scan_s)
+        self._since_scan_s = 0.0
+        if is_overdue and self.phase is Phase.OVERDUE and is_mine:
+            self._show(Phase.ENDING)
+            self._end_job(EXIT_CODE, *self._start_report(neighbours))
+        self._show(Phase.OVERDUE if is_overdue else Phase.INIT)
+        first = min((rank for rank, neighbour in neighbours.items() if _waits(neighbour)), default=self._place.rank)
+        # Cost: 128 guards that looked at 3,000 processes every two seconds would take three cores.
+        often_s = _POLL_S if is_overdue else _SCAN_S
+        self._scan_s = often_s if has_gone or first == self._place.rank else _OTHERS_SCAN_S
+
+    def _start_report(self, neighbours: Mapping[int, Neighbour]) -> list[str]:
+        words, host = _reports(), f"host {self._host}"
+        limit = "no limit" if self._limit_s == float("inf") else f"limit {self._limit_s:.0f} s"
+        came = [rank for rank, neighbour in neighbours.items() if neighbour.has_come]
+        count = max(self._node.local_size or 0, len(neighbours))
+        ranks = range(self._place.size) if count == self._place.size else neighbours.keys()
+        described = {rank: words.describe_process(neighbour.process.pid) for rank, neighbour in neighbours.items()}
+        lines = [
+            f"waited {self._waited_s:.0f} s in shardrt.init() ({limit}, SHARDRT_START_TIMEOUT)",
+            f"{host}: {len(came)} of {count} ranks came to shardrt.init(): {words.name_ranks(came)}",
+            *(f"missing rank {rank}: {host}, {described.get(rank, 'ended')}" for rank in ranks if rank not in came),
+        ]
+        stopped = [rank for rank in came if neighbours[rank].process.is_stopped]
+        lines += [f"rank {rank} in shardrt.init(): {host}, {described[rank]}" for rank in stopped]
+        if len(came) == count < self._place.size and not stopped:
+            elsewhere = "" if self._node.local_size else ", in other containers, or have ended"
+            lines.append(f"the ranks that did not come are on other hosts{elsewhere}")
+        return lines
+
+    def _look_at_table(self, table: Table) -> None:
+        """End the job when every watchdog of the node has been silent for long, unless all ranks are stopped.
+
+        Their ranks hold Python's lock in C code, or are stopped, or the watchdogs have ended. Hazard: where nobody waits in an
+        operation, that C code may just take long: to parse a large file, for example.
+        """
+        if table.has_beaten():
+            self._waited_s = 0.0
+        if self._waited_s < table.deadline_s or (self._waited_s < table.held_s and not table.is_in_operation()):
+            return
+        if not table.claim():
+            return
+        words = _reports()
+        ranks = [rank for rank, process in table.processes().items() if process.will_run()]
+        pids = [table.pid(rank) for rank in ranks]
+        stacks = words.stacks(pids, [table.stacks(rank) for rank in ranks], table.signal, _FLUSH_S)
+        self._end_job(
+            EXIT_CODE,
+            f"host {self._host}: no watchdog of {words.name_ranks(table.ranks)} has been awake for {self._waited_s:.0f} s "
+            "(SHARDRT_TIMEOUT): they hold Python's lock in C code, or are stopped",
+            *(f"rank {rank}: {words.describe_process(table.pid(rank))}; {table.last_operation(rank)}" for rank in table.ranks),
+            *(line for rank, lines in zip(ranks, stacks, strict=True) for line in (f"stacks of rank {rank}:", *lines)),
+        )
+
+    # ------------------------------------------------------------------ the end
+
+    def _rank_has_ended(self) -> None:
+        try:
+            code = Process(self._pid).exit_code()
+        except OSError:
+            code = None  # the launcher has taken it already
+        if self.phase is Phase.ENDING:
+            self._end_job(self._code)
+        elif (self.phase is Phase.START and not code) or self._is_by_launcher(code):
+            return
+        elif self.phase is not Phase.RUN:
+            self._has_ended_at_start(code)
+        elif self._table is None or self._table.claim():
+            last = "" if self._table is None else f"; {self._table.last_operation(self._place.rank)}"
+            self._end_job(_code_of_job(code), f"{self._describe(code)} before shardrt.finalize(){last}")
+
+    def _is_by_launcher(self, code: int | None) -> bool:
+        """Whether the launcher has ended the rank, with all others, or knows by itself that the job has to end.
+
+        Hazard: Open MPI's and Slurm's take the exit code of a process before a guard can see it.
+        """
+        if self._pmi is None:
+            return code in (None, -signal.SIGTERM, -signal.SIGKILL)
+        return code == -signal.SIGKILL and not self._others_live()
+
+    def _has_ended_at_start(self, code: int | None) -> None:
+        """End the job, unless the other ranks have ended alike: as from a Ctrl-C, which the launcher passes on to all."""
+        time.sleep(_GRACE_S)
+        speaks = self._place.is_first and self._place.local_size != self._place.size and code not in _PASSED_ON
+        if not speaks and not self._others_live():
+            return
+        where = "before" if self.phase is Phase.START else "in"
+        self._end_job(_code_of_job(code), f"{self._describe(code)} {where} shardrt.init()")
+
+    def _others_live(self) -> bool:
+        """Whether another rank of this machine lives, and has not been killed: of the node, if the others cannot be seen."""
+        others = self._node.others()
+        if self._table is not None and not self._node.is_visible:
+            others = [process for rank, process in self._table.processes().items() if rank != self._place.rank]
+        return any(other.will_run() for other in others)
+
+    def _describe(self, code: int | None) -> str:
+        return f"host {self._host}, pid {self._pid}, {_reports().describe_end(code)}"
+
+    def _end_job(self, code: int, *lines: str) -> None:
+        """Report, end the job, and this process."""
+        if lines:
+            first = f"{lines[0]}; ending the job with exit code {code}"
+            _reports().report(code, self._place.rank, [first, *lines[1:]])
+            time.sleep(_FLUSH_S)
+        ended = select.poll()
+        ended.register(self._process, select.POLLIN)
+        if self._pmi is not None:
+            with contextlib.suppress(OSError):  # the launcher has ended
+                os.write(self._pmi, f"cmd=abort exitcode={code}\n".encode())
+                ended.poll(_ABORT_S * 1000)
+        if not ended.poll(0):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        sys.exit()
+
+
+def _code_of_job(code: int | None) -> int:
+    """The exit code of a job that a rank has ended."""
+    return EXIT_CODE if not code else code if code > 0 else 128 - code
+
+
+def _reports() -> ModuleType:
+    """What is imported only to report."""
+    from . import report
+
+    return report
+
+
+def _descriptor(variable: str) -> int | None:
+    """The open descriptor that a variable names."""
+    text = os.environ.get(variable, "")
+    try:
+        os.fstat(int(text))
+    except (ValueError, OSError):
+        return None
+    return int(text)
+
+
+def _keep_only(kept: set[int]) -> None:
+    """Close every descriptor but these, and put /dev/null where standard output was.
+
+    Hazard: MPICH's proxy sees that a rank has ended when its output does, takes its exit code, and kills the others, or lets
+    them wait. With the rank's output and PMI descriptor open, the guard sees it first. Nobody else may wait for their end.
+    """
+    if 1 not in kept:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if fd > 2 and fd not in kept:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.close(fd)

@@ -1,0 +1,187 @@
+"""Who ends the job: the states of a rank's row, who writes them, and what it reads before.
+
+A row has two states, each with one writer, so that neither can overwrite the other.
+
+`Phase`, of the program, written by the rank's main thread:
+
+    STARTING -> RUNNING <-> LEAVING -> FINISHED
+
+`Alarm`, written by the rank's watchdog, which looks at all rows every `poll_s` and then acts:
+
+    NONE <-> RAISED -> COMMITTED -> REPORTED      the rank that writes the report
+    NONE or RAISED -> FOLLOWED                    other ranks, once one has committed
+
+| from             | to        | when                                                                                 |
+|------------------|-----------|--------------------------------------------------------------------------------------|
+| NONE             | RAISED    | an operation of this rank is overdue                                                 |
+| RAISED           | NONE      | it has come through                                                                  |
+| RAISED           | COMMITTED | it is still under way when the others have had time to raise theirs, in turn; the    |
+|                  |           | node's claim, which one process can hold, is free                                    |
+| COMMITTED        | REPORTED  | the report is written; the job may end                                               |
+| NONE, RAISED     | FOLLOWED  | another rank has committed, and this one, which raised its alarm too or speaks for   |
+|                  |           | its node, has written what it knows                                                  |
+| LEAVING          | FINISHED  | no alarm is raised on any rank, and this one is not ending                           |
+
+An alarm that is only raised changes nothing: it is withdrawn, or one rank commits, and then all ranks end. Nothing withdraws a
+commitment. A rank does not finish while an alarm is raised, and does not commit once it has finished.
+Invariant: on one node, exactly one rank commits. Between nodes a row arrives late; there the turns keep the ranks apart,
+each counted from when a rank hears of a node that is ahead of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from enum import Enum, IntEnum
+from typing import Protocol
+
+from .timing import Timing
+
+
+class Phase(IntEnum):
+    """Where a rank's program is."""
+
+    STARTING = 0
+    RUNNING = 1
+    LEAVING = 2  # it has reached its end
+    FINISHED = 3  # so has every other rank's
+
+
+class Alarm(IntEnum):
+    """What a rank's watchdog has found."""
+
+    NONE = 0
+    RAISED = 1  # an operation is overdue
+    FOLLOWED = 2  # it has written what it knows, for the report of another rank
+    COMMITTED = 3  # it ends the job, and writes the report
+    REPORTED = 4  # the report is written
+
+
+class Rows(Protocol):
+    """The states of all ranks; `Table` has them in shared memory."""
+
+    def alarms(self) -> bytes:
+        """Every rank's alarm."""
+
+    def set_alarm(self, rank: int, alarm: Alarm) -> None:
+        """Set the alarm of a rank."""
+
+    def set_phase(self, rank: int, phase: Phase) -> None:
+        """Set the phase of a rank."""
+
+    def claim(self) -> bool:
+        """True if this rank now is the only one of its node to hold the claim."""
+
+    def release(self) -> None:
+        """Give the claim back."""
+
+
+class Overdue(Protocol):
+    """An operation of this rank that is overdue."""
+
+    @property
+    def everyone_is_here(self) -> bool:
+        """True if every rank had reached it when it was looked at."""
+
+    def is_under_way(self) -> bool:
+        """True if it has not come through meanwhile."""
+
+
+class Move(Enum):
+    """What a watchdog does after it has looked."""
+
+    WATCH = "go on"
+    RAISE = "raise the alarm"
+    WITHDRAW = "withdraw it"
+    COMMIT = "write the report and end the job"
+    FOLLOW = "end, as another rank does"
+
+
+class Decision:
+    """One rank's part in it. The main thread calls `finish`, the watchdog's `look` and then `act`.
+
+    nodes: each rank's node, in the order of their turns.
+    """
+
+    def __init__(self, rows: Rows, rank: int, nodes: Sequence[int], timing: Timing) -> None:
+        self.rows = rows
+        self._rank = rank
+        self._nodes = nodes
+        self._settle_s = timing.settle_s if len(set(nodes)) == 1 else timing.settle_nodes_s
+        self._turn_s, self._report_s = timing.turn_s, timing.report_s
+        self._everyone_was_here = False
+        self._ahead: set[int] = set()  # nodes that may report before this rank
+        self._settled_s = 0.0  # since the alarm was raised, the last rank has reached the operation, or a node came to be ahead
+        # Under the lock one of both becomes true, never both: the main thread finishes, or the watchdog ends.
+        self._lock = threading.Lock()
+        self._has_finished = self._is_ending = False
+
+    def finish(self, patient: bool = True) -> bool:
+        """Finish. Returns: False if this rank is ending the job, or an alarm is raised; if not `patient`, that is no reason."""
+        with self._lock:
+            if self._is_ending or max(self.rows.alarms()) >= (Alarm.RAISED if patient else Alarm.FOLLOWED):
+                return False
+            self._has_finished = True
+            self.rows.set_phase(self._rank, Phase.FINISHED)
+            return True
+
+    def look(self, elapsed: float, overdue: Overdue | None, cut_off: bool = False) -> Move:
+        """Choose a move from what the rows show. elapsed: seconds since the last look.
+
+        cut_off: the alarms of other nodes may not reach this rank.
+        """
+        alarms = self.rows.alarms()
+        if max(alarms) >= Alarm.COMMITTED:
+            return Move.FOLLOW
+        if overdue is None:
+            return Move.WITHDRAW if alarms[self._rank] else Move.WATCH
+        ahead = self._nodes_ahead(alarms, cut_off)
+        if not alarms[self._rank]:
+            self._ahead = set()
+        if not alarms[self._rank] or overdue.everyone_is_here != self._everyone_was_here or not ahead <= self._ahead:
+            # What everyone has reached is about to come through, unless it never will. Who is ahead has its turn from now on.
+            self._everyone_was_here, self._ahead, self._settled_s = overdue.everyone_is_here, self._ahead | ahead, 0.0
+        else:
+            self._settled_s += elapsed
+        if not alarms[self._rank]:
+            return Move.RAISE
+        return Move.COMMIT if self._settled_s >= self._settle_s + self._turn_s * len(ahead) else Move.WATCH
+
+    def act(self, move: Move, overdue: Overdue | None) -> Move:
+        """Write what was chosen. Returns: the move, or another one if something has changed since."""
+        if move is Move.RAISE:
+            with self._lock:
+                if not self._has_finished:  # then nothing would withdraw it
+                    self.rows.set_alarm(self._rank, Alarm.RAISED)
+        elif move is Move.WITHDRAW:
+            self.rows.set_alarm(self._rank, Alarm.NONE)
+        elif move is Move.COMMIT:
+            assert overdue is not None, "an operation"
+            return self._commit(overdue)
+        elif move is Move.FOLLOW and not self._end():
+            return Move.WATCH
+        return move
+
+    def _nodes_ahead(self, alarms: bytes, cut_off: bool) -> set[int]:
+        """The nodes that may report before this rank; its own one, if a lower rank of it may."""
+        ahead = {self._nodes[rank] for rank in range(self._rank) if alarms[rank]}
+        if cut_off:
+            ahead |= set(self._nodes[: self._nodes.index(self._nodes[self._rank])])
+        return ahead
+
+    def _commit(self, overdue: Overdue) -> Move:
+        if not self.rows.claim():  # by a rank that commits; if it fails to, end without its report
+            late = self._settled_s >= self._settle_s + self._turn_s + self._report_s
+            return Move.FOLLOW if late and self._end() else Move.WATCH
+        if not overdue.is_under_way() or not self._end():
+            self.rows.release()
+            self.rows.set_alarm(self._rank, Alarm.NONE)
+            return Move.WITHDRAW
+        self.rows.set_alarm(self._rank, Alarm.COMMITTED)
+        return Move.COMMIT
+
+    def _end(self) -> bool:
+        """From now on this rank does not finish; False if it has."""
+        with self._lock:
+            self._is_ending = not self._has_finished
+            return self._is_ending
