@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
 
 
 def train(arguments: list[str]) -> int:
-    """Replace this process by shardrt.launch, which replaces itself by mpirun: signals and exit code are those of mpirun."""
+    """Replace this process by shardrt.launch, which passes signals on to the job and ends with its exit code."""
     ranks = "2"
     if arguments[:1] == ["-n"]:
         if not arguments[1:] or not arguments[1].isdecimal() or int(arguments[1]) < 1:

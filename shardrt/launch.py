@@ -9,8 +9,8 @@ MPICH       -n N                                            -K --mpi=pmi2 -n N
 Open MPI    -n N --bind-to none --oversubscribe             -K --mpi=pmix -n N
 
 A wrong pair raises no error: the job becomes N worlds of one rank each. The pair is therefore checked here, before the start.
-The launcher then replaces this process (exec): signals and the exit code are its own. With --restarts it is a child of
-`restarts.py`, which passes signals on, and starts a failed job again.
+This process is then replaced (exec) by `supervisor.py`, which imports little, and stays until the job has ended: it starts
+mpirun or srun, passes signals on, gives the exit code, and starts a failed job again with --restarts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import NoReturn
 
 
 class LaunchError(Exception):
@@ -45,7 +43,8 @@ class Launcher(Enum):
     SRUN = "srun"
 
 
-PROGRESS = "SHARDRT_PROGRESS"  # the file in which a supervised job says how far it came
+PROGRESS = "SHARDRT_PROGRESS"  # the file in which a job that may be started again says how far it came
+_MOST = 1_000_000  # ranks of a job, or restarts
 SLURM_PLUGIN = {Mpi.MPICH: "pmi2", Mpi.OPEN_MPI: "pmix"}
 
 
@@ -84,36 +83,34 @@ class Command:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Replace this process with the launcher; return only after --dry-run, --clean or an error."""
+    """Replace this process by the job's supervisor; return only after --dry-run, --clean or an error."""
     options = _parser().parse_args(arguments)
-    if not options.attempt:
-        os.environ.pop(PROGRESS, None)  # Hazard: a job that a supervised one submits inherits it
     try:
         if options.clean:
-            subprocess.run([*_CLEAN, "--wait"], check=False)
+            subprocess.run(_CLEAN, check=False)
             return 0
+        os.environ[PROGRESS] = ""  # the supervisor's to set: a job that started this process may have had its own
         site = find_site(options.launcher, os.environ)
         job = _job(options, site)
         command = plan(job, site)
-        if options.restarts is not None and not (options.attempt or options.dry_run):
-            _supervise(options.restarts, job, site, sys.argv[1:] if arguments is None else arguments)
+        supervisor = supervisor_line(options.restarts, job, site)
     except LaunchError as error:
         print(f"shardrt.launch: {error}", file=sys.stderr)
         return 2
     if options.dry_run:
         print(command)
         return 0
-    _clean_nodes(site)
-    os.execve(command.line[0], command.line, os.environ | command.variables)
+    os.execve(supervisor[0], [*supervisor, *command.line], os.environ | command.variables)
 
 
-def _supervise(restarts: int, job: Job, site: Site, arguments: list[str]) -> NoReturn:
-    """Replace this process by restarts.py, which starts it again as an attempt, with PROGRESS in its environment."""
-    # Hazard: 0.25 s after a SIGTERM, Open MPI's mpirun kills its ranks, which may be saving.
-    terminate = signal.SIGUSR1 if site.mpi is Mpi.OPEN_MPI else signal.SIGTERM
-    supervisor = [str(Path(__file__).with_name("restarts.py")), str(restarts), str(int(terminate)), progress_folder(job, site)]
-    python = [sys.executable, "-P"]
-    os.execv(sys.executable, [*python, *supervisor, *python, __file__, "--attempt", *arguments])
+def supervisor_line(restarts: int | None, job: Job, site: Site) -> list[str]:
+    """The command line of the supervisor; that of the job follows it."""
+    line = [*isolated(Path(__file__).with_name("supervisor.py")), "--clean", shlex.join(_clean_nodes(site))]
+    if restarts is not None:
+        line += ["--restarts", str(restarts), "--folder", progress_folder(job, site)]
+    if site.launcher is Launcher.SRUN or (site.mpi is Mpi.OPEN_MPI and (job.hosts or job.hostfile)):
+        return [*line, "--ends", "stand-in"]
+    return [*line, "--ends", "direct" if site.mpi is Mpi.OPEN_MPI else "forwarded"]
 
 
 def progress_folder(job: Job, site: Site) -> str:
@@ -136,7 +133,7 @@ def plan(job: Job, site: Site) -> Command:
     """The command that starts `job` at `site`. A pure function of its arguments and the hostfile's content."""
     nodes = _nodes(job, site)
     ranks_per_node = -(-job.ranks // nodes)
-    cores_per_rank = int(site.environment.get("SLURM_CPUS_PER_TASK", 0)) if site.launcher is Launcher.SRUN else 0
+    cores_per_rank = _number(site.environment, "SLURM_CPUS_PER_TASK", 0) if site.launcher is Launcher.SRUN else 0
     variables = {"OMP_NUM_THREADS": str(cores_per_rank or max(1, site.cores // ranks_per_node))}
     if site.mpi is Mpi.OPEN_MPI and ranks_per_node > site.cores:
         variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Cost: otherwise waiting ranks spin on a core that others need
@@ -193,11 +190,21 @@ def _srun_flags(job: Job, site: Site, cores_needed: int) -> list[str]:
 
 def _nodes(job: Job, site: Site) -> int:
     if job.hostfile is not None:
-        lines = (line.strip() for line in job.hostfile.read_text().splitlines())
-        return max(1, sum(1 for line in lines if line and not line.startswith("#")))
+        return _machines_in(job.hostfile)
     if job.hosts:
         return len(job.hosts)
-    return int(site.environment.get("SLURM_JOB_NUM_NODES", 1)) if site.launcher is Launcher.SRUN else 1
+    return _number(site.environment, "SLURM_JOB_NUM_NODES", 1) if site.launcher is Launcher.SRUN else 1
+
+
+def _machines_in(hostfile: Path) -> int:
+    try:
+        text = hostfile.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"--hostfile: cannot read '{hostfile}': {error}") from error
+    machines = len(re.findall(r"^[ \t]*[^#\s]", text, re.MULTILINE))
+    if machines == 0 or "\0" in text:
+        raise LaunchError(f"--hostfile: expected text with a line for each machine in '{hostfile}'")
+    return machines
 
 
 # ---------------------------------------------------------------------- this machine
@@ -226,11 +233,9 @@ def find_site(launcher: Launcher | None, environment: Mapping[str, str]) -> Site
 
 def check_not_a_rank(environment: Mapping[str, str]) -> None:
     """Raise LaunchError in a process of a job of several ranks: each rank would start another job."""
-    sizes = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
-    if "SLURM_STEP_ID" in environment:
-        sizes.append("SLURM_STEP_NUM_TASKS")
-    for size in sizes:
-        if int(environment.get(size, 1)) > 1:
+    in_step = ["SLURM_STEP_NUM_TASKS"] if "SLURM_STEP_ID" in environment else []
+    for size in ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *in_step]:
+        if _number(environment, size, 1) > 1:
             raise LaunchError(
                 f"this process is already one of {environment[size]} ranks ({size}={environment[size]}): "
                 "start shardrt.launch once, not under mpirun or srun"
@@ -294,22 +299,29 @@ def find_srun(mpi: Mpi, environment: Mapping[str, str]) -> str:
     return srun
 
 
-# ---------------------------------------------------------------------- shared memory of killed jobs
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name) or str(default)
+    if not (text.isdecimal() and len(text) < 10):
+        raise LaunchError(f"{name}={text!r}: expected a number, as the launcher sets it")
+    return int(text)
 
 
-# By path, not with -m: the package would import torch.
-_CLEAN = (sys.executable, "-P", str(Path(__file__).with_name("stale_memory.py")))
+def isolated(program: Path) -> list[str]:
+    """The command line of a program of the standard library only: by path, since with -m the package would import torch."""
+    flags = ["-s", "-P"] if os.environ.get("PYTHONHOME") else ["-I"]  # which ignores what a Python that was moved needs
+    return [sys.executable, *flags, "-S", str(program)]
 
 
-def _clean_nodes(site: Site) -> None:
-    """Remove stale shared memory on this machine; under Slurm, on every node of the allocation."""
-    clean = [*_CLEAN]
-    if site.launcher is Launcher.SRUN:
-        clean.append("--wait")  # mpirun gives the segments of each job new names
-        if (nodes := site.environment.get("SLURM_JOB_NUM_NODES", "1")) != "1":
-            step = [site.executable, "--overlap", "-n", nodes, "--ntasks-per-node=1", "--cpus-per-task=1", "--mpi=none"]
-            clean = [*step, *clean]
-    subprocess.run(clean, check=False)
+_CLEAN = isolated(Path(__file__).with_name("stale_memory.py"))
+
+
+def _clean_nodes(site: Site) -> list[str]:
+    """The command that removes stale shared memory on this machine; under Slurm, on every node of the allocation."""
+    nodes = _number(site.environment, "SLURM_JOB_NUM_NODES", 1)
+    if site.launcher is not Launcher.SRUN or nodes == 1:
+        return [*_CLEAN]
+    step = [site.executable, "--overlap", "-n", str(nodes), "--ntasks-per-node=1", "--cpus-per-task=1", "--mpi=none"]
+    return [*step, *_CLEAN]
 
 
 # ---------------------------------------------------------------------- options
@@ -321,16 +333,14 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [-n RANKS] [options] [-m] program [arguments of the program]",
         description="Start a Python program on several ranks: by srun inside a Slurm allocation, by mpirun elsewhere, with the "
         "flags that this environment's MPI needs.",
-        epilog="Sets OMP_NUM_THREADS to the cores of a rank unless it is set. The exit code is the launcher's; 2 if the job "
+        epilog="Sets OMP_NUM_THREADS to the cores of a rank unless it is set. The exit code is that of the job; 2 if it "
         "cannot be started.",
     )
     parser.add_argument(
         "-n", dest="ranks", type=_at_least(1), metavar="RANKS", help="number of ranks on all nodes together; optional in Slurm"
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--hosts", type=lambda text: text.split(","), default=[], metavar="A,B", help="the machines; default: this machine"
-    )
+    where.add_argument("--hosts", type=_names, default=[], metavar="A,B", help="the machines; default: this machine")
     where.add_argument(
         "--hostfile", type=Path, metavar="FILE", help="the machines in a file, one per line, in the launcher's own format"
     )
@@ -341,7 +351,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="K",
         help="start a failed job again up to K times, while it saves checkpoints",
     )
-    parser.add_argument("--attempt", action="store_true", help=argparse.SUPPRESS)  # by restarts.py
     parser.add_argument("--dry-run", action="store_true", help="print the command and exit")
     parser.add_argument("--clean", action="store_true", help="remove the shared memory of killed jobs on this machine and exit")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
@@ -352,11 +361,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a number, {least} or more, found {text!r}")
+        if not text.isdecimal() or len(text) > len(str(_MOST)) or not least <= int(text) <= _MOST:
+            raise argparse.ArgumentTypeError(f"expected a number from {least} to {_MOST}, found {text[:40]!r}")
         return int(text)
 
     return number
+
+
+def _names(text: str) -> list[str]:
+    if not re.fullmatch(r"[^\s,]+(,[^\s,]+)*", text):
+        raise argparse.ArgumentTypeError(f"expected names of machines, separated by commas, found {text!r}")
+    return text.split(",")
 
 
 def _job(options: argparse.Namespace, site: Site) -> Job:
@@ -368,11 +383,17 @@ def _job(options: argparse.Namespace, site: Site) -> Job:
         raise LaunchError(f"--hostfile: no file '{options.hostfile}'")
     ranks = options.ranks
     if ranks is None and site.launcher is Launcher.SRUN:
-        ranks = int(site.environment.get("SLURM_NTASKS", 0))
+        ranks = _number(site.environment, "SLURM_NTASKS", 0)
     if not ranks:
         raise LaunchError("no number of ranks: pass -n RANKS, or in Slurm allocate with --ntasks or --ntasks-per-node")
     program = [sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments]
-    return Job(program, ranks, options.hosts, options.hostfile)
+    return Job([*(_guard() if ranks > 1 else []), *program], ranks, options.hosts, options.hostfile)
+
+
+def _guard() -> list[str]:
+    """What starts a rank with a guard beside it. In a checkout, comm/ is beside this folder."""
+    places = [folder / "comm" / "guard" / "__main__.py" for folder in Path(__file__).resolve().parents[:2]]
+    return [*isolated(next(filter(Path.is_file, places))), "--start"]
 
 
 if __name__ == "__main__":

@@ -1,54 +1,51 @@
-"""Remove the shared memory segments of this user's killed jobs on this machine: python -P stale_memory.py [--wait]
+"""Remove the shared memory segments of this user's killed jobs on this machine: python -I -S stale_memory.py
 
 Nothing else frees that memory. A Slurm job that starts again gives its segments the names of the killed run's, and MPI_Init
-fails on those. `shardrt.launch` runs this before each job; --wait takes the time to tell new segments from stale ones. It
-imports nothing but the standard library.
+fails on those. `shardrt.launch` runs this before each job, and after one that failed. It imports nothing but the standard
+library.
+
+A segment is stale if nobody has it open or mapped to write, which the kernel says exactly when it is asked for a read lease:
+it grants none on a file that is open to write, and a mapping keeps its file open. Unlike /proc, the answer covers processes in
+other PID namespaces, and segments that a rank has just created and not mapped yet.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-import sys
-import time
+import signal
+import stat
 from pathlib import Path
 
 _SEGMENTS = ("mpich_shm_*", "sm_segment.*")  # of MPICH, of Open MPI
-_MIN_AGE_S = 10.0
 
 
-def main(arguments: list[str]) -> None:
-    """Remove them; with --wait, look again until none is too new to tell."""
-    until = time.monotonic() + (_MIN_AGE_S if "--wait" in arguments else 0.0)
-    while remove_stale() and time.monotonic() < until:
-        time.sleep(0.5)
+def main() -> None:
+    """Remove them."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # to the holder of a lease, as somebody else opens the file
+    remove_stale()
 
 
-def remove_stale(folder: Path = Path("/dev/shm")) -> bool:
-    """Remove segments that are old and that no process maps; returns whether there are some that are too new to tell.
-
-    Hazard: a rank creates a segment before it maps it.
-    """
-    max_mtime = time.time() - _MIN_AGE_S
-    found = [(path, path.lstat()) for pattern in _SEGMENTS for path in folder.glob(pattern)]
-    own = {path: status for path, status in found if status.st_uid == os.geteuid()}
-    mapped = _mapped_inodes() if own else set()
-    unmapped = {path: status for path, status in own.items() if status.st_ino not in mapped}
-    for path, status in unmapped.items():
-        if status.st_mtime < max_mtime:
-            path.unlink(missing_ok=True)
-    return any(status.st_mtime >= max_mtime for status in unmapped.values())
+def remove_stale(folder: Path = Path("/dev/shm")) -> None:
+    """Remove the segments that no process has open."""
+    for pattern in _SEGMENTS:
+        for path in folder.glob(pattern):
+            try:
+                _remove_if_stale(path)
+            except OSError:  # it is gone, or the kernel grants no lease
+                continue
 
 
-def _mapped_inodes() -> set[int]:
-    """The inodes of all files that the processes of this user map; for root, those of all processes."""
-    inodes: set[int] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            inodes.update(int(line.split(maxsplit=5)[4]) for line in maps.read_text(errors="replace").splitlines())
-        except OSError:  # the process has ended, or belongs to another user
-            continue
-    return inodes
+def _remove_if_stale(path: Path) -> None:
+    segment = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(segment)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+            fcntl.fcntl(segment, fcntl.F_SETLEASE, fcntl.F_RDLCK)  # raises BlockingIOError if it is open to write
+            path.unlink()
+    finally:
+        os.close(segment)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import mmap
 import os
+import pty
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from ranks import rank_environment, site
-from shardrt import launch, restarts, stale_memory
+from shardrt import launch, stale_memory, supervisor
 from shardrt.checkpoint import run as run_module
+from shardrt.comm.monitor.exit_handlers import handler_kept
 from shardrt.launch import Job, Launcher, LaunchError, Mpi, Site
 from slurm import Slurm
 
@@ -101,6 +108,7 @@ def test_variables_of_the_user_are_kept(launcher: Launcher) -> None:
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, True),
         ({"PMI_SIZE": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun --pty bash
         ({"SLURM_NTASKS": "2"}, False),  # a batch script
+        ({"PMI_SIZE": ""}, False),
     ],
 )
 def test_a_rank_cannot_launch_a_job(environment: dict[str, str], refused: bool) -> None:
@@ -109,6 +117,15 @@ def test_a_rank_cannot_launch_a_job(environment: dict[str, str], refused: bool) 
             launch.check_not_a_rank(environment)
     else:
         launch.check_not_a_rank(environment)
+
+
+def test_programs_start_where_python_was_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print(sys.flags.ignore_environment, sys.flags.safe_path, sys.flags.no_site)")
+    for home, ignored in (("", 1), (sys.base_prefix, 0)):
+        monkeypatch.setenv("PYTHONHOME", home)
+        done = subprocess.run(launch.isolated(program), capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == f"{ignored} True 1\n"
 
 
 def program(folder: Path, name: str, output: str) -> None:
@@ -149,6 +166,8 @@ def test_a_slurm_without_the_plugin_is_refused(tmp_path: Path) -> None:
         (["-n", "2", "nowhere.py"], "no file 'nowhere.py'"),
         (["-n", "2", "--hostfile", "nowhere", __file__], "--hostfile: no file 'nowhere'"),
         ([__file__], "no number of ranks"),
+        (["-n", "2", "--hostfile", sys.executable, __file__], "--hostfile: cannot read"),
+        (["-n", "2", "--hostfile", os.devnull, __file__], "--hostfile: no file '/dev/null'"),
     ],
 )
 def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,29 +175,87 @@ def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureF
     assert message in capsys.readouterr().err
 
 
-def test_bad_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("content", [b"", b"# none\n\n", b"a\0b\n", b"\xff\xfe\n"])
+def test_a_hostfile_without_machines(content: bytes, tmp_path: Path) -> None:
+    (hostfile := tmp_path / "hosts").write_bytes(content)
+    with pytest.raises(LaunchError, match=r"--hostfile: (expected text with a line|cannot read)"):
+        line(at(Mpi.MPICH), hostfile=hostfile)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("-n", "0"), "expected a number from 1 to 1000000, found '0'"),
+        (("-n", f"1{'0' * 26}"), f"expected a number from 1 to 1000000, found '1{'0' * 26}'"),
+        (("-n", "9" * 5000), f"expected a number from 1 to 1000000, found '{'9' * 40}'"),
+        (("--restarts", "-1"), "expected a number from 0 to 1000000, found '-1'"),
+        (("--hosts", ""), "expected names of machines, separated by commas, found ''"),
+        (("--hosts", "a,,b"), "found 'a,,b'"),
+        (("--hosts", "a, b"), "found 'a, b'"),
+    ],
+)
+def test_bad_values_of_options(option: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        launch.main(["-n", "0", __file__])
-    assert "expected a number, 1 or more, found '0'" in capsys.readouterr().err
+        launch.main([*option, __file__])
+    assert message in capsys.readouterr().err
+
+
+def test_a_malformed_variable_of_a_launcher() -> None:
+    with pytest.raises(LaunchError, match="PMI_SIZE='two': expected a number"):
+        launch.check_not_a_rank({"PMI_SIZE": "two"})
 
 
 # ---------------------------------------------------------------------- shared memory
 
 
-def test_only_old_unmapped_segments_are_removed(tmp_path: Path) -> None:
-    mapped, stale, young, other = (tmp_path / name for name in ("mpich_shm_1", "sm_segment.2", "mpich_shm_3", "other"))
-    for path in (mapped, stale, young, other):
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """A folder in the file system of shared memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_only_segments_that_nobody_has_open_are_removed(shared_memory: Path) -> None:
+    mapped, stale, young, opened, other = (
+        shared_memory / name for name in ("mpich_shm_1", "sm_segment.2", "mpich_shm_3", "mpich_shm_4", "other")
+    )
+    for path in (mapped, stale, young, opened, other):
         path.write_bytes(b"-" * mmap.PAGESIZE)
         if path is not young:
             os.utime(path, (0, 0))
-    with open(mapped, "r+b") as file, mmap.mmap(file.fileno(), 0):
-        assert stale_memory.remove_stale(tmp_path)
-        assert sorted(tmp_path.iterdir()) == sorted([mapped, young, other])
-    assert stale_memory.remove_stale(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([young, other])
-    os.utime(young, (0, 0))
-    assert not stale_memory.remove_stale(tmp_path)
-    assert list(tmp_path.iterdir()) == [other]
+    (shared_memory / "sm_segment.link").symlink_to(other)
+    os.mkfifo(shared_memory / "mpich_shm_fifo")
+    with open(mapped, "r+b") as file:
+        mapping = mmap.mmap(file.fileno(), 0)
+    with mapping, open(opened, "r+b"):
+        stale_memory.remove_stale(shared_memory)
+        assert {path.name for path in shared_memory.iterdir()} == {
+            *("mpich_shm_1", "mpich_shm_4", "other", "sm_segment.link", "mpich_shm_fifo")
+        }
+    stale_memory.remove_stale(shared_memory)
+    assert not mapped.exists()
+    assert not opened.exists()
+
+
+def test_segments_of_a_job_in_another_pid_namespace_stay(shared_memory: Path) -> None:
+    """Such as that of a container, whose /proc does not show the processes outside."""
+    namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no right to make a PID namespace")
+    mapped, stale = shared_memory / "mpich_shm_1", shared_memory / "mpich_shm_2"
+    for path in (mapped, stale):
+        path.write_bytes(b"-" * mmap.PAGESIZE)
+        os.utime(path, (0, 0))
+    source = f"""
+        import os, pathlib, runpy
+        assert not os.path.exists("/proc/{os.getpid()}/maps")
+        runpy.run_path({stale_memory.__file__!r})["remove_stale"](pathlib.Path({str(shared_memory)!r}))
+    """
+    with open(mapped, "r+b") as file:
+        mapping = mmap.mmap(file.fileno(), 0)
+    with mapping:
+        subprocess.run([*namespace, sys.executable, "-S", "-c", dedent(source)], check=True)
+    assert list(shared_memory.iterdir()) == [mapped]
 
 
 # ---------------------------------------------------------------------- real jobs
@@ -242,20 +319,136 @@ def test_the_exit_code_is_that_of_the_program(script: Callable[[str], Path]) -> 
     assert done.returncode == 7, done.stderr
 
 
+# It takes longer to end than Open MPI's mpirun grants, and leaves what it received.
+HANDLING = """
+import os, signal, sys, time
+path = os.path.join(os.path.dirname(sys.argv[0]), f"started-{os.getpid()}")
+def end(number, frame):
+    os.write(received, f"{number} ".encode())
+    time.sleep(0.6)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, end)
+if len(sys.argv) > 1 and "0" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+    print("read", sys.stdin.readline(), flush=True)
+received = os.open(path, os.O_WRONLY | os.O_CREAT)
+time.sleep(100)
+"""
+
+
 @pytest.mark.mpi
-def test_signals_reach_the_ranks(script: Callable[[str], Path], tmp_path: Path) -> None:
-    """The started process has become mpirun, so a SIGTERM to it ends the ranks."""
-    source = f"import os, time; open({str(tmp_path)!r} + f'/rank-{{os.getpid()}}', 'w').close(); time.sleep(100)"
-    command = [*FILE, "--launcher", "mpirun", "-n", "2", str(script(source))]
-    with subprocess.Popen(command, env=rank_environment(), start_new_session=True, stderr=subprocess.DEVNULL) as process:
-        try:
-            wait_for(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
-            process.terminate()
-            assert process.wait(timeout=20) != 0
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    wait_for(lambda: not any(is_running(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_ranks_get_a_signal_once_and_have_the_time_to_end(
+    number: signal.Signals, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    command = [*FILE, "--launcher", "mpirun", "-n", "2", str(script(HANDLING))]
+    environment = rank_environment()
+    with subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=allow_interrupts) as process:
+        wait_for(lambda: len(list(tmp_path.glob("started-*"))) == 2)
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == 128 + number
+    for path in tmp_path.glob("started-*"):
+        assert path.read_text() == f"{number} "
+        assert not is_running(path.name.removeprefix("started-"))
+
+
+WAITING_RANKS = """
+import os, sys, time, shardrt
+world = shardrt.init("cpu")
+world.barrier()
+open(os.path.join(os.path.dirname(sys.argv[0]), f"started-{os.getpid()}"), "w").close()
+if world.rank == 0:
+    time.sleep(100)
+world.barrier()
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGTERM, "terminated"), pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.all)],
+    ids=["TERM", "INT"],
+)
+def test_ranks_report_a_signal_to_the_launcher(
+    number: signal.Signals, words: str, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    command = [*FILE, "--launcher", "mpirun", "-n", "2", str(script(WAITING_RANKS))]
+    environment, pipe = rank_environment(), subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, stderr=pipe, text=True, start_new_session=True, preexec_fn=allow_interrupts
+    ) as process:
+        wait_for(lambda: len(list(tmp_path.glob("started-*"))) == 2)
+        process.send_signal(number)
+        output = process.communicate(timeout=DEADLINE_S)[1]
+    assert process.returncode == 128 + number, output
+    assert f": {words} ({number.name}), " in output, output
+
+
+UNHANDLED = """
+import os, signal, shardrt
+shardrt.init("cpu")
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_sigusr1_ends_a_rank_that_does_not_handle_it(script: Callable[[str], Path]) -> None:
+    """MPICH would ignore it."""
+    done = run(*FILE, "--launcher", "mpirun", "-n", "1", script(UNHANDLED))
+    assert done.returncode in (signal.SIGUSR1, 128 + signal.SIGUSR1), done.stderr
+
+
+def test_a_handler_that_python_does_not_know_is_kept() -> None:
+    """Such as faulthandler's."""
+    libc, number = ctypes.CDLL(None), signal.SIGUSR2
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
+    libc.signal.restype = ctypes.c_void_p
+    before = libc.signal(number, handler)
+    with handler_kept(number):
+        libc.signal(number, signal.SIG_IGN)
+    assert libc.signal(number, ctypes.c_void_p(before)) == ctypes.cast(handler, ctypes.c_void_p).value
+
+
+LATE = """
+import os, time
+if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+    time.sleep(1000)
+import shardrt
+shardrt.init("cpu")
+"""
+
+
+@pytest.mark.mpi
+def test_a_rank_that_does_not_come_ends_the_job_with_17(script: Callable[[str], Path]) -> None:
+    environment = {**rank_environment(), "SHARDRT_START_TIMEOUT": "1"}
+    done = run(*FILE, "--launcher", "mpirun", "-n", "2", script(LATE), environment=environment)
+    assert done.returncode == 17, done.stderr
+    assert done.stderr.count("missing rank 1: host ") == 1, done.stderr
+    assert done.stderr.count("ending the job with exit code 17") == 1, done.stderr
+
+
+@pytest.mark.mpi
+def test_a_terminal_reaches_rank_0_and_its_ctrl_c_all_ranks_once(script: Callable[[str], Path], tmp_path: Path) -> None:
+    terminal, other_end = pty.openpty()
+
+    def take_terminal() -> None:
+        allow_interrupts()
+        fcntl.ioctl(other_end, termios.TIOCSCTTY, 0)
+
+    command = [*FILE, "--launcher", "mpirun", "-n", "2", str(script(HANDLING)), "read"]
+    environment, pipe, null = rank_environment(), subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(
+        command, env=environment, stdin=other_end, stdout=pipe, stderr=null, start_new_session=True, preexec_fn=take_terminal
+    ) as process:
+        os.write(terminal, b"a line\n")
+        wait_for(lambda: len(list(tmp_path.glob("started-*"))) == 2)
+        os.write(terminal, b"\x03")
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
+        assert process.stdout is not None
+        assert process.stdout.read().startswith(b"read a line\n")
+    assert [path.read_text() for path in tmp_path.glob("started-*")] == [f"{signal.SIGINT} "] * 2
+    os.close(terminal)
+    os.close(other_end)
 
 
 def is_running(pid: str) -> bool:
@@ -274,7 +467,7 @@ def wait_for(true: Callable[[], bool]) -> None:
 
 # ---------------------------------------------------------------------- restarts
 
-RESTARTS = [sys.executable, "-P", restarts.__file__]
+SUPERVISE = [sys.executable, "-I", "-S", supervisor.__file__, "--ends", "forwarded", "--clean", "true"]
 
 # Each start takes the next line of a plan: an exit code, then what it writes as its progress, if anything.
 PLANNED = """
@@ -313,14 +506,31 @@ def test_a_failed_job_is_started_again_while_it_advances(
 ) -> None:
     (tmp_path / "plan").write_text("\n".join(plan))
     command = [sys.executable, "-S", str(script(PLANNED))]
-    done = run(*RESTARTS, str(allowed), str(int(signal.SIGTERM)), str(tmp_path), *command)
+    done = run(*SUPERVISE, "--restarts", str(allowed), "--folder", tmp_path, *command)
     assert done.returncode == code
     assert reason in done.stderr if reason else not done.stderr, done.stderr
     assert len((tmp_path / "starts").read_text()) == starts
 
 
+@pytest.mark.parametrize(
+    ("ends", "reported", "own", "code"),
+    [("direct", 143, 137, 137), ("direct", 143, 1, 143), ("direct", 17, 137, 17), ("stand-in", 143, 137, 143)],
+)
+def test_the_exit_code_of_a_job_is_that_of_its_first_failure(ends: str, reported: int, own: int, code: int) -> None:
+    """Open MPI's mpirun ends the others by SIGTERM, which they report, when a rank is killed, of which it alone knows."""
+    start = [word.replace("forwarded", ends) for word in SUPERVISE]
+    done = run(*start, "sh", "-c", f'echo "{reported} " >> $SHARDRT_REPORTS; exit {own}')
+    assert done.returncode == code
+
+
 def test_launcher_and_run_use_one_variable() -> None:
-    assert launch.PROGRESS == restarts.PROGRESS == run_module.PROGRESS
+    assert launch.PROGRESS == supervisor.PROGRESS == run_module.PROGRESS
+
+
+def allow_interrupts() -> None:
+    """Undo what a shell does for jobs in the background, and nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 WAITING = """
@@ -336,25 +546,29 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize(
-    ("sent", "terminate", "received"),
+    ("sent", "ends", "received"),
     [
-        (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1),
-        (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM),
-        (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1),
-        (signal.SIGINT, signal.SIGTERM, signal.SIGINT),
-        (signal.SIGKILL, signal.SIGTERM, None),
+        (signal.SIGUSR1, "forwarded", signal.SIGUSR1),
+        (signal.SIGTERM, "forwarded", signal.SIGTERM),
+        (signal.SIGTERM, "stand-in", signal.SIGUSR1),
+        (signal.SIGINT, "stand-in", signal.SIGUSR1),
+        (signal.SIGINT, "forwarded", signal.SIGINT),
+        (signal.SIGHUP, "forwarded", signal.SIGTERM),
+        (signal.SIGKILL, "forwarded", None),
     ],
 )
 def test_a_job_that_was_told_to_end_is_not_started_again(
     sent: signal.Signals,
-    terminate: signal.Signals,
+    ends: str,
     received: signal.Signals | None,
     script: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
     """Signals are passed on; if the supervisor itself is killed, the job ends as well."""
-    command = [*RESTARTS, "3", str(int(terminate)), str(tmp_path), sys.executable, "-S", str(script(WAITING))]
-    with subprocess.Popen(command, start_new_session=True) as process:
+    options = ["--restarts", "3", "--folder", str(tmp_path), "--ends", ends]
+    command = [*SUPERVISE, *options, sys.executable, "-S", str(script(WAITING))]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a supervisor that is killed leaves a folder
+    with subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=allow_interrupts) as process:
         wait_for(lambda: any(tmp_path.glob("started-*")))
         process.send_signal(sent)
         assert process.wait(DEADLINE_S) == (-signal.SIGKILL if received is None else 30 + received)
@@ -376,7 +590,7 @@ time.sleep(1)
 
 def test_a_signal_between_two_starts_is_the_end(script: Callable[[str], Path], tmp_path: Path) -> None:
     """It comes while the supervisor waits for a process that the failed job has left."""
-    command = [*RESTARTS, "3", str(int(signal.SIGTERM)), str(tmp_path), sys.executable, "-S", str(script(LEAVING))]
+    command = [*SUPERVISE, "--restarts", "3", "--folder", str(tmp_path), sys.executable, "-S", str(script(LEAVING))]
     with subprocess.Popen(command, start_new_session=True) as process:
         wait_for(lambda: any(tmp_path.glob("started-*")))
         process.terminate()
@@ -387,8 +601,7 @@ def test_a_signal_between_two_starts_is_the_end(script: Callable[[str], Path], t
 def test_a_process_that_cannot_be_killed_is_left_behind() -> None:
     source = f"""
         import runpy, subprocess, time
-        restarts = runpy.run_path({restarts.__file__!r})
-        end_orphans = restarts["end_orphans"]
+        end_orphans = runpy.run_path({supervisor.__file__!r})["end_orphans"]
         end_orphans.__globals__.update(_ORPHANS_S=0.0, _KILLED_S=0.2, _kill_children=lambda: None)
         with subprocess.Popen(["sleep", "100"]) as child:
             assert not end_orphans()
@@ -397,6 +610,76 @@ def test_a_process_that_cannot_be_killed_is_left_behind() -> None:
     done = run(sys.executable, "-S", "-c", dedent(source))
     assert done.returncode == 0, done.stderr
     assert "they are left behind" in done.stderr
+
+
+REPORTING = """
+import os, sys, time
+segment = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
+if not os.fork():
+    os.write(2, open("/proc/self/comm", "w").write("shardrt-test") and b"")
+    report = os.open(os.environ["SHARDRT_REPORTS"], os.O_WRONLY | os.O_APPEND)
+    assert os.fstat(report).st_mode & 0o777 == 0o600
+    assert os.stat(os.path.dirname(os.environ["SHARDRT_REPORTS"])).st_mode & 0o777 == 0o700
+    time.sleep(0.3)
+    os.write(report, b"17 first\\n1 sec")
+    os.write(report, b"ond\\n")
+    os._exit(0)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 9])
+def test_what_guards_report_is_printed_once_and_gives_the_code(
+    code: int, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Also if mpirun has ended with code 0, while a guard still writes. Then the job's shared memory is freed."""
+    segment = Path(f"/dev/shm/mpich_shm_of_test_{os.getpid()}")
+    supervise = [*SUPERVISE[:-1], shlex.join(launch._CLEAN)]
+    (temporary := tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    done = run(*supervise, sys.executable, "-S", script(REPORTING), segment, str(code), environment=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (17, "", "first\nsecond\n")
+    assert not segment.exists()
+    assert not list(temporary.iterdir())
+
+
+def test_a_launcher_whose_messages_nobody_reads_ends(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"-" * 4096)
+    os.set_blocking(writer, True)
+    command = [*SUPERVISE, "--restarts", "0", "--folder", str(tmp_path), "false"]
+    assert subprocess.run(command, stderr=writer, timeout=DEADLINE_S, check=False).returncode == 1
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_pipe_that_others_fill_holds_up_no_message() -> None:
+    reader, writer = os.pipe()
+    source = f"import runpy; write = runpy.run_path({supervisor.__file__!r})['write']; write.__globals__['_WRITE_S'] = 0.1"
+    command = [sys.executable, "-S", "-c", f"{source}; write(bytes(1 << 20))"]
+    subprocess.run(command, stderr=writer, timeout=DEADLINE_S, check=True)
+    os.close(reader)
+    os.close(writer)
+
+
+def ignore_children() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def test_a_caller_that_ignores_the_end_of_children_gets_the_exit_code() -> None:
+    command = [*SUPERVISE, "sh", "-c", "exit 5"]
+    done = subprocess.run(command, preexec_fn=ignore_children, capture_output=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stderr) == (5, b"")
+
+
+def test_a_launcher_without_a_place_for_its_files_says_so(tmp_path: Path) -> None:
+    done = run(*SUPERVISE, "--restarts", "0", "--folder", tmp_path / "nowhere", "true")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("shardrt.launch: cannot make a folder: ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.mpi
@@ -477,6 +760,22 @@ def test_a_killed_rank_ends_the_srun_job(slurm: Slurm, script: Callable[[str], P
     done = run(*allocate(f"--nodelist={slurm.node}", "--ntasks=2"), script(DIE), environment=slurm_environment(slurm))
     assert done.returncode != 0
     assert "task 1: Killed" in done.stderr, done.stderr
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.all)])
+def test_srun_lets_ranks_have_the_time_to_end(
+    number: signal.Signals, slurm: Slurm, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """srun would kill them on a SIGTERM, and wait for a second SIGINT."""
+    command = allocate(f"--nodelist={slurm.node}", "--ntasks=2", "--cpus-per-task=1")
+    shell = ["sh", "-c", f'echo $$ > {tmp_path}/launcher; exec "$@"', "sh"]
+    command[-len(FILE) : -len(FILE)] = shell
+    with subprocess.Popen([*command, script(HANDLING)], env=slurm_environment(slurm), preexec_fn=allow_interrupts) as process:
+        wait_for(lambda: len(list(tmp_path.glob("started-*"))) == 2)
+        os.kill(int((tmp_path / "launcher").read_text()), number)
+        assert process.wait(DEADLINE_S) == 128 + number, slurm.logs()
+    assert [path.read_text() for path in tmp_path.glob("started-*")] == [f"{int(signal.SIGUSR1)} "] * 2
 
 
 STOP_AND_GO_ON = """

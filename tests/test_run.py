@@ -430,10 +430,16 @@ class Job:
         pids = [int(path.name.removeprefix("started-")) for path in self.folder.glob("started-*")]
         return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
-    def children(self) -> list[int]:
-        """The process of mpirun, once it is there, under a launcher with --restarts."""
+    def mpirun(self) -> list[int]:
+        """The process of mpirun, once it is there."""
         pid = self.process.pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(child) for child in children if read(f"/proc/{child}/comm") in ("mpirun\n", "prterun\n")]
+
+    def segments(self) -> set[Path]:
+        """The MPI's shared memory."""
+        maps = [line.split() for pid in self.ranks() for line in read(f"/proc/{pid}/maps").splitlines()]
+        return {Path(words[5]) for words in maps if len(words) == 6 and words[5].startswith("/dev/shm/")}
 
     def end(self) -> int:
         """Wait for it to end; returns its exit code."""
@@ -451,6 +457,14 @@ class Job:
 
     def output(self) -> str:
         return (self.folder / "output").read_text()
+
+
+def read(path: str) -> str:
+    """Of a process; empty if it has ended."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def kill(pid: int) -> None:
@@ -481,10 +495,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_killed_job_goes_on_to_the_same_end(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
     job = Job(tmp_path, "-n", "2", "--restarts", "5")
     job.wait_for_step(6)
+    segments = job.segments()
+    assert segments
     kill(job.ranks()[0])
     job.wait_for_step(15)
-    kill(job.children()[0])
+    segments |= job.segments()
+    kill(job.mpirun()[0])
     assert job.end() == 0, job.output()
+    assert not any(path.exists() for path in segments)
     assert job.result() == uninterrupted, job.output()
     assert job.output().count("start 2 of 6") == job.output().count("start 3 of 6") == 1, job.output()
 
@@ -514,12 +532,12 @@ def test_a_job_killed_at_twenty_random_moments(uninterrupted: dict[str, Any], tm
     chance = random.Random(0)
     for number in range(20):
         job = Job(tmp_path, "-n", "2", "--restarts", "0", seconds=1.0)
-        job.wait_for(lambda job=job: bool(job.children()))  # type: ignore[misc]
+        job.wait_for(lambda job=job: bool(job.mpirun()))  # type: ignore[misc]
         if number % 2 == 0:
             job.wait_for(lambda job=job: len(job.ranks()) == 2)  # type: ignore[misc]
         time.sleep(chance.uniform(0.0, 3.0))
         if job.process.poll() is None:
-            kill(chance.choice([*job.ranks(), *job.children()]))
+            kill(chance.choice([*job.ranks(), *job.mpirun()]))
         else:  # Open MPI's mpirun sometimes does not start on a busy machine
             assert "The PMIx server's listener thread failed to start" in job.output()
         assert job.end() != 0, job.output()

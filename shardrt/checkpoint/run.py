@@ -202,7 +202,7 @@ class Run:
     def _report_progress(self) -> None:
         """Tell the launcher which step was saved last, and whether the run has stopped to be continued."""
         file = os.environ.get(PROGRESS)
-        if file is None or world().rank != 0:
+        if not file or world().rank != 0:
             return
         try:
             Path(file).write_text(f"{self._saved}{' stopped' * self._has_stopped}\n")

@@ -1,0 +1,350 @@
+"""Run a job until nothing of it is left, and start a failed one again while it advances: supervisor.py [options] COMMAND...
+
+`shardrt.launch` replaces itself by this program, the parent of mpirun or srun. It imports nothing but the standard library.
+
+SIGUSR1 goes to mpirun or srun, which pass it on to all ranks. SIGTERM and SIGINT take the way that --ends names; SIGHUP, of a
+terminal that closes, is a SIGTERM, unless the caller ignores it (nohup).
+
+--ends     for                                    the first                          one that comes again
+forwarded  MPICH's mpirun, which passes them on   to mpirun                          to mpirun
+direct     Open MPI's mpirun, all ranks are here  to the ranks                       SIGTERM to mpirun
+stand-in   srun; Open MPI's, of several machines  SIGUSR1 to mpirun or srun          SIGTERM to mpirun or srun
+
+The last two kill the ranks on a SIGTERM, at once or 0.25 s later, and Open MPI's mpirun then exits with code 1. Of a terminal's
+Ctrl-C, the kernel tells mpirun and srun as well. Where ranks end by such a signal, the exit code is 128 + its number.
+
+The guards of the ranks on this machine (comm/guard) write what they have to say into the file that SHARDRT_REPORTS names:
+lines of an exit code for the job, a space, and a line for the user; that is empty if the rank has reported by itself. The first
+such code comes before that of mpirun or srun. Guards on other machines find no such file, and write to their standard error.
+
+With --restarts, a job advances when `shardrt.Run` commits a checkpoint: rank 0 then writes its step into the file that
+SHARDRT_PROGRESS names, in --folder, which has to be on the machine of rank 0 as well.
+
+how the job ended                                                   then
+exit code 0                                                         the end
+exit code 2: a usage error, or the job cannot be started            the end, with this code
+a signal came, or the ranks stopped to be requeued (code 75)        the end; with code 75 if the run can be continued
+any other failure, for the first time, or after a new checkpoint    the next start, unless there were RESTARTS
+any other failure, without a new checkpoint since the last failure  the end, with the job's code
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from enum import Enum
+from functools import partial
+from pathlib import Path
+
+PROGRESS, REPORTS = "SHARDRT_PROGRESS", "SHARDRT_REPORTS"
+USAGE_ERROR = 2
+_LOOK_S = 0.5  # between two looks for reports
+_END_S = 10.0  # for mpirun to end when a rank has said that it ends the job
+_GUARDS_S = 2.0  # for the guards of ranks that have ended to end
+_ORPHANS_S = 5.0  # for the ranks of a launcher that was killed to end by themselves
+_KILLED_S = 5.0  # for processes that got SIGKILL
+_CLEAN_S = 30.0
+_WRITE_S = 1.0  # for somebody to read standard error
+_SI_KERNEL = 0x80
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None)
+_ENDS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+# Not what the caller ignores, such as SIGINT of a shell's background job: where it is blocked, it would come all the same.
+PASSED_ON = {s for s in _ENDS | {signal.SIGUSR1} if signal.getsignal(s) is not signal.SIG_IGN}
+_WATCHED = PASSED_ON | {signal.SIGCHLD}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the job until it ends for good; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it leaves no exit codes
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with ExitStack() as folders:
+        try:
+            reports = _fresh_folder(folders, tempfile.gettempdir())
+            progress = None if options.restarts is None else _fresh_folder(folders, options.folder) / "progress"
+        except OSError as error:
+            report(f"cannot make a folder: {error}; TMPDIR names the place for temporary files")
+            return USAGE_ERROR
+        if progress is None:
+            return run(options, reports)[0]
+        progress.touch()  # Hazard: for a while, NFS answers from a cache that a file is not there
+        os.environ[PROGRESS] = str(progress)
+        return run_again(options, reports, progress)
+
+
+def _fresh_folder(folders: ExitStack, where: str) -> Path:
+    """A new folder that only this user can enter, until the end."""
+    folder = tempfile.mkdtemp(prefix="shardrt-launch-", dir=where)
+    folders.callback(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def run_again(options: argparse.Namespace, reports: Path, progress: Path) -> int:
+    """Run the job, and again after each failure, while it advances; returns the exit code."""
+    last, done = None, 0
+    while True:
+        code, was_told = run(options, reports)
+        found = progress.read_text().split()
+        if "stopped" in found:
+            return os.EX_TEMPFAIL
+        if code in (0, USAGE_ERROR, os.EX_TEMPFAIL) or was_told:
+            return code
+        why = reason_to_give_up(done, options.restarts, has_advanced=found != last)
+        step = f"the last checkpoint is of step {found[0]}" if found else "it has saved no checkpoint"
+        next_start = f"start {done + 2} of {options.restarts + 1}"
+        report(f"the job failed with exit code {code}; {step}; {why or next_start}")
+        if why is not None:
+            return code
+        last, done = found, done + 1
+
+
+def reason_to_give_up(done: int, restarts: int, *, has_advanced: bool) -> str | None:
+    """Why a failed job, started again `done` times before, is not started again; None if it is."""
+    if done == restarts:
+        return f"not started again, after {restarts} restarts"
+    return None if has_advanced else "not started again, since it failed twice without a new checkpoint in between"
+
+
+def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
+    """Run the job once, until nothing of it is left on this machine; returns its exit code, and whether a signal came."""
+    clean = partial(_run, shlex.split(options.clean))
+    clean()
+    reports = Reports(folder)
+    job = Job(options.command, options.ends)
+    while job.is_running():
+        info = signal.sigtimedwait(_WATCHED, _LOOK_S)
+        if info is not None and info.si_signo in PASSED_ON:
+            job.tell(info)
+        reports.print_new()
+        if time.monotonic() > reports.since + _END_S:
+            job.kill()
+    wait_for_guards()
+    reports.print_new()
+    code, was_told = job.code(reports.code), bool(job.told)
+    if code != 0:
+        was_told |= end_orphans()
+        clean()
+    return code, was_told
+
+
+def _run(command: list[str]) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, preexec_fn=_unblock, timeout=_CLEAN_S, check=False)
+
+
+class Ends(Enum):
+    """The way of SIGTERM and SIGINT to the ranks."""
+
+    FORWARDED = "forwarded"
+    DIRECT = "direct"
+    STAND_IN = "stand-in"
+
+
+class Job:
+    """A running mpirun or srun, and its ranks."""
+
+    def __init__(self, command: list[str], ends: Ends) -> None:
+        self._ends = ends
+        # A terminal's Ctrl-C is for the ranks: Open MPI's mpirun lets them have it unblocked.
+        blocked = PASSED_ON & {signal.SIGINT} if ends is Ends.DIRECT else set()
+        self._process = subprocess.Popen(command, preexec_fn=partial(_before_exec, blocked))
+        self._was_ended = False  # mpirun or srun got the signal itself
+        self.told: list[signal.Signals] = []  # the signals that came, in order
+
+    def is_running(self) -> bool:
+        """Collect the children that have ended: mpirun or srun, and the job's orphans, whose parent this process is."""
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while self._process.returncode is None and (ended := os.waitid(os.P_ALL, 0, options)) is not None:
+            if ended.si_pid == self._process.pid:
+                self._process.poll()
+            else:
+                os.waitpid(ended.si_pid, 0)
+        return self._process.returncode is None
+
+    def tell(self, info: signal.struct_siginfo) -> None:
+        """Pass a signal on. A terminal's Ctrl-C, which the kernel sends, has reached mpirun or srun by itself."""
+        number = signal.Signals(info.si_signo)
+        if number is signal.SIGHUP:
+            if signal.SIGTERM in self.told:  # the kernel sends one when a terminal closes, and the shell another one
+                return
+            number = signal.SIGTERM
+        is_first = number not in self.told
+        self.told.append(number)
+        reached_it = number is signal.SIGINT and info.si_code == _SI_KERNEL and self._ends is not Ends.DIRECT
+        if number in _ENDS and self._ends is not Ends.FORWARDED and not reached_it:
+            if is_first and self._ends is Ends.DIRECT and self._tell_ranks(number):
+                return
+            number = signal.SIGUSR1 if is_first and self._ends is Ends.STAND_IN else signal.SIGTERM
+        self._was_ended |= number in _ENDS
+        if not reached_it:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End an mpirun that does not end by itself: it may write to a standard error that nobody reads."""
+        if self._ends is not Ends.STAND_IN:  # Slurm has a time limit of its own, KillWait
+            self._process.kill()
+
+    def _tell_ranks(self, number: signal.Signals) -> bool:
+        """Whether there are some. They have process groups of their own, which a terminal does not reach."""
+        ranks = [pid for pid in _children(self._process.pid) if _is_rank(pid)]
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return bool(ranks)
+
+    def code(self, reported: int | None) -> int:
+        """The exit code, when it has ended. reported: by a guard, which knows more than mpirun or srun.
+
+        Of a SIGTERM, Open MPI's mpirun knows more: it sends one to the others when a rank is killed.
+        """
+        code = self._process.returncode if self._process.returncode >= 0 else 128 - self._process.returncode
+        if reported != 128 + signal.SIGTERM or code <= 1 or self._ends is not Ends.DIRECT:
+            code = reported or code
+        if not self.told:
+            return code
+        told = next((number for number in self.told if number in _ENDS), self.told[0])
+        # MPICH's codes, the bits of all ranks' signals; the others add 128.
+        killed = {int(told), told | signal.SIGKILL, signal.SIGKILL, signal.SIGUSR1}
+        says_nothing = code == 1 and self._was_ended and self._ends is not Ends.FORWARDED
+        return 128 + told if says_nothing or code in killed | {128 + number for number in killed} else code
+
+
+def _before_exec(blocked: set[signal.Signals]) -> None:
+    _unblock()
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # should this process be killed
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+
+
+class Reports:
+    """What the guards of one start have to say. code: of the first that has come.   since: when it came."""
+
+    def __init__(self, folder: Path) -> None:
+        descriptor, path = tempfile.mkstemp(prefix="reports-", dir=folder)
+        self._file = os.fdopen(descriptor, "rb")
+        self._rest = b""  # the beginning of a line that somebody is writing
+        self.code: int | None = None
+        self.since = float("inf")
+        os.environ[REPORTS] = path
+
+    def print_new(self) -> None:
+        """Print the lines that have come since the last call."""
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        shown = b""
+        for line in lines:
+            code, _, text = line.partition(b" ")
+            if self.code is None and code.isdigit():
+                self.code = int(code)
+                self.since = time.monotonic()
+            shown += text + b"\n" if text else b""
+        write(shown)
+
+
+def wait_for_guards() -> None:
+    """Wait until the guards of the job's ranks have ended, which they do with their ranks; they have then reported."""
+    until = time.monotonic() + _GUARDS_S
+    while any(_name(pid).startswith("shardrt-") for pid in _children(os.getpid())) and time.monotonic() < until:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.02)
+
+
+def end_orphans() -> bool:
+    """Wait until the processes of the last job on this machine have ended; kill those that take long.
+
+    Hazard: if mpirun is killed, its ranks live a little longer, and could commit a checkpoint that the next job's ranks do not
+    expect. A process that waits for a file system that is gone does not even end by SIGKILL.
+    Returns whether a signal came meanwhile: this is then the end.
+    """
+    start = time.monotonic()
+    was_told = signal.sigtimedwait(PASSED_ON, 0) is not None
+    with suppress(ChildProcessError):  # there are none
+        while (waited := time.monotonic() - start) < _ORPHANS_S + _KILLED_S:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                if waited > _ORPHANS_S:
+                    _kill_children()
+                was_told |= signal.sigtimedwait(PASSED_ON, 0.05) is not None
+        report("processes of the last start do not end, not even by SIGKILL; they are left behind")
+    return was_told
+
+
+def _kill_children() -> None:
+    for pid in _children(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended, or this kernel does not tell
+        return []
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
+
+
+def _is_rank(pid: int) -> bool:
+    try:
+        return b"OMPI_COMM_WORLD_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def report(message: str) -> None:
+    """Write a line to standard error."""
+    write(f"shardrt.launch: {message}\n".encode())
+
+
+def write(lines: bytes) -> None:
+    """Write to standard error, but drop what nobody reads within a second.
+
+    Hazard: a write may block although there was room: others write to the same pipe. The alarm ends it.
+    """
+    signal.signal(signal.SIGALRM, _late)
+    with suppress(OSError):
+        signal.setitimer(signal.ITIMER_REAL, _WRITE_S)
+        try:
+            while lines:
+                select.select([], [2], [])
+                lines = lines[os.write(2, lines) :]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _late(number: int, frame: object) -> None:
+    raise TimeoutError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Started by shardrt.launch.")
+    parser.add_argument("--restarts", type=int)
+    parser.add_argument("--folder", help="where the progress is told")
+    parser.add_argument("--ends", type=Ends, required=True, help="the way of SIGTERM and SIGINT to the ranks")
+    parser.add_argument("--clean", required=True, metavar="COMMAND", help="what frees the shared memory of killed ranks")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
