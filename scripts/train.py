@@ -17,16 +17,21 @@ batch does not depend on the number of ranks, so neither does the loss curve.
 With --tp N, groups of N neighbouring ranks have the parts of each matrix and, between the matrices,
 of each sequence; they read the same rows. Parameters are sharded over the groups.
 
+With --check-every N, the ranks compare what they must have alike, before the first step and after every N steps, and the run
+ends if they do not: the initial model, parameters that are not sharded, the optimizer's steps and learning rates.
+
 With --resume auto, checkpoints are saved in OUT/checkpoints, and the script starts from the newest one, on any number of ranks.
 The lines of the log from there on are written anew.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
 import resource
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,7 +45,7 @@ from tqdm import tqdm
 import common.checkout  # noqa: F401  # before shardrt
 import shardrt
 from common.models import GPT, GPTConfig, next_byte_loss, shard
-from common.options import Parser, at_least, exit_with_usage_error
+from common.options import Parser, agreed, at_least, exit_with_usage_error
 from common.parallel import gpt_plan
 from common.text import Corpus, batch, default_files, find_files, rank_rows, read_corpus, write_sample
 from shardrt.parallel import cross_entropy, parallelize_module
@@ -70,6 +75,7 @@ class Options:
     dtype: str
     eval_every: int
     eval_batches: int
+    check_every: int
     prompt: str
     sample_bytes: int
     seed: int
@@ -107,6 +113,7 @@ def parse_options() -> Options:
     add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help=dtype)
     add("--eval-every", type=count, default=100, help="steps between two validations")
     add("--eval-batches", type=count, default=4)
+    add("--check-every", type=at_least(0), default=0, metavar="N", help="steps between two comparisons of the ranks; 0: none")
     add("--prompt", default="def ", help="start of the sample")
     add("--sample-bytes", type=at_least(0), default=300)
     add("--seed", type=at_least(0), default=0)
@@ -123,36 +130,43 @@ def parse_options() -> Options:
     return Options(**vars(options))
 
 
-def check_options(options: Options) -> Corpus:
-    """Exit with a usage error for options that cannot work. Returns the text. No collective."""
+def read_checked(options: Options, ranks: int) -> Corpus:
+    """The text. Raises ValueError or OSError for options that cannot work, or not on so many ranks. No collective."""
     if not options.prompt:
-        exit_with_usage_error("--prompt is empty: the model needs at least one byte to continue")
+        raise ValueError("--prompt is empty: the model needs at least one byte to continue")
     if options.out.exists() and not options.out.is_dir():
-        exit_with_usage_error(f"--out {options.out} is not a folder")
+        raise ValueError(f"--out {options.out} is not a folder")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the plot of the losses needs matplotlib: pip install 'shardrt[train]'")
+    if ranks % options.tp != 0:
+        raise ValueError(f"--tp {options.tp} does not divide the {ranks} ranks")
     if options.heads % options.tp != 0:
-        exit_with_usage_error(f"--heads {options.heads} does not divide by --tp {options.tp}: each rank has whole heads")
-    try:
-        _ = options.model  # raises ValueError for an invalid shape
-        files = find_files(options.data) if options.data else default_files()
-        return read_corpus(files, options.context, options.max_bytes)
-    except (ValueError, OSError) as error:
-        exit_with_usage_error(str(error))
-
-
-def check_world(options: Options, corpus: Corpus, world: shardrt.World) -> None:
-    """Exit with a usage error for options that do not fit the ranks, or if their text differs. Collective."""
-    if world.size % options.tp != 0:
-        exit_with_usage_error(f"--tp {options.tp} does not divide the {world.size} ranks")
-    readers = world.size // options.tp
+        raise ValueError(f"--heads {options.heads} does not divide by --tp {options.tp}: each rank has whole heads")
+    readers = ranks // options.tp
     parts = readers * options.micro_batches
     if options.batch % parts != 0:
         what = "ranks" if options.tp == 1 else "groups of ranks"
-        exit_with_usage_error(
+        raise ValueError(
             f"--batch {options.batch} does not divide by {readers} {what} x "
             f"{options.micro_batches} micro-batches: use a multiple of {parts}"
         )
-    if len(set(world.comm.exchange(corpus.digest))) > 1:
-        exit_with_usage_error("the ranks read different text: pass --data that is the same on all machines")
+    _ = options.model  # raises ValueError for an invalid shape
+    files = find_files(options.data) if options.data else default_files()
+    return read_corpus(files, options.context, options.max_bytes)
+
+
+def check_alike(options: Options, corpus: Corpus, world: shardrt.World) -> None:
+    """Exit with a usage error unless all ranks have the same text and options. Only rank 0's --out matters. Collective."""
+    mine = {**asdict(options), "data": "", "out": ""}  # where the text lies may depend on the machine
+    everyone = world.comm.exchange((mine, corpus.digest))
+    for rank, (theirs, digest) in enumerate(everyone):
+        if other := next((name for name in mine if theirs[name] != everyone[0][0][name]), None):
+            flag, first = other.replace("_", "-"), everyone[0][0]
+            exit_with_usage_error(
+                f"--{flag} is {first[other]!r} on rank 0 and {theirs[other]!r} on rank {rank}: give all the same"
+            )
+        if digest != everyone[0][1]:
+            exit_with_usage_error("the ranks read different text: pass --data that is the same on all machines")
 
 
 # ---------------------------------------------------------------------- training
@@ -183,6 +197,8 @@ class Trainer:
         if options.dtype == "float64":
             self.model.double()  # the same numbers: they are drawn in float32
             self.zero = self.zero.double()
+        if options.check_every > 0:
+            shardrt.check_replicas(self.model)  # as long as each rank has all of it
         if options.tp > 1:
             parallelize_module(self.model, self.mesh["tp"], gpt_plan(shardrt.parallel, shardrt))
         policy = shardrt.MixedPrecisionPolicy()
@@ -209,6 +225,14 @@ class Trainer:
         seconds = time.perf_counter() - start
         tokens = self.options.batch * self.options.context
         return Step(step, mean, float(norm), lr, seconds, tokens / seconds, peak_mb(self.world))
+
+    def check(self, step: int) -> None:
+        """With --check-every, raise RuntimeError on every rank if the ranks have gone apart by the end of step `step`."""
+        every = self.options.check_every
+        if every > 0 and (step + 1) % every == 0:
+            compared = shardrt.check_replicas(self.model, self.optimizer, step=step)
+            if step < every and self.world.rank == 0:
+                tqdm.write(f"replicas at step {step}: {compared}")
 
     def forward_backward(self, step: int) -> torch.Tensor:
         """Accumulate this rank's gradients over its micro-batches; returns its mean loss, ()."""
@@ -298,6 +322,7 @@ def train(trainer: Trainer, log: TextIO, first: int, steps: Iterable[int]) -> No
     with tqdm(total=options.steps, initial=first, disable=quiet, unit="step", dynamic_ncols=True) as bar:
         for index in steps:
             step = trainer.step(index)
+            trainer.check(index)
             if (index + 1) % options.eval_every == 0 or index + 1 == options.steps:
                 step = replace(step, validation_loss=trainer.validate())
                 shown = f", validation {step.validation_loss:.3f}"
@@ -308,6 +333,11 @@ def train(trainer: Trainer, log: TextIO, first: int, steps: Iterable[int]) -> No
                 refresh=False,
             )
             bar.update()
+
+
+def shown(path: Path) -> str:
+    """A path as text, whatever its bytes."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def plot_losses(log: Path, picture: Path) -> None:
@@ -322,7 +352,7 @@ def plot_losses(log: Path, picture: Path) -> None:
     axes.plot([s["step"] for s in steps], [s["loss"] for s in steps], label="training")
     points = [(s["step"], s["validation_loss"]) for s in validated]
     axes.plot(*zip(*points, strict=True), "o-", label="validation")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=str(log.parent))
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=shown(log.parent))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(picture, dpi=120)
@@ -330,19 +360,21 @@ def plot_losses(log: Path, picture: Path) -> None:
 
 def main() -> None:
     options = parse_options()
-    corpus = check_options(options)
+    # Before anything may fail on one rank alone, such as the text of one machine: the others can then be told.
     world = shardrt.init()
-    check_world(options, corpus, world)
+    corpus = agreed(world, lambda: read_checked(options, world.size))
+    check_alike(options, corpus, world)
     trainer = Trainer(options, corpus, world)
     with open_run(trainer) as (first, steps), open_log(options, corpus, world, first) as log:
         train(trainer, log, first, steps)
     sample = write_sample(trainer.model, options.prompt, options.sample_bytes, options.seed)
     peaks = world.comm.exchange(peak_mb(world))
     if world.rank == 0:
-        (options.out / "sample.txt").write_text(sample)
+        (options.out / "sample.txt").write_text(sample, encoding="utf-8")
         plot_losses(options.out / "log.jsonl", options.out / "loss.png")
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack characters of it
         print(f"--- a sample ---\n{sample}\n--- the end ---")
-        print(f"peak memory {max(peaks):.0f} MB per rank; wrote {options.out}/", flush=True)
+        print(f"peak memory {max(peaks):.0f} MB per rank; wrote {shown(options.out)}/", flush=True)
     shardrt.finalize()
 
 

@@ -29,6 +29,7 @@ from .fsdp.policy import (
 )
 from .optim import clip_grad_norm_, offload_state_to_disk
 from .parallel.random import manual_seed
+from .replicas.check import check_replicas
 from .tensor import dispatch as dispatch  # the import installs DTensor's operation table
 from .tensor.dtensor import DTensor, distribute_tensor
 from .tensor.local_ops import register_local_op
@@ -54,6 +55,7 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "World",
+    "check_replicas",
     "clip_grad_norm_",
     "disable_fsdp_module_new_init",
     "distribute_tensor",

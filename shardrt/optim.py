@@ -12,48 +12,65 @@ from torch.utils.hooks import RemovableHandle
 from .comm import DeviceMesh, ReduceOp
 from .kernels import rescale, total_norm
 from .tensor.dtensor import DTensor
-from .tensor.reductions import combine
+from .tensor.reductions import combine, rounds_over
+
+_NAMED = 4  # parameters of a rank, and ranks, in an error
 
 
-def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
     """Scale gradients in place so that their total norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
     parameters: sharded and plain parameters, of any shapes and floating dtypes. A plain or replicated one must be the same on
         every rank, and counts once. Parameters without a gradient are skipped.
     max_norm: the largest norm allowed.   norm_type: p of the p-norm; `inf` for the largest magnitude.
+    error_if_nonfinite: raise RuntimeError if the norm is infinite or NaN, and leave the gradients as they are: on all ranks of
+        the parameters' meshes, also if those of one replica alone are not finite. It names the first such parameters and the
+        ranks that hold those parts of the gradients, which are averages over the ranks already. Plain parameters have no mesh:
+        without any sharded one, a rank may raise alone.
     Returns: the norm before clipping, a 0-dim float32 tensor (float64 if a gradient is), the same on all ranks, on the mesh's
         device.
     Collective. Cost: an all-reduce of one float64 for each mesh (one more with tensor parallelism), and one pass to scale; no
-    host sync.
+    host sync. error_if_nonfinite: for M meshes, M * M all-reduces of one byte, and a host sync.
     Raises ValueError for a norm_type <= 0, and for a `Partial` gradient.
     """
     if norm_type <= 0:
         raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): expected a positive number or inf")
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     listed = [getattr(param, "sharded", param) for param in given]  # a gathered parameter refers to its sharded one
-    grads = [param.grad for param in listed if param.grad is not None]
+    plain, meshes = _local_grads(listed)
+    norms = [total_norm(plain, norm_type, plain[0].device if plain else torch.device("cpu"))] if plain or not meshes else []
+    local_norms = [total_norm(local, norm_type, mesh.device) for mesh, local in meshes.items()]
+    norms += [_norm_over_mesh(mesh, mine, norm_type) for mesh, mine in zip(meshes, local_norms, strict=True)]
+    norm = _same_bits(torch.linalg.vector_norm(torch.stack(norms), norm_type), listed)
+    if error_if_nonfinite:
+        _raise_if_nonfinite([*norms, *local_norms, norm], listed)  # a maximum may leave NaNs out
+    # As in torch: no branch on the value, which would be a host sync; 1e-6 prevents a division by zero.
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for local in (*meshes.values(), plain):
+        if local:
+            rescale(local, scale.to(local[0].device))
+    return norm if any(p.grad is not None and p.grad.dtype == torch.float64 for p in listed) else norm.float()
+
+
+def _local_grads(params: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[DeviceMesh, list[torch.Tensor]]]:
+    """Gradients that each rank has whole, and this rank's shards of others by their meshes, of which the largest comes last."""
     # A rank without gradients takes part too.
-    meshes: dict[DeviceMesh, list[torch.Tensor]] = {
-        p.spec.shard_mesh: [] for p in listed if isinstance(p, DTensor) and p.spec.shard_mesh
-    }
+    sharding = {p.spec.shard_mesh: None for p in params if isinstance(p, DTensor) and p.spec.shard_mesh}
+    meshes: dict[DeviceMesh, list[torch.Tensor]] = {mesh: [] for mesh in sorted(sharding, key=lambda mesh: mesh.size)}
     plain: list[torch.Tensor] = []
-    for grad in grads:
+    for grad in (param.grad for param in params if param.grad is not None):
         if isinstance(grad, DTensor) and grad.spec.partial:
             raise ValueError(f"clip_grad_norm_: a gradient of {grad.spec} is not reduced yet; redistribute() it first")
         if isinstance(grad, DTensor) and grad.spec.shard_mesh:
             meshes[grad.spec.shard_mesh].append(grad.to_local())
         else:
             plain.append(grad.to_local() if isinstance(grad, DTensor) else grad)
-    norms = [_norm_over_mesh(mesh, local, norm_type) for mesh, local in meshes.items()]
-    if plain or not norms:
-        norms.append(total_norm(plain, norm_type, plain[0].device if plain else torch.device("cpu")))
-    norm = _same_bits(torch.linalg.vector_norm(torch.stack(norms), norm_type), listed)
-    # As in torch: no branch on the value, which would be a host sync; 1e-6 prevents a division by zero.
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for local in (*meshes.values(), plain):
-        if local:
-            rescale(local, scale.to(local[0].device))
-    return norm if any(grad.dtype == torch.float64 for grad in grads) else norm.float()
+    return plain, meshes
 
 
 def _same_bits(norm: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
@@ -66,12 +83,52 @@ def _same_bits(norm: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
     return norm
 
 
-def _norm_over_mesh(mesh: DeviceMesh, local: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of all shards on the mesh."""
-    mine = total_norm(local, norm_type, mesh.device)
+def _norm_over_mesh(mesh: DeviceMesh, mine: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of all shards on the mesh.   mine: of this rank's."""
     if norm_type == float("inf"):
         return combine(mine, ReduceOp.MAX, mesh)
     return combine(mine**norm_type, ReduceOp.SUM, mesh) ** (1.0 / norm_type)
+
+
+def _raise_if_nonfinite(norms: list[torch.Tensor], params: list[torch.Tensor]) -> None:
+    """Raise RuntimeError on all ranks of the parameters' meshes if one of the norms is not finite on any of them. Collective.
+
+    Hazard: a rank that raises alone leaves others waiting.
+    """
+    meshes = rounds_over(params)
+    is_wrong = ~torch.stack([norm.to(norms[-1].device) for norm in norms]).isfinite().all()
+    for mesh in meshes:
+        is_wrong = combine(is_wrong, ReduceOp.MAX, mesh)
+    if is_wrong:
+        raise RuntimeError(_describe_nonfinite(params, meshes))
+
+
+def _describe_nonfinite(params: list[torch.Tensor], meshes: list[DeviceMesh]) -> str:
+    """The error's text. Collective over the meshes."""
+    rank = meshes[0].get_rank() if meshes else -1
+    found = {rank: names} if (names := _nonfinite_names(params)) else {}
+    for mesh in meshes:
+        for others in mesh.communicator("tensor").exchange(found):
+            found |= others
+        # Cost: of the ranks that the text does not name, a few bytes each are sent on.
+        found = {key: found[key] if place < _NAMED else [] for place, key in enumerate(sorted(found))}
+    if not found:
+        return "clip_grad_norm_: the norm of the gradients overflows"
+    each = [f"{', '.join(names)} on {f'rank {rank}' if meshes else 'this rank'}" for rank, names in found.items()]
+    more = f", and others on {len(each) - _NAMED} more ranks" if len(each) > _NAMED else ""
+    return f"clip_grad_norm_: gradients that are infinite or NaN: {'; '.join(each[:_NAMED])}{more}; none has been scaled"
+
+
+def _nonfinite_names(params: list[torch.Tensor]) -> list[str]:
+    """The first parameters of which this rank has elements of the gradient that are not finite."""
+    found = []
+    for index, param in enumerate(params):
+        grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        if grad is not None and not grad.isfinite().all():
+            name = getattr(param, "full_name", None)
+            found.append(f"parameter {index} of shape {tuple(param.shape)}" if name is None else f"'{name}'")
+    more = [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
+    return found[:_NAMED] + more
 
 
 def offload_state_to_disk(optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> RemovableHandle:

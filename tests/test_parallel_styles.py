@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ranks import on_ranks
+from ranks import on_ranks, settings_of
 from shardrt import DTensor, Partial, Replicate, Shard, fully_shard
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import (
@@ -421,9 +421,7 @@ def test_collectives_of_an_attention_block(world: World) -> None:
 def test_a_transformer_trains_as_on_one_process(world: World, plan: str) -> None:
     """With replicated activations, sequence parallel, pieces of matmuls, and those on a thread for communication."""
     mesh = DeviceMesh(world.comm, (world.size,), ("tp",))
-    with pytest.MonkeyPatch.context() as patch:
-        if plan == "threads":
-            patch.setenv("SHARDRT_HOST_STREAMS", "threaded")
+    with settings_of(world, host_streams="threaded" if plan == "threads" else None):
         axis_of(mesh)  # which takes the stream
     torch.manual_seed(0)
     whole = Transformer().double()

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import os
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import parallel as torch_parallel
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, settings_of
 from shardrt import DTensor, Replicate, Shard, fully_shard
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import (
@@ -241,11 +240,8 @@ def test_batches_that_differ(world: World) -> None:
     layer = parallelize_module(nn.Linear(12, 4), world.mesh, ColwiseParallel())
     with pytest.raises(ValueError, match="the input of 'Linear' differs"):
         layer(x)
-    os.environ["SHARDRT_CHECK_BATCHES"] = "0"
-    try:
+    with settings_of(world, check_batches=False):
         layer(x)
-    finally:
-        del os.environ["SHARDRT_CHECK_BATCHES"]
     sharded = parallelize_module(nn.Linear(12, 4), world.mesh, ColwiseParallel(input_layouts=Shard(0)))
     sharded(x)
 

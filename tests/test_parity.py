@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, settings_of
 from shardrt.comm import World
 from shardrt.fsdp.param_group import ParamGroup
 from shardrt.fsdp.reduce import PackedGrads
@@ -212,8 +212,7 @@ def test_threaded_streams_give_the_same_bits(world: World) -> None:
         return [param.full_tensor() for param in model.parameters()]
 
     inline = train()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHARDRT_HOST_STREAMS", "threaded")
+    with settings_of(world, host_streams="threaded"):
         threaded = train()
     for one, other in zip(inline, threaded, strict=True):
         assert torch.equal(one, other)

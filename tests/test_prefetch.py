@@ -16,7 +16,7 @@ from torch import nn
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
-from shardrt.comm.recorder import merge
+from shardrt.comm.merge_dumps import merge, parse
 from shardrt.fsdp.param_group import ParamGroup
 from toys import Branching, OddBlock, OddMLP, Skipping, batch, buckets_of, compare, shard_blocks, tokens, train_side_by_side
 
@@ -94,7 +94,8 @@ def test_the_recorder_lists_the_events_of_a_step(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dump = json.loads(world.recorder.dump(Path(folder) / "dump.json").read_text())
     assert [what for _, what in dump["notes"]][-len(expected) :] == expected
-    assert "last noted by ranks 0, 1: free OddMLP" in merge([dump | {"rank": 0}, dump | {"rank": 1}])
+    dumps = [parse(json.dumps(dump | {"rank": rank, "size": 2})) for rank in (0, 1)]
+    assert "last noted by ranks 0, 1: free OddMLP" in merge(dumps)
 
 
 @on_ranks(1, 2)

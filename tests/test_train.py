@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from common.text import Corpus, find_files
 from ranks import run_script
+from shardrt import World
+from train import Options, check_alike, read_checked
 
 TRAIN = Path(__file__).parent.parent / "scripts" / "train.py"
 STEPS = 20
@@ -26,7 +35,7 @@ rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
 output = os.open(f"{folder}/output.{{rank}}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 os.dup2(output, 1)
 os.dup2(output, 2)
-os.execv(sys.executable, [sys.executable, *{command}])
+os.execv(sys.executable, [sys.executable, *(flag.replace("RANK", rank) for flag in {command})])
 """
 
 
@@ -48,7 +57,7 @@ class Run:
 
 def run(folder: Path, ranks: int, flags: str) -> Run:
     out = folder / "out"
-    command = [str(TRAIN), "--out", str(out), *flags.split()]
+    command = [str(TRAIN), "--out", str(out), *flags.split()]  # RANK in a flag is the rank's number
     done = run_script(LAUNCH.format(folder=folder, command=command), ranks, deadline_s=50.0)
     output = [(folder / f"output.{rank}").read_text() for rank in range(ranks)]
     return Run(done.returncode, out, output)
@@ -69,7 +78,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 MORE = [pytest.param(4, "", marks=pytest.mark.all), pytest.param(2, "--micro-batches 3", marks=pytest.mark.all)]
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, ""), *MORE])
+@pytest.mark.parametrize(("ranks", "flags"), [(2, "--check-every 10"), *MORE])
 def test_the_loss_curve_does_not_depend_on_the_ranks(alone: Run, tmp_path: Path, ranks: int, flags: str) -> None:
     done = train(tmp_path, ranks, flags)
     assert len(done.curve()) == STEPS
@@ -77,6 +86,7 @@ def test_the_loss_curve_does_not_depend_on_the_ranks(alone: Run, tmp_path: Path,
     assert done.curve("norm") == pytest.approx(alone.curve("norm"), rel=1e-4)
     assert done.log()[-1]["validation_loss"] == pytest.approx(alone.log()[-1]["validation_loss"], abs=1e-5)
     assert not any(done.output[1:]), "only rank 0 may print"
+    assert ("replicas at step 9: " in done.output[0]) == ("check" in flags)
 
 
 def test_a_run_learns_and_leaves_log_plot_and_sample(alone: Run) -> None:
@@ -147,8 +157,6 @@ def test_a_run_goes_on_on_any_number_of_ranks(tmp_path: Path, ranks: int, tolera
     [
         ("--steps 0", "argument --steps: 0: expected a number of at least 1"),
         ("--batch 7", "--batch 7 does not divide by 2 ranks"),
-        ("--tp 4", "--tp 4 does not divide the 2 ranks"),
-        ("--tp 2 --heads 3 --channels 96", "--heads 3 does not divide by --tp 2"),
     ],
 )
 def test_a_bad_flag_ends_every_rank_with_the_message(tmp_path: Path, flags: str, message: str) -> None:
@@ -158,3 +166,89 @@ def test_a_bad_flag_ends_every_rank_with_the_message(tmp_path: Path, flags: str,
     for output in done.output:
         assert output.startswith(f"train.py: error: {message}")
         assert output.count("\n") == 1
+
+
+@pytest.mark.mpi
+def test_data_that_one_rank_lacks_ends_every_rank_with_the_message(tmp_path: Path) -> None:
+    """Its name is no text, nor is the one of the folder."""
+    folder = tmp_path / "caf\udce9"
+    folder.mkdir()
+    (folder / "text.0").write_bytes(bytes(range(256)) * 4)
+    done = run(tmp_path, 2, f"{SMALL} --data {folder}/text.RANK")
+    assert done.code == 2
+    assert not done.out.exists()
+    expected = f"train.py: error: no such file or folder: {tmp_path}/caf\\udce9/text.1 (on rank 1)\n"
+    assert done.output == [expected, expected]
+
+
+OPTIONS = Options(
+    data=[], max_bytes=1 << 20, layers=2, heads=2, channels=32, context=32, untied=False, tp=1, steps=1, batch=12,
+    micro_batches=1, lr=1e-3, warmup=1, weight_decay=0.0, clip=1.0, dtype="float32", eval_every=1, eval_batches=1,
+    check_every=0, prompt="def", sample_bytes=1, seed=0, resume="never", save_every=1, keep=1, out=Path("runs"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "ranks", "message"),
+    [
+        ({"tp": 4}, 2, "--tp 4 does not divide the 2 ranks"),
+        ({"tp": 2, "heads": 3, "channels": 96}, 2, "--heads 3 does not divide by --tp 2"),
+        ({"tp": 2, "batch": 7, "micro_batches": 2}, 4, r"--batch 7 .*2 groups of ranks x 2 micro-batches: use a multiple of 4"),
+        ({"prompt": ""}, 1, "--prompt is empty"),
+        ({"out": TRAIN}, 1, "--out .*train.py is not a folder"),
+    ],
+)
+def test_options_that_cannot_work(changed: dict[str, Any], ranks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_checked(replace(OPTIONS, **changed), ranks)
+
+
+def test_a_plot_that_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs matplotlib"):
+        read_checked(OPTIONS, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "digest", "message"),
+    [
+        ({"lr": 2e-3}, "a", "--lr is 0.001 on rank 0 and 0.002 on rank 1"),
+        ({"check_every": 5}, "a", "--check-every is 0 on rank 0 and 5 on rank 1"),
+        ({}, "b", "the ranks read different text"),
+        ({"data": [TRAIN], "out": TRAIN}, "a", None),
+    ],
+)
+def test_options_that_differ_between_ranks(
+    changed: dict[str, Any], digest: str, message: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    corpora = [Corpus(torch.empty(0), torch.empty(0), 1, text) for text in ("a", digest)]
+    given: list[object] = []
+
+    def run_as(options: Options, corpus: Corpus, exchange: Callable[[object], list[object]]) -> None:
+        check_alike(options, corpus, cast(World, SimpleNamespace(comm=SimpleNamespace(exchange=exchange))))
+
+    def keep(mine: object) -> list[object]:
+        given.append(mine)
+        return [mine]
+
+    run_as(replace(OPTIONS, **changed), corpora[1], keep)
+    with nullcontext() if message is None else pytest.raises(SystemExit, match="2"):
+        run_as(OPTIONS, corpora[0], lambda mine: [mine, *given])
+    assert (message or "") in capfd.readouterr().err
+
+
+def test_what_is_read_as_text(tmp_path: Path) -> None:
+    """Regular files, whatever their names, and no more of them than is wanted."""
+    text = tmp_path / "a\udcff"
+    text.write_bytes(b"0123456789" * 1000)
+    with text.open("r+b") as file:
+        file.truncate(1 << 40)  # 1 TiB without blocks
+    os.mkfifo(tmp_path / "pipe")
+    assert find_files([tmp_path]) == [text]
+    corpus = read_checked(replace(OPTIONS, data=[text], max_bytes=1000), 1)
+    assert (len(corpus.train), len(corpus.validation), corpus.files) == (900, 100, 1)
+    with pytest.raises(ValueError, match=r"neither a regular file nor a folder: .*/pipe"):
+        find_files([tmp_path / "pipe"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="the text has 0 bytes in 0 files"):
+        read_checked(replace(OPTIONS, data=[tmp_path / "empty"]), 1)

@@ -8,7 +8,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
+
+if TYPE_CHECKING:
+    from shardrt import World
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,9 +27,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_with_usage_error(message: str) -> NoReturn:
-    """Exit with a message and code 2. No collective: every rank must find the error itself."""
-    os.write(2, f"{Path(sys.argv[0]).name}: error: {message}\n".encode())
+    """Exit with a message and code 2. No collective: every rank must find the error itself; see `agreed`."""
+    text = f"{Path(sys.argv[0]).name}: error: {message}\n"
+    os.write(2, text.encode(errors="backslashreplace"))  # names of files may be no text
     sys.exit(2)
+
+
+def agreed(world: World, work: Callable[[], T]) -> T:
+    """What `work` returns. If it raises a ValueError or OSError on any rank, every rank exits with that error. Collective."""
+    result, message = None, None
+    try:
+        result = work()
+    except (ValueError, OSError) as error:
+        message = str(error)
+    messages = world.comm.exchange(message)
+    failed = [rank for rank, text in enumerate(messages) if text is not None]
+    if failed:
+        only = f" (on rank {failed[0]})" if len(failed) < world.size else ""
+        exit_with_usage_error(f"{messages[failed[0]]}{only}")
+    return cast(T, result)
 
 
 def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:

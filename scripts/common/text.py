@@ -7,6 +7,7 @@ and the step, and each rank takes a contiguous part of it.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sysconfig
 from dataclasses import dataclass
@@ -40,17 +41,19 @@ def default_files() -> list[Path]:
 
 
 def find_files(paths: list[Path]) -> list[Path]:
-    """The given files and all files below the given folders. Raises ValueError for a path that does not exist."""
+    """The given files and all regular files below the given folders. Raises ValueError for any other path."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():
             raise ValueError(f"no such file or folder: {path}")
+        if not (path.is_file() or path.is_dir()):  # reading a FIFO would wait for a writer
+            raise ValueError(f"neither a regular file nor a folder: {path}")
         found += filter(Path.is_file, path.rglob("*")) if path.is_dir() else [path]
     return found
 
 
 def read_corpus(files: list[Path], context: int, max_bytes: int) -> Corpus:
-    """Read files in a shuffled but fixed order until there are `max_bytes`.
+    """Read files in a shuffled but fixed order until there are `max_bytes`, and no more.
 
     Raises: ValueError when the text is too short for one window; OSError for unreadable files.
     """
@@ -60,9 +63,9 @@ def read_corpus(files: list[Path], context: int, max_bytes: int) -> Corpus:
     for path in order:
         if len(text) >= max_bytes:
             break
-        text += path.read_bytes()
+        with path.open("rb") as file:
+            text += file.read(max_bytes - len(text))
         used += 1
-    text = text[:max_bytes]
     cut = len(text) - len(text) // VALIDATION_PART
     needed = context + 1
     if min(cut, len(text) - cut) < needed:
@@ -98,12 +101,13 @@ def rank_rows(size: int, rank: int, ranks: int, micro_batches: int) -> list[rang
 def write_sample(model: GPT, prompt: str, length: int, seed: int) -> str:
     """Return `prompt` continued by `length` bytes that the model predicts.
 
+    prompt: from the command line; bytes of it that are no text are kept as they are.
     Collective: a sharded model's forward runs on all ranks. Every rank draws from the same generator
     and runs the same number of iterations.
     Cost: one forward per byte over at most `model.context` bytes; keys and values are not cached.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens, device = list(prompt.encode()), next(model.parameters()).device
+    tokens, device = list(os.fsencode(prompt)), next(model.parameters()).device
     for _ in range(length):
         window = torch.tensor([tokens[-model.context :]], device=device)
         logits = model(window)

@@ -233,6 +233,7 @@ class Runtime(context.Context):
     def reset(self) -> None:
         """Forget a failed iteration: wait for everything under way, and shard all groups again."""
         self._end_queued = False
+        self.prefetch = PrefetchQueue()  # what it has recorded may differ between ranks
         self.streams.recover()
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0

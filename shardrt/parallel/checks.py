@@ -7,7 +7,6 @@ SHARDRT_CHECK_BATCHES=0 turns this off.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from hashlib import blake2b
 from itertools import zip_longest
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ..comm import world
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import Shard
 from ..torch_internals import tree_leaves
@@ -49,20 +49,12 @@ def whole_heads(parent: nn.Module, name: str, layer: nn.Linear, size: int) -> No
         )
 
 
-def enabled() -> bool:
-    """Whether batches are compared. Raises ValueError for a value of the variable that is neither 0 nor 1."""
-    text = os.environ.get("SHARDRT_CHECK_BATCHES", "1")
-    if text not in ("0", "1"):
-        raise ValueError(f"SHARDRT_CHECK_BATCHES={text!r}: expected 0 or 1")
-    return text == "1"
-
-
 def same_data(axis: Axis, value: Any, name: str) -> None:
     """Raise ValueError on every rank unless data that is declared to be replicated is the same on all. Collective.
 
     Data are plain tensors that no operation of autograd made, and that need no gradient.
     """
-    if axis.size == 1 or type(value) is DTensor or not isinstance(value, torch.Tensor) or not enabled():
+    if axis.size == 1 or type(value) is DTensor or not isinstance(value, torch.Tensor) or not world().settings.check_batches:
         return
     if not (value.requires_grad or value.is_meta) and (torch.is_grad_enabled() or not value.is_floating_point()):
         _compare(axis, value, f"the input of '{name}'")
@@ -73,7 +65,7 @@ def same_tokens(axis: Axis, module: nn.Module, args: tuple[Any, ...], kwargs: di
 
     The integers are not compared where an embedding takes its tokens sharded. Collective: one comparison.
     """
-    if axis.size == 1 or not enabled():
+    if axis.size == 1 or not world().settings.check_batches:
         return
     values = not _takes_parts(module)
     named = [*((str(index), arg) for index, arg in enumerate(args)), *((repr(key), kwargs[key]) for key in sorted(kwargs))]

@@ -135,6 +135,11 @@ class RandomRegions:
             if rank > 0:
                 generator.manual_seed(_seed(counter, 0))
 
+    def counter(self) -> int | None:
+        """That of the region that the generator is in, the same on all ranks of the mesh; None before the first forward."""
+        region = _region(default_generator(self._mesh.device))
+        return None if region is None else region[0]
+
     def fingerprint(self) -> int:
         """A number of 36 bits that differs where ranks would draw different numbers in replicated regions. Changes nothing."""
         generator = default_generator(self._mesh.device)

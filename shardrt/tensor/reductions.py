@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -106,11 +107,17 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise_undefined(func, args, kwargs)
     func([tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors], found_inf, inv_scale)
     increment_version(tensors)
-    # Replicas must agree too. Meshes may overlap in some ranks: M rounds over M meshes, smaller ones first, propagate the
-    # value from any mesh to all that share ranks with it, directly or through others.
-    meshes = sorted({tensor.spec.mesh: None for tensor in tensors if isinstance(tensor, DTensor)}, key=lambda mesh: mesh.size)
-    for mesh in meshes * len(meshes):
+    for mesh in rounds_over(tensors):  # replicas must agree too
         found_inf.copy_(combine(found_inf, ReduceOp.MAX, mesh))
+
+
+def rounds_over(tensors: Iterable[torch.Tensor]) -> list[DeviceMesh]:
+    """The M meshes of the tensors, replicating axes included, M times.
+
+    What is combined over one after the other reaches, from any mesh, all that share ranks with it, directly or through others.
+    """
+    meshes = sorted({tensor.spec.mesh: None for tensor in tensors if isinstance(tensor, DTensor)}, key=lambda mesh: mesh.size)
+    return meshes * len(meshes)
 
 
 def combine(value: torch.Tensor, op: ReduceOp, mesh: DeviceMesh | None) -> torch.Tensor:
