@@ -1,7 +1,7 @@
-"""Draw the pictures of docs/concepts.md: python docs/pictures.py [FOLDER]
+"""Draw the pictures of docs/concepts.md and docs/stress.md: python docs/pictures.py [FOLDER]
 
 layout.svg shows a plan of the real planner. streams.svg and schedule.svg show a small simulation of the rules in
-docs/concepts.md, with made-up durations. The same matplotlib writes the same bytes each time.
+docs/concepts.md, with made-up durations. soak.svg shows what was measured. The same matplotlib writes the same bytes each time.
 """
 
 from __future__ import annotations
@@ -180,6 +180,35 @@ def draw_schedule(bars: Axes, memory: Axes) -> None:
     memory.set(yticks=range(max(counts) + 1), xlim=bars.get_xlim(), xticks=[], ylabel="full buffers", xlabel="time")
 
 
+# ---------------------------------------------------------------------- soak
+
+# Anonymous memory of rank 0 of 4 under MPICH, in MiB, by step; see docs/stress.md.
+SOAKS: dict[str, dict[int, float]] = {
+    "arenas of threads (seed 11)": {
+        **{100: 183.0, 200: 189.1, 400: 208.3, 600: 215.5, 800: 222.5, 1000: 222.8, 1200: 223.1, 1400: 224.5, 1600: 233.3}
+    },
+    "one arena (seed 11)": {
+        **{100: 161.5, 600: 165.6, 1200: 168.0, 1800: 170.7, 2400: 173.3, 3000: 176.2, 3600: 179.2, 4200: 182.3},
+        **{4800: 184.0, 5400: 186.7, 6000: 190.2, 6600: 192.8},
+    },
+    "one arena, no UCX cache (seed 5)": {
+        **{100: 159.1, 300: 162.9, 600: 165.6, 900: 165.5, 1200: 165.9, 1500: 166.4, 1800: 167.1, 2100: 166.6},
+        **{2400: 166.8, 2700: 167.2, 3000: 166.9},
+    },
+    "one arena, no UCX cache (seed 11)": {
+        **{100: 159.3, 300: 162.7, 600: 164.1, 900: 165.1, 1200: 164.6, 1500: 165.3, 1800: 165.5, 2100: 166.0},
+    },
+}
+
+
+def draw_soaks(axes: Axes) -> None:
+    """The memory of a rank over the steps of some soaks."""
+    for (label, curve), colour in zip(SOAKS.items(), COLOURS, strict=True):
+        axes.plot(list(curve), list(curve.values()), color=colour, label=label)
+    axes.set(xlabel="steps", ylabel="MiB", xlim=(0, None), ylim=(140, None))
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
+
+
 def main() -> None:
     folder = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).resolve().parent / "pictures"
     _, axes = plt.subplots(figsize=(8, 2.2), layout="constrained")
@@ -191,6 +220,9 @@ def main() -> None:
     _, (bars, memory) = plt.subplots(2, figsize=(8, 3.4), height_ratios=(3, 1), layout="constrained")
     draw_schedule(bars, memory)
     _save(folder / "schedule.svg")
+    _, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
+    draw_soaks(axes)
+    _save(folder / "soak.svg")
 
 
 def _save(path: Path) -> None:

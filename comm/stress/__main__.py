@@ -1,4 +1,4 @@
-"""shardrt-stress: a sweep or a soak on the ranks of this job, or a fault in a job of its own."""
+"""shardrt-stress: a sweep or a soak on the ranks of this job, or faults in jobs of their own."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 
 from .. import World, init
 from ..version import __version__
-from . import fault, soak, sweep
+from . import fault, inject, soak, sweep
 from .options import Options, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, the same on every rank."""
     options = parse(arguments)
-    if options.fault is not None and not options.inject:
-        return fault.run(options)
+    if options.faults:
+        return (inject if options.inject else fault).run(options)
+    is_sweep = options.soak is None and options.steps is None
+    if not is_sweep:
+        soak.prepare()
     world = init()
-    if options.inject:
-        return fault.inject(world, options)
 
     def log(line: str) -> None:
         if world.rank == 0:
             print(line, flush=True)
 
     _log_header(world, options, log)
-    run = sweep.run if options.soak is None and options.steps is None else soak.run
-    return run(world, options, log)
+    return (sweep if is_sweep else soak).run(world, options, log)
 
 
 def _log_header(world: World, options: Options, log: Callable[[str], None]) -> None:

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, TypeVar
@@ -17,20 +16,10 @@ import torch
 
 from .. import PreMulSum, ReduceOp
 from ..calls import Op
+from .faults import FAULTS
 from .problem import COLLECTIVES, DTYPES
 
 T = TypeVar("T")
-
-
-class Fault(Enum):
-    """What one rank does wrong; see `fault.py`."""
-
-    KILL = "kill"
-    STOP = "stop"
-    EXCEPTION = "exception"
-    MISMATCH = "mismatch"
-    SKIP = "skip"
-    SLOW = "slow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +41,11 @@ class Options:
     soak: int | None  # seconds
     steps: int | None
     seed: int
-    fault: Fault | None
+    faults: list[str]  # names; empty: none
     fault_rank: int | None
     fault_after: int
     inject: bool
+    report: Path | None  # `-`: standard output
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
 _EXAMPLES = """\
 mpirun -n 4 shardrt-stress -b 1K -e 64M -f 2 --collectives all_reduce,all_gather --dtypes float32,bfloat16 --ops sum,avg
 mpirun -n 4 shardrt-stress --soak 10m
-shardrt-stress --fault kill -n 4
+shardrt-stress --fault kill,stop
 
 Exit code 1: an element was wrong, something leaked, or a job with a fault did not end as expected."""
 
@@ -80,10 +70,12 @@ def parse(arguments: Sequence[str] | None) -> Options:
     add("--soak", type=_number({"s": 1, "m": 60, "h": 3600}), metavar="TIME", help="duration: 30s, 10m, 8h")
     add("--steps", type=_number(), help="number of steps; the same seed then gives the same digest")
     add("--seed", type=int, default=0)
-    add = parser.add_argument_group("fault, in a job that this command starts").add_argument
-    add("--fault", type=Fault, choices=list(Fault), metavar="{" + ",".join(fault.value for fault in Fault) + "}")
+    add = parser.add_argument_group("faults, in jobs that this command starts").add_argument
+    faults = _listed({name: name for name in FAULTS}, join="all")
+    add("--fault", dest="faults", type=faults, default=[], metavar="NAME,...", help=f"all, or of {', '.join(FAULTS)}")
     add("--fault-rank", type=int, help="[the last]")
     add("--fault-after", type=_number(), default=50, metavar="CALLS", help="[50]")
+    add("--report", type=Path, nargs="?", const=Path("-"), metavar="FILE", help="print the table, or put it into a page")
     add("--inject", action="store_true", help=argparse.SUPPRESS)  # set for the ranks of that job
     given = vars(parser.parse_args(arguments))
     begin, end, factor, increment = (given.pop(name) for name in ("begin", "end", "factor", "increment"))
@@ -94,7 +86,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     sizes = [begin]
     while (size := sizes[-1] + increment if increment else max(1, sizes[-1] * factor)) <= end:
         sizes.append(size)
-    given["number"] = given["number"] or (20 if given["fault"] is None else 4)
+    given["number"] = given["number"] or (2 if given["faults"] else 20)
     return Options(sizes=sizes, **given)
 
 
@@ -105,7 +97,7 @@ def _add_sweep(add: Callable[..., object]) -> None:
     add("-e", dest="end", type=_number(units), default=64 << 20, metavar="SIZE", help="the largest [64M]")
     add("-f", dest="factor", type=_number(least=2), default=2, help="factor from one size to the next [2]")
     add("-i", dest="increment", type=_number(units), metavar="SIZE", help="increment from one size to the next, instead of -f")
-    add("-n", dest="number", type=_number(), help="timed iterations [20]; with --fault: ranks [4]")
+    add("-n", dest="number", type=_number(), help="timed iterations [20]; with --fault: ranks [2]")
     add("-w", dest="warmup", type=_number(least=0), default=5, help="untimed iterations before [5]")
     add("--collectives", type=_listed({name: name for name in COLLECTIVES}), default=list(COLLECTIVES), help="[all]")
     add("--dtypes", type=_listed({str(dtype)[6:]: dtype for dtype in DTYPES}), default=[torch.float32], help="[float32]")
@@ -137,10 +129,12 @@ def _number(units: Mapping[str, int] = MappingProxyType({}), least: int = 1) -> 
     return number
 
 
-def _listed(choices: Mapping[str, T]) -> Callable[[str], list[T]]:
-    """A parser of names separated by commas."""
+def _listed(choices: Mapping[str, T], join: str | None = None) -> Callable[[str], list[T]]:
+    """A parser of names separated by commas. join: the name of all of them."""
 
     def values(text: str) -> list[T]:
+        if text == join:
+            return list(choices.values())
         if unknown := set(text.split(",")) - choices.keys():
             raise argparse.ArgumentTypeError(f"{','.join(sorted(unknown))}: expected names out of {','.join(choices)}")
         return [choices[name] for name in text.split(",")]

@@ -1,0 +1,139 @@
+"""What the ranks of a job do for each fault; `faults.py` says what the job must do then."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import Communicator, ReduceOp, Stream, World, world
+
+SLEEP_S = 1.0  # of a slow rank
+FAR_S = 40.0  # of one that does not come in time
+NOBODY_READS_S = 0.5  # after which a full pipe counts as unread
+MOST_NBYTES = 16 << 20  # for it to be full; Open MPI's mpirun keeps in memory what nobody reads
+SHM_NBYTES = 64 << 20  # more than /dev/shm has
+
+
+def fail(message: str = "injected") -> None:
+    raise ValueError(message)
+
+
+def kill(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def libc(name: str, *arguments: int) -> Callable[[], object]:
+    return lambda: getattr(ctypes.CDLL(None), name)(*arguments)
+
+
+def hold_gil() -> None:
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second lock waits for ever; sleep() would end on a signal
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
+def raise_in_thread() -> None:
+    threading.Thread(target=fail, args=("injected caf\udce9",), name="fault").start()
+    time.sleep(FAR_S)
+
+
+def raise_unread() -> None:
+    os.set_blocking(2, False)
+    full = time.monotonic() + NOBODY_READS_S
+    left = MOST_NBYTES
+    while time.monotonic() < full and left > 0:
+        with suppress(BlockingIOError):
+            left -= os.write(2, b"x" * 4096)
+            full = time.monotonic() + NOBODY_READS_S
+    os.set_blocking(2, True)
+    fail()
+
+
+def set_torch_version() -> None:
+    torch.__version__ = torch.torch_version.TorchVersion("0.0.1")
+
+
+def fill_shm() -> None:
+    world().comm.empty(SHM_NBYTES, torch.uint8).fill_(1)
+
+
+# ---------------------------------------------------------------------- acts of When.CALL
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What such an act gets, on every rank alike."""
+
+    world: World
+    comm: Communicator  # of all ranks, for this act
+    stream: Stream
+    is_victim: bool
+
+    def all_reduce(self, n: int) -> None:
+        ones = torch.ones(n, device=self.comm.device)
+        self.comm.all_reduce(ones, ones, ReduceOp.SUM, stream=self.stream).synchronize()
+
+
+def mismatch(scene: Scene) -> None:
+    scene.all_reduce(8 + scene.is_victim)
+
+
+def skip(scene: Scene) -> None:
+    if not scene.is_victim:
+        scene.all_reduce(4)
+    scene.all_reduce(8)
+
+
+def send_other_size(scene: Scene) -> None:
+    """Every two ranks send to each other; the victim sends and expects more. Only a rank that receives is sure to raise."""
+    comm, n = scene.comm, 8 + scene.is_victim
+    with comm.group() as work:
+        for peer in range(comm.size):
+            if peer != comm.rank:
+                comm.send(torch.zeros(n, device=comm.device), peer, stream=scene.stream)
+                comm.recv(torch.zeros(n, device=comm.device), peer, stream=scene.stream)
+    work.synchronize()
+
+
+def send_other_counts(scene: Scene) -> None:
+    comm = scene.comm
+    sent, received = [2 + scene.is_victim] * comm.size, [2] * comm.size
+    out, inp = (torch.zeros(sum(counts), device=comm.device) for counts in (received, sent))
+    comm.all_to_all(out, inp, received, sent, stream=scene.stream).synchronize()
+
+
+def fail_in_agree(scene: Scene) -> None:
+    with scene.world.comm.agree():
+        if scene.is_victim:
+            fail()
+        scene.all_reduce(8)
+
+
+def make_nan(scene: Scene) -> None:
+    model = torch.nn.Linear(4, 4).to(scene.world.device)
+    _shardrt().fully_shard(model)
+    model(torch.ones(2, 4, device=scene.world.device)).sum().backward()
+    if scene.is_victim and model.weight.grad is not None:
+        model.weight.grad.mul_(float("nan"))
+    _shardrt().clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def diverge(scene: Scene) -> None:
+    model = torch.nn.Linear(4, 4, device=scene.world.device)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 2.0 if scene.is_victim else 1.0)
+    _shardrt().check_replicas(model)
+
+
+def _shardrt() -> Any:
+    """The package above this one, which needs comm only but for the rows of a model."""
+    return importlib.import_module("shardrt")

@@ -1,0 +1,233 @@
+"""The faults of one rank and what the job must do about each: the rows of the table in docs/failures.md.
+
+What the job must do is written twice: for people in `must`, for `fault.judge` in `codes` and `says`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+
+from . import acts
+from .acts import FAR_S, SLEEP_S, kill, libc
+
+WATCHDOG = (17,)
+# Hazard: without shardrt.launch, only MPICH's mpirun takes an exit code from a guard; for others the guard kills its rank.
+GUARD = (17, 137)
+SRUN = (137, 143)  # srun's own code is the highest of its tasks, those included that it ends because of another one
+NAMED = r"rank VICTIM\b(?! pid| injects)"  # by other ranks: the rank itself prints its pid and its fault
+LAST = "(?:all_reduce|all_gather|reduce_scatter)"  # operation
+UNDER_WAY = r"{}\), .* under way"  # of a signal: the report tells the operations, or that there are none
+
+
+class When(Enum):
+    """Who acts, and when."""
+
+    BEFORE = auto()  # the rank, before init()
+    INSIDE = auto()  # the rank, in init(), before MPI starts
+    TRAFFIC = auto()  # the rank, between two collectives
+    EVERYWHERE = auto()  # every rank, between two collectives
+    LAUNCHER = auto()  # this command, to the launcher, during collectives; the act gets the launcher's process
+    CALL = auto()  # every rank, with an `acts.Scene`: the act raises on all of them, and the job goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One row of the table. VICTIM in `says` stands for the rank's number."""
+
+    name: str  # on the command line
+    what: str  # the rank does
+    must: str  # the job do
+    act: Callable[..., object]
+    codes: tuple[int, ...] = ()  # with which the job may end; none: any but 0
+    says: str = ""  # a regular expression: the job's output, or with CALL the error of every rank
+    when: When = When.TRAFFIC
+    bare: tuple[int, ...] | None = None  # the codes without shardrt.launch, where they differ
+    guard_says: str = ""  # under MPICH, the rest of the line: other launchers may collect the rank before its guard can
+    is_unread: bool = False  # nobody reads the job's stderr, its dumps are read instead. A bare launcher waits for a reader
+    shm: str | None = None  # the size of /dev/shm
+
+
+_before = partial(Fault, when=When.BEFORE)
+_to_launcher = partial(Fault, when=When.LAUNCHER)
+_call = partial(Fault, when=When.CALL)
+
+_ENDS = "ends at once"
+_LATE = "after `SHARDRT_START_TIMEOUT`: tells which ranks came to `init()`, and where those are that did not"
+_MISSING = "after `SHARDRT_TIMEOUT`: reports the operation, the missing ranks, the last operation of each, and stacks"
+_LEFT = "after 4 s: reports the operation and the missing ranks"
+_DIED = "names the rank, under MPICH with its last operation, and ends at once"
+_ON_EVERY_RANK = "raises `{}` on **every** rank, with "
+_MISMATCH = _ON_EVERY_RANK.format("MismatchError") + "every rank's call"
+
+_ROWS = (
+    # ------------------------------------------------------------------ before and inside init()
+    _before(
+        "raise-before",
+        "raises before `init()`",
+        f"shows the exception, and {_ENDS}",
+        acts.fail,
+        (1,),
+        "injected",
+        bare=(1, *GUARD),
+    ),
+    _before(
+        "exit-before",
+        "calls `sys.exit(0)` before `init()`",
+        _LATE + "; Open MPI's `mpirun` does so itself, once another is in `init()`",
+        sys.exit,
+        (1, *WATCHDOG),
+        NAMED,
+        bare=(1, *GUARD),
+    ),
+    _before("exit-3-before", "calls `sys.exit(3)` before `init()`", _ENDS, lambda: sys.exit(3), (3,), bare=(3, *GUARD)),
+    _before("sleep-before", "sleeps before `init()`", _LATE, lambda: time.sleep(FAR_S), WATCHDOG, NAMED, bare=GUARD),
+    _before("stop-before", "is stopped before `init()` (SIGSTOP)", _LATE, kill(signal.SIGSTOP), WATCHDOG, NAMED, bare=GUARD),
+    _before("kill-before", "is killed before `init()` (SIGKILL)", _ENDS, kill(signal.SIGKILL)),
+    Fault("stop-inside", "is stopped inside `init()`", _LATE, kill(signal.SIGSTOP), WATCHDOG, NAMED, When.INSIDE, bare=GUARD),
+    _before(
+        "bad-variable",
+        "has a variable without a meaning: `SHARDRT_TIMEOUT=nan`",
+        "raises on **every** rank, naming variable and rank",
+        lambda: os.environ.update(SHARDRT_TIMEOUT="nan"),
+        (1,),
+        "SHARDRT_TIMEOUT",
+    ),
+    _before(
+        "other-variable",
+        "has another `SHARDRT_CHECK` than the others",
+        "raises on **every** rank, naming variable and ranks",
+        lambda: os.environ.update(SHARDRT_CHECK="0"),
+        (1,),
+        "SHARDRT_CHECK",
+    ),
+    _before(
+        "other-torch",
+        "has another version of torch",
+        "raises on **every** rank, naming versions and ranks",
+        acts.set_torch_version,
+        (1,),
+        r"0\.0\.1",
+    ),
+    # ------------------------------------------------------------------ the rank ends
+    Fault("exception", "raises", f"shows the exception, and {_ENDS}", acts.fail, (1,), "ValueError: injected"),
+    Fault(
+        "thread",
+        "raises in a thread, with text that has no encoding",
+        f"shows the exception, and {_ENDS}",
+        acts.raise_in_thread,
+        (1,),
+        "ValueError: injected",
+    ),
+    Fault(
+        "unread",
+        "raises, and nobody reads the job's stderr",
+        "writes the dump, and ends some seconds later",
+        acts.raise_unread,
+        (1,),
+        "ValueError: injected",
+        is_unread=True,
+    ),
+    Fault("exit", "calls `sys.exit(0)` while others wait", _LEFT, sys.exit, WATCHDOG, NAMED),
+    Fault("os-exit", "calls `os._exit(0)`", f"shows where, and {_ENDS}", lambda: os._exit(0), WATCHDOG, r"os\._exit\(0\)"),
+    Fault("c-exit", "calls C's `exit(0)`", _DIED, libc("exit", 0), WATCHDOG, NAMED, guard_says=LAST, bare=(1, *GUARD)),
+    Fault("c-_exit", "calls C's `_exit(0)`", _DIED, libc("_exit", 0), WATCHDOG, NAMED, guard_says=LAST, bare=(1, *GUARD)),
+    Fault("kill", "is killed (SIGKILL)", _DIED, kill(signal.SIGKILL), (), NAMED, guard_says=LAST),
+    Fault("segfault", "crashes (SIGSEGV)", _DIED, kill(signal.SIGSEGV), (), NAMED, guard_says=LAST),
+    Fault("abort", "calls `abort()`", _DIED, libc("abort"), (), NAMED, guard_says=LAST),
+    # ------------------------------------------------------------------ the rank does not come
+    Fault("stop", "is stopped (SIGSTOP)", _MISSING, kill(signal.SIGSTOP), WATCHDOG, NAMED),
+    Fault("gil", "hangs in C code that holds the GIL", _MISSING, acts.hold_gil, WATCHDOG, NAMED),
+    Fault(
+        "all-gil",
+        "all ranks hang in C code that holds the GIL",
+        "after `SHARDRT_TIMEOUT`, but at least 10 minutes: reports the last operation of each rank, and stacks",
+        acts.hold_gil,
+        WATCHDOG,
+        "rank 0",
+        When.EVERYWHERE,
+        bare=GUARD,
+    ),
+    Fault(
+        "slow", "is slow, within `SHARDRT_TIMEOUT`", "goes on", lambda: time.sleep(SLEEP_S), (0,), "waiting for rank VICTIM,"
+    ),
+    # ------------------------------------------------------------------ signals
+    Fault(
+        "term",
+        "gets SIGTERM",
+        f"reports the running operations, and {_ENDS}",
+        kill(signal.SIGTERM),
+        (143,),
+        UNDER_WAY.format("SIGTERM"),
+    ),
+    Fault("usr1", "gets SIGUSR1, without a handler", _DIED, kill(signal.SIGUSR1), (), NAMED, guard_says=LAST),
+    _to_launcher(
+        "ctrl-c",
+        "Ctrl-C, or SIGINT to the launcher",
+        "reports the running operations, and ends within seconds",
+        lambda job: job.send_signal(signal.SIGINT),
+        (130,),
+        UNDER_WAY.format("SIGINT"),
+        bare=(1, 130),
+    ),
+    _to_launcher(
+        "term-launcher",
+        "SIGTERM to the launcher",
+        "reports the running operations, and ends within seconds",
+        lambda job: job.send_signal(signal.SIGTERM),
+        (143,),
+        UNDER_WAY.format("SIGTERM"),
+        bare=(1, 143),
+    ),
+    _to_launcher("kill-launcher", "the launcher is killed (SIGKILL)", "its ranks end with it", lambda job: job.kill(), (137,)),
+    # ------------------------------------------------------------------ calls
+    _call("mismatch", "gives another size, dtype, op or root", _MISMATCH, acts.mismatch, says="MismatchError"),
+    _call("skip", "leaves a call out", _MISMATCH, acts.skip, says="MismatchError"),
+    _call(
+        "send-size",
+        "sends and receives other sizes than its peers",
+        "raises `MismatchError` on **every** rank that receives, with both sides",
+        acts.send_other_size,
+        says="MismatchError",
+    ),
+    _call("counts", "sends more by `all_to_all` than others expect", _MISMATCH, acts.send_other_counts, says="MismatchError"),
+    _call(
+        "agree",
+        "raises in `with comm.agree():`, while others wait in any communicator",
+        _ON_EVERY_RANK.format("RemoteError") + "the traceback",
+        acts.fail_in_agree,
+        says="RemoteError.*rank VICTIM raised ValueError: injected",
+    ),
+    _call(
+        "nan",
+        "has a gradient that is not finite, in `clip_grad_norm_(..., error_if_nonfinite=True)`",
+        "raises on **every** rank, naming rank and parameters",
+        acts.make_nan,
+        says=r"weight.* rank VICTIM\b",
+    ),
+    _call(
+        "diverged",
+        "has other values in a replica, in `check_replicas(model, optimizer)`",
+        "raises on **every** rank, naming rank and parameter",
+        acts.diverge,
+        says=r"rank VICTIM\b",
+    ),
+    Fault(
+        "shm",
+        "`/dev/shm` is full",
+        "warns, and goes on without shared buffers",
+        acts.fill_shm,
+        (0,),
+        "too little shared memory",
+        When.EVERYWHERE,
+        shm="24m",
+    ),
+)
+
+FAULTS = {fault.name: fault for fault in _ROWS}
