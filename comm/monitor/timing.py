@@ -9,7 +9,7 @@ from ..settings import Settings, seconds
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """All in seconds. The defaults are for real jobs, whose ranks share cores and whose networks stall."""
+    """In seconds, but for `straggler`. The defaults are for real jobs, whose ranks share cores and whose networks stall."""
 
     timeout_s: float = 600.0  # after which an operation is overdue; SHARDRT_TIMEOUT
     poll_s: float = 0.15  # between two checks of the watchdog
@@ -27,7 +27,7 @@ class Timing:
     abort_s: float = 5.0  # for an abort, before the process exits by itself
     interrupt_s: float = 2.0  # for the main thread to return from MPI and handle a Ctrl-C
     straggler_s: float = 10.0  # between two comparisons of the ranks' progress; a window has six
-    straggler: float = 0.25  # not seconds: share of the time, from which a rank that the others wait for is named; 0: none
+    straggler: float = 0.25  # share of the time, from which a rank that the others wait for is named; 0: none
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Timing:
