@@ -10,18 +10,19 @@ import time
 import torch
 
 from .. import ReduceOp, World, init
+from ..guard.node import launcher_variables
 from .acts import Scene
 from .faults import FAULTS, Fault, When
 from .options import Options
 from .problem import Problem
 
-_RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # in this order: under mpirun in Slurm all have SLURM_PROCID=0
-
 
 def run(options: Options) -> int:
     """This rank's part; returns the exit code."""
     faults = [FAULTS[name] for name in options.faults]
-    rank = next(int(os.environ[name]) for name in _RANK if name in os.environ)
+    found = launcher_variables(os.environ)
+    assert found is not None, "a launcher"
+    rank = int(os.environ[found[1]])
     is_victim = rank == options.fault_rank
     _write(f"rank {rank} pid {os.getpid()}")
     if is_victim and faults[0].when is When.BEFORE:
