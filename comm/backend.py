@@ -14,6 +14,7 @@ import torch
 
 from .calls import REDUCIBLE, CollectiveCall
 from .pool import Pool
+from .ranks import Ranks
 from .streams import Stream
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ class Backend(ABC):
     connects: ClassVar[bool] = False  # `connect` has work to do, which blocks
     has_pool: ClassVar[bool] = False  # `pool` has work to do, which blocks
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
 
     def __init__(self, name: str, rank: int, size: int, device: torch.device) -> None:
         self.name = name
@@ -76,6 +77,15 @@ class Backend(ABC):
     @abstractmethod
     def split(self, color: int | None, key: int, name: str) -> Self | None:
         """A backend for each colour, not connected yet; None for a rank without one. Collective."""
+
+    def part(self, ranks: Sequence[int], name: str) -> Self:
+        """A backend for these of its ranks, this one among them, in their order, not connected yet.
+
+        Collective: every rank gives the part that it is in; parts that share a rank are the same.
+        """
+        made = self.split(ranks[0], ranks.index(self.rank), name)
+        assert made is not None, "every rank gave a colour"
+        return made
 
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:

@@ -13,14 +13,16 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch
 
 from .backend import Backend
 from .communicator import Communicator
+from .control import apart
 from .memory_access import may_read_other_processes
 from .mesh import DeviceMesh, positional_names
 from .monitor.guarding import RankGuard
@@ -45,6 +47,7 @@ class World:
     local_rank: int  # among the ranks of this node
     node: str  # host name
     nodes: int  # how many nodes the job spans
+    ranks_per_node: int | None  # if ranks are numbered node by node, equally many on each; else None
     device: torch.device
     comm: Communicator  # over all ranks, for tensors on `device`
     mesh: DeviceMesh  # 1-D, over all ranks
@@ -118,6 +121,8 @@ class World:
             )
 
 
+WorldKind = TypeVar("WorldKind", bound=World)
+
 _world: World | None = None
 _monitor: Monitor | None = None  # the world's; it stays when the world has ended
 _guard = RankGuard()
@@ -132,11 +137,24 @@ def world() -> World:
     return _world
 
 
+@contextmanager
+def inhabited(make: Callable[[], WorldKind]) -> Iterator[WorldKind]:
+    """`world()` returns the world that `make` makes, in the `with` block, and afterwards what it returned before."""
+    global _world
+    before = _world
+    with apart():
+        _world = made = make()
+        try:
+            yield made
+        finally:
+            _world = before
+
+
 def init(device: str | torch.device | None = None) -> World:
     """Start MPI if it is not running, bind this rank's device, and return the world. Collective; later calls return the same.
 
     device: "cpu", "cuda" (this rank's GPU by local rank), or None for CUDA where torch has it, else the CPU.
-    Works without a launcher, as a world of one rank.
+    Works without a launcher, as a world of one rank. In a dry world, whose device is the meta device, any device is right.
     Raises: RuntimeError when the launcher started N > 1 ranks and MPI sees one, after finalize(), and for another device than
     the world's; ImportError without mpi4py; ValueError on every rank for a variable or a device that is malformed on one, and
     for variables, devices, or versions of torch and shardrt that differ between ranks.
@@ -144,7 +162,7 @@ def init(device: str | torch.device | None = None) -> World:
     global _world
     if _world is None:
         _world = _start(device)
-    requested = torch.device(_world.device if device is None else device)
+    requested = torch.device(_world.device if device is None or _world.device.type == "meta" else device)
     if requested.type != _world.device.type or requested.index not in (None, _world.device.index):
         raise RuntimeError(f"init(device={str(device)!r}): this world's device is {_world.device}, and a process has one world")
     return _world
@@ -164,7 +182,7 @@ def init_device_mesh(
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"init_device_mesh({device_type!r}, ...): expected 'cpu' or 'cuda', without the number of a device")
     here = init(device_type) if _world is None else _world
-    if device_type != here.device.type:
+    if here.device.type not in (device_type, "meta"):
         raise ValueError(
             f"init_device_mesh({device_type!r}, {tuple(mesh_shape)}) on rank {here.rank}: expected {here.device.type!r}, the "
             "device type of this world, which shardrt.init(device) chooses once in a process"
@@ -271,6 +289,7 @@ def _make_world(comm: MPI.Intracomm, settings: Settings) -> World:
         local_rank=local_rank,
         node=socket.gethostname(),
         nodes=host.nodes,
+        ranks_per_node=host.ranks_per_node,
         device=bound,
         comm=data,
         mesh=DeviceMesh(data),

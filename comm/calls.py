@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from .fingerprint import Description, describe_call, join_descriptions, name_ranks
+from .ranks import Ranks
 from .streams import Event, Stream
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class Member(Protocol):
     name: str
     rank: int
     size: int
-    ranks: tuple[int, ...]
+    ranks: Ranks
     is_async: bool
     hooks: tuple[Hook, ...]
 

@@ -28,7 +28,8 @@ from .streams import PAST, Event, Stream
 class Communicator(ControlPlane):
     """A group of N ranks that can reach each other, all of which make the same calls in the same order.
 
-    rank, size: of this rank, and N.   ranks: the members' ranks in the world.   device: of the tensors.   name: in messages.
+    rank, size: of this rank, and N.   ranks: the members' in the world, a range or a tuple.   device: of the tensors.
+    name: in messages.
     hooks: observe the calls of this communicator and of those split from it afterwards.
     """
 

@@ -15,6 +15,7 @@ import torch
 
 from .backend import Backend
 from .calls import CallList, CollectiveCall, Failure, Hook, RemoteError, SharedError
+from .fingerprint import fingerprint_of
 from .pool import Pool
 from .streams import INLINE, PAST, Event, Stream
 
@@ -34,12 +35,9 @@ class ControlPlane:
         self.device = backend.device
         self.name = backend.name
         self.is_async = backend.device.type == "cuda"  # a call that has been enqueued may still run
-        self.hooks = tuple(hooks)
         self.is_closed = False
         self.backend = backend
-        self._called = [hook.called for hook in hooks if type(hook).called is not Hook.called]
-        self._before = [hook.before for hook in hooks if type(hook).before is not Hook.before]
-        self._after = [hook.after for hook in hooks if type(hook).after is not Hook.after]
+        self._set_hooks(hooks)
         self._number = 0  # of the next call
         self._newest: tuple[Stream, Event] | None = None  # call
         self._newest_collective: Event = PAST
@@ -58,6 +56,15 @@ class ControlPlane:
         """
         with self._control_call("exchange"):
             return self.backend.exchange(value)
+
+    def differing(self, value: T) -> list[T] | None:
+        """Every rank's value, in rank order, on every rank, if any differ; None if all are equal.
+
+        value: picklable, and such that its `repr` tells what is equal: of strings, numbers, tuples, lists.
+        Blocks the caller, and raises, as exchange. Cost: a comparison of 63 bits while they agree.
+        """
+        with self._control_call("exchange"):
+            return self.backend.compare(fingerprint_of(repr(value)), lambda: value)
 
     def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
         """None if `fingerprint`, of 63 bits, is the same on every rank; else every rank's `describe()`, in rank order.
@@ -83,6 +90,15 @@ class ControlPlane:
         with self._control_call("split"):
             backend = self.backend.split(color, key, name)
             return None if backend is None else type(self)(backend, self.hooks)
+
+    def part(self, ranks: Sequence[int], name: str) -> Self:
+        """A new communicator of these of its ranks, this one among them, in their order.
+
+        Collective over the old communicator: every rank gives the part that it is in; parts that share a rank are the same.
+        Otherwise as `split`, which needs only the colour of a part.
+        """
+        with self._control_call("split"):
+            return type(self)(self.backend.part(ranks, name), self.hooks)
 
     def empty(self, numel: int, dtype: torch.dtype, *, symmetric: bool = False) -> torch.Tensor:
         """A (numel,) buffer that this communicator's collectives access without a copy. Collective, with equal arguments.
@@ -225,6 +241,13 @@ class ControlPlane:
             part.align(numbers)
         self._tell_hooks(None)
 
+    def _set_hooks(self, hooks: Sequence[Hook]) -> None:
+        # New lists: a stream's thread may be going through the old ones.
+        self.hooks = tuple(hooks)
+        self._called = [hook.called for hook in hooks if type(hook).called is not Hook.called]
+        self._before = [hook.before for hook in hooks if type(hook).before is not Hook.before]
+        self._after = [hook.after for hook in hooks if type(hook).after is not Hook.after]
+
     def _tell_hooks(self, failure: Failure | None) -> None:
         for hook in self.hooks:
             hook.failed(failure)
@@ -259,9 +282,37 @@ class ControlPlane:
         return self.watched(name, *args)
 
 
+@contextmanager
+def hooked(hook: Hook) -> Iterator[None]:
+    """In the block, let `hook` observe the communicators that are open, and those split from them.
+
+    It comes before their other hooks: a comparison of the calls waits for the other ranks, and that is part of a call's time.
+    """
+    for comm in _open:
+        comm._set_hooks((hook, *comm.hooks))
+    try:
+        yield
+    finally:
+        for comm in _open:
+            comm._set_hooks([each for each in comm.hooks if each is not hook])
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """`agree()` of a communicator that was made before the `with` block, or in it, sees no communicator of the other side.
+
+    Those made in the block are dropped at its end.
+    """
+    before = dict(_open)
+    _open.clear()
+    try:
+        yield
+    finally:
+        _open.clear()
+        _open.update(before)
+
+
 def remove_hooks() -> None:
     """Let the communicators that are open make their last calls without hooks: nothing observes them any more."""
     for comm in _open:
-        comm.hooks = ()
-        for observers in (comm._called, comm._before, comm._after):
-            observers.clear()
+        comm._set_hooks(())

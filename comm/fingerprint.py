@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
+
+_LISTED = 8  # ranks, or rows of neighbours, in a message
 
 
 class Description(NamedTuple):
@@ -25,23 +28,29 @@ def describe_call(name: str, dtype: torch.dtype | None, numel: int, args: tuple[
     if name in ("send", "recv"):
         return Description(text, "", 0)
     shared = text if name != "all_to_all" or args[0] is None else f"{name} {_short(dtype)} with counts"
-    return Description(text, shared, _fingerprint(shared))
+    return Description(text, shared, fingerprint_of(shared))
 
 
 @lru_cache(maxsize=256)
 def join_descriptions(parts: tuple[Description, ...]) -> Description:
     """Describe a group by its calls."""
     shared = " + ".join(part.shared for part in parts if part.shared)
-    return Description(" + ".join(part.text for part in parts), shared, _fingerprint(shared))
+    return Description(" + ".join(part.text for part in parts), shared, fingerprint_of(shared))
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0, 1, 5"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    """ "rank 3", or "ranks 0, 1, 5"; of many, "ranks 0 to 499, 502, 504 to 511", and no more than a few of these."""
+    if len(ranks) <= _LISTED:
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    rows = [[rank for _, rank in row] for _, row in groupby(enumerate(ranks), lambda place: place[1] - place[0])]
+    shown = [f"{row[0]} to {row[-1]}" if len(row) > 1 else str(row[0]) for row in rows[:_LISTED]]
+    more = sum(map(len, rows[_LISTED:]))
+    return f"ranks {', '.join(shown)}{f' and {more} more' if more else ''}"
 
 
-def _fingerprint(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
+def fingerprint_of(text: str) -> int:
+    """A hash of 63 bits, the same in every process."""
+    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()) >> 1
 
 
 def _text(name: str, dtype: torch.dtype | None, numel: int, args: tuple[object, ...]) -> str:

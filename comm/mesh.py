@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from .communicator import Communicator
+from .fingerprint import name_ranks
+from .ranks import Ranks, evenly_spaced, grid, pick, row_strides, step_of
 
 T = TypeVar("T")
 
@@ -54,7 +57,7 @@ class MeshSize(int):
 class _Family:
     """Shared by a mesh and its parts: each part is created once, and so are its communicators."""
 
-    meshes: dict[tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]], DeviceMesh] = field(default_factory=dict)
+    meshes: dict[tuple[tuple[str, ...], tuple[int, ...], Ranks], DeviceMesh] = field(default_factory=dict)
     products: dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = field(default_factory=dict)
     opened: list[Communicator] = field(default_factory=list)
 
@@ -64,7 +67,8 @@ class DeviceMesh:
 
     shape, axis_names: of the mesh; without names, several axes are called "axis 0", "axis 1", ...
     size: its number of ranks, see `MeshSize`.   coordinates: this rank's, one for each axis.
-    rank: this rank's number in the mesh, row by row.   ranks: the mesh's ranks in `comm`, row by row.
+    rank: this rank's number in the mesh, row by row.
+    ranks: the mesh's ranks in `comm`, row by row: a sequence, either a range or a tuple; `list(mesh.ranks)` makes a list.
     Creating a mesh or a part of one is not collective. Raises ValueError if shape, names and ranks do not match.
     """
 
@@ -81,10 +85,16 @@ class DeviceMesh:
                 f"mesh of shape {shape} has {math.prod(shape)} ranks and does not match the {comm.size} ranks of {comm}; "
                 f"give a shape for {comm.size} ranks, or start {math.prod(shape)} ranks"
             )
-        self._set_up(comm, shape, axis_names, list(range(comm.size)), _Family())
+        self._set_up(comm, shape, axis_names, range(comm.size), row_strides(shape, 1), _Family())
 
     def _set_up(
-        self, base: Communicator, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: list[int], family: _Family
+        self,
+        base: Communicator,
+        shape: tuple[int, ...],
+        axis_names: tuple[str, ...],
+        ranks: Ranks,
+        strides: tuple[int, ...] | None,
+        family: _Family,
     ) -> None:
         self.shape = shape
         self.axis_names = axis_names
@@ -95,17 +105,27 @@ class DeviceMesh:
         self.device = base.device
         self._base = base
         self._family = family
+        # Of a rank's coordinates: number // stride % extent, on every rank of the base alike. None: only the ranks are known.
+        self._strides = strides
+        self._parts: dict[tuple[str, ...], DeviceMesh] = {}
         self._communicators: dict[str, Communicator] = {}
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """The part of the mesh along these axes that this rank is in; names in the mesh's order. Always the same object."""
         names = (names,) if isinstance(names, str) else tuple(names)
+        if names not in self._parts:
+            self._parts[names] = self._part(names)
+        return self._parts[names]
+
+    def _part(self, names: tuple[str, ...]) -> DeviceMesh:
         kept = [axis for axis, name in enumerate(self.axis_names) if name in names]
         if not kept or tuple(self.axis_names[axis] for axis in kept) != names:
             raise ValueError(f"axes {names} of {self}: expected one or more of {self.axis_names}, in this order")
-        others = [axis for axis in range(len(self.shape)) if axis not in kept]
-        ranks = [rank for index, rank in enumerate(self.ranks) if self._shares(self._coordinates_of(index), others)]
-        return self._related(tuple(self.shape[axis] for axis in kept), names, ranks)
+        steps, shape = row_strides(self.shape, 1), tuple(self.shape[axis] for axis in kept)
+        first = self.rank - sum(self.coordinates[axis] * steps[axis] for axis in kept)
+        places = grid(first, shape, [steps[axis] for axis in kept])
+        strides = None if self._strides is None else tuple(self._strides[axis] for axis in kept)
+        return self._related(shape, names, pick(self.ranks, places), strides)
 
     def unflatten(self, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> DeviceMesh:
         """The same ranks, row by row, as a mesh of other axes. Always the same object. Raises ValueError on a mismatch."""
@@ -113,11 +133,12 @@ class DeviceMesh:
         _check_axes(shape, axis_names)
         if math.prod(shape) != self.size:
             raise ValueError(f"{self} as a mesh of shape {shape} with axes {axis_names}: expected {self.size} ranks")
-        return self._related(shape, axis_names, self.ranks)
+        return self._related(shape, axis_names, self.ranks, self._strides_of_rows(shape))
 
     def flatten(self, name: str | None = None) -> DeviceMesh:
         """The same ranks along one axis, named `name`, or after all axes ("dp_tp"). Always the same object."""
-        return self._related((self.size,), (name or "_".join(self.axis_names),), self.ranks)
+        shape = (int(self.size),)
+        return self._related(shape, (name or "_".join(self.axis_names),), self.ranks, self._strides_of_rows(shape))
 
     def product(self, inner: DeviceMesh) -> DeviceMesh:
         """The mesh with the axes of this one, then those of `inner`, over all ranks that both reach. Always the same object.
@@ -134,19 +155,42 @@ class DeviceMesh:
         """
         found = self._family.products.get((self, inner))
         if found is None:
-            related = inner._base is self._base
-            mine = _Factors(related, self.axis_names, self.shape, self.ranks, inner.axis_names, inner.shape, inner.ranks)
-            everyone = self._base.exchange(mine)
-            wrong = {rank: why for rank in range(len(everyone)) if (why := _misfit(everyone, rank))}
-            if wrong:
-                rank, why = next(iter(wrong.items()))
-                raise ValueError(f"{self} times {inner}: {why} (rank {rank}; found on ranks {', '.join(map(str, wrong))})")
+            strides = self._strides_with(inner)
+            mine = inner._base is self._base, self.axis_names, self.shape, inner.axis_names, inner.shape, strides
+            shape = self.shape + inner.shape
+            if self._base.differing(mine) is None and strides is not None:
+                at = zip(self.coordinates + inner.coordinates, strides, strict=True)
+                ranks = grid(self._base.rank - sum(place * stride for place, stride in at), shape, strides)
+            else:
+                ranks, strides = self._ranks_with(inner), None
             for part in (self, inner):
-                self._family.meshes.setdefault((part.axis_names, part.shape, tuple(part.ranks)), part)
-            names, shape = self.axis_names + inner.axis_names, self.shape + inner.shape
-            found = self._related(shape, names, [rank for each in self.ranks for rank in everyone[each].inner_ranks])
+                self._family.meshes.setdefault((part.axis_names, part.shape, part.ranks), part)
+            found = self._related(shape, self.axis_names + inner.axis_names, ranks, strides)
             self._family.products[self, inner] = found
         return found
+
+    def _strides_with(self, inner: DeviceMesh) -> tuple[int, ...] | None:
+        """The strides of the product; None if they do not tell that there is one."""
+        if inner._base is not self._base or set(self.axis_names) & set(inner.axis_names):
+            return None
+        if self._strides is None or inner._strides is None:
+            return None
+        strides, shape = self._strides + inner._strides, self.shape + inner.shape
+        # Coordinates are digits of a rank's number. Two of them change independently if one counts whole turns of the other.
+        digits = sorted((stride, extent) for stride, extent in zip(strides, shape, strict=True) if extent > 1)
+        apart = all(wider % (stride * extent) == 0 for (stride, extent), (wider, _) in pairwise(digits))
+        return strides if apart else None
+
+    def _ranks_with(self, inner: DeviceMesh) -> Ranks:
+        """The ranks of the product, as all ranks together find out. Collective. Raises ValueError, on every rank alike."""
+        related = inner._base is self._base
+        mine = _Factors(related, self.axis_names, self.shape, self.ranks, inner.axis_names, inner.shape, inner.ranks)
+        everyone = self._base.exchange(mine)
+        wrong = {rank: why for rank in range(len(everyone)) if (why := _misfit(everyone, rank))}
+        if wrong:
+            rank, why = next(iter(wrong.items()))
+            raise ValueError(f"{self} times {inner}: {why} (rank {rank}; found on {name_ranks(list(wrong))})")
+        return evenly_spaced([rank for each in self.ranks for rank in everyone[each].inner_ranks])
 
     def axis(self, mesh_dim: int | str) -> int:
         """The number of an axis, given by its name or number, which counts from the end if negative. Raises ValueError."""
@@ -198,23 +242,32 @@ class DeviceMesh:
 
     # ------------------------------------------------------------------ communication
 
+    @property
+    def comm(self) -> Communicator:
+        """The communicator that the mesh is over; of a part of a mesh, that of the whole."""
+        return self._base
+
     def communicator(self, role: str) -> Communicator:
         """This mesh's own communicator for `role` ("gather", "reduce", ...), its ranks in the mesh's order.
 
         The first call for a role is collective over all ranks of the mesh that this one is a part of.
         """
         if role not in self._communicators:
-            # The first rank of a part identifies it: no two parts along the same axes share a rank.
-            made = self._base.split(self.ranks[0], self.rank, f"{'.'.join(self.axis_names)}.{role}")
-            assert made is not None, "every rank gave a colour"
+            made = self._base.part(self.ranks, f"{'.'.join(self.axis_names)}.{role}")
             self._communicators[role] = made
             self._family.opened.append(made)
         return self._communicators[role]
 
     def exchange(self, value: T) -> list[T]:
         """Every rank's picklable `value`, in rank order, on every rank. Blocks; for set-up, not for steps."""
-        comm = self._base if self.size == self._base.size else self.communicator("control")
-        return comm.exchange(value)
+        return self._control().exchange(value)
+
+    def differing(self, value: T) -> list[T] | None:
+        """Every rank's `value`, as `exchange`, if any differ; None if all are equal. See `Communicator.differing`."""
+        return self._control().differing(value)
+
+    def _control(self) -> Communicator:
+        return self._base if self.size == self._base.size else self.communicator("control")
 
     def close(self) -> None:
         """Close the communicators of the mesh and of all its parts, newest first. Collective."""
@@ -229,20 +282,24 @@ class DeviceMesh:
         axes = ", ".join(f"{name}={extent}" for name, extent in zip(self.axis_names, self.shape, strict=True))
         return f"DeviceMesh({axes}, rank {self.rank} at {self.coordinates}, {self.device})"
 
-    def _related(self, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: list[int]) -> DeviceMesh:
+    def _related(
+        self, shape: tuple[int, ...], axis_names: tuple[str, ...], ranks: Ranks, strides: tuple[int, ...] | None
+    ) -> DeviceMesh:
         if (shape, axis_names, ranks) == (self.shape, self.axis_names, self.ranks):
             return self
-        key = (axis_names, shape, tuple(ranks))
+        key = (axis_names, shape, ranks)
         if key not in self._family.meshes:
             mesh = self._family.meshes[key] = DeviceMesh.__new__(DeviceMesh)
-            mesh._set_up(self._base, shape, axis_names, ranks, self._family)
+            mesh._set_up(self._base, shape, axis_names, ranks, strides, self._family)
         return self._family.meshes[key]
 
-    def _coordinates_of(self, index: int) -> tuple[int, ...]:
-        return tuple(index // math.prod(self.shape[axis + 1 :]) % extent for axis, extent in enumerate(self.shape))
+    def _strides_of_rows(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The strides of the same ranks, row by row, as a mesh of `shape`."""
+        step = None if self._strides is None else step_of(self.shape, self._strides)
+        return None if step is None else row_strides(shape, step)
 
-    def _shares(self, coordinates: tuple[int, ...], axes: list[int]) -> bool:
-        return all(coordinates[axis] == self.coordinates[axis] for axis in axes)
+    def _coordinates_of(self, index: int) -> tuple[int, ...]:
+        return tuple(index // stride % extent for stride, extent in zip(row_strides(self.shape, 1), self.shape, strict=True))
 
 
 class _Factors(NamedTuple):
@@ -251,10 +308,10 @@ class _Factors(NamedTuple):
     related: bool  # both are of one communicator
     outer_names: tuple[str, ...]
     outer_shape: tuple[int, ...]
-    outer_ranks: list[int]
+    outer_ranks: Ranks
     inner_names: tuple[str, ...]
     inner_shape: tuple[int, ...]
-    inner_ranks: list[int]
+    inner_ranks: Ranks
 
 
 def _misfit(everyone: list[_Factors], rank: int) -> str | None:

@@ -14,12 +14,13 @@ import socket
 import sys
 import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from time import time
 from types import CodeType, FrameType
 from typing import Any
 
-from .calls import BLOCKING, CallList, Hook, Work
+from .calls import BLOCKING, CallList, CollectiveCall, Hook, Work
 from .dumps import DumpFolder
 from .streams import PAST, is_capturing
 
@@ -36,13 +37,14 @@ Entry = list[Any]
 
 
 class Recorder(Hook):
-    """The ring buffer of one rank. Cost: 3 us per call."""
+    """The ring buffer of one rank. now: the caller's clock. Cost: 3 us per call."""
 
-    def __init__(self, rank: int, size: int, folder: DumpFolder, capacity: int) -> None:
+    def __init__(self, rank: int, size: int, folder: DumpFolder, capacity: int, now: Callable[[], float] = time) -> None:
         self._folder = folder
         self._rank = rank
         self._size = size
         self._capacity = capacity
+        self._now = now
         self._ring: deque[Entry] = deque(maxlen=capacity)
         self._notes: deque[tuple[float, tuple[str, ...]]] = deque(maxlen=capacity)
         self._running: deque[tuple[Work, Entry]] = deque(maxlen=capacity)  # on a CUDA device
@@ -57,19 +59,22 @@ class Recorder(Hook):
     def before(self, calls: CallList) -> None:
         entry = self._add(calls) if calls[0].name in BLOCKING else self._open.get(id(calls[0]))
         if entry is not None:
-            entry[_STARTED] = time()
+            entry[_STARTED] = self._time_of(calls[0])
 
     def after(self, calls: CallList) -> None:
         call = calls[0]
         entry = self._open.pop(id(call), None)
         if entry is not None and (call.name in BLOCKING or not call.comm.is_async):
-            entry[_ENDED] = time()
+            entry[_ENDED] = self._time_of(call)
+
+    def _time_of(self, call: CollectiveCall) -> float:
+        return self._now() if call.name in BLOCKING else call.stream.now()  # control calls run on the caller's thread
 
     def _add(self, calls: CallList) -> Entry:
         call = calls[0]
         comm = call.comm
         # Hazard: what is kept here must not keep a tensor alive, as a frame or the call would.
-        entry = [comm.name, comm.ranks, call.number, calls.description.text, call.stream, time(), 0.0, 0.0]
+        entry: Entry = [comm.name, comm.ranks, call.number, calls.description.text, call.stream, self._now(), 0.0, 0.0]
         frame: FrameType | None = sys._getframe(_OWN_FRAMES)
         for _ in range(_FRAMES):  # Cost: 0.2 us a frame
             if frame is None:
@@ -86,16 +91,21 @@ class Recorder(Hook):
 
     def note(self, *what: str) -> None:
         """Keep a note of what the caller does, in words, beside the calls."""
-        self._notes.append((time(), what))
+        self._notes.append((self._now(), what))
 
     def notes(self, since: float = 0.0) -> list[str]:
         """The notes since a time, in seconds since the epoch, the oldest first."""
         return [" ".join(what) for at, what in self._notes if at > since]
 
+    def calls(self) -> list[dict[str, Any]]:
+        """The last calls, the oldest first: `comm`, `ranks`, `number`, `what`, `stream`, the times `called`, `started` and
+        `ended`, 0.0 until known, and `stack`."""
+        return [_as_dict(entry) for entry in list(self._ring)]
+
     def poll(self) -> None:
         """Record the end of the calls that a CUDA device has finished."""
         while self._running and is_past(self._running[0][0]):
-            self._running.popleft()[1][_ENDED] = time()
+            self._running.popleft()[1][_ENDED] = self._now()
 
     def last_call(self) -> str:
         """The newest call, and the line that made it."""
@@ -125,7 +135,7 @@ class Recorder(Hook):
             "pid": os.getpid(),
             "time": time(),
             "why": why,
-            "calls": [_as_dict(entry) for entry in list(self._ring)],
+            "calls": [call | {"ranks": list(call["ranks"])} for call in self.calls()],
             "notes": [(at, " ".join(what)) for at, what in list(self._notes)],
             "threads": {ident: traceback.format_stack(frame) for ident, frame in sys._current_frames().items()},
         }
@@ -148,8 +158,7 @@ def _as_dict(entry: Entry) -> dict[str, Any]:
     stack = entry[len(_FIELDS) :]
     frames = zip(stack[::2], stack[1::2], strict=True)
     stack = [_line(*frame) for frame in frames if os.path.dirname(frame[0].co_filename) != _HERE]
-    stream = getattr(call["stream"], "name", type(call["stream"]).__name__)
-    return call | {"stack": stack, "stream": stream}
+    return call | {"stack": stack, "stream": call["stream"].name}
 
 
 def _line(code: CodeType, instruction: int) -> str:

@@ -20,6 +20,7 @@ from mpi4py import MPI
 from ..backend import Backend
 from ..calls import CollectiveCall, Counts, Op
 from ..fingerprint import name_ranks
+from ..ranks import evenly_spaced
 from ..streams import Stream
 from .host_reduce import reduce_rows
 from .meeting import MessageMeeting
@@ -42,6 +43,7 @@ class MpiBackend(Backend):
     """A backend over an `mpi4py` communicator, which it owns. Creating is collective. `node` is the number of this rank's node.
 
     nodes: how many nodes the ranks are on.
+    ranks_per_node: if they are numbered node by node, equally many on each; else None.
     """
 
     library = "MPI"
@@ -49,7 +51,7 @@ class MpiBackend(Backend):
 
     def __init__(self, comm: MPI.Comm, name: str, node: int) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
-        self.ranks = tuple(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
+        self.ranks = evenly_spaced(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
         self._comm = comm
         with ExitStack() as made:  # is undone if something fails
             made.callback(comm.Free)
@@ -59,7 +61,7 @@ class MpiBackend(Backend):
             self._node = node
             self._algorithms = NodeAlgorithms(comm, node)
             made.callback(self._algorithms.close)
-            self.nodes = self._algorithms.nodes
+            self.nodes, self.ranks_per_node = self._algorithms.nodes, self._algorithms.ranks_per_node
             self._shared_memory: SharedMemoryExchange | None = None
             if self._algorithms.is_one_node and self.size > 1:
                 self._shared_memory = SharedMemoryExchange.create(comm, _EXCHANGE_NBYTES, str(self))

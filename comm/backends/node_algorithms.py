@@ -43,6 +43,7 @@ class NodeAlgorithms:
     """The nodes of a communicator, seen from one rank. Creating and `close()` are collective over `comm`, which it borrows.
 
     nodes: their number.   is_one_node: all ranks share memory.   windows: the node's shared memory, or None.
+    ranks_per_node: if the ranks are numbered node by node, equally many on each; else None.
     """
 
     def __init__(self, comm: MPI.Comm, node: int) -> None:
@@ -61,6 +62,7 @@ class NodeAlgorithms:
                 made.callback(self._across.Free)
             self._made = made.pop_all()
         self._per_node = self._local.Get_size()
+        self.ranks_per_node = self._per_node if self.is_one_node or regular else None
         self._local_rank = self._local.Get_rank()
         self.windows = NodeWindows(self._local) if self.is_one_node or regular else None
         # Whom to send to and whom to receive from within the node, so that every rank pairs with every other in turn.

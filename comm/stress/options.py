@@ -36,6 +36,7 @@ class Options:
     buffers: str
     streams: str | None
     peer: str | None
+    compute: bool
     json: Path | None
     plot: Path | None
     soak: int | None  # seconds
@@ -111,6 +112,7 @@ def _add_sweep(add: Callable[..., object]) -> None:
     )
     add("--streams", choices=("inline", "threaded"), help="[inline; threaded in a soak]")
     add("--peer", choices=("gloo", "mpi4py", "c10d-nccl"), help="time it in turns with shardrt, and print the ratios")
+    add("--compute", action="store_true", help="measure matrices, memory and small operations as well: for a hardware sheet")
     add("--json", type=Path, metavar="FILE")
     add("--plot", type=Path, metavar="FILE.png", help="bus bandwidth by size")
 

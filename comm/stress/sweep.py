@@ -20,6 +20,7 @@ import torch
 
 from .. import ReduceOp, Stream, Work, World, current_stream, new_stream
 from ..version import __version__
+from .compute import measure
 from .options import Options
 from .problem import BLOCKED, ROOTED, Problem, bus_factor, ops_for
 
@@ -35,6 +36,7 @@ class Result:
     algbw: float  # GB/s, 10**9 bytes
     busbw: float
     wrong: int  # elements, over all ranks
+    min_us: float
     p50_us: float
     p99_us: float
 
@@ -176,6 +178,7 @@ def _result(problem: Problem, wrong: int, seconds: Sequence[float]) -> Result:
         algbw=algbw,
         busbw=algbw * bus_factor(problem.name, problem.size),
         wrong=wrong,
+        min_us=ordered[0] * 1e6,
         p50_us=median(seconds) * 1e6,
         p99_us=ordered[math.ceil(0.99 * len(ordered)) - 1] * 1e6,
     )
@@ -196,6 +199,7 @@ def run(world: World, options: Options, log: Callable[[str], None]) -> int:
             rows.append(sweep.measure(problem))
             log(line(rows[-1]))
     sweep.close()
+    measurement = measure(world, options.dtypes, options.number, log) if options.compute else None
     ratios = [row.ratio for row in rows if row.ratio]
     ratio = geometric_mean(ratios) if ratios else None
     if peer is not None:
@@ -205,7 +209,8 @@ def run(world: World, options: Options, log: Callable[[str], None]) -> int:
     results = [result for row in rows for result in (row.out_of_place, row.in_place) if result is not None]
     busbw, wrong = fmean(result.busbw for result in results) if results else 0.0, sum(result.wrong for result in results)
     if world.rank == 0:
-        summary = {"ranks": world.size, "nodes": world.nodes, "peer": options.peer}
+        summary: dict[str, object] = {"ranks": world.size, "nodes": world.nodes, "peer": options.peer}
+        summary |= {"compute": None if measurement is None else asdict(measurement)}
         _write(options, summary | {"busbw": busbw, "wrong": wrong, "ratio": ratio}, rows)
     log(f"# Avg bus bandwidth: {busbw:.3f} GB/s   #wrong: {wrong}")
     return 1 if wrong else 0

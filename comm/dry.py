@@ -1,0 +1,251 @@
+"""A dry world: N ranks of which only this one exists, on the meta device.
+
+Its collectives move nothing, its streams have simulated clocks, and whatever compares the ranks finds that all did as this one.
+So the code of a training run runs unchanged, on tensors without memory: it shows what it would allocate, send and wait for.
+
+The simulation is online: what is launched on a stream moves its clock at once, and waiting for an event is the later of two
+times. So the order in which the host issues work is the only schedule; nothing is replayed afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Protocol, TypeVar
+
+import torch
+
+from .backend import Backend
+from .bootstrap import World, inhabited
+from .calls import CollectiveCall
+from .communicator import Communicator
+from .dumps import DumpFolder
+from .mesh import DeviceMesh
+from .ranks import Ranks, pick
+from .recorder import Recorder
+from .settings import Settings
+from .streams import Event, Stream, simulated
+
+T = TypeVar("T")
+
+META = torch.device("meta")
+_RECORDED = 1 << 20  # calls and notes: all of a few steps
+
+
+class Costs(Protocol):
+    """What simulated work takes."""
+
+    def collective(self, calls: Sequence[CollectiveCall]) -> float:
+        """Seconds that a call, or the calls of a group, take."""
+
+
+class Free:
+    """Costs of nothing: clocks stand still."""
+
+    def collective(self, calls: Sequence[CollectiveCall]) -> float:
+        return 0.0
+
+
+@dataclass(slots=True)
+class Clock:
+    """Simulated seconds since the dry world began."""
+
+    seconds: float = 0.0
+
+
+class DryEvent(Event):
+    """A time on a simulated clock."""
+
+    def __init__(self, at: float, host: Clock) -> None:
+        self.at = at
+        self._host = host
+
+    def query(self) -> bool:
+        return self.at <= self._host.seconds
+
+    def synchronize(self) -> None:
+        self._host.seconds = max(self._host.seconds, self.at)
+
+
+class DryStream(Stream):
+    """A stream of which only the clock exists. What is submitted runs at once, on meta tensors.
+
+    waited: seconds in which it communicated, or stood still for events of other streams.   busy: seconds in which it computed.
+    """
+
+    device = META
+    waited: float
+    busy: float
+
+    def __init__(self, name: str, clock: Clock, host: Clock) -> None:
+        self.name = name
+        self.waited, self.busy = 0.0, 0.0
+        self._clock = clock  # the host's own, for a stream that is the caller's thread
+        self._host = host
+
+    def submit(self, fn: Callable[[], object]) -> None:
+        simulated.append(self)
+        try:
+            fn()
+        finally:
+            simulated.pop()
+
+    def record(self) -> DryEvent:
+        return DryEvent(self.now(), self._host)
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, DryEvent):
+            # Until the host has come here it waits for the host.
+            self.waited += max(0.0, event.at - self._reached())
+            self._clock.seconds = max(self.now(), event.at)
+        else:
+            event.synchronize()
+
+    def now(self) -> float:
+        return self._clock.seconds
+
+    def run(self, seconds: float) -> None:
+        """Compute for this time: work that the host issues now."""
+        self._clock.seconds = self._reached() + seconds
+        self.busy += seconds
+
+    def communicate(self, seconds: float) -> None:
+        """Spend this time on a collective that the host issues now."""
+        self._clock.seconds = self._reached() + seconds
+        self.waited += seconds
+
+    def _reached(self) -> float:
+        """When it can begin what the host issues now."""
+        return max(self.now(), self._host.seconds)
+
+
+class DryBackend(Backend):
+    """One rank's end of a connection to ranks that do not exist, and do as this one does."""
+
+    library: ClassVar[str] = "a dry world"
+
+    def __init__(self, name: str, rank: int, ranks: Ranks, costs: Costs) -> None:
+        super().__init__(name, rank, len(ranks), META)
+        self.ranks = ranks
+        self._costs = costs
+
+    def launch(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:
+        assert isinstance(stream, DryStream), "of the dry world"
+        stream.communicate(self._costs.collective(calls))
+
+    def exchange(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
+        return None
+
+    def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
+
+    def stop_transfers(self) -> None:
+        """Nothing runs."""
+
+    def leave(self) -> None:
+        """Nobody waits."""
+
+    def rejoin(self) -> None:
+        """Nobody has left."""
+
+    def split(self, color: int | None, key: int, name: str) -> DryBackend | None:
+        return None if color is None else DryBackend(name, self.rank, self.ranks, self._costs)
+
+    def part(self, ranks: Sequence[int], name: str) -> DryBackend:
+        return DryBackend(name, ranks.index(self.rank), pick(self.ranks, ranks), self._costs)
+
+    def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
+        memory = torch.empty(0, dtype=dtype, device=META)
+        memory.untyped_storage().resize_(numel * dtype.itemsize)  # by no operation: the buffers in it count their bytes
+        return memory.as_strided((numel,), (1,))
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DryWorld(World):
+    """The world of `dry_world`. Its streams' clocks stand at the simulated time.
+
+    host: the clock of the caller's thread.   inline: communication is on that thread, and so is compute.
+    """
+
+    host: Clock
+    inline: bool
+    compute: DryStream
+    streams: dict[str, DryStream] = field(default_factory=dict)  # by role
+
+    def stream_for(self, role: str) -> DryStream:
+        if role not in self.streams:
+            self.streams[role] = DryStream(role, self.host if self.inline else Clock(self.host.seconds), self.host)
+        return self.streams[role]
+
+
+@contextmanager
+def dry_world(
+    ranks: int, *, rank: int = 0, ranks_per_node: int | None = None, inline: bool = False, costs: Costs | None = None
+) -> Iterator[DryWorld]:
+    """A world of `ranks` ranks, of which this is number `rank`: what `world()` returns within the `with` block.
+
+    ranks_per_node: None for one node.   inline: all streams are the caller's thread, as on the host; otherwise compute and each
+    role of communication run beside each other and beside the caller, as on a GPU.   costs: None: nothing takes time.
+    A world that was there stays as it is; it must not be used within the block.
+    Raises: ValueError for ranks that do not exist, and nodes without ranks.
+    """
+    per_node = ranks if ranks_per_node is None else ranks_per_node
+    if not 0 <= rank < ranks or per_node < 1:
+        given = f"dry_world({ranks}, rank={rank}, ranks_per_node={ranks_per_node})"
+        raise ValueError(f"{given}: expected 0 <= rank < ranks, and 1 rank of a node or more")
+    host = Clock()
+    compute = DryStream("compute", host if inline else Clock(), host)
+    recorder = Recorder(rank, ranks, DumpFolder(None, "dry", print), _RECORDED, compute.now)
+    backend = DryBackend("world", rank, range(ranks), Free() if costs is None else costs)
+    with inhabited(lambda: _make(backend, recorder, per_node, host, inline, compute)) as world:
+        simulated.append(compute)
+        try:
+            yield world
+        finally:
+            simulated.remove(compute)
+
+
+def _make(backend: DryBackend, recorder: Recorder, per_node: int, host: Clock, inline: bool, compute: DryStream) -> DryWorld:
+    comm = Communicator(backend, [recorder])
+    return DryWorld(
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=comm.rank % per_node,
+        node=f"node-{comm.rank // per_node}",
+        nodes=-(-comm.size // per_node),
+        ranks_per_node=None if comm.size % per_node else per_node,
+        device=META,
+        comm=comm,
+        mesh=DeviceMesh(comm),
+        recorder=recorder,
+        settings=_settings(per_node),
+        host=host,
+        inline=inline,
+        compute=compute,
+    )
+
+
+def _settings(per_node: int) -> Settings:
+    """Those of a job without variables; values cannot be compared."""
+    forever = float("inf")
+    return Settings(
+        device=META,
+        timeout_s=forever,
+        start_timeout_s=forever,
+        straggler=0.0,
+        check=False,
+        check_batches=False,
+        recorded_calls=_RECORDED,
+        dumps=Path(),
+        host_streams=None,
+        ranks_per_node=per_node,
+        monitor_timing="",
+    )
