@@ -1,4 +1,7 @@
-"""Blockwise quantisation for collectives: BLOCK consecutive elements share one float32 scale."""
+"""Blockwise quantisation for collectives: BLOCK consecutive elements share one float32 scale.
+
+On the meta device each call is one operation of torch that reads and writes as many bytes, so that a simulation sees its cost.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ def encode(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
     Cost on CUDA: x read once, codes and scales written once. Raises ValueError for other shapes, dtypes or strides.
     """
     _check("encode", x, codes[None], scales[None])
-    (cuda if x.is_cuda else host).encode(codes, scales, x)
+    if x.is_meta:
+        codes.copy_(x)
+    else:
+        (cuda if x.is_cuda else host).encode(codes, scales, x)
 
 
 def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -25,7 +31,20 @@ def decode_sum(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
     Cost on CUDA: codes and scales read once, out written once. Raises ValueError for other shapes, dtypes or strides.
     """
     _check("decode_sum", out, codes, scales)
-    (cuda if out.is_cuda else host).decode_sum(out, codes, scales)
+    if out.is_meta:
+        torch.sum(codes.view(torch.int8), 0, dtype=out.dtype, out=out)
+    else:
+        (cuda if out.is_cuda else host).decode_sum(out, codes, scales)
+
+
+def round_trip(x: torch.Tensor, codes: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """What `encode` into these codes and `decode_sum` make of `x`, as a (n,) tensor of `dtype`. Arguments as for these."""
+    row = torch.empty(1, x.numel(), dtype=codes, device=x.device)
+    scales = torch.empty(1, -(-x.numel() // BLOCK), dtype=torch.float32, device=x.device)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    encode(row[0], scales[0], x)
+    decode_sum(out, row, scales)
+    return out
 
 
 def _check(call: str, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
