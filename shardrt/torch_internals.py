@@ -17,6 +17,8 @@ One more is in `kernels/cuda.py`, which imports nothing of shardrt: `TensorGuard
 | `profiler_state`                 | `torch.autograd.profiler._is_profiler_enabled` | ranges are always recorded           |
 | `OpOverload`, `OpOverloadPacket` | `torch._ops`, for type checkers only           | the types of two operators           |
 | `tree_map` and two others        | `torch.utils._pytree`                          | tuples, lists and dicts              |
+| `aten_operator`                  | operators with an underscore, as fused ones    | None                                 |
+| `TorchDispatchMode`              | `torch.utils._python_dispatch`                 | RuntimeError when one is made        |
 
 Importing this file looks private names up with a default only, so it cannot fail for lack of one. This file leaves out names
 that have an underscore but are in general use by subclasses of tensors and modules: `_foreach_*`, `_make_wrapper_subclass`,
@@ -31,7 +33,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,7 @@ import torch
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
 
@@ -61,9 +64,25 @@ def find(path: str) -> Any:
         return None
 
 
+def aten_operator(name: str) -> OpOverloadPacket | None:
+    """The operator `torch.ops.aten.<name>`; None if this torch lacks it."""
+    operator: OpOverloadPacket | None = getattr(torch.ops.aten, name, None)
+    return operator
+
+
 def _missing(path: str, purpose: str) -> RuntimeError:
     return RuntimeError(f"torch {torch.__version__} has no {path}, which {purpose} needs: install a tested version")
 
+
+class NoDispatchMode:
+    """Replaces `TorchDispatchMode` where it cannot be found."""
+
+    def __init__(self) -> None:
+        raise _missing("torch.utils._python_dispatch.TorchDispatchMode", "a forecast")
+
+
+if not TYPE_CHECKING:
+    TorchDispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode") or NoDispatchMode
 
 # ---------------------------------------------------------------------- autograd
 
@@ -154,8 +173,13 @@ def _make_unwrap_transform() -> Callable[[torch.Tensor], torch.Tensor]:
 unwrap_transform = _make_unwrap_transform()
 
 
+_NOTHING = nullcontext()
+
+
 def outside_transforms() -> AbstractContextManager[object]:
-    """Inside, the active transforms of `torch.func` do not apply to new tensors."""
+    """Inside, the active transforms of `torch.func` do not apply. Cost: 0.15 us if there are none."""
+    if current_transform() is None:
+        return _NOTHING
     clear = find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
     return check_no_transform() if clear is None else clear()
 
@@ -166,7 +190,7 @@ def check_no_transform() -> Iterator[None]:
     made = torch.zeros(()).clone()
     if unwrap_transform(made) is not made:
         path = "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
-        raise _missing(path, "the first forward of a sharded module inside a transform of torch.func")
+        raise _missing(path, "a forward of a sharded module inside a transform of torch.func")
     yield
 
 

@@ -5,7 +5,6 @@ Cost: some operations on vectors with an element for each rank, then on those wi
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -83,8 +82,8 @@ def boxes_of(
 def _span(placement: Sharded, total: torch.Tensor, extent: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the rows (elements) of these ranks begin among `total`, and how many they are."""
     if isinstance(placement, FlatShard | RaggedShard):
-        given = placement.numels if isinstance(placement, FlatShard) else placement.rows
-        counts = torch.frombuffer(array("q", given), dtype=torch.int64)
+        given, ranks = torch.tensor(placement.counts.runs).view(-1, 2).unbind(1)
+        counts = given.repeat_interleave(ranks)
         return (counts.cumsum(0) - counts)[at], counts[at]
     chunk = (total + extent - 1).div(extent, rounding_mode="floor")
     start = torch.minimum(at * chunk, total)

@@ -117,7 +117,5 @@ def _memory(local: torch.Tensor) -> tuple[object, ...] | None:
 
 
 def _bytes_of(placement: Placement) -> bytes:
-    counts: Sequence[int] = ()
-    if isinstance(placement, RaggedShard | FlatShard):
-        counts = placement.rows if isinstance(placement, RaggedShard) else placement.numels
-    return f"{type(placement).__name__} {getattr(placement, 'dim', '')}:{len(counts)}:".encode() + array("q", counts).tobytes()
+    runs = placement.counts.runs if isinstance(placement, RaggedShard | FlatShard) else ()
+    return f"{type(placement).__name__} {getattr(placement, 'dim', '')}:{runs};".encode()

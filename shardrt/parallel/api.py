@@ -114,9 +114,11 @@ def _agreed(
     except Exception as error:
         problem = error
     error_text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    found = mesh.exchange((error_text, f"src_data_rank={src_data_rank}", _described(module, entries)))
+    found = mesh.differing((error_text, f"src_data_rank={src_data_rank}", _described(module, entries)))
     if problem is not None:
         raise problem
+    if found is None:
+        return entries
     for rank, (text, *_) in enumerate(found):
         if text is not None:
             raise ValueError(f"parallelize_module on {mesh}: rank {rank} of it raised {text}")

@@ -22,7 +22,7 @@ from .random import RandomRegions
 @functools.lru_cache(maxsize=4096)
 def parts(total: int, size: int) -> tuple[int, ...]:
     """How many of `total` rows each of `size` ranks has, by the rule of `Shard`."""
-    return Shard(0).resolve(torch.Size((total,)), size).rows
+    return tuple(Shard(0).resolve(torch.Size((total,)), size).rows)
 
 
 @dataclass(slots=True)

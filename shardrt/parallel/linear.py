@@ -59,7 +59,7 @@ def _autocast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The arguments in the dtype that autocast would compute in."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -24,7 +24,7 @@ from ..comm import Communicator, DeviceMesh, ReduceOp, current_stream
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import Replicate, Shard, Spec
 
-_BLOCK_NUMEL = {"cpu": 2**18, "cuda": 2**24}  # Cost: this many float32 are temporary memory; on a CPU they fit in its cache
+_BLOCK_NUMEL, _HOST_BLOCK_NUMEL = 2**24, 2**18  # Cost: so many float32 are temporary memory; on a CPU they fit in its cache
 
 
 def masked_embedding(
@@ -93,7 +93,8 @@ def cross_entropy(
     rows = logits.reshape(-1, logits.shape[-1]) if logits.shape[-1] else logits.reshape(target.numel(), 0)
     options = _Options(mesh.communicator("tp"), weight, ignore_index, label_smoothing)
     losses, factors = _CrossEntropy.apply(rows, target.reshape(-1).long(), options)
-    dtype = losses.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+    autocast = not logits.is_meta and torch.is_autocast_enabled(logits.device.type)
+    dtype = losses.dtype if autocast else logits.dtype
     if reduction == "none":
         return losses.view(target.shape).to(dtype)
     total = losses.sum()
@@ -294,5 +295,6 @@ def _sums(logits: torch.Tensor, maxima: torch.Tensor, targets: _Targets, spread:
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
     """Slices of the rows, of a bounded number of elements each. None if this rank has no columns."""
     rows, count = logits.shape
-    step = max(1, _BLOCK_NUMEL.get(logits.device.type, _BLOCK_NUMEL["cpu"]) // max(1, count))
+    numel = _HOST_BLOCK_NUMEL if logits.device.type == "cpu" else _BLOCK_NUMEL
+    step = max(1, numel // max(1, count))
     return (slice(start, min(start + step, rows)) for start in range(0, rows if count else 0, step))

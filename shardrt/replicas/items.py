@@ -202,7 +202,7 @@ def _run(spec: Spec) -> tuple[int, int]:
     for placement, size, rank in zip(spec.placements, spec.mesh.shape, spec.mesh.coordinates, strict=True):
         if isinstance(placement, Sharded):
             shard = placement.resolve(shape, size)
-            found = shard.dim, sum(shard.shard_numels(shape)[:rank])
+            found = shard.dim, shard.shard_numels(shape).before(rank)
             shape = shard.shard_shape(shape, rank)
     return found
 

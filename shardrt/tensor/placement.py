@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from ..comm import DeviceMesh, ReduceOp
+from .rank_counts import RankCounts
 
 
 class Placement:
@@ -94,57 +95,75 @@ class Shard(Sharded):
     def resolve(self, shape: torch.Size, size: int) -> RaggedShard:
         rows = shape[self.dim] if shape else 1
         chunk = -(-rows // size)
-        return RaggedShard(self.dim, tuple(min(chunk, max(0, rows - rank * chunk)) for rank in range(size)))
+        full, rest = divmod(rows, chunk) if chunk else (0, 0)
+        ranks = min(1, rest)  # with fewer rows than the others, but some
+        return RaggedShard(self.dim, RankCounts(((chunk, full), (rest, ranks), (0, size - full - ranks))))
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard(Shard):
     """Rank r holds `rows[r]` consecutive rows (slices along `dim`), possibly 0.
 
-    rows: one count for each rank of the mesh axis, which add up to the size of `dim`.
+    rows: one count for each rank of the mesh axis, which add up to the size of `dim`. Kept as `RankCounts`: a sequence, equal
+    to a tuple of the same counts; `tuple(placement.rows)` makes one.
     """
 
     dim: int  # without a default: `rows` count slices along one dim
-    rows: tuple[int, ...]
+    rows: Sequence[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", RankCounts.of(self.rows))
+
+    @property
+    def counts(self) -> RankCounts:
+        """`rows`."""
+        return cast(RankCounts, self.rows)
 
     def resolve(self, shape: torch.Size, size: int) -> RaggedShard:
-        _check_counts(self, self.rows, shape[self.dim] if shape else 1, shape, size)
+        _check_counts(self, shape[self.dim] if shape else 1, shape, size)
         return self
 
     def shard_shape(self, shape: torch.Size, rank: int) -> torch.Size:
         return torch.Size((*shape[: self.dim], self.rows[rank], *shape[self.dim + 1 :]))
 
     def local_shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        return (full if full.dim() else full.reshape(1)).narrow(self.dim, sum(self.rows[:rank]), self.rows[rank])
+        return (full if full.dim() else full.reshape(1)).narrow(self.dim, self.counts.before(rank), self.rows[rank])
 
-    def shard_numels(self, shape: torch.Size) -> tuple[int, ...]:
+    def shard_numels(self, shape: torch.Size) -> RankCounts:
         """How many elements of a tensor of `shape` each rank holds."""
-        row_numel = shape.numel() // max(1, shape[self.dim]) if shape else 1
-        return tuple(rows * row_numel for rows in self.rows)
+        return self.counts.times(shape.numel() // max(1, shape[self.dim]) if shape else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class FlatShard(Sharded):
     """Rank r holds `numels[r]` consecutive elements of the tensor, in the order that has `dim` outermost, as a 1-D tensor.
 
-    numels: one count for each rank of the mesh axis, which add up to the number of elements.
+    numels: one count for each rank of the mesh axis, which add up to the number of elements. Kept as `rows` of `RaggedShard`.
     """
 
-    numels: tuple[int, ...]
+    numels: Sequence[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numels", RankCounts.of(self.numels))
+
+    @property
+    def counts(self) -> RankCounts:
+        """`numels`."""
+        return cast(RankCounts, self.numels)
 
     def resolve(self, shape: torch.Size, size: int) -> FlatShard:
-        _check_counts(self, self.numels, shape.numel(), shape, size)
+        _check_counts(self, shape.numel(), shape, size)
         return self
 
     def shard_shape(self, shape: torch.Size, rank: int) -> torch.Size:
         return torch.Size((self.numels[rank],))
 
     def local_shard(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        return flattened(full, self.dim).narrow(0, sum(self.numels[:rank]), self.numels[rank])
+        return flattened(full, self.dim).narrow(0, self.counts.before(rank), self.numels[rank])
 
-    def shard_numels(self, shape: torch.Size) -> tuple[int, ...]:
+    def shard_numels(self, shape: torch.Size) -> RankCounts:
         """How many elements of a tensor of `shape` each rank holds."""
-        return self.numels
+        return self.counts
 
 
 ResolvedShard = RaggedShard | FlatShard  # with explicit counts for every rank
@@ -236,11 +255,11 @@ class Spec:
             if isinstance(placement, Sharded):
                 shard = placement.resolve(shape, size)
                 if isinstance(shard, RaggedShard) and sizes and run is None:
-                    offsets[shard.dim] += sum(shard.rows[:rank])
+                    offsets[shard.dim] += shard.counts.before(rank)
                     sizes[shard.dim] = shard.rows[rank]
                 else:
                     counts, (dim, start) = shard.shard_numels(shape), (run or (shard.dim, 0))[:2]
-                    start += sum(counts[:rank])
+                    start += counts.before(rank)
                     run = (dim, start, start + counts[rank])
                 shape = shard.shard_shape(shape, rank)
         if not shape.numel():
@@ -309,9 +328,10 @@ def _with_nonnegative_dim(placement: Sharded, dims: int, shape: torch.Size) -> S
     return replace(placement, dim=placement.dim % dims)
 
 
-def _check_counts(shard: ResolvedShard, counts: tuple[int, ...], total: int, shape: torch.Size, size: int) -> None:
-    if len(counts) != size or min(counts) < 0 or sum(counts) != total:
+def _check_counts(shard: ResolvedShard, total: int, shape: torch.Size, size: int) -> None:
+    counts = shard.counts
+    if len(counts) != size or counts.smallest < 0 or counts.total != total:
         raise ValueError(
             f"{shard} of a tensor, or of its shard along another axis, of shape {tuple(shape)} on {size} ranks: expected "
-            f"{size} counts >= 0 that add up to {total}; found {len(counts)} that add up to {sum(counts)}"
+            f"{size} counts >= 0 that add up to {total}; found {len(counts)} that add up to {counts.total}"
         )

@@ -73,7 +73,7 @@ def fill(local: torch.Tensor, spec: Spec, seed: int, draw: Callable[[torch.Tenso
     shard, blocks = outermost.resolve(spec.shape, size), _Blocks(spec.shape.numel(), local, seed, draw)
     if shard.dim == 0:
         numels = shard.shard_numels(spec.shape)
-        values = blocks.run(sum(numels[:rank]), sum(numels[: rank + 1])).view(shard.shard_shape(spec.shape, rank))
+        values = blocks.run(numels.before(rank), numels.before(rank + 1)).view(shard.shard_shape(spec.shape, rank))
     elif isinstance(shard, RaggedShard):
         values = _columns(blocks, shard, spec.shape, rank)
     else:
@@ -109,7 +109,7 @@ def _columns(blocks: _Blocks, shard: RaggedShard, shape: torch.Size, rank: int) 
     if not values.numel():
         return values
     trailing = shape[shard.dim + 1 :].numel()
-    begin, size, row_numel = sum(shard.rows[:rank]) * trailing, shard.rows[rank] * trailing, shape[shard.dim :].numel()
+    begin, size, row_numel = shard.counts.before(rank) * trailing, shard.rows[rank] * trailing, shape[shard.dim :].numel()
     rows, at_once = values.view(-1, size), max(1, _BLOCKS_AT_ONCE * BLOCK_NUMEL // row_numel)
     for first in range(0, len(rows), at_once):
         part = rows[first : first + at_once]

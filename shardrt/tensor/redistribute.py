@@ -126,9 +126,9 @@ def change_axis(comm: Communicator, shape: torch.Size, local: torch.Tensor, old:
 def _all_gather(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Sharded, new: Replicate) -> torch.Tensor:
     shard, stream = old.resolve(shape, comm.size), current_stream(comm.device)
     numels = shard.shard_numels(shape)
-    padded = local.new_empty(max(numels))
+    padded = local.new_empty(numels.largest)
     padded[: local.numel()] = flattened(local, shard.dim)
-    rows = local.new_empty((comm.size, max(numels)))
+    rows = local.new_empty((comm.size, numels.largest))
     comm.all_gather(rows, padded, stream=stream).wait(stream)
     return unflattened(torch.cat([row[:numel] for row, numel in zip(rows, numels, strict=True)]), shape, shard.dim)
 
@@ -168,10 +168,10 @@ def _all_reduce(comm: Communicator, shape: torch.Size, local: torch.Tensor, old:
 def _reduce_scatter(comm: Communicator, shape: torch.Size, local: torch.Tensor, old: Partial, new: Sharded) -> torch.Tensor:
     shard, rank, stream = new.resolve(shape, comm.size), comm.rank, current_stream(comm.device)
     numels = shard.shard_numels(shape)
-    rows = local.new_zeros((comm.size, max(numels)))
-    for row, piece in zip(rows, flattened(local, shard.dim).split(numels), strict=True):
+    rows = local.new_zeros((comm.size, numels.largest))
+    for row, piece in zip(rows, flattened(local, shard.dim).split(tuple(numels)), strict=True):
         row[: piece.numel()] = piece
-    out = local.new_empty(max(numels))
+    out = local.new_empty(numels.largest)
     comm.reduce_scatter(out, rows, old.reduce_op, stream=stream).wait(stream)
     return unflattened(out[: numels[rank]], shard.shard_shape(shape, rank), shard.dim)
 
