@@ -25,8 +25,10 @@ from .fsdp.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     PrefetchPolicy,
+    QuantizationPolicy,
     ShardPlacementResult,
 )
+from .metrics import Metrics
 from .optim import clip_grad_norm_, offload_state_to_disk
 from .parallel.random import manual_seed
 from .replicas.check import check_replicas
@@ -36,6 +38,7 @@ from .tensor.local_ops import register_local_op
 from .tensor.local_optimizers import register_local_optimizer
 from .tensor.optimizer_state import shard_optimizer_state
 from .tensor.placement import FlatShard, Partial, RaggedShard, Replicate, Shard
+from .timeline.timeline import Timeline
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -44,15 +47,18 @@ __all__ = [
     "DeviceMesh",
     "FSDPModule",
     "FlatShard",
+    "Metrics",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Partial",
     "PrefetchPolicy",
+    "QuantizationPolicy",
     "RaggedShard",
     "Replicate",
     "Run",
     "Shard",
     "ShardPlacementResult",
+    "Timeline",
     "UnshardHandle",
     "World",
     "check_replicas",

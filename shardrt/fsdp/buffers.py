@@ -7,17 +7,39 @@ So a step makes no tensors, and a parameter that autograd saved is valid again o
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ..comm import Communicator, Event, Pool, Stream, current_stream
 from ..torch_internals import same_storage, unwrap_transform
+from .ranges import Named
+
+
+class BufferKind(Enum):
+    """What a buffer is for."""
+
+    GATHERED = "gathered"  # full parameters
+    POST_FORWARD = "post-forward"  # the part of them that reshard_after_forward=k keeps
+    PACKED = "packed"  # gradients on their way to a reduction
+    PARTIAL = "partial"  # gradients that are reduced within a replica only
+    GRADIENTS = "gradients"  # the sharded gradients themselves
+    SCRATCH = "scratch"  # what a reduction writes before it is converted or added
+    CODES = "codes"  # quantised values, and their scales
+
+
+Observer = Callable[[BufferKind, Named, int], None]
 
 
 class MemoryCounter:
-    """Bytes of buffer memory in use, and their peak."""
+    """Bytes of buffer memory in use, and their peak: without the sharded gradients, which belong to the optimizer rather than
+    to communication.
+    """
 
     in_use: int
     peak: int
@@ -28,16 +50,33 @@ class MemoryCounter:
         self.peak = 0
         self._lock = threading.Lock()
 
-    def allocate(self, nbytes: int) -> None:
-        """Count `nbytes` as used."""
+    def count(self, kind: BufferKind, group: Named, nbytes: int) -> None:
+        """Count `nbytes` of a group as used, or as free again if negative."""
         with self._lock:
-            self.in_use += nbytes
-            self.peak = max(self.peak, self.in_use)
+            if kind is not BufferKind.GRADIENTS:
+                self.in_use += nbytes
+                if self.in_use > self.peak:  # Cost: `max` would take as long as all the rest
+                    self.peak = self.in_use
+            for observer in _observers:
+                observer(kind, group, nbytes)
 
-    def free(self, nbytes: int) -> None:
-        """Count `nbytes` as free again."""
-        with self._lock:
-            self.in_use -= nbytes
+
+_observers: tuple[Observer, ...] = ()  # written by observing()
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """In the block, call `observer` with each allocation and release of this process, in the order of each counter.
+
+    It gets the kind, the group, and the bytes, negative on release.
+    Hazard: it runs in any stream's thread, under a lock: it must not touch a buffer.
+    """
+    global _observers
+    _observers = (*_observers, observer)
+    try:
+        yield
+    finally:
+        _observers = tuple(each for each in _observers if each is not observer)
 
 
 class FlatBuffer:
@@ -45,27 +84,37 @@ class FlatBuffer:
 
     Invariant: allocate() and release() run on one and the same stream (on CUDA the allocator ties a block to its stream).
     Cost: on the host a released block goes back to malloc, which keeps it (see `comm.bootstrap`): no fresh page faults.
-    pool: where allocate() takes the memory; None: from torch's allocator.
+    kind, group: as `memory` counts it.   pool: where allocate() takes the memory; None: from torch's allocator.
     """
 
     nbytes: int
     _offset: int  # in the storage
-    _memory: MemoryCounter
+    _count: partial[None]  # of `MemoryCounter.count`; takes bytes, negative on release
     _storage: torch.UntypedStorage
     _in_use: bool  # written by allocate() and release()
     _pool: Pool | None = None
 
-    def __init__(self, nbytes: int, device: torch.device, memory: MemoryCounter, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        device: torch.device,
+        memory: MemoryCounter,
+        kind: BufferKind,
+        group: Named,
+        *,
+        pool: Pool | None = None,
+    ) -> None:
         self._pool = pool
         # Views can only be made of a storage that is large enough; on the host, untouched memory costs nothing meanwhile.
-        self._set_up(nbytes, torch.UntypedStorage(nbytes, device=device), 0, memory)
+        self._set_up(nbytes, torch.UntypedStorage(nbytes, device=device), 0, partial(memory.count, kind, group))
 
-    def _set_up(self, nbytes: int, storage: torch.UntypedStorage, offset: int, memory: MemoryCounter) -> None:
+    def _set_up(self, nbytes: int, storage: torch.UntypedStorage, offset: int, count: partial[None]) -> None:
         self.nbytes = nbytes
         self._offset = offset
-        self._memory = memory
+        self._count = count
         self._storage = storage
         self._in_use = False
+        _buffers[self] = None
 
     def view(self, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor of `shape` that starts `offset` bytes into the storage. Make it before seal() and the first allocate().
@@ -103,15 +152,24 @@ class FlatBuffer:
                 self._storage.resize_(self.nbytes)
             else:
                 self._pool.resize(self._storage, self.nbytes)
-            self._memory.allocate(self.nbytes)
+            self._count(self.nbytes)
             self._in_use = True
 
     def release(self) -> None:
         """Free the memory; the views must not be touched until the next allocate(). No-op if it is free."""
         if self._in_use:
             self._storage.resize_(0)
-            self._memory.free(self.nbytes)
+            self._count(-self.nbytes)
             self._in_use = False
+
+
+_buffers: WeakKeyDictionary[FlatBuffer, None] = WeakKeyDictionary()  # in the order in which they were made
+
+
+def buffers_in_use(device: torch.device) -> list[tuple[BufferKind, Named, int]]:
+    """The kind, the group and the bytes of each buffer of this process that is allocated on `device`, the oldest first."""
+    found = [buffer for buffer in list(_buffers) if buffer._in_use and buffer._storage.device == device]
+    return [(*buffer._count.args, buffer.nbytes) for buffer in found]
 
 
 class FlatBuffers(FlatBuffer):
@@ -207,8 +265,8 @@ class CommFlatBuffer(FlatBuffer):
 
     _comm_buffer: CommBuffer
 
-    def __init__(self, nbytes: int, comm_buffer: CommBuffer, memory: MemoryCounter) -> None:
-        self._set_up(nbytes, comm_buffer.storage, comm_buffer.offset, memory)
+    def __init__(self, nbytes: int, comm_buffer: CommBuffer, memory: MemoryCounter, kind: BufferKind, group: Named) -> None:
+        self._set_up(nbytes, comm_buffer.storage, comm_buffer.offset, partial(memory.count, kind, group))
         self._comm_buffer = comm_buffer
 
     @property
@@ -224,11 +282,26 @@ class CommFlatBuffer(FlatBuffer):
         if not self._in_use:
             self._comm_buffer.occupy(current_stream(self._storage.device))
             self._in_use = True
-            self._memory.allocate(self.nbytes)
+            self._count(self.nbytes)
 
     def release(self) -> None:
         """Leave the `CommBuffer` to others. No-op if this buffer does not occupy it."""
         if self._in_use:
             self._comm_buffer.leave(current_stream(self._storage.device))
             self._in_use = False
-            self._memory.free(self.nbytes)
+            self._count(-self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Buffers that reductions still use: released on the stream that allocated them, once `ready` has passed."""
+
+    buffers: Sequence[FlatBuffer]
+    ready: Event
+    release_stream: Stream
+
+    def release(self) -> None:
+        """Let the release stream wait, then free the buffers on it."""
+        self.release_stream.wait(self.ready)
+        for buffer in self.buffers:
+            self.release_stream.submit(buffer.release)

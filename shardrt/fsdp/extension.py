@@ -16,17 +16,20 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from ..comm import DeviceMesh, Stream, world
+from ..comm import DeviceMesh, Stream, Work, current_stream, world
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import RaggedShard
+from ..tensor.rank_counts import RankCounts
 from ..torch_internals import preserve_version, tree_leaves
-from .buffers import FlatBuffer, FlatBuffers
+from . import trace
+from .buffers import BufferKind, FlatBuffer, FlatBuffers
 from .context import Context
+from .extension_plan import TensorPlan, has_own_rows, plan_gathers
 from .gather import Gather, Pair
 from .layout import Layout, ParamSpec, equal_runs
 from .param import ShardedParam, placement_of
@@ -34,6 +37,7 @@ from .param_group import ParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy, Settings
 from .ranges import Named, ranged
 from .registered import hook_state_dicts
+from .whole_scales import WholeScale, scale_kind
 
 _log = logging.getLogger("shardrt")
 
@@ -94,49 +98,27 @@ def check_methods(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(
             f"parameter '{name}' has {found[0]} alone: an all-gather extension has both of {' and '.join(_METHODS)}"
         )
-    if found and _arguments(tensor) not in (1, 5):
+    if found and not _arguments(tensor):
         raise TypeError(
-            f"fsdp_pre_all_gather of parameter '{name}' takes {_arguments(tensor)} arguments; expected (mesh) or (mesh, "
-            "outer_size, outer_stride, module, mp_policy)"
+            f"fsdp_pre_all_gather of parameter '{name}' takes {_signature(tensor)}; expected (mesh) or (mesh, outer_size, "
+            "outer_stride, module, mp_policy)"
         )
 
 
+def _signature(tensor: torch.Tensor) -> inspect.Signature:
+    return inspect.signature(cast(AllGatherExtension, tensor).fsdp_pre_all_gather)
+
+
 def _arguments(tensor: torch.Tensor) -> int:
-    return len(inspect.signature(cast(AllGatherExtension, tensor).fsdp_pre_all_gather).parameters)
-
-
-class TensorPlan(NamedTuple):
-    """How one of the tensors is gathered."""
-
-    dtype: torch.dtype
-    row: tuple[int, ...]  # the shape of one
-    own_rows: int  # that this rank sends
-    most_rows: int  # that any rank sends: the others leave the rest of their part of the output unwritten
-    rows: int  # of the output
-
-
-def plan_gathers(
-    name: str, everyone: Sequence[Sequence[tuple[torch.dtype, tuple[int, ...]]]], owned: Sequence[int], rank: int
-) -> list[TensorPlan]:
-    """Plan the gathers, by the dtypes and shapes of every rank's tensors and the rows it owns.
-
-    Raises ValueError, on every rank alike, if they are not compatible.
-    """
-    planned, total, chunk = [], sum(owned), max(owned)
-    for given in zip(*everyone, strict=True) if len({len(tensors) for tensors in everyone}) == 1 else [()]:
-        kinds = {(dtype, shape[1:]) for dtype, shape in given}
-        counts = [shape[0] for _, shape in given]
-        by_rows = all(count in (own, chunk) for count, own in zip(counts, owned, strict=False))
-        if len(kinds) != 1 or not (by_rows or len(set(counts)) == 1):
-            found = "; ".join(f"rank {each}: {tensors}" for each, tensors in enumerate(everyone))
-            raise ValueError(
-                f"fsdp_pre_all_gather of '{name}': expected tensors of the same dtypes and shapes on all ranks, or of {owned} "
-                f"rows, padded to {chunk} or not; found {found}"
-            )
-        ((dtype, row),) = kinds
-        most = chunk if by_rows else counts[0]
-        planned.append(TensorPlan(dtype, row, counts[rank], most, total if by_rows else most * len(owned)))
-    return planned
+    """How many arguments `fsdp_pre_all_gather` is given: 5, or 1 if it has one parameter or takes no 5; 0: neither."""
+    signature = _signature(tensor)
+    for count in (1, 5) if len(signature.parameters) == 1 else (5, 1):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count
+    return 0
 
 
 class ExtensionGather(Gather):
@@ -145,6 +127,7 @@ class ExtensionGather(Gather):
     windowed = False
     # Written when the buffers are made.
     _takes_all: bool  # fsdp_pre_all_gather takes five arguments
+    _scale: WholeScale | None  # that torchao's weights are gathered with
     _own_views: list[torch.Tensor]  # where this rank's tensors are copied to
     _outputs: tuple[torch.Tensor, ...]
     _metadata: Any  # of this rank's newest fsdp_pre_all_gather
@@ -183,6 +166,11 @@ class ExtensionGather(Gather):
             )
 
     @property
+    def joint(self) -> bool:
+        """Not if it reduces a scale first."""
+        return super().joint and (self._scale is None or not self._scale.lacking(self._inner))
+
+    @property
     def _inner(self) -> torch.Tensor:
         return _local(self.params[0])
 
@@ -203,10 +191,12 @@ class ExtensionGather(Gather):
         rank, ranks = self.mesh.rank, self.mesh.size
         parts, pairs, outputs = [], [], []
         self._takes_all = _arguments(self._inner) == 5
+        kind = scale_kind(self._inner)
+        self._scale = None if kind is None else WholeScale(kind, self.params[0].shape.numel(), self.comm)
         self._own_views = []
         for planned in self._plan_tensors():
             size = planned.most_rows * torch.Size(planned.row).numel() * planned.dtype.itemsize
-            part = FlatBuffer(ranks * size, self.mesh.device, self._memory, self._pool)
+            part = FlatBuffer(ranks * size, self.mesh.device, self._memory, BufferKind.GATHERED, group, pool=self._pool)
             everything = part.view(torch.uint8, 0, (part.nbytes,))
             pairs.append((everything, part.view(torch.uint8, rank * size, (size,))))
             self._own_views.append(part.view(planned.dtype, rank * size, (planned.own_rows, *planned.row)))
@@ -218,13 +208,22 @@ class ExtensionGather(Gather):
 
     def _plan_tensors(self) -> list[TensorPlan]:
         """Call `fsdp_pre_all_gather` once, and compare what it returns on the ranks. Collective."""
+        stream = world().stream_for("gather")
+        stream.wait(current_stream(self.mesh.device).record())
+        self._reduce_scale(stream)
+        stream.synchronize()
         with self.comm.agree():
             mine = [(tensor.dtype, tuple(tensor.shape) or (1,)) for tensor in self._inputs()]
-        (param,), placement = self.params, placement_of(0, self.layout)
+        (param,), rank, placement = self.params, self.mesh.rank, placement_of(0, self.layout)
         assert isinstance(placement, RaggedShard), "cut between rows"
-        answers = self.comm.exchange((mine, _described(self._metadata)))
-        planned = plan_gathers(param.name, [shapes for shapes, _ in answers], placement.rows, self.mesh.rank)
-        if self.mesh.rank == 0 and any(metadata != answers[0][1] for _, metadata in answers):
+        owned, metadata = RankCounts.of(placement.rows), _described(self._metadata)
+        by_rows = [has_own_rows(tensor, owned, rank) for tensor in mine]
+        alike = [(dtype, "rows" if own else shape[0], shape[1:]) for (dtype, shape), own in zip(mine, by_rows, strict=True)]
+        if self.comm.differing((alike, metadata)) is None:
+            return [TensorPlan.of(tensor, own, owned) for tensor, own in zip(mine, by_rows, strict=True)]
+        answers = self.comm.exchange((mine, metadata))
+        planned = plan_gathers(param.name, [shapes for shapes, _ in answers], owned, rank)
+        if rank == 0 and any(metadata != answers[0][1] for _, metadata in answers):
             _warn_of_metadata(param.name, [metadata for _, metadata in answers])
         return planned
 
@@ -235,6 +234,8 @@ class ExtensionGather(Gather):
         streams.begin()  # outside of an iteration: the shard was written on the caller's stream
         with ranged("FSDP::all_gather", group):
             note("gather", group.name)
+            if trace.listener is not None:
+                trace.listener.launch(trace.Step.GATHER, (group,))
             gathered = self.launch(streams.gather)
         gathered.wait(streams.compute)
         made = self._extension.fsdp_post_all_gather(self._outputs, self._metadata, self._dtypes[0])
@@ -251,6 +252,14 @@ class ExtensionGather(Gather):
         streams.gather.wait(streams.compute.record())
         self.release(streams.gather)
 
+    def _gather_shards(self, stream: Stream) -> Work:
+        self._reduce_scale(stream)
+        return super()._gather_shards(stream)
+
+    def _reduce_scale(self, stream: Stream) -> None:
+        if self._scale is not None and self._scale.lacking(self._inner):
+            self._scale.launch(self._inner, stream)
+
     def _inputs(self) -> tuple[torch.Tensor, ...]:
         (param,) = self.params
         local = self._inner.to(self.mesh.device, non_blocking=True) if self.offloads else self._inner
@@ -258,6 +267,8 @@ class ExtensionGather(Gather):
         if self._takes_all:
             stride = torch.empty(param.shape, device="meta").stride()
             about = (self.mesh, param.shape, stride, param.owners[0].module, self._mp_policy)
+        if self._scale is not None:
+            local = self._scale.given_to(local, self._inner)
         inputs, self._metadata = cast(AllGatherExtension, local).fsdp_pre_all_gather(*about)
         if not isinstance(inputs, (tuple, list)):
             raise TypeError(
@@ -339,8 +350,8 @@ def _local(param: ShardedParam) -> torch.Tensor:
 
 
 def _check_same_extensions(root: ParamGroup, hooked: list[str]) -> None:
-    answers = root.device_mesh.exchange(hooked)
-    if any(answer != answers[0] for answer in answers):
+    answers = root.device_mesh.differing(hooked)
+    if answers is not None:
         found = "; ".join(f"rank {rank}: {names or 'none'}" for rank, names in enumerate(answers))
         raise RuntimeError(
             f"'{root.modules[0].__class__.__name__}': the local tensors with all-gather extensions are not the same on all "

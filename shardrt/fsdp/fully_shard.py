@@ -21,7 +21,16 @@ from .gather import FlatGather, Gather
 from .module import FSDPModule
 from .param import Owner, ShardedParam, registry
 from .param_group import GroupSettings, ParamGroup
-from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
+from .policy import (
+    UNQUANTISED,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Policies,
+    QuantizationPolicy,
+    ShardPlacementResult,
+)
 from .registered import check_same_modules, hook_state_dicts, watch_registrations
 from .sharded_class import make_sharded
 from .tensor_parallel import DTensorExtensions, FSDPExtensions, OuterSharding
@@ -42,11 +51,13 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     extensions: FSDPExtensions | None = None,
+    quantization_policy: QuantizationPolicy | None = None,
 ) -> ModuleOrModules:
-    """Shard the parameters of `module` that no earlier `fully_shard` inside it has taken, as one group. In place.
+    """Shard the parameters of `module` that no earlier `fully_shard` inside it has taken. In place.
 
-    Call it bottom-up: on the blocks, then on the whole. Every rank keeps its segment of the planned layout; the rest is
-    gathered for the module's forward and backward and freed after. Gradients are averaged over the mesh.
+    Call it bottom-up: on the blocks, then on the whole. The parameters form one group, but those on another mesh, quantised
+    ones and those with an all-gather extension form groups of their own. Every rank keeps its segment of a group's layout; the
+    rest is gathered for the module's forward and backward and freed after. Gradients are averaged over the mesh.
 
     module: several modules make one group, gathered when the first of them runs and freed when all have run.
     mesh: over which ranks (default: all of them). With two axes, parameters are sharded over the last one and replicated
@@ -63,6 +74,8 @@ def fully_shard(
     dp_mesh_dims: the axes of `mesh`, which may then have more, to shard over and to replicate over. ValueError if it lacks
         them.
     extensions: how parameters that are tensor-parallel are sharded further (default: a `DTensorExtensions`).
+    quantization_policy: which collectives send 8-bit codes (default: none). Parameters that it takes are gathered apart from
+        the others, those of each dtype for themselves.
     A parameter that is a `DTensor` on another mesh is sharded inside of each part of it; so are parameters that
     `parallelize_module` has replicated. Both meshes must form a grid of ranks; gradients are averaged over `mesh` only.
     Parameters may be replaced until the first forward: by `DTensor`s of the same shape on the same mesh.
@@ -76,36 +89,39 @@ def fully_shard(
     if dp_mesh_dims is not None:
         mesh = dp_mesh_dims.of(mesh)
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
-    policy, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
+    policies = Policies.of(mp_policy, offload_policy, quantization_policy)
     found: _Found = _Found({}, [], set())
     resolved: dict[nn.Parameter, Placed] = {}
+    quantised: set[nn.Parameter] = set()
     error: Exception | None = None
     try:
         _check_mesh(mesh, reshard_after_forward)
+        policies.check()
         found = _collect(modules, mesh, set(ignored_params or ()))
         given = shard_placement_fn, mesh, extensions or DTensorExtensions()
         resolved = {param: resolve_placement(owned[0][2], param, *given) for param, owned in found.owners.items()}
+        whole = {param: wanted for param, wanted in resolved.items() if not has_methods(wanted.local)}
+        quantised = {param for param, wanted in whole.items() if policies.takes(param, wanted.mesh, wanted.placement)}
     except Exception as caught:  # the user's function may raise anything, on one rank alone
         found, error = _Found({}, [], set()), caught
     kinds = _kinds(modules)
-    options = repr((policy, offload, reshard_after_forward))
+    options = repr((policies, reshard_after_forward))
     everyone = _everyone(found, resolved, mesh) if error is None else _everyone_after_error(modules, mesh)
     check_same_modules(everyone, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, resolved)], error)
     _join_meshes(found, resolved)
     groups = []
     for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in resolved.values())]):
         here = [param for param, wanted in resolved.items() if wanted.mesh is group_mesh]
-        flat = [param for param in here if not has_methods(resolved[param].local)]
-        about = (found, resolved, group_mesh, policy, offload, reshard_after_forward)
-        if flat or group_mesh is mesh:
-            groups.append(_make_group(FlatGather, modules, flat, *about))
-        groups += [_make_group(ExtensionGather, modules, [param], *about) for param in here if param not in set(flat)]
+        for index, (kind, quantization, params) in enumerate(_parts(here, resolved, quantised, policies)):
+            if params or (index == 0 and group_mesh is mesh):
+                about = (found, resolved, group_mesh, policies._replace(quantization=quantization), reshard_after_forward)
+                groups.append(_make_group(kind, modules, params, *about))
     watch_registrations()
     for holder, attribute, buffer in found.buffers:
         if not buffer.is_meta:
             holder._buffers[attribute] = buffer.to(mesh.device)
     make_sharded(modules, groups)
-    if isinstance(offload, CPUOffloadPolicy) and not offload.applies_to(mesh.device) and mesh.rank == 0:
+    if isinstance(policies.offload, CPUOffloadPolicy) and not policies.offload.applies_to(mesh.device) and mesh.rank == 0:
         _log_nothing_to_offload()
     return module
 
@@ -123,6 +139,19 @@ def _log_nothing_to_offload() -> None:
     _log.warning("CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (logged once)")
 
 
+def _parts(
+    params: Sequence[nn.Parameter], resolved: dict[nn.Parameter, Placed], quantised: set[nn.Parameter], policies: Policies
+) -> Iterator[tuple[type[Gather], QuantizationPolicy, list[nn.Parameter]]]:
+    """The groups that these parameters on one mesh form: those gathered whole, quantised ones by dtype, extensions."""
+    others = [param for param in params if param not in quantised]
+    yield FlatGather, UNQUANTISED, [param for param in others if not has_methods(resolved[param].local)]
+    for dtype in dict.fromkeys(param.dtype for param in params if param in quantised):
+        yield FlatGather, policies.quantization, [param for param in params if param in quantised and param.dtype is dtype]
+    for param in others:
+        if has_methods(resolved[param].local):
+            yield ExtensionGather, UNQUANTISED, [param]
+
+
 def _make_group(
     gather_kind: type[Gather],
     modules: tuple[nn.Module, ...],
@@ -130,19 +159,20 @@ def _make_group(
     found: _Found,
     resolved: dict[nn.Parameter, Placed],
     mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
+    policies: Policies,
     reshard_after_forward: bool | int | None,
 ) -> ParamGroup:
     params = []
     for original in originals:
         owned, placed = found.owners[original], resolved[original]
         owners = [Owner(holder, attribute, registry(holder)) for holder, attribute, _ in owned]
-        dim, rows_only = _dim(placed.placement, original), placed.placement is not None
+        dim = 0 if placed.placement is None else placed.placement.dim % max(1, original.dim())
+        rows_only = placed.placement is not None
         name, outer = owned[0][2], placed.outer
         params.append(ShardedParam(name, original, owners, dim, rows_only=rows_only, outer=outer, part=placed.local))
     settings, ignored = GroupSettings(reshard_after_forward), frozenset(found.ignored)
-    group = ParamGroup(modules, params, mesh, policy, offload, settings, gather_kind, ignored=ignored)
+    mp_policy, offload_policy, quantization = policies
+    group = ParamGroup(modules, params, mesh, mp_policy, offload_policy, settings, gather_kind, quantization, ignored=ignored)
     for original in originals:  # a module outside may still hold it
         set_group(original, group)
     hook_state_dicts({holder for original in originals for holder, *_ in found.owners[original]}, group)
@@ -348,10 +378,6 @@ def _product(name: str, outer: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
             f"{mesh}: {error}; expected one on another axis of the same mesh, or a plain parameter, such as "
             "nn.Parameter(param.full_tensor())"
         ) from error
-
-
-def _dim(placement: Shard | None, param: nn.Parameter) -> int:
-    return 0 if placement is None else placement.dim % max(1, param.dim())
 
 
 def _describe(owners: _Owners, resolved: dict[nn.Parameter, Placed]) -> list[str]:

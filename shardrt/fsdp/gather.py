@@ -9,8 +9,8 @@
 | release             | gather  | full is freed                                    | no communication                         |
 
 Legend: N ranks; S bytes in a segment of the layout; k ranks that share a post-forward shard.
-A group is given one of two strategies when it is made: `FlatGather` here, or `extension.ExtensionGather` for a parameter
-whose own methods define what is gathered.
+A group is given one of three strategies: `FlatGather` here, `quantized_gather.QuantizedGather`, which sends codes, or
+`extension.ExtensionGather` for a parameter whose own methods define what is gathered.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ import torch
 
 from ..comm import Communicator, DeviceMesh, Pool, Stream, Work
 from ..kernels import pack_into
-from .buffers import CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
+from ..kernels.reference import BLOCK
+from .buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
 from .context import Context
-from .layout import ALIGNMENT, Layout, ParamSpec
+from .layout import ALIGNMENT, Layout, ParamSpec, round_up
 from .param import ShardedParam, local_geometry, placement_of
 from .planner import plan
-from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, Settings
 from .ranges import Named
 
 AllGather = Callable[[torch.Tensor, torch.Tensor, Communicator, Stream], Work]
 Pair = tuple[torch.Tensor, torch.Tensor]  # gathered bytes, and what this rank sends
 
 
-def neighbours(mesh: DeviceMesh, ranks: int) -> Communicator:
+def subgroup(mesh: DeviceMesh, ranks: int) -> Communicator:
     """The communicator of this rank and its neighbours on the mesh, `ranks` in all. Collective the first time."""
     return mesh.unflatten((mesh.size // ranks, ranks), ("across", "within"))["within"].communicator("gather")
 
@@ -50,11 +51,13 @@ class PostForwardShard:
     _kept: list[torch.Tensor]  # views of `buffer`, one for each of these
     _sources: list[torch.Tensor]  # what is kept of them
 
-    def __init__(self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], memory: MemoryCounter) -> None:
-        self._comm = neighbours(mesh, ranks)
+    def __init__(
+        self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], memory: MemoryCounter, group: Named
+    ) -> None:
+        self._comm = subgroup(mesh, ranks)
         self._gathered = gathered
         position, sizes = mesh.rank % ranks, [full_bytes.numel() // ranks for full_bytes in gathered]
-        self.buffer = FlatBuffer(sum(sizes), mesh.device, memory)
+        self.buffer = FlatBuffer(sum(sizes), mesh.device, memory, BufferKind.POST_FORWARD, group)
         self._kept = [
             self.buffer.view(torch.uint8, end - size, (size,)) for size, end in zip(sizes, accumulate(sizes), strict=True)
         ]
@@ -91,7 +94,9 @@ class Gather(ABC):
     post_forward_shard: PostForwardShard | None  # what the last forward has kept, if anything
     custom: AllGather | None  # what gathers instead of `comm.all_gather`; written by attach()
     _mp_policy: MixedPrecisionPolicy
+    _quantization: QuantizationPolicy
     _memory: MemoryCounter  # written by attach()
+    _group: Named  # written by attach()
     _pool: Pool | None  # written by attach()
     _dtypes: list[torch.dtype]  # in which the parameters are gathered
     _fills: bool  # a gather first copies the shards to where it sends from
@@ -105,6 +110,7 @@ class Gather(ABC):
         mesh: DeviceMesh,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
+        quantization: QuantizationPolicy,
     ) -> None:
         self.params = params
         self.mesh = mesh
@@ -112,6 +118,7 @@ class Gather(ABC):
         self.offloads = offload_policy.applies_to(mesh.device)
         self.custom = None
         self._mp_policy = mp_policy
+        self._quantization = quantization
         self._dtypes = [mp_policy.compute_dtype(param.dtype) for param in params]
         self._pairs = ()
         self._post_forward_shards = {}
@@ -142,13 +149,18 @@ class Gather(ABC):
         """Bytes of this rank's shards, padding included."""
 
     @property
+    def joint(self) -> bool:
+        """Its collectives may be launched together with those of other groups: nothing uses at once what they gather."""
+        return self.custom is None
+
+    @property
     def shard_device(self) -> torch.device:
         """Where the shards are, once they have values."""
         return torch.device("cpu") if self.offloads else self.mesh.device
 
     def check_ready(self, name: str) -> None:
         """RuntimeError, which names the group, if the parameters have no values yet."""
-        if self.on_meta:
+        if self.on_meta and self.mesh.device.type != "meta":
             raise RuntimeError(
                 f"'{name}' runs while its parameters are on the meta device (rank {self.mesh.rank}): call to_empty() and "
                 "initialise them, or load a state dict"
@@ -160,7 +172,7 @@ class Gather(ABC):
         window: an all-gather through a symmetric window, if the group has one.   group: for its name.
         """
         self.custom = window or settings.all_gather
-        self._memory = context.memory
+        self._memory, self._group = context.memory, group
         self._pool = (settings.comm_memory and self.comm.pool()) or context.pool
         self.full, self._pairs = self._make_full(settings, group)
         self._make_unsharded(context, group)
@@ -185,6 +197,10 @@ class Gather(ABC):
             work = self.post_forward_shard.gather(stream)
             self.drop_post_forward_shard(stream)
             return work
+        return self._gather_shards(stream)
+
+    def _gather_shards(self, stream: Stream) -> Work:
+        """Gather the shards of all ranks into `full`."""
         if self._fills:
             stream.submit(self._fill_own)
         for full_bytes, own_bytes in self._pairs:
@@ -210,7 +226,7 @@ class Gather(ABC):
         """Keep a post-forward shard, from which this rank and its neighbours, `ranks` in all, gather next time."""
         if ranks not in self._post_forward_shards:
             gathered = [full_bytes for full_bytes, _ in self._pairs]
-            self._post_forward_shards[ranks] = PostForwardShard(ranks, self.mesh, gathered, self._memory)
+            self._post_forward_shards[ranks] = PostForwardShard(ranks, self.mesh, gathered, self._memory, self._group)
         self.post_forward_shard = self._post_forward_shards[ranks]
         stream.submit(self.post_forward_shard.fill)
 
@@ -234,20 +250,19 @@ class FlatGather(Gather):
     _own_views: list[torch.Tensor]  # where _fill_own() copies them; written by attach()
 
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
-        return plan(specs, self.mesh.size)
+        # Quantised gathers and reductions cut both segments and parameters into whole blocks.
+        alignment = BLOCK * self._dtypes[0].itemsize if self._quantization else ALIGNMENT
+        return plan(specs, self.mesh.size, alignment)
 
     def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> bool:
         """Keep this rank's part of every parameter, in one flat storage.
 
         Without casts that storage has the layout of the segment, so it is what the all-gather sends.
         """
-        rank, end, offsets = self.mesh.rank, 0, []
+        rank = self.mesh.rank
         self._casts = any(param.dtype != dtype for param, dtype in zip(self.params, self._dtypes, strict=True))
-        for index, param in enumerate(self.params):
-            run = self.layout.run(index, rank)
-            offsets.append(end if self._casts else run.offset)
-            end += -(-(run.stop - run.start) * param.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self._flat_shard = self._allocate(end if self._casts else self.layout.segment_nbytes, offload_policy)
+        offsets, nbytes = self._place_own()
+        self._flat_shard = self._allocate(nbytes, offload_policy)
         storage = self._flat_shard.untyped_storage()
         self._locals = []
         for index, param in enumerate(self.params):
@@ -257,6 +272,17 @@ class FlatGather(Gather):
             param.shard(param.spec(index, self.layout, device_mesh), local)
             self._locals.append(local)
         return self._casts or self.offloads
+
+    def _place_own(self) -> tuple[list[int], int]:
+        """Where in `_flat_shard` this rank's part of each parameter begins, and its size; both in bytes."""
+        runs = [self.layout.run(index, self.mesh.rank) for index in range(len(self.params))]
+        if not self._casts:
+            return [run.offset for run in runs], self.layout.segment_nbytes
+        end, offsets = 0, []
+        for param, run in zip(self.params, runs, strict=True):
+            offsets.append(end)
+            end += round_up((run.stop - run.start) * param.dtype.itemsize, ALIGNMENT)
+        return offsets, end
 
     def _allocate(self, nbytes: int, offload_policy: OffloadPolicy) -> torch.Tensor:
         if any(param.original.is_meta for param in self.params):  # then all of them: they are on one device, as checked
@@ -277,10 +303,10 @@ class FlatGather(Gather):
     def _make_full(self, settings: Settings, group: Named) -> tuple[FlatBuffer, list[Pair]]:
         nbytes, custom, device = self.layout.nbytes, settings.all_gather, self.mesh.device
         if custom is None:
-            full = FlatBuffer(nbytes, device, self._memory, self._pool)
+            full = FlatBuffer(nbytes, device, self._memory, BufferKind.GATHERED, group, pool=self._pool)
         else:
             comm_buffer = CommBuffer.given(custom.allocate(nbytes, device), nbytes, device, group.name)
-            full = CommFlatBuffer(nbytes, comm_buffer, self._memory)
+            full = CommFlatBuffer(nbytes, comm_buffer, self._memory, BufferKind.GATHERED, group)
         size = self.layout.segment_nbytes
         own_bytes = full.view(torch.uint8, self.mesh.rank * size, (size,)) if self._fills else self._flat_shard
         return full, [(full.view(torch.uint8, 0, (nbytes,)), own_bytes)]
@@ -288,6 +314,11 @@ class FlatGather(Gather):
     def _make_unsharded(self, context: Context, group: Named) -> None:
         for index, (param, dtype) in enumerate(zip(self.params, self._dtypes, strict=True)):
             param.make_unsharded(self.full, self.layout.placed[index].offset, dtype)
+        self._make_own_views(group)
+        self.full.seal()
+
+    def _make_own_views(self, group: Named) -> None:
+        """Make what a gather needs beside `full`, which is not sealed yet."""
         self._own_views = [own_bytes for _, own_bytes in self._pairs]
         if self._casts:
             first = self.mesh.rank * self.layout.segment_nbytes
@@ -295,7 +326,6 @@ class FlatGather(Gather):
                 self.full.view(dtype, first + self.layout.run(index, self.mesh.rank).offset, local.shape, local.stride())
                 for index, (local, dtype) in enumerate(zip(self._locals, self._dtypes, strict=True))
             ]
-        self.full.seal()
 
     def _fill_own(self) -> None:
         pack_into(self._own_views, self._locals if self._casts else [self._flat_shard])

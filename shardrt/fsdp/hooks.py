@@ -24,11 +24,13 @@ from typing import Any
 import torch
 
 from ..torch_internals import in_backward, outside_transforms
+from . import trace
 from .autograd import ForwardCall, Phase, Progress
 from .param_group import ParamGroup
 from .ranges import ranged
 from .registered import check_registered
 from .runtime import Runtime
+from .trace import Step
 from .trees import map_tensors, tensors_in
 
 # ---------------------------------------------------------------------- forward
@@ -55,6 +57,8 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
         args, kwargs = map_tensors(partial(_cast, dtype), args), map_tensors(partial(_cast, dtype), kwargs)
     if torch.is_grad_enabled():
         args, kwargs = _watch_inputs(group, runtime, args, kwargs)
+    if trace.listener is not None:
+        trace.listener.begin(Step.FORWARD, group, runtime.streams.compute)
     return args, kwargs
 
 
@@ -73,6 +77,8 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
     """The module has run. Returns: its output, ready for backward."""
     runtime = group.runtime
     assert isinstance(runtime, Runtime), "pre_forward comes first"
+    if trace.listener is not None:
+        trace.listener.end(Step.FORWARD, group, runtime.streams.compute)
     dtype = group.mp_policy.output_dtype
     if dtype is not None:
         output = map_tensors(partial(_cast, dtype), output)
@@ -154,6 +160,8 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
             group.unshard()
             group.wait_unsharded()
         runtime.gather_ahead(runtime.prefetch.backward_starts(group), "FSDP::backward_prefetch for")
+    if trace.listener is not None:
+        trace.listener.begin(Step.BACKWARD, group, runtime.streams.compute)
 
 
 def _on_gradient(group: ParamGroup, unsharded: torch.Tensor) -> None:
@@ -172,6 +180,8 @@ def _post_backward(group: ParamGroup, call: ForwardCall) -> None:
         return
     runtime = group.runtime
     assert isinstance(runtime, Runtime), "a forward comes first"
+    if over and trace.listener is not None:
+        trace.listener.end(Step.BACKWARD, group, runtime.streams.compute)
     repeats = runtime.prefetch.backward_repeats(group)
     if due and not repeats:
         runtime.reduce(group)

@@ -16,14 +16,16 @@ Payload 440 bytes, padding 72. S = 112 would pad 8, but wherever embed starts, i
 
 The rules:
 - S and every start are multiples of 16 bytes, so that kernels may use vector loads on any segment
-  and any parameter, whatever dtypes meet in the group.
+  and any parameter, whatever dtypes meet in the group. In quantised groups they are multiples of a
+  block, so that no block has elements of two parameters or of two ranks.
 - A boundary k * S strictly inside a parameter is a whole number of its rows after its start. So a
   parameter cut twice or more needs a row size that divides S; one that is cut once only needs the
   right start; one inside a segment needs nothing.
 - Row sizes that do not go together (1000 and 999 elements) would make S a multiple of both.
-  Padding stays within `padding_limit`: max(what FSDP2 pads for the same shapes, 1 % of the payload)
-  + 16 per parameter + 16 per segment. Where rows cost more, the parameters that force it are cut
-  between elements (`PlacedParam.flat`), as few bytes of them as the search finds. Only `rows_only`
+  Padding stays within `padding_limit`: what FSDP2 pads for the same shapes, but at least 1 % and at
+  most 25 % of the payload, + 16 per parameter + 16 per segment. (FSDP2 pads many times the payload
+  where ranks outnumber rows.) Where rows cost more, the parameters that force it are cut between
+  elements (`PlacedParam.flat`), as few bytes of them as the search finds. Only `rows_only`
   parameters are never cut so; where they force more padding, S is the smallest found for them.
 
 The idea of planned ragged shards in one buffer that needs no copies is that of veScale-FSDP
@@ -32,9 +34,12 @@ The idea of planned ragged shards in one buffer that needs no copies is that of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+
+from ..tensor.rank_counts import RankCounts
 
 ALIGNMENT = 16  # bytes, one vector load. Invariant: a multiple of every item size
 ITEM_SIZES = (1, 2, 4, 8, 16)
@@ -135,14 +140,31 @@ class Layout:
         first, last = ((byte - param.offset) // param.spec.itemsize for byte in (start, stop))
         return Run(first, last, start - base if stop > start else 0)
 
-    def numels(self, index: int) -> tuple[int, ...]:
-        """Elements of parameter `index` on every rank. Cost: O(world_size)."""
-        param, counts = self.placed[index], [0] * self.world_size
-        first = param.offset // self.segment_nbytes
-        for rank in range(first, -(-(param.offset + param.spec.nbytes) // self.segment_nbytes)):
-            run = self.run(index, rank)
-            counts[rank] = run.stop - run.start
-        return tuple(counts)
+    def numels(self, index: int) -> RankCounts:
+        """Elements of parameter `index` on every rank."""
+        return self._counts(index, self.placed[index].spec.itemsize)
+
+    def rows(self, index: int) -> RankCounts:
+        """Rows of parameter `index` on every rank, if it is cut between rows. Rows without elements are the first rank's."""
+        spec = self.placed[index].spec
+        if not spec.row_nbytes:
+            return RankCounts(((spec.rows, 1), (0, self.world_size - 1)))
+        return self._counts(index, spec.row_nbytes)
+
+    def _counts(self, index: int, unit_nbytes: int) -> RankCounts:
+        param = self.placed[index]
+        return _counts(param.offset, param.spec.nbytes, self.segment_nbytes, self.world_size, unit_nbytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _counts(offset: int, nbytes: int, segment: int, world_size: int, unit_nbytes: int) -> RankCounts:
+    """How many units of bytes offset:offset + nbytes each rank owns. The first and the last that own some may have fewer."""
+    before = offset // segment
+    head = min((before + 1) * segment - offset, nbytes)
+    whole, tail = divmod(nbytes - head, segment)
+    runs = [(head, min(1, head)), (segment, whole), (tail, min(1, tail))]
+    after = world_size - before - sum(ranks for _, ranks in runs)
+    return RankCounts(((0, before), *((number // unit_nbytes, ranks) for number, ranks in runs), (0, after)))
 
 
 def equal_runs(spec: ParamSpec, world_size: int) -> Layout:
@@ -159,11 +181,11 @@ def fsdp2_padding(specs: Sequence[ParamSpec], world_size: int) -> int:
     return sum(round_up(spec.rows, world_size) * spec.row_nbytes - spec.nbytes for spec in specs if spec.nbytes)
 
 
-def padding_limit(specs: Sequence[ParamSpec], world_size: int) -> int:
+def padding_limit(specs: Sequence[ParamSpec], world_size: int, alignment: int = ALIGNMENT) -> int:
     """Most bytes that `plan` pads, unless a `rows_only` parameter forces more."""
-    one_percent = sum(spec.nbytes for spec in specs) // 100
-    alignment = ALIGNMENT * (len(specs) + world_size)
-    return max(fsdp2_padding(specs, world_size), one_percent) + alignment
+    payload = sum(spec.nbytes for spec in specs)
+    to_keep_rows = max(min(fsdp2_padding(specs, world_size), payload // 4), payload // 100)
+    return to_keep_rows + alignment * (len(specs) + world_size)
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> tuple[Box, ...]:

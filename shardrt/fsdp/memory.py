@@ -13,9 +13,9 @@ _HEAD = ("group", "ranks", "parameters", "shard", "gathered", "gradients", "padd
 def memory_summary(model: nn.Module) -> str:
     """A table of `model`'s groups: the memory of each on this rank; below, the buffers in use now and their peak.
 
-    shard: bytes that stay.   gathered: bytes of full parameters while gathered.   gradients: bytes packed for one reduction
-    if all parameters are trainable (a single shard rank packs into the sharded gradients).   padding: share of the gathered
-    bytes.   now: sharded, or gathered.
+    shard: bytes that stay.   gathered: bytes of full parameters while gathered, and the codes that they are gathered as.
+    gradients: bytes packed for one reduction if all parameters are trainable (a single shard rank packs into the sharded
+    gradients).   padding: share of the gathered bytes.   now: sharded, or gathered.
     Raises ValueError for a model that is not sharded.
     """
     if not isinstance(model, FSDPModule):
@@ -38,7 +38,8 @@ def _row(group: ParamGroup) -> tuple[str, ...]:
     payload = sum(param.spec.nbytes for param in group.layout.placed)
     padding = f"{1 - payload / group.nbytes:.1%}" if group.params else ""
     state = "sharded" if group.ready is None else "gathered"
-    sizes = (_size(group.gather.shard_nbytes), _size(group.nbytes), _size(packed_nbytes(group)))
+    codes = "" if group.quantization.gather is None else f" of {str(group.quantization.gather).removeprefix('torch.')}"
+    sizes = (_size(group.gather.shard_nbytes), _size(group.nbytes) + codes, _size(packed_nbytes(group)))
     return (group.name, ranks, f"{numel:,}", *sizes, padding, state)
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ..comm import Event, Stream, current_stream
-from . import hooks, moves, registered
+from . import hooks, moves, registered, trace
 from .dcp import check_state_dict_options
 from .param_group import GroupSettings, ParamGroup
 from .policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from .ranges import ranged
 from .runtime import Runtime
+from .trace import Step
 
 
 class UnshardHandle:
@@ -58,7 +59,7 @@ class FSDPModule:
 
     @property
     def param_group(self) -> ParamGroup:
-        """The first of `param_groups`: that on the mesh `fully_shard` was given, if it has any parameters."""
+        """The first of `param_groups`: of what is gathered whole on the mesh `fully_shard` was given, maybe empty."""
         return self.param_groups[0]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -130,11 +131,13 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """When this module's forward starts, gather these ahead, instead of what the recorded order says."""
-        self.param_group.settings.forward_prefetch = groups_of(modules)
+        for settings in self._settings(recurse=False):
+            settings.forward_prefetch = groups_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """When this module's backward starts, gather these ahead, instead of what the recorded order says."""
-        self.param_group.settings.backward_prefetch = groups_of(modules)
+        for settings in self._settings(recurse=False):
+            settings.backward_prefetch = groups_of(modules)
 
     def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
         """On the root. How far to gather ahead where no modules are named."""
@@ -213,7 +216,9 @@ class FSDPModule:
         RuntimeError after the first forward, which makes the buffers. No effect with a custom all-gather, which allocates for
         itself, on the host, and where NCCL cannot (a warning is logged). What large groups reduce lies there always.
         """
-        self._only_group("set_allocate_memory_from_process_group_for_comm", before_forward=True).settings.comm_memory = enable
+        self._check_no_forward("set_allocate_memory_from_process_group_for_comm")
+        for settings in self._settings(recurse=False):
+            settings.comm_memory = enable
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gather through, and reduce from, NCCL's symmetric windows, which GPUs of a node may read and write for each other.
@@ -227,18 +232,19 @@ class FSDPModule:
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm({backend!r}) on '{self.param_group.name}': expected 'NCCL'")
-        if self.param_group.runtime is not None:
-            raise RuntimeError(f"set_symm_mem_for_comm on '{self.param_group.name}': call it before the first forward")
+        self._check_no_forward("set_symm_mem_for_comm")
         for settings in self._settings(recurse=False):
             settings.symmetric = True
 
     def set_custom_all_gather(self, all_gather: CustomAllGather) -> None:
         """Gather with this, into memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
-        self._only_group("set_custom_all_gather", before_forward=True).settings.all_gather = all_gather
+        self._check_no_forward("set_custom_all_gather")
+        self._only_group("set_custom_all_gather").settings.all_gather = all_gather
 
     def set_custom_reduce_scatter(self, reduce_scatter: CustomReduceScatter) -> None:
         """Reduce with this, from memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
-        self._only_group("set_custom_reduce_scatter", before_forward=True).settings.reduce_scatter = reduce_scatter
+        self._check_no_forward("set_custom_reduce_scatter")
+        self._only_group("set_custom_reduce_scatter").settings.reduce_scatter = reduce_scatter
 
     def set_post_optim_event(self, event: Event) -> None:
         """On the root. The next forward's gathers wait for `event`, not for the current stream. Holds for one forward."""
@@ -264,12 +270,17 @@ class FSDPModule:
             raise RuntimeError(f"{method} on '{group.name}': call it on the root, '{group.root.name}'")
         return group.root_settings
 
-    def _only_group(self, method: str, *, before_forward: bool = False) -> ParamGroup:
+    def _check_no_forward(self, method: str) -> None:
+        if self.param_group.runtime is not None:
+            raise RuntimeError(f"{method} on '{self.param_group.name}': call it before the first forward")
+
+    def _only_group(self, method: str) -> ParamGroup:
         group = self.param_group
         if len(self.param_groups) > 1:
-            raise ValueError(f"{method} on '{group.name}': its parameters are cut over several meshes, each on its own")
-        if before_forward and group.runtime is not None:
-            raise RuntimeError(f"{method} on '{group.name}': call it before the first forward")
+            raise ValueError(
+                f"{method} on '{group.name}': expected a module whose parameters are gathered in one go; its quantised ones, "
+                "those on other meshes, and those with all-gather extensions have groups of their own"
+            )
         return group
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
@@ -343,6 +354,8 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
     except BaseException:
         for group in module.param_groups:
             group.visible.expose()
+            if trace.listener is not None and group.runtime is not None:
+                trace.listener.end(Step.FORWARD, group, group.runtime.streams.compute)
         raise
     finally:
         first.calls.running = False

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from ..comm import DeviceMesh
+from ..kernels import round_trip
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
 from .buffers import FlatBuffer
@@ -48,6 +49,7 @@ class ShardedParam:
     owners: Sequence[Owner]  # where it is registered; several if tied
     sharded: nn.Parameter  # written by register() and replace_sharded()
     unsharded: nn.Parameter  # written by make_unsharded() and use_unsharded()
+    codes: torch.dtype | None  # in which its gather sends it, if not in its own dtype or compute's; written by that gather
     before: nn.Parameter | None  # the sharded parameter that this one was; deleted by shard()
     original: nn.Parameter  # deleted by register()
     values: torch.Tensor  # the original's, of which shard() keeps this rank's part; deleted by register()
@@ -70,6 +72,7 @@ class ShardedParam:
         self.dim = dim
         self.rows_only = rows_only
         self.outer = outer
+        self.codes = None
         self.before = None
         self.original = original
         self.values = original if outer is None or part is None else DTensor(part.detach(), outer.spec)
@@ -179,9 +182,19 @@ class ShardedParam:
         """Write to this rank's part what the user has written in place to the unsharded parameter."""
         sharded, local = cast(DTensor, self.sharded), self.local.detach()
         part = self.part_of(self.unsharded.detach(), sharded.spec).to(local.device)
-        # Only what differs: the unsharded parameter may be of a lower precision.
-        local.copy_(torch.where(part == local.to(part.dtype), local, part.to(local.dtype)))
+        # Only what differs: the unsharded parameter may be of a lower precision, and one NaN makes all of a block of codes NaN.
+        gathered = self._as_gathered(part.dtype)
+        same = (part == gathered) | (part.isnan() & gathered.isnan())
+        local.copy_(torch.where(same, local, part.to(local.dtype)))
         increment_version(sharded)
+
+    def _as_gathered(self, dtype: torch.dtype) -> torch.Tensor:
+        """What a gather makes of this rank's part."""
+        local = self.local.detach()
+        if self.codes is None:
+            return local.to(dtype)
+        outermost = local.movedim(self.dim, 0) if local.dim() > 1 else local
+        return round_trip(outermost.reshape(-1), self.codes, dtype).view(outermost.shape).movedim(0, self.dim)
 
     @property
     def local(self) -> torch.Tensor:
@@ -274,13 +287,8 @@ def registry(module: nn.Module) -> dict[str, nn.Parameter | None] | Attributes:
 
 def placement_of(index: int, layout: Layout) -> ResolvedShard:
     """The placement that the layout gives its parameter `index`."""
-    param, numels = layout.placed[index], layout.numels(index)
-    spec = param.spec
-    if param.flat:
-        return FlatShard(spec.dim, numels)
-    if spec.row_numel == 0:  # rows without elements: assigned to the first rank
-        return RaggedShard(spec.dim, (spec.rows, *[0] * (layout.world_size - 1)))
-    return RaggedShard(spec.dim, tuple(numel // spec.row_numel for numel in numels))
+    param = layout.placed[index]
+    return FlatShard(param.spec.dim, layout.numels(index)) if param.flat else RaggedShard(param.spec.dim, layout.rows(index))
 
 
 def local_geometry(shape: torch.Size, placement: ResolvedShard, rank: int) -> tuple[torch.Size, tuple[int, ...]]:

@@ -28,15 +28,20 @@ from torch import nn
 from ..comm import Communicator, DeviceMesh, Work, world
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import set_group
+from ..torch_internals import outside_transforms
+from . import trace
 from .autograd import ModuleCalls, Progress
 from .context import Context, Streams
-from .gather import AllGather, FlatGather, Gather, neighbours
+from .gather import AllGather, FlatGather, Gather, subgroup
 from .grad_layout import reduce_layout
 from .layout import Layout
 from .param import ShardedParam
-from .policy import MixedPrecisionPolicy, OffloadPolicy, RootSettings, Settings
+from .policy import UNQUANTISED, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, RootSettings, Settings
+from .quantized_gather import QuantizedGather
+from .quantized_reduce import CodedReduction
 from .ranges import ranged
 from .reduce import GradientReduction, Held, PackedGrads
+from .trace import Step
 from .visible import VisibleParams
 
 
@@ -49,7 +54,7 @@ class GroupSettings(Settings):
 
 
 class ParamGroup:
-    """The parameters of one `fully_shard` call on one mesh.
+    """Parameters of one `fully_shard` call on one mesh that are gathered and reduced together.
 
     device_mesh: as given, of one axis or two.   ignored: parameters that belong to no group, by where they are registered.
     """
@@ -68,7 +73,9 @@ class ParamGroup:
     reduce_comm: Communicator
     all_reduce_comm: Communicator | None
     calls: ModuleCalls
-    _gather_kind: type[Gather]
+    gather_kind: type[Gather]  # of what is not quantised
+    quantization_policy: QuantizationPolicy  # as given
+    _coded: CodedReduction | None  # as the policy was given
 
     name: str  # the full names of its modules, once the root is known; written by rename()
 
@@ -81,6 +88,8 @@ class ParamGroup:
     params: Sequence[ShardedParam]
     gather: Gather
     layout: Layout
+    quantization: QuantizationPolicy  # what holds now
+    coded: CodedReduction | None  # so does this
     nbytes: int  # of the gathered parameters
     bucket_nbytes: int  # the same on all ranks, those of other columns included: what fills a bucket of reductions
     visible: VisibleParams
@@ -106,6 +115,7 @@ class ParamGroup:
         offload_policy: OffloadPolicy,
         settings: GroupSettings,
         gather_kind: type[Gather] = FlatGather,
+        quantization_policy: QuantizationPolicy = UNQUANTISED,
         *,
         ignored: frozenset[tuple[nn.Module, str]] = frozenset(),
         root_settings: RootSettings | None = None,
@@ -135,8 +145,9 @@ class ParamGroup:
         self.reduce_comm = self.mesh.communicator("reduce")
         self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
         if type(settings.reshard_after_forward) is int:
-            neighbours(self.mesh, settings.reshard_after_forward)
-        self._gather_kind = gather_kind
+            subgroup(self.mesh, settings.reshard_after_forward)
+        self.gather_kind, self.quantization_policy = gather_kind, quantization_policy
+        self._coded = CodedReduction.open(mesh, quantization_policy.reduce, quantization_policy.full_precision_ranks)
         self._take(params)
 
     # ------------------------------------------------------------------ set-up
@@ -144,7 +155,10 @@ class ParamGroup:
     def _take(self, params: Sequence[ShardedParam]) -> None:
         """Plan the layout of these parameters and keep this rank's shards of them."""
         self.params = params
-        self.gather = self._gather_kind(params, self.device_mesh, self.mesh, self.mp_policy, self.offload_policy)
+        self.quantization = self.quantization_policy.of_group([p.dtype for p in params], self.mp_policy, self.device_mesh)
+        self.coded = None if self.quantization.reduce is None else self._coded
+        kind = self.gather_kind if self.quantization.gather is None else QuantizedGather
+        self.gather = kind(params, self.device_mesh, self.mesh, self.mp_policy, self.offload_policy, self.quantization)
         self.layout = self.gather.layout
         self.nbytes = self.bucket_nbytes = self.layout.nbytes
         if any(param.outer is not None for param in params):
@@ -183,8 +197,7 @@ class ParamGroup:
 
         window: an all-gather through a symmetric window, if the group has one.
         """
-        self.runtime = runtime
-        self._streams = runtime.streams
+        self.runtime, self._streams = runtime, runtime.streams
         self._note = world().recorder.note
         self.gather.attach(runtime, self.settings, window, self)
         self.visible.attach(self.params)
@@ -240,6 +253,8 @@ class ParamGroup:
                 self.mp_policy.reduction_dtype(param.dtype for param in trainable),
                 self.runtime.memory,
                 self.runtime.comm_buffer_for(self.nbytes),
+                self,
+                self.coded,
             )
 
     @property
@@ -260,18 +275,25 @@ class ParamGroup:
     def unshard(self) -> None:
         """Gather the parameters. No-op if that is done or under way (prefetch)."""
         if self.ready is None and self.params:
-            with ranged("FSDP::all_gather", self):
+            with ranged("FSDP::all_gather", self), outside_transforms():
                 self._note("gather", self.name)
+                if trace.listener is not None:
+                    trace.listener.launch(Step.GATHER, (self,), joint=self.gather.joint)
                 self.ready = self.gather.launch(self._streams.gather)
 
     def wait_unsharded(self) -> None:
         """Let compute wait for the gather and the modules see full parameters. No-op if they do."""
         if self.visible.unsharded or self.ready is None:
             return
+        listener = trace.listener
+        if listener is not None:
+            listener.begin(Step.WAIT, self, self._streams.compute)
         with ranged("FSDP::all_gather_copy_out", self):
             self.ready.wait(self._streams.compute)
             self.gather.fill_unsharded()
             self.visible.show_unsharded()
+        if listener is not None:
+            listener.end(Step.WAIT, self, self._streams.compute)
 
     def reshard(self) -> None:
         """Let the modules see the shards and free what is gathered. No-op while sharded."""
@@ -290,7 +312,8 @@ class ParamGroup:
         """Reshard, but keep a part: this rank and its neighbours, `ranks` in all, gather the parameters from each other."""
         if self.ready is not None:
             self._note("keep a post-forward shard of", self.name)
-            self.gather.reshard_to_subgroup(ranks, self._streams.gather)
+            with outside_transforms():
+                self.gather.reshard_to_subgroup(ranks, self._streams.gather)
             self.reshard()
 
     def finish_forward(self) -> None:

@@ -6,6 +6,7 @@ orders, one greedy pass for each.
 
 from __future__ import annotations
 
+import functools
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,25 +16,33 @@ from math import lcm
 
 from .layout import ALIGNMENT, Layout, ParamSpec, PlacedParam, padding_limit, round_up
 
+_KEPT = 256  # plans of the process
 MOST_GAPS = 4  # kept open for later parameters. Cost: every parameter looks at each
 
 
-def plan(specs: Sequence[ParamSpec], world_size: int) -> Layout:
+def plan(specs: Sequence[ParamSpec], world_size: int, alignment: int = ALIGNMENT) -> Layout:
     """Place `specs` in `world_size` equal segments; the same input gives the same layout anywhere.
 
+    alignment: bytes of which segments and starts are multiples; a multiple of `ALIGNMENT`.
     Of the segment sizes within `padding_limit`: fewest bytes cut between elements, then smallest.
-    Cost: some dozens of O(len(specs)) passes, whatever the world size; milliseconds.
+    Cost: some dozens of O(len(specs)) passes, whatever the world size; milliseconds, once for equal shapes.
     Raises: ValueError for a world size below 1 or two specs of one name.
     """
     _check(specs, world_size)
-    items = [_Item.of(index, spec) for index, spec in enumerate(specs)]
-    payload = sum(item.nbytes for item in items)
-    # Invariant: no layout has a smaller S, and with every parameter flat this one is reached.
-    smallest = max(round_up(-(-sum(i.padded for i in items) // world_size), ALIGNMENT), ALIGNMENT)
-    limit = payload + padding_limit(specs, world_size)
-    best = _fit(items, world_size, smallest, limit // world_size)
+    best = _best(tuple(replace(spec, name="") for spec in specs), world_size, alignment)
     placed = (PlacedParam(spec, best.offsets[index], index in best.flat) for index, spec in enumerate(specs))
     return Layout(world_size, best.segment, tuple(placed))
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _best(specs: tuple[ParamSpec, ...], world_size: int, alignment: int) -> _Placed:
+    """What `plan` finds. specs: without names, so that equal blocks of a model are planned once."""
+    items = [_Item.of(index, spec, alignment) for index, spec in enumerate(specs)]
+    payload = sum(item.nbytes for item in items)
+    # Invariant: no layout has a smaller S, and with every parameter flat this one is reached.
+    smallest = max(round_up(-(-sum(i.padded for i in items) // world_size), alignment), alignment)
+    limit = payload + padding_limit(specs, world_size, alignment)
+    return _fit(items, world_size, smallest, limit // world_size, alignment)
 
 
 def _check(specs: Sequence[ParamSpec], world_size: int) -> None:
@@ -57,9 +66,9 @@ class _Item:
     flat_cost: int  # what the search pays to cut it between elements
 
     @classmethod
-    def of(cls, index: int, spec: ParamSpec) -> _Item:
-        step = lcm(spec.row_nbytes, ALIGNMENT) if spec.nbytes else ALIGNMENT
-        padded = round_up(spec.nbytes, ALIGNMENT)
+    def of(cls, index: int, spec: ParamSpec, alignment: int) -> _Item:
+        step = lcm(spec.row_nbytes, alignment) if spec.nbytes else alignment
+        padded = round_up(spec.nbytes, alignment)
         return cls(index, spec.nbytes, padded, step, spec.rows_only, flat_cost=spec.nbytes)
 
 
@@ -71,15 +80,15 @@ class _Placed:
     flat_nbytes: int
 
 
-def _fit(items: Sequence[_Item], world_size: int, smallest: int, largest: int) -> _Placed:
+def _fit(items: Sequence[_Item], world_size: int, smallest: int, largest: int, alignment: int) -> _Placed:
     """The best placing in segments up to `largest`, or the smallest that rows_only items need."""
-    best = _Search(items, world_size, smallest, largest).run()
+    best = _Search(items, world_size, smallest, largest, alignment).run()
     while best is None:  # ends: a segment that holds everything cuts nothing
         largest *= 2
         forced = [replace(item, flat_cost=0) for item in items]
-        best = _Search(forced, world_size, smallest, largest).run()
+        best = _Search(forced, world_size, smallest, largest, alignment).run()
         if best:
-            best = _Search(items, world_size, smallest, best.segment).run() or best
+            best = _Search(items, world_size, smallest, best.segment, alignment).run() or best
     return best
 
 
@@ -160,7 +169,7 @@ def _orders(items: Sequence[_Item]) -> list[tuple[_Item, ...]]:
     return [tuple(sorted(items, key=lambda i: (not i.rows_only, *key(i)))) for key in chosen]
 
 
-def _strides(items: Sequence[_Item], smallest: int, largest: int) -> list[int]:
+def _strides(items: Sequence[_Item], smallest: int, largest: int, alignment: int) -> list[int]:
     """Numbers that a good segment size is a multiple of: common multiples of some row sizes.
 
     Row sizes are taken in while a multiple of all still lies in smallest..largest, once with the
@@ -172,9 +181,9 @@ def _strides(items: Sequence[_Item], smallest: int, largest: int) -> list[int]:
     for item in items:
         total[item.step] += item.nbytes
         single[item.step] = max(single[item.step], item.nbytes)
-    found = {ALIGNMENT}
+    found = {alignment}
     for weight in (total, single):
-        stride = ALIGNMENT
+        stride = alignment
         for step in sorted(weight, key=lambda step: (step not in forced, -weight[step], step)):
             wider = lcm(stride, step)
             if round_up(smallest, wider) <= largest:
@@ -186,14 +195,14 @@ def _strides(items: Sequence[_Item], smallest: int, largest: int) -> list[int]:
 class _Search:
     """Finds the segment size in smallest..largest with the fewest flat bytes, then the smallest."""
 
-    def __init__(self, items: Sequence[_Item], world_size: int, smallest: int, largest: int) -> None:
+    def __init__(self, items: Sequence[_Item], world_size: int, smallest: int, largest: int, alignment: int) -> None:
         self.orders = _orders(items)
         self.world_size, self.padded = world_size, sum(item.padded for item in items)
-        self.smallest, self.largest = smallest, largest
+        self.smallest, self.largest, self.alignment = smallest, largest, alignment
         self.best: _Placed | None = None
 
     def run(self) -> _Placed | None:
-        strides = _strides(self.orders[0], self.smallest, self.largest)
+        strides = _strides(self.orders[0], self.smallest, self.largest, self.alignment)
         for stride in strides:
             self._climb(stride)
         for stride in strides:
@@ -230,6 +239,6 @@ class _Search:
                 continue
             self.best, improved = placed, True
             if not placed.flat_nbytes:  # only smaller segments can be better
-                self.largest = segment - ALIGNMENT
+                self.largest = segment - self.alignment
                 break
         return improved

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..comm import Communicator, DeviceMesh, Event, Op, Stream, Work
+from ..kernels.reference import BLOCK
 from ..tensor.placement import Shard
+from .two_levels import neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class MixedPrecisionPolicy:
 @dataclass(frozen=True, slots=True)
 class PrefetchPolicy:
     """How far to gather ahead of use. Small groups that are gathered in one go count as one.
+
+    So does a small group beside a large one of the same module, such as the biases beside quantised matrices.
 
     max_groups: gathered and not yet used at a time (default: two in forward, one in backward).
     max_bytes: of gathered and not yet used parameters at a time (default: no limit).
@@ -90,6 +94,112 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     def applies_to(self, device: torch.device) -> bool:
         return device.type != "cpu"
+
+
+_CODES = {"gather": (torch.int8, torch.float8_e4m3fn), "reduce": (torch.int8,)}
+_QUANTIZED = frozenset((torch.float32, torch.float16, torch.bfloat16))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationPolicy:
+    """Which collectives send 8-bit codes, with a float32 scale for each block of 256 elements. The default: none.
+
+    It holds for parameters of two and more dims and at least `min_numel` elements, the whole parameter counted, that are
+    float32, float16 or bfloat16 and are gathered as one of these. Others stay whole; so do those with an all-gather extension,
+    and those that a `shard_placement_fn` has cut between rows that are no multiple of 256 elements.
+    gather: the codes of gathered parameters, int8 or float8_e4m3fn. Shards stay in full precision.
+    reduce: the codes of gradients, int8.
+    full_precision_ranks: so many neighbouring ranks reduce in full precision before codes are sent, on whatever nodes they are
+        (default: those of a node, if the mesh spans several nodes). A divisor of the ranks sharded over; or, with replicas, a
+        multiple of them by a power of two, which reduces as many neighbouring replicas in full precision too. On a mesh with
+        no more ranks than that, all reduce in full precision.
+    Raises ValueError for other dtypes, for a number below 1, and for `full_precision_ranks` without `reduce`.
+    """
+
+    gather: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    min_numel: int = 1 << 16
+    full_precision_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, codes in _CODES.items():
+            if getattr(self, name) not in (None, *codes):
+                expected = ", ".join(map(str, (*codes, None)))
+                raise ValueError(f"QuantizationPolicy({name}={getattr(self, name)!r}): expected one of {expected}")
+        for name in ("min_numel", "full_precision_ranks"):
+            number = getattr(self, name)
+            if number is not None and (type(number) is not int or number < 1):
+                raise ValueError(f"QuantizationPolicy({name}={number!r}): expected a whole number from 1 on")
+        if self.full_precision_ranks is not None and self.reduce is None:
+            raise ValueError("QuantizationPolicy(full_precision_ranks=...): it is about reductions; give reduce=torch.int8 too")
+
+    def __bool__(self) -> bool:
+        """Some collective is quantised."""
+        return self.gather is not None or self.reduce is not None
+
+    def takes(self, param: torch.Tensor, mp_policy: MixedPrecisionPolicy, placement: Shard | None) -> bool:
+        """Whether it holds for this parameter, which may be a `DTensor`. placement: None: it may be cut between elements."""
+        if not self or param.dim() < 2 or param.numel() < self.min_numel or not _has_codes(param.dtype, mp_policy):
+            return False
+        # Cost: cuts between both rows and blocks could be 256 rows apart, which pads more bytes than codes save.
+        return placement is None or param.numel() // param.shape[placement.dim] % BLOCK == 0
+
+    def of_group(self, dtypes: Iterable[torch.dtype], mp_policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> QuantizationPolicy:
+        """What holds for a group of parameters of these dtypes on `mesh`, of one axis, or two, of which the first replicates.
+
+        No gather of a single rank, no reduction over a single rank; nothing after a `to()` that has given the parameters
+        several dtypes, or one that has no codes.
+        """
+        found = set(dtypes)
+        alike = len(found) == 1 and all(_has_codes(dtype, mp_policy) for dtype in found)
+        if not alike or mesh.size == 1:
+            return UNQUANTISED
+        return self if mesh.shape[-1] > 1 else QuantizationPolicy(None, self.reduce)
+
+
+UNQUANTISED = QuantizationPolicy()
+
+
+def _has_codes(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> bool:
+    return _QUANTIZED.issuperset((dtype, mp_policy.compute_dtype(dtype)))
+
+
+class Policies(NamedTuple):
+    """The policies of one `fully_shard` call."""
+
+    mixed_precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    quantization: QuantizationPolicy
+
+    @classmethod
+    def of(
+        cls,
+        mixed_precision: MixedPrecisionPolicy | None,
+        offload: OffloadPolicy | None,
+        quantization: QuantizationPolicy | None,
+    ) -> Policies:
+        """Those given, and the defaults of the others."""
+        return cls(mixed_precision or MixedPrecisionPolicy(), offload or OffloadPolicy(), quantization or UNQUANTISED)
+
+    def check(self) -> None:
+        """TypeError for a policy of another class; ValueError for policies that contradict each other."""
+        kinds = {"mp_policy": MixedPrecisionPolicy, "offload_policy": OffloadPolicy, "quantization_policy": QuantizationPolicy}
+        for given, (name, kind) in zip(self, kinds.items(), strict=True):
+            if not isinstance(given, kind):
+                raise TypeError(f"fully_shard({name}={given!r}): expected a shardrt.{kind.__name__} or None")
+        dtype = self.mixed_precision.reduce_dtype
+        if self.quantization.reduce is not None and dtype is torch.float64:
+            raise ValueError(
+                f"QuantizationPolicy(reduce={self.quantization.reduce}) with MixedPrecisionPolicy(reduce_dtype={dtype}): codes "
+                "are made of 16 or 32 bits; choose float32, or leave one of the two out"
+            )
+
+    def takes(self, param: torch.Tensor, mesh: DeviceMesh, placement: Shard | None) -> bool:
+        """Whether this parameter on `mesh` is quantised. ValueError if the policy contradicts the mesh then."""
+        taken = self.quantization.takes(param, self.mixed_precision, placement)
+        if taken and self.quantization.full_precision_ranks is not None:
+            neighbours(mesh, self.quantization.full_precision_ranks)
+        return taken
 
 
 @dataclass(frozen=True, slots=True)

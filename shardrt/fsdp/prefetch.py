@@ -37,8 +37,9 @@ class Order:
         buckets: list[int] = []  # by position
         ends: list[int] = []  # by bucket: the position after its last group
         first = 0
-        for position in range(len(groups)):
-            if not ends or before[position + 1] - before[first] > largest:
+        for position, group in enumerate(groups):
+            fits = before[position + 1] - before[first] <= largest
+            if not ends or not (fits or _small_beside(groups[position - 1], group, largest)):
                 first = position
                 ends.append(position)
             ends[-1] = position + 1
@@ -76,6 +77,12 @@ class Order:
             return []
         self._named = reach
         return [group for group in self.groups[first:reach] if group.ready is None]
+
+
+def _small_beside(one: ParamGroup, other: ParamGroup, largest: int) -> bool:
+    """Both are of the same modules, one of them quantised and one small, such as the biases beside quantised matrices."""
+    quantised = bool(one.quantization or other.quantization)
+    return quantised and one.modules is other.modules and min(one.nbytes, other.nbytes) <= largest
 
 
 class PrefetchQueue:

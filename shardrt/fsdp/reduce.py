@@ -9,6 +9,7 @@
 | publish              | post_reduce | segment -> `.grad`s, cast or added if necessary     | nothing, or the segment read once |
 
 `sum_terms` is for tensor-parallel parameters of whose gradients each rank has a term only (`tensor_parallel.py`).
+Where gradients are sent as codes, `launch` and `launch_over_replicas` have steps of their own (`quantized_reduce.py`).
 Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
 A single shard rank packs its gradients directly into the sharded ones, if there are none yet.
@@ -21,18 +22,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ..comm import Communicator, Event, Op, PreMulSum, ReduceOp, Stream
+from ..comm import Communicator, Event, Stream
 from ..kernels import add_into, pack_into
-from .buffers import CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
-from .grad_layout import Piece, ReduceLayout, reduce_layout
+from ..kernels.reference import BLOCK
+from .buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
+from .grad_layout import ALIGN, Piece, ReduceLayout, reduce_layout
 from .layout import Layout
 from .param import ShardedParam, outermost_stride, placement_of
 from .policy import Settings
+from .quantized_reduce import CodedAllReduce, CodedReduceScatter, CodedReduction
+from .ranges import Named
+from .scaling import Scaling
 from .sharded_grads import ShardedGrads
 from .term_sums import TermSum, term_sums
 
@@ -46,53 +51,17 @@ class Held(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Handoff:
-    """Buffers that reductions still use: released on the stream that allocated them, once `ready` has passed."""
-
-    buffers: Sequence[FlatBuffer]
-    ready: Event
-    release_stream: Stream
-
-    def release(self) -> None:
-        """Let the release stream wait, then free the buffers on it."""
-        self.release_stream.wait(self.ready)
-        for buffer in self.buffers:
-            self.release_stream.submit(buffer.release)
-
-
-@dataclass(frozen=True, slots=True)
 class PackBuffer:
     """A buffer for packed gradients, and its views: all of it, and piece by piece."""
 
     buffer: FlatBuffer
     flat: torch.Tensor
     pieces: list[torch.Tensor]
+    gaps: list[torch.Tensor]  # between the pieces, if they are read: by codes, of which a block without a number is none
 
-
-class Scaling(NamedTuple):
-    """How a sum of gradients becomes an average, as FSDP2 does it."""
-
-    before: float  # gradients are multiplied by it when they are packed
-    op: Op  # of the reduce-scatter
-    all_reduce_op: Op
-    after: float  # what was reduced is multiplied by it
-
-    @classmethod
-    @cache
-    def of(cls, dtype: torch.dtype, ranks: int, shard_ranks: int, divide_factor: float | None, force_sum: bool) -> Scaling:
-        """float16 is divided by about sqrt(ranks) before and after, which keeps it in range; others by the collective."""
-        factor = float(ranks) if divide_factor is None else divide_factor
-        if dtype is torch.float16:
-            before = 1.0
-            while factor % before == 0 and factor / before > before:
-                before *= 2
-            return cls(1 / before, ReduceOp.SUM, ReduceOp.SUM, before / factor)
-        if force_sum:
-            return cls(1.0, ReduceOp.SUM, ReduceOp.SUM, 1 / factor)
-        if divide_factor is None:
-            return cls(1.0, ReduceOp.AVG, ReduceOp.AVG, 1.0)
-        average = factor == shard_ranks
-        return cls(1.0, ReduceOp.AVG if average else PreMulSum(1 / factor), ReduceOp.SUM, 1.0)
+    def zero_gaps(self) -> None:
+        for gap in self.gaps:
+            gap.zero_()
 
 
 class Accumulated(NamedTuple):
@@ -130,6 +99,7 @@ class GradientReduction:
     """Packs, reduces and publishes the gradients of one group's trainable parameters.
 
     Gradients that are reduced at once are packed into the `comm_buffer`, if there is one and they fit.
+    coded: if they are sent as codes, of which `params` must be laid out in whole blocks.
     """
 
     params: list[ShardedParam]  # the trainable ones
@@ -149,6 +119,11 @@ class GradientReduction:
     _ordinary: PackBuffer
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
     _in_place: PackBuffer | None  # a single shard rank's sharded gradients
+    _is_coded: bool  # over the shard ranks, the replicas, or both
+    _reduce_scatter: CodedReduceScatter | None  # of `_ordinary`
+    _all_reduce: CodedAllReduce | None
+    launches_jointly: bool  # launch() may be one of a group of calls: it uses at once nothing that it has received
+    launches_jointly_over_replicas: bool  # launch_over_replicas() may
     partial_sums: list[TermSum]  # one for each mesh over which terms of gradients are added up
 
     def __init__(
@@ -161,6 +136,8 @@ class GradientReduction:
         dtype: torch.dtype,
         memory: MemoryCounter,
         comm_buffer: CommBuffer | None,
+        group: Named,
+        coded: CodedReduction | None = None,
     ) -> None:
         trainable = [index for index, param in enumerate(params) if param.sharded.requires_grad]
         self.params = [params[index] for index in trainable]
@@ -168,40 +145,53 @@ class GradientReduction:
         self._replicas = replicas
         self._settings = settings
         self._dtype = dtype
-        self._layout = reduce_layout(layout, trainable, comm.rank)
+        self._is_coded = coded is not None
+        self._layout = reduce_layout(layout, trainable, comm.rank, ALIGN if coded is None else BLOCK)
         self._uncut = self._layout.uncut
         self._ranks = comm.size * (1 if replicas is None else replicas.size)
         self._everything = frozenset(range(len(trainable)))
         self._accumulated = None
         self._partial_positions = _NONE
         segment = self._layout.segment_numel
-        self._partial = FlatBuffer(segment * dtype.itemsize, comm.device, memory)
+        self._partial = FlatBuffer(segment * dtype.itemsize, comm.device, memory, BufferKind.PARTIAL, group)
         self._partial_flat = self._partial.view(dtype, 0, (segment,))
         self._partial.seal()
         placements = [placement_of(index, layout) for index in trainable]
-        self.grads = ShardedGrads(self.params, placements, self._layout, comm.rank, dtype, comm.device, memory)
-        self._make_pack_buffers(comm_buffer, memory)
-        self.partial_sums = term_sums(self.params, self._layout, self._ordinary.pieces, dtype, memory)
+        self.grads = ShardedGrads(self.params, placements, self._layout, comm.rank, dtype, comm.device, memory, group)
+        self._make_pack_buffers(comm_buffer, memory, group, coded)
+        self.partial_sums = term_sums(self.params, self._layout, self._ordinary.pieces, dtype, memory, group)
 
-    def _make_pack_buffers(self, comm_buffer: CommBuffer | None, memory: MemoryCounter) -> None:
+    def _make_pack_buffers(
+        self, comm_buffer: CommBuffer | None, memory: MemoryCounter, group: Named, coded: CodedReduction | None
+    ) -> None:
         comm, custom = self._comm, self._settings.reduce_scatter
         nbytes = comm.size * self._layout.segment_numel * self._dtype.itemsize
-        ordinary = FlatBuffer(nbytes, comm.device, memory)
+        ordinary = FlatBuffer(nbytes, comm.device, memory, BufferKind.PACKED, group)
         if custom is not None:
             given = CommBuffer.given(custom.allocate(nbytes, comm.device), nbytes, comm.device, self.params[0].name)
-            comm_buffer, ordinary = None, CommFlatBuffer(nbytes, given, memory)
+            comm_buffer, ordinary = None, CommFlatBuffer(nbytes, given, memory, BufferKind.PACKED, group)
         self._ordinary = self._lay_out(ordinary)
+        self._reduce_scatter = self._all_reduce = None
+        if coded is not None:
+            about = coded.codes, self._dtype, self._layout.segment_numel, memory, group
+            if coded.shards is not None:
+                comm_buffer, self._reduce_scatter = None, CodedReduceScatter(coded.shards, ordinary, *about)
+            if coded.replicas is not None:
+                self._all_reduce = CodedAllReduce(coded.replicas, *about)
         ordinary.seal()
+        self.launches_jointly = custom is None and self._reduce_scatter is None
+        self.launches_jointly_over_replicas = self._all_reduce is None
         self._in_comm_buffer = self._in_place = None
         if comm_buffer is not None and nbytes <= comm_buffer.nbytes:
-            self._in_comm_buffer = self._lay_out(CommFlatBuffer(nbytes, comm_buffer, memory))
+            self._in_comm_buffer = self._lay_out(CommFlatBuffer(nbytes, comm_buffer, memory, BufferKind.PACKED, group))
         if comm.size == 1 and self.grads.segment is not None and custom is None:
             self._in_place = self._lay_out(self.grads.buffer)
         self.grads.buffer.seal()
 
     def _lay_out(self, buffer: FlatBuffer) -> PackBuffer:
         flat = buffer.view(self._dtype, 0, (buffer.nbytes // self._dtype.itemsize,))
-        return PackBuffer(buffer, flat, [self._piece_view(buffer, piece) for piece in self._layout.pieces])
+        gaps = [flat[start:stop] for start, stop in self._layout.gaps(self._comm.size)] if self._is_coded else []
+        return PackBuffer(buffer, flat, [self._piece_view(buffer, piece) for piece in self._layout.pieces], gaps)
 
     def _piece_view(self, buffer: FlatBuffer, piece: Piece) -> torch.Tensor:
         param, numel = self.params[piece.position], piece.stop - piece.start
@@ -241,8 +231,9 @@ class GradientReduction:
             buffer.release()
         if self._in_comm_buffer is not None:
             self._in_comm_buffer.buffer.release()
-        for each in self.partial_sums:
-            each.discard()
+        for each in (*self.partial_sums, self._reduce_scatter, self._all_reduce):
+            if each is not None:
+                each.discard()
 
     # ------------------------------------------------------------------ a reduction, in order
 
@@ -258,7 +249,9 @@ class GradientReduction:
         positions = everything if settings.reduce_unused else given
         if held is not None:
             positions |= held.positions
-        scaling = Scaling.of(self._dtype, self._ranks, self._comm.size, settings.divide_factor, settings.force_sum)
+        scaling = Scaling.of(
+            self._dtype, self._ranks, self._comm.size, settings.divide_factor, settings.force_sum, self._is_coded
+        )
         packed, first = None, held is None
         if settings.sync_gradients:
             self._accumulated = packed = self._prepare(positions, scaling, compute)
@@ -318,9 +311,11 @@ class GradientReduction:
         self._zero_padding(source, compute)
 
     def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
-        """Custom collectives and hooks see the padding."""
+        """Custom collectives and hooks see the padding; where codes are sent it shares their blocks."""
         if self._settings.reduce_hook is not None or self._settings.reduce_scatter is not None:
             compute.submit(source.flat.zero_)
+        elif source.gaps:
+            compute.submit(source.zero_gaps)
 
     def _pack_pieces(self, source: PackBuffer, grads: Sequence[torch.Tensor | None], scale: float, first: bool) -> None:
         """Pack piece by piece; a parameter without a gradient contributes zeros."""
@@ -342,7 +337,9 @@ class GradientReduction:
     def launch(self, packed: PackedGrads, stream: Stream) -> None:
         """Average what is packed over the ranks."""
         custom = self._settings.reduce_scatter
-        if custom is None:
+        if self._reduce_scatter is not None:
+            self._reduce_scatter.run(packed.out, stream)
+        elif custom is None:
             self._comm.reduce_scatter(packed.out, packed.source.flat, packed.scaling.op, stream=stream)
         else:
             custom(packed.out, packed.source.flat, packed.scaling.op, self._comm, stream)
@@ -358,7 +355,10 @@ class GradientReduction:
             return
         if packed.adds_partial:
             stream.submit(partial(packed.out.add_, self._partial_flat))
-        self._replicas.all_reduce(packed.out, packed.out, packed.scaling.all_reduce_op, stream=stream)
+        if self._all_reduce is not None:
+            self._all_reduce.run(packed.out, stream)
+        else:
+            self._replicas.all_reduce(packed.out, packed.out, packed.scaling.all_reduce_op, stream=stream)
 
     def publish(self, packed: PackedGrads, stream: Stream) -> None:
         """Make what was launched the sharded gradients, or add it to earlier ones; nothing if it stays partial."""

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import logging
 import sys
@@ -25,6 +24,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..comm import DeviceMesh
+from ..comm.fingerprint import name_ranks
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
 from .param import Owner, ShardedParam
@@ -37,16 +37,16 @@ _DISTRIBUTE = "nn.Parameter(shardrt.distribute_tensor(tensor, mesh, placements))
 
 def check_same_modules(mesh: DeviceMesh, what: str, description: list[str], error: Exception | None) -> None:
     """Raise on every rank if any rank has an error, or if the ranks describe different modules. Collective."""
-    digest = hashlib.sha256("\n".join(description).encode()).hexdigest()
     kept = type(error) if isinstance(error, (TypeError, ValueError)) else RuntimeError
-    answers = mesh.exchange((digest, None if error is None else (kept, str(error) or repr(error))))
-    failed = {rank: answer[1] for rank, answer in enumerate(answers) if answer[1] is not None}
+    failure = None if error is None else (kept, str(error) or repr(error))
+    answers = mesh.differing((description, failure)) or ([] if failure is None else [(description, failure)] * mesh.size)
+    failed = {rank: theirs for rank, (_, theirs) in enumerate(answers) if theirs is not None}
     if failed:
-        (raised, message), ranks = next(iter(failed.values())), sorted(failed)
-        raise raised(f"{message} (on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})") from error
-    if len({answer[0] for answer in answers}) == 1:
+        raised, message = next(iter(failed.values()))
+        raise raised(f"{message} (on {name_ranks(sorted(failed))})") from error
+    if not answers:
         return
-    everyone = mesh.exchange(description)
+    everyone = [theirs for theirs, _ in answers]
     lines = max(len(lines) for lines in everyone)
     padded = [lines_of + ["nothing"] * (lines - len(lines_of)) for lines_of in everyone]
     different = next(line for line in zip(*padded, strict=True) if len(set(line)) > 1)

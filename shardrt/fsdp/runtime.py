@@ -11,16 +11,18 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..torch_internals import queue_backward_callback
-from . import context, registered, symmetric_windows
+from ..torch_internals import outside_transforms, queue_backward_callback
+from . import context, registered, symmetric_windows, trace
 from .autograd import Phase, Progress, TensorWatcher
+from .buffers import Handoff
 from .extension import split_hooked
 from .moves import warn_of_unwritten
 from .param_group import ParamGroup, packed_nbytes
 from .policy import RootSettings
 from .prefetch import PrefetchQueue
 from .ranges import ranged
-from .reduce import Handoff, PackedGrads
+from .reduce import GradientReduction, PackedGrads
+from .trace import Step
 
 
 class Runtime(context.Context):
@@ -71,7 +73,8 @@ class Runtime(context.Context):
         windows = symmetric_windows.gathers(self.groups)
         for group in self.groups:
             group.attach(self, windows.get(group))
-        sent = [group for group in self.groups if self.is_large(group.nbytes) and group.mesh.size > 1]
+        whole = [group for group in self.groups if group.coded is None or group.coded.shards is None]
+        sent = [group for group in whole if self.is_large(group.nbytes) and group.mesh.size > 1]
         reducer = self.root.mesh.communicator("reduce")
         symmetric = symmetric_windows.useful(reducer) and any(group.settings.symmetric for group in sent)
         nbytes = max((packed_nbytes(group) for group in sent), default=0)
@@ -118,17 +121,17 @@ class Runtime(context.Context):
     def gather_ahead(self, groups: list[ParamGroup], label: str) -> None:
         """Start to gather groups that the prefetch queue has named. label: of the range in a profile."""
         if groups:
-            with ranged(label, *groups):
+            with ranged(label, *groups), outside_transforms():
                 self._gather_ahead(groups)
 
     def _gather_ahead(self, groups: list[ParamGroup]) -> None:
-        # A custom collective may use at once what it gathered, so it cannot be one of a group of calls.
-        ours = [group for group in groups if group.gather.custom is None]
+        # A custom collective, or a decoder, uses at once what is gathered, so it cannot be one of a group of calls.
+        ours = [group for group in groups if group.gather.joint]
         with _together(group.gather_comm for group in ours):
             for group in ours:
                 group.unshard()
         for group in groups:
-            if group.gather.custom is not None:
+            if not group.gather.joint:
                 group.unshard()
 
     # ------------------------------------------------------------------ backward
@@ -157,10 +160,18 @@ class Runtime(context.Context):
             self._retire(0 if again else self._reductions_in_flight - 1)
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
             with ranged("FSDP::post_backward_accumulate", *self._to_reduce):
-                packed = {group: group.pack_grads() for group in self._to_reduce}
+                packed = {group: self._pack(group) for group in self._to_reduce}
             self._send({group: grads for group, grads in packed.items() if grads is not None})
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
+
+    def _pack(self, group: ParamGroup) -> PackedGrads | None:
+        if (listener := trace.listener) is None:
+            return group.pack_grads()
+        listener.begin(Step.PACK, group, self.streams.compute)
+        packed = group.pack_grads()
+        listener.end(Step.PACK, group, self.streams.compute)
+        return packed
 
     def _send(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         """Reduce what these groups have packed, over the shard ranks and over the replicas, and publish it."""
@@ -169,31 +180,38 @@ class Runtime(context.Context):
             self._reduce(packed)
         with ranged("FSDP::post_backward_publish", *packed):
             for group, grads in packed.items():
-                assert group.reduction is not None, "it has packed"
-                group.reduction.publish(grads, streams.post_reduce)
+                _reduction(group).publish(grads, streams.post_reduce)
         used = [buffer for grads in packed.values() for buffer in grads.used]
         self._in_flight.append((set(packed), Handoff(used, streams.post_reduce.record(), streams.compute)))
         self._reduced.update(packed)
 
     def _reduce(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         streams = self.streams
+        if trace.listener is not None:
+            trace.listener.launch(Step.REDUCE, packed)
         streams.reduce.wait(streams.compute.record())
         for group in [group for group in packed if group.sums_terms] if self._tensor_parallel else ():
             group.sum_terms(packed[group])
-        ours = [group for group in packed if group.settings.reduce_scatter is None]
-        with _together(group.reduce_comm for group in ours):
-            for group in ours:
+        joint = [group for group in packed if _reduction(group).launches_jointly]
+        with _together(group.reduce_comm for group in joint):
+            for group in joint:
                 group.reduce_grads(packed[group])
-        for group in packed:
-            if group.settings.reduce_scatter is not None:
-                group.reduce_grads(packed[group])
+        for group in [group for group in packed if group not in joint] if len(joint) < len(packed) else ():
+            group.reduce_grads(packed[group])
         if streams.post_reduce is not streams.reduce:
             streams.post_reduce.wait(streams.reduce.record())
-        replicated = [group for group in packed if group.all_reduce_comm is not None]
-        with _together(cast("comm.Communicator", group.all_reduce_comm) for group in replicated):
-            for group in replicated:
-                assert group.reduction is not None, "it has packed"
-                group.reduction.launch_over_replicas(packed[group], streams.post_reduce)
+            self._reduce_over_replicas({group: grads for group, grads in packed.items() if group.all_reduce_comm is not None})
+
+    def _reduce_over_replicas(self, packed: dict[ParamGroup, PackedGrads]) -> None:
+        stream = self.streams.post_reduce
+        if trace.listener is not None:
+            trace.listener.launch(Step.ALL_REDUCE, packed)
+        joint = [group for group in packed if _reduction(group).launches_jointly_over_replicas]
+        with _together(cast("comm.Communicator", group.all_reduce_comm) for group in joint):
+            for group in joint:
+                _reduction(group).launch_over_replicas(packed[group], stream)
+        for group in [group for group in packed if group not in joint] if len(joint) < len(packed) else ():
+            _reduction(group).launch_over_replicas(packed[group], stream)
 
     def _retire(self, newest: int) -> None:
         """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
@@ -203,6 +221,8 @@ class Runtime(context.Context):
     def _end_backward(self) -> None:
         """Reduce what is left, such as groups that waited for a gradient in vain, and let compute see all gradients."""
         self._end_queued = False
+        if trace.listener is not None:
+            trace.listener.end_backward(self.streams.compute)
         with ranged("FSDP::root_post_backward_callback"):
             self._finish_backward()
 
@@ -233,6 +253,8 @@ class Runtime(context.Context):
     def reset(self) -> None:
         """Forget a failed iteration: wait for everything under way, and shard all groups again."""
         self._end_queued = False
+        if trace.listener is not None:
+            trace.listener.end_backward(self.streams.compute)
         self.prefetch = PrefetchQueue()  # what it has recorded may differ between ranks
         self.streams.recover()
         self._to_reduce.clear()
@@ -244,6 +266,11 @@ class Runtime(context.Context):
                 group.settings.reduce_hook_stream.recover()
         for group in self.groups:
             group.reset()
+
+
+def _reduction(group: ParamGroup) -> GradientReduction:
+    assert group.reduction is not None, "it has packed"
+    return group.reduction
 
 
 def _rename(root: ParamGroup, groups: Iterable[ParamGroup], names: dict[nn.Module, str]) -> None:

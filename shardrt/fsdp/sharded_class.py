@@ -135,7 +135,7 @@ def _as_plain(modules: Sequence[FSDPModule]) -> Iterator[None]:
 def _set_up(group: ParamGroup, modules: Sequence[nn.Module], memo: dict[int, Any]) -> ParamGroup:
     made: ParamGroup = memo[id(group)]
     params, settings = [param.copied(memo) for param in group.params], _settings(group.settings, memo)
-    options = (group.device_mesh, group.mp_policy, group.offload_policy, settings, type(group.gather))
+    options = (group.device_mesh, group.mp_policy, group.offload_policy, settings, group.gather_kind, group.quantization_policy)
     root_settings = None if group.root_settings is None else replace(group.root_settings, post_optim_event=None)
     ignored = copy.deepcopy(group.ignored, memo)
     made.__init__(modules, params, *options, ignored=ignored, root_settings=root_settings)  # type: ignore[misc]

@@ -19,9 +19,10 @@ from ..kernels import add_into, pack_into
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import ResolvedShard
 from ..torch_internals import post_accumulate_grad_hooks
-from .buffers import FlatBuffer, MemoryCounter
+from .buffers import BufferKind, FlatBuffer, MemoryCounter
 from .grad_layout import ReduceLayout
 from .param import ShardedParam, local_geometry
+from .ranges import Named
 
 
 class ShardedGrads:
@@ -50,21 +51,21 @@ class ShardedGrads:
         dtype: torch.dtype,
         device: torch.device,
         memory: MemoryCounter,
+        group: Named,
     ) -> None:
         self._params = params
         self._sharded = [param.sharded for param in params]
         self._stream = current_stream(device)
         nbytes = layout.segment_numel * dtype.itemsize
         offsets = [piece.offset * dtype.itemsize for piece in layout.own]
-        self.scratch = FlatBuffer(nbytes, device, memory)
+        self.scratch = FlatBuffer(nbytes, device, memory, BufferKind.SCRATCH, group)
         self.scratch_flat = self.scratch.view(dtype, 0, (layout.segment_numel,))
         offloads = any(param.local.device != device for param in params)
         converts = offloads or any(param.dtype != dtype for param in params)
         starts = offsets
         if converts:
             *starts, nbytes = accumulate((-(-param.local.nbytes // 16) * 16 for param in params), initial=0)
-        # Not counted: these bytes are no communication buffer, but the gradients themselves.
-        self.buffer = FlatBuffer(0 if offloads else nbytes, device, MemoryCounter())
+        self.buffer = FlatBuffer(0 if offloads else nbytes, device, memory, BufferKind.GRADIENTS, group)
         self.segment = None if converts else self.buffer.view(dtype, 0, (layout.segment_numel,))
         self._grads, self._scratch_views = [], []
         for param, placement, start, offset in zip(params, placements, starts, offsets, strict=True):

@@ -61,14 +61,16 @@ def gathers(groups: Sequence[ParamGroup]) -> dict[ParamGroup, SymmetricGather]:
 def check_same_windows(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
     """RuntimeError, on every rank alike, if ranks chose windows for different groups, or for one with custom collectives."""
     chosen = [group.name for group in groups if group.settings.symmetric]
-    answers = root.device_mesh.exchange(chosen)
-    if any(answer != answers[0] for answer in answers):
+    answers = root.device_mesh.differing(chosen)
+    if answers is not None:
         found = "; ".join(f"rank {rank}: {names or 'none'}" for rank, names in enumerate(answers))
         raise RuntimeError(
             f"set_symm_mem_for_comm under '{root.name}': expected the same groups on all ranks, found {found}; a window is "
             "made by all ranks together: call it alike on all"
         )
     for group in groups:
+        if group.settings.symmetric and group.quantization:
+            raise RuntimeError(f"'{group.name}' has both set_symm_mem_for_comm and a quantization_policy: choose one")
         if group.settings.symmetric and (group.settings.all_gather or group.settings.reduce_scatter):
             raise RuntimeError(
                 f"'{group.name}' has both set_symm_mem_for_comm and a custom collective, which allocates for itself: choose one"

@@ -13,9 +13,10 @@ import torch
 
 from ..comm import Communicator, DeviceMesh, ReduceOp, Stream
 from ..kernels import pack_into
-from .buffers import FlatBuffer, MemoryCounter
+from .buffers import BufferKind, FlatBuffer, MemoryCounter
 from .grad_layout import ReduceLayout
 from .param import ShardedParam
+from .ranges import Named
 from .tensor_parallel import TERMS
 
 
@@ -32,11 +33,17 @@ class TermSum:
     _views: list[torch.Tensor]
 
     def __init__(
-        self, comm: Communicator, indices: list[int], pieces: list[torch.Tensor], dtype: torch.dtype, memory: MemoryCounter
+        self,
+        comm: Communicator,
+        indices: list[int],
+        pieces: list[torch.Tensor],
+        dtype: torch.dtype,
+        memory: MemoryCounter,
+        group: Named,
     ) -> None:
         self._comm, self._indices = comm, indices
         *starts, numel = accumulate((piece.numel() for piece in pieces), initial=0)
-        self._buffer = FlatBuffer(numel * dtype.itemsize, comm.device, memory)
+        self._buffer = FlatBuffer(numel * dtype.itemsize, comm.device, memory, BufferKind.SCRATCH, group)
         self._flat = self._buffer.view(dtype, 0, (numel,))
         self._views = [
             self._buffer.view(dtype, start * dtype.itemsize, piece.shape, piece.stride())
@@ -59,7 +66,12 @@ class TermSum:
 
 
 def term_sums(
-    params: Sequence[ShardedParam], layout: ReduceLayout, pieces: list[torch.Tensor], dtype: torch.dtype, memory: MemoryCounter
+    params: Sequence[ShardedParam],
+    layout: ReduceLayout,
+    pieces: list[torch.Tensor],
+    dtype: torch.dtype,
+    memory: MemoryCounter,
+    group: Named,
 ) -> list[TermSum]:
     """One sum for each mesh over which terms are added up. pieces: views of a packed buffer, as in `layout`."""
     indices: dict[DeviceMesh, list[int]] = {}
@@ -69,6 +81,6 @@ def term_sums(
         if outer is not None and outer.partial_mesh is not None:
             indices.setdefault(outer.partial_mesh, []).append(index)
     return [
-        TermSum(mesh.communicator(TERMS), chosen, [pieces[index] for index in chosen], dtype, memory)
+        TermSum(mesh.communicator(TERMS), chosen, [pieces[index] for index in chosen], dtype, memory, group)
         for mesh, chosen in indices.items()
     ]

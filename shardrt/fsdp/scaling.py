@@ -1,0 +1,44 @@
+"""How a sum of gradients becomes an average, as FSDP2 does it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from ..comm import Op, PreMulSum, ReduceOp
+
+
+class Scaling(NamedTuple):
+    """Where gradients are multiplied on their way through a reduction, and by what."""
+
+    before: float  # gradients are multiplied by it when they are packed
+    op: Op  # of the reduce-scatter
+    all_reduce_op: Op
+    after: float  # what was reduced is multiplied by it
+
+    @classmethod
+    @cache
+    def of(
+        cls, dtype: torch.dtype, ranks: int, shard_ranks: int, divide_factor: float | None, sums: bool, encodes: bool
+    ) -> Scaling:
+        """float16 is divided by about sqrt(ranks) before and after, which keeps it in range; others by the collective.
+
+        sums: collectives must only sum, so what was reduced is divided.
+        encodes: values are sent as codes, which are only added up, so gradients are divided when they are packed.
+        """
+        factor = float(ranks) if divide_factor is None else divide_factor
+        if dtype is torch.float16:
+            before = 1.0
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+            return cls(1 / before, ReduceOp.SUM, ReduceOp.SUM, before / factor)
+        if encodes:
+            return cls(1 / factor, ReduceOp.SUM, ReduceOp.SUM, 1.0)
+        if sums:
+            return cls(1.0, ReduceOp.SUM, ReduceOp.SUM, 1 / factor)
+        if divide_factor is None:
+            return cls(1.0, ReduceOp.AVG, ReduceOp.AVG, 1.0)
+        average = factor == shard_ranks
+        return cls(1.0, ReduceOp.AVG if average else PreMulSum(1 / factor), ReduceOp.SUM, 1.0)
