@@ -1,0 +1,217 @@
+"""A factory's model as a program: imported by name, made on the meta device, checked, and sharded if it is not yet.
+
+A factory is `package.module:function`. It takes nothing, or the `Job`, and returns a module, or a module and a function
+`step(model, job)` that returns the loss of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..fsdp.fully_shard import fully_shard
+from ..fsdp.module import FSDPModule
+from ..parallel import cross_entropy
+from ..parallel.modules import ParallelizedModule
+from ..tensor.dtensor import DTensor
+from .hardware import SheetError
+from .hugging_face import fit_to_meta, is_hugging_face
+from .job import Job, PlanError, Program
+
+Step = Callable[[nn.Module, Job], torch.Tensor]
+
+
+def load_factory(name: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names. Modules of the current directory are found as well.
+
+    Raises PlanError for a name of another form, a module that does not import, and what is no function of it.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise PlanError(f"factory {name!r}: expected package.module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise PlanError(f"factory {name}: the module does not import: {_told(error)}") from error
+    factory: Any = module
+    for part in attribute.split("."):
+        if not hasattr(factory, part):
+            raise PlanError(f"factory {name}: {module_name} has no {attribute!r}")
+        factory = getattr(factory, part)
+    if not callable(factory):
+        raise PlanError(f"factory {name}: expected a function that returns a module, found {type(factory).__name__}")
+    return factory
+
+
+def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -> Program:
+    """The program of a factory, in the world of `job.ranks` ranks that is current.
+
+    A model with modules that are sharded is taken as it is. Of another one the elements of each nn.ModuleList are sharded, then
+    the model. Raises PlanError if the factory raises, returns no module, or makes tensors that hold data.
+    """
+    with torch.device("meta"):
+        model, step = _call(factory, job, name)
+    check_meta(model, name)
+    if is_hugging_face(model):
+        fit_to_meta(model)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        shard_model(model, job, name)
+    model.train()
+
+    def one_micro_batch() -> torch.Tensor:
+        with told(f"{name}: the forward on the meta device failed:"), torch.device("meta"):
+            loss = step(model, job)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise PlanError(f"{name}: expected a step that returns the loss, a tensor of one element; found {_kind(loss)}")
+        return loss
+
+    return Program(model, one_micro_batch)
+
+
+def _call(factory: Callable[..., Any], job: Job, name: str) -> tuple[nn.Module, Step]:
+    with told(f"{name} raised"):
+        made = factory(job) if _takes_a_job(factory) else factory()
+    model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, language_model_step)
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"{name}: expected an nn.Module, or a module and a step, found {_kind(made)}")
+    if not callable(step):
+        raise PlanError(f"{name}: expected a step that can be called, found {_kind(step)}")
+    return model, step
+
+
+def _takes_a_job(factory: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # of a function in C
+        return False
+    return any(
+        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters if each.default is each.empty
+    )
+
+
+def check_meta(model: nn.Module, name: str) -> None:
+    """Raise PlanError unless all parameters and buffers are on the meta device, naming the first that is not."""
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for key, tensor in tensors:
+            if tensor.device.type != "meta":
+                raise PlanError(
+                    f"{name}: {kind} '{key}' is on {tensor.device} and holds data; expected the meta device: leave out "
+                    "device=, .to() and from_pretrained(), and make tensors by torch's functions"
+                )
+
+
+# ---------------------------------------------------------------------- sharding
+
+
+def shard_model(model: nn.Module, job: Job, name: str) -> None:
+    """Shard the elements of each nn.ModuleList, then the model.
+
+    Raises PlanError for a model without tensor parallelism if the job has it, and without blocks to checkpoint.
+    """
+    if job.tp > 1 and not any(isinstance(module, ParallelizedModule) for module in model.modules()):
+        raise PlanError(
+            f"{name}: no module is tensor-parallel, with tp={job.tp}: call shardrt.parallel.parallelize_module with "
+            'job.mesh()["tp"] in the factory'
+        )
+    options = job.shard_options()
+    found = list(blocks(model))
+    for block in found:
+        if job.checkpoint_activations:
+            checkpoint_block(block)
+        fully_shard(block, **options)
+    if job.checkpoint_activations and not found:
+        raise PlanError(f"{name}: no nn.ModuleList whose elements could be checkpointed; expected one, of the model's blocks")
+    fully_shard(model, **options)
+    model.set_prefetch_policy(job.prefetch_policy)  # type: ignore[operator]
+
+
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The elements of the outermost ModuleLists."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from blocks(child)
+
+
+def checkpoint_block(block: nn.Module) -> None:
+    """Keep only the inputs of a block, and run its forward again in the backward. Call it before `fully_shard`."""
+    inner = block.forward
+
+    @functools.wraps(inner)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    block.forward = recomputed
+
+
+# ---------------------------------------------------------------------- a step
+
+
+def language_model_step(model: nn.Module, job: Job) -> torch.Tensor:
+    """The mean cross-entropy of (batch, sequence) int64 tokens. What the model returns are logits, or has them as `logits`.
+
+    Raises PlanError without `job.sequence`.
+    """
+    if job.sequence is None:
+        raise PlanError("expected a sequence length (--sequence), since the factory returns no step of its own")
+    tokens = torch.zeros((job.batch, job.sequence), dtype=torch.int64)
+    out = model(tokens)
+    return token_loss(getattr(out, "logits", out), torch.zeros_like(tokens))
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy, in float32, of (B, T, V) logits, which may be a `DTensor` in parts of the vocabulary."""
+    if isinstance(logits, DTensor):
+        return cross_entropy(logits, targets)
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+# ---------------------------------------------------------------------- messages
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Raise a PlanError that begins so for whatever else the `with` block raises, or ends the process by."""
+    try:
+        yield
+    except (PlanError, SheetError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise PlanError(f"{what} {_told(error)}") from error
+
+
+def _told(error: BaseException) -> str:
+    """The error in one line, with the last line of code outside of installed packages that it came through."""
+    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_own(Path(frame.filename))]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file is the user's: not the planner's, not installed, not of the standard library."""
+    folder = Path(__file__).resolve().parents[1]
+    installed = {Path(torch.__file__).resolve().parents[1], Path(inspect.__file__).resolve().parent}
+    return path.exists() and not any(path.resolve().is_relative_to(each) for each in (folder, *installed))
+
+
+def _kind(value: object) -> str:
+    kind = type(value).__name__
+    return f"{kind} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else kind

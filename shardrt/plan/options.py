@@ -1,0 +1,135 @@
+"""The command line of the planner: what it takes, and the `Job` that this is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from ..fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
+from .job import OPTIMIZERS, Job, PlanError
+from .presets import PRESETS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_GATHERED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+_REDUCED = {"int8": torch.int8}
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def plan_parser(description: str) -> Parser:
+    """The options of a forecast."""
+    parser = Parser(
+        prog="shardrt-plan",
+        usage="shardrt-plan (FACTORY | --preset NAME) --ranks N [options]\n       shardrt-plan sheets\n       "
+        "shardrt-plan sheet FILE",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("factory", nargs="?", help="package.module:function; it returns a module, or a module and a step")
+    parser.add_argument("--preset", metavar="NAME", help=f"instead of a factory: {', '.join(PRESETS)}")
+    _add_ranks(parser.add_argument_group("ranks"))
+    _add_step(parser.add_argument_group("a step"))
+    _add_policies(parser.add_argument_group("policies"))
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_ranks(group: Any) -> None:
+    group.add_argument("--ranks", type=at_least(1), required=True, metavar="N", help="of the whole job")
+    group.add_argument("--tp", type=at_least(1), default=1, metavar="N", help="ranks of tensor parallelism")
+    group.add_argument("--replicas", type=at_least(1), default=1, metavar="N", help="of the sharded model (hybrid sharding)")
+    group.add_argument("--sheet", default="h100", help="hardware: a name of `shardrt-plan sheets`, or a TOML file")
+    group.add_argument("--ranks-per-node", type=at_least(1), metavar="N", help="instead of the sheet's")
+
+
+def _add_step(group: Any) -> None:
+    group.add_argument("--batch", type=at_least(1), default=1, metavar="N", help="rows of a micro-batch on each rank")
+    group.add_argument("--sequence", type=at_least(1), metavar="N", help="tokens of a row (default: the preset's)")
+    group.add_argument("--micro-batches", type=at_least(1), default=1, metavar="N", help="accumulated in a step")
+    group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    group.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in the backward")
+
+
+def _add_policies(group: Any) -> None:
+    group.add_argument("--param-dtype", choices=DTYPES, help="of gathered parameters and compute")
+    group.add_argument("--reduce-dtype", choices=DTYPES, help="of the reduction of gradients")
+    group.add_argument(
+        "--reshard-after-forward", type=_reshard, metavar="true|false|K", help="K: keep 1 / K on each of K neighbouring ranks"
+    )
+    group.add_argument("--offload", action="store_true", help="shards, gradients and optimizer state lie on the host")
+    group.add_argument("--quantize-gather", choices=_GATHERED, help="gather large parameters as 8-bit codes")
+    group.add_argument("--quantize-reduce", choices=_REDUCED, help="reduce large gradients as 8-bit codes")
+    group.add_argument("--quantize-min-numel", type=at_least(1), metavar="N", help="elements of a large parameter, at least")
+    group.add_argument("--full-precision-ranks", type=at_least(1), metavar="N", help="reduce in full precision among so many")
+    group.add_argument("--prefetch-groups", type=at_least(0), metavar="N", help="gathered ahead of use, at most")
+    group.add_argument("--prefetch-bytes", type=at_least(0), metavar="N", help="gathered ahead of use, at most")
+
+
+def _add_output(group: Any) -> None:
+    group.add_argument("--json", action="store_true", help="print JSON")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over a step: .png, .svg or .pdf")
+    group.add_argument("--timeline", type=Path, metavar="FOLDER", help="write the step as a trace for Perfetto")
+    group.add_argument(
+        "--no-search", action="store_true", help="look for no largest batch, and no links that 8-bit codes pay on"
+    )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option: an integer from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.removeprefix("-").isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least {least}")
+        return int(text)
+
+    return number
+
+
+def _reshard(text: str) -> bool | int:
+    named = {"true": True, "false": False}.get(text.lower())
+    if named is not None:
+        return named
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected true, false or a number of ranks")
+    return int(text)
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """The job that the options describe. Raises PlanError for options that contradict each other."""
+    if (options.factory is None) == (options.preset is None):
+        raise PlanError("expected either a factory, package.module:function, or --preset")
+    preset = PRESETS.get(options.preset)
+    return Job(
+        ranks=options.ranks,
+        tp=options.tp,
+        replicas=options.replicas,
+        batch=options.batch,
+        sequence=options.sequence or (preset.sequence if preset is not None else None),
+        micro_batches=options.micro_batches,
+        optimizer=options.optimizer,
+        checkpoint_activations=options.checkpoint_activations,
+        reshard_after_forward=options.reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(DTYPES.get(options.param_dtype), DTYPES.get(options.reduce_dtype)),
+        offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+        quantization_policy=_quantization(options),
+        prefetch_policy=PrefetchPolicy(options.prefetch_bytes, options.prefetch_groups),
+    )
+
+
+def _quantization(options: argparse.Namespace) -> QuantizationPolicy:
+    gather, reduce = _GATHERED.get(options.quantize_gather), _REDUCED.get(options.quantize_reduce)
+    if gather is None and reduce is None and options.quantize_min_numel is not None:
+        raise PlanError("--quantize-min-numel without --quantize-gather or --quantize-reduce: nothing is quantised")
+    if reduce is None and options.full_precision_ranks is not None:
+        raise PlanError("--full-precision-ranks without --quantize-reduce: it is about quantised reductions")
+    size = {} if options.quantize_min_numel is None else {"min_numel": options.quantize_min_numel}
+    return QuantizationPolicy(gather, reduce, **size, full_precision_ranks=options.full_precision_ranks)

@@ -1,0 +1,125 @@
+"""The forecasts that answer one question: of the job, of other batches, and with other links."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..fsdp.policy import QuantizationPolicy
+from ..timeline.events import BY_GROUP, Events
+from ..timeline.picture import draw_memory
+from ..timeline.timeline import Timeline
+from .cost import Costs
+from .factory import load_factory, make_program, told
+from .forecast import forecast
+from .forecast_result import Forecast
+from .hardware import Curve, Sheet, load_sheet
+from .history import KINDS, History
+from .job import Job, PlanError, Program
+from .options import job_of
+from .presets import preset_factory
+from .report import Plan
+from .search import break_even, largest_batch
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+class Planner:
+    """Forecasts jobs of one model on one machine.
+
+    numel: parameters of the whole model; 0 before the first forecast.
+    """
+
+    def __init__(self, factory: Callable[..., Any], name: str, sheet: Sheet, ranks_per_node: int) -> None:
+        self.factory = factory
+        self.name = name
+        self.sheet = sheet
+        self.ranks_per_node = ranks_per_node
+        self.numel = 0
+
+    def forecast(
+        self, job: Job, sheet: Sheet | None = None, timeline: Timeline | None = None, history: History | None = None
+    ) -> Forecast:
+        """Cost: two steps of the model on the meta device.
+
+        sheet: another machine.   timeline, history: record the step.   Raises PlanError and SheetError.
+        """
+        costs = Costs(sheet or self.sheet, self.ranks_per_node)
+        with told(f"{self.name}: the step on the meta device failed:"):
+            return forecast(self._make, job, costs, timeline=timeline, history=history)
+
+    def largest_batch(self, job: Job, found: Forecast, capacity: int) -> int:
+        """The largest batch that fits in `capacity` bytes. found: the forecast of `job`. Cost: some four more."""
+
+        def peak_nbytes(batch: int) -> int:
+            return (found if batch == job.batch else self.forecast(replace(job, batch=batch))).peak_nbytes
+
+        return largest_batch(peak_nbytes, capacity)
+
+    def pays_below(self, job: Job) -> float | None:
+        """Up to which bandwidth of the slowest links (bytes/s and rank) the job's 8-bit codes make a step shorter.
+
+        None if they do not on links a hundredth as fast as the sheet's, infinity if they do on links ten times as fast.
+        Cost: some twenty forecasts.
+        """
+        across = self.sheet.across if job.ranks > self.ranks_per_node else None
+        link = across or self.sheet.within
+        whole = replace(job, quantization_policy=QuantizationPolicy())
+
+        def gain(bandwidth: float) -> float:
+            other = replace(link, bandwidth=Curve((1.0,), (bandwidth,)))
+            sheet = replace(self.sheet, **({"within": other, "collectives": {}} if across is None else {"across": other}))
+            return self.forecast(whole, sheet).step_seconds - self.forecast(job, sheet).step_seconds
+
+        now = link.bandwidth.rates[-1]
+        return break_even(gain, now / 100, now * 10, precision=0.1)
+
+    def _make(self, job: Job) -> Program:
+        program = make_program(self.factory, job, self.name)
+        self.numel = sum(param.numel() for param in program.model.parameters())
+        return program
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """The plan that the command line asks for; writes the files that it names.
+
+    Raises ValueError: a PlanError, a SheetError or one of a policy; OSError for a file that cannot be written.
+    """
+    job, sheet = job_of(options), load_sheet(options.sheet)
+    name = options.preset or options.factory
+    factory = preset_factory(name) if options.preset else load_factory(name)
+    planner = Planner(factory, name, sheet, options.ranks_per_node or sheet.ranks_per_node)
+    found = _recorded(planner, job, options.plot, options.timeline)
+    largest = None if options.no_search else planner.largest_batch(job, found, sheet.memory.nbytes)
+    pays = planner.pays_below(job) if job.quantization_policy and not options.no_search else None
+    return Plan(name, planner.numel, job, sheet, planner.ranks_per_node, found, largest, pays)
+
+
+def _recorded(planner: Planner, job: Job, plot: Path | None, timeline: Path | None) -> Forecast:
+    """The forecast of the job. plot, timeline: where to draw its memory, and write its timeline."""
+    if plot is None and timeline is None:
+        return planner.forecast(job)
+    if plot is not None:
+        check_plot(plot)
+    if timeline is not None and timeline.exists() and not timeline.is_dir():
+        raise PlanError(f"--timeline {timeline}: expected a folder")
+    recorded, history = Timeline(timeline), History()
+    found = planner.forecast(job, timeline=recorded, history=history)
+    if plot is not None:
+        events = Events(recorded.events.spans, history.counters())
+        draw_memory(events, plot, by=BY_GROUP, muted=KINDS, title=f"{planner.name}: memory of one of {job.ranks:,} ranks")
+    return found
+
+
+def check_plot(path: Path) -> None:
+    """Raise PlanError, before anything is forecast, for a file that cannot be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PlanError("--plot needs matplotlib: pip install matplotlib")
+    if path.suffix not in PICTURES:
+        raise PlanError(f"--plot {path}: expected a file that ends in {', '.join(PICTURES)}")
+    if not path.parent.is_dir():
+        raise PlanError(f"--plot {path}: there is no folder {path.parent}")

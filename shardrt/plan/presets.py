@@ -1,0 +1,148 @@
+"""Known models, by the numbers of their publications, made of the classes of transformers without a download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from ..tensor.placement import Replicate, Shard
+from .factory import Step, shard_model, token_loss
+from .hugging_face import fit_to_meta, quiet
+from .job import Job, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A model. kind: the prefix of its classes in transformers.   sequence: the default.   context: the longest sequence."""
+
+    kind: str
+    head: str  # the suffix of the model's class
+    config: Mapping[str, Any]
+    sequence: int
+    context: int
+    source: str
+
+
+def _llama3(layers: int, width: int, inner: int, heads: int) -> Preset:
+    """The sizes are those of table 3."""
+    config = {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    }
+    return Preset("Llama", "ForCausalLM", config, 8_192, 131_072, "arXiv:2407.21783")
+
+
+_MIXTRAL = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4_096,
+    "intermediate_size": 14_336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32_000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32_768,
+}
+_GPT2 = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1_024, "vocab_size": 50_257}
+
+PRESETS = {
+    "llama3-8b": _llama3(32, 4_096, 14_336, 32),
+    "llama3-70b": _llama3(80, 8_192, 28_672, 64),
+    "llama3-405b": _llama3(126, 16_384, 53_248, 128),
+    "mixtral-8x7b": Preset("Mixtral", "ForCausalLM", _MIXTRAL, 4_096, 32_768, "arXiv:2401.04088"),
+    "gpt2": Preset("GPT2", "LMHeadModel", _GPT2, 1_024, 1_024, "Radford et al. 2019, table 2"),
+}
+
+
+def preset_factory(name: str) -> Callable[[Job], tuple[nn.Module, Step]]:
+    """The factory of a preset, whose model is sharded, and tensor-parallel if the job is.
+
+    Raises PlanError for an unknown name, and without transformers. The factory raises PlanError for a sequence beyond the
+    model's context, and for tensor parallelism that the model has no plan for.
+    """
+    if name not in PRESETS:
+        raise PlanError(f"preset {name!r}: expected one of {', '.join(PRESETS)}")
+    preset = PRESETS[name]
+    config_class, model_class = _classes(name, preset)
+
+    def make(job: Job) -> tuple[nn.Module, Step]:
+        if job.sequence is not None and job.sequence > preset.context:
+            raise PlanError(f"preset {name} with sequence={job.sequence}: expected at most {preset.context} tokens")
+        model = model_class(config_class(**preset.config, use_cache=False))
+        fit_to_meta(model)
+        if job.tp > 1:
+            _check_tensor_parallel(name, preset, job.tp)
+            parallelize_module(model, job.mesh()["tp"], llama_plan())
+        shard_model(model, job, name)
+        return model, _step
+
+    return make
+
+
+def _classes(name: str, preset: Preset) -> tuple[Callable[..., Any], Callable[..., nn.Module]]:
+    try:
+        with quiet():
+            import transformers
+
+            return getattr(transformers, f"{preset.kind}Config"), getattr(transformers, f"{preset.kind}{preset.head}")
+    except ImportError as error:
+        raise PlanError(f"preset {name} needs the package transformers: pip install transformers") from error
+
+
+def _step(model: nn.Module, job: Job) -> torch.Tensor:
+    """With its positions given, the model does not derive them from its part of the sequence."""
+    assert job.sequence is not None
+    tokens = torch.zeros((job.batch, job.sequence), dtype=torch.int64)
+    return token_loss(model(tokens, position_ids=torch.arange(job.sequence)[None]).logits, torch.zeros_like(tokens))
+
+
+# ---------------------------------------------------------------------- tensor parallelism
+
+
+def _check_tensor_parallel(name: str, preset: Preset, tp: int) -> None:
+    if preset.kind != "Llama":
+        raise PlanError(f"preset {name} with tp={tp}: there is no tensor-parallel plan for it; expected tp=1, or a Llama")
+    heads = preset.config["num_key_value_heads"]
+    if heads % tp:
+        raise PlanError(f"preset {name} with tp={tp}: expected a divisor of its {heads} key and value heads")
+
+
+def llama_plan() -> dict[str, ParallelStyle]:
+    """Tensor and sequence parallelism of a Llama of transformers: between matrices, each rank has a part of the sequence."""
+    whole, part = Replicate(), Shard(1)
+    attention = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": part},
+        desired_input_kwarg_layouts={"hidden_states": whole},
+        use_local_output=True,
+    )
+    return {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=part),
+        "model.layers.*.*layernorm": SequenceParallel(use_local_output=True),
+        "model.layers.*.self_attn": attention,
+        "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=part),
+        "model.layers.*.mlp": PrepareModuleInput(input_layouts=part, desired_input_layouts=whole, use_local_output=True),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=part),
+        "model.norm": SequenceParallel(use_local_output=True),
+        "lm_head": ColwiseParallel(input_layouts=part, output_layouts=Shard(-1), use_local_output=False),
+    }

@@ -1,0 +1,194 @@
+"""A forecast as text to read, and as JSON."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .forecast_result import Forecast
+from .hardware import Sheet
+from .job import Job
+from .search import MOST
+
+_GIB = 1 << 30
+_LABEL, _NUMBER = 22, 12  # widths of columns
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was forecast.
+
+    name: of the model.   numel: its parameters.   largest_batch: that fits, 0 if none does; None if not looked for.
+    pays_below: bytes/s and rank of the slowest links up to which 8-bit codes make a step shorter, infinity for any links; None
+    if they do not at a hundredth of the sheet's, or if not looked for.
+    """
+
+    name: str
+    numel: int
+    job: Job
+    sheet: Sheet
+    ranks_per_node: int
+    forecast: Forecast
+    largest_batch: int | None = None
+    pays_below: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank has enough memory."""
+        return self.forecast.peak_nbytes <= self.sheet.memory.nbytes
+
+    @property
+    def tokens(self) -> int:
+        """Of all ranks in a step; rows, if the job has no sequence length."""
+        return self.job.rows * (self.job.sequence or 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.forecast.step_seconds if self.forecast.step_seconds else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """The share of this rank's peak arithmetic, at the dtype of compute, that a step without recomputation needs."""
+        rates = self.sheet.compute.flops
+        peak = max(rates.get(self.forecast.dtype, rates["float32"]).rates)
+        return self.forecast.model_flops / (self.forecast.step_seconds * peak) if self.forecast.step_seconds else 0.0
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """The report, line by line."""
+    yield from _heading(plan)
+    yield ""
+    yield from _memory(plan)
+    yield ""
+    yield from _traffic(plan.forecast)
+    yield ""
+    yield from _time(plan.forecast)
+    yield ""
+    yield from _results(plan)
+
+
+def _heading(plan: Plan) -> Iterator[str]:
+    job = plan.job
+    parts = {"replicated": job.replicas, "sharded": job.shards, "tensor-parallel": job.tp}
+    shape = " x ".join(f"{size:,} {name}" for name, size in parts.items() if size > 1 or name == "sharded")
+    yield f"{plan.name}: {_short(plan.numel)} parameters on {job.ranks:,} ranks ({shape})"
+    yield f"on {plan.sheet.name}; {plan.ranks_per_node} ranks per node"
+    micro = f" x {job.micro_batches} micro-batches" if job.micro_batches > 1 else ""
+    tokens = f" of {job.sequence:,} tokens; {plan.tokens:,} tokens" if job.sequence else f"; {plan.tokens:,} rows"
+    yield f"a step: batch {job.batch}{micro}{tokens} on all ranks"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    forecast, peak = plan.forecast, plan.forecast.peak_at
+    yield _row("memory of a rank", "GiB")
+    for kind in sorted(forecast.memory, key=lambda kind: (kind not in _ALWAYS, -forecast.memory[kind])):
+        if forecast.memory[kind]:
+            yield _row(f"  {kind}", _gib(forecast.memory[kind]), "" if kind in _ALWAYS else "at its own peak")
+    verdict = "fits in" if plan.fits else "does NOT fit in"
+    when = f"{peak.seconds:.3g} s into the step{f', at {peak.group}' if peak.group else ''}"
+    yield _row("  peak of the sum", _gib(forecast.peak_nbytes), f"{verdict} {_gib(plan.sheet.memory.nbytes)}; {when}")
+    gathered = _gib(sum(group.gathered_nbytes for group in forecast.groups))
+    fsdp2 = _gib(forecast.fsdp2_padding_nbytes)
+    yield _row("padding", _gib(forecast.padding_nbytes), f"of {gathered} that a pass gathers; FSDP2: {fsdp2}")
+
+
+_ALWAYS = ("parameters", "gradients", "optimizer", "process")  # while a model trains
+
+
+def _traffic(forecast: Forecast) -> Iterator[str]:
+    yield _row("received in a step", "GiB")
+    yield _row("  inside the node", _gib(forecast.received_within_nbytes))
+    yield _row("  across nodes", _gib(forecast.received_across_nbytes))
+
+
+def _time(forecast: Forecast) -> Iterator[str]:
+    yield _row("time of a step", "s")
+    yield _row("  compute", _seconds(forecast.compute_seconds))
+    yield _row("  optimizer", _seconds(forecast.optimizer_seconds))
+    exposed = forecast.exposed_seconds
+    share = f" ({exposed / forecast.step_seconds:.0%} of the step)" if forecast.step_seconds else ""
+    yield _row("  communication", _seconds(forecast.communication_seconds), f"exposed: {_seconds(exposed)}{share}")
+    yield _row("  step", _seconds(forecast.step_seconds))
+
+
+def _results(plan: Plan) -> Iterator[str]:
+    unit = "tokens/s" if plan.job.sequence else "rows/s"
+    rate = plan.tokens_per_second
+    yield _text("throughput", f"{_short(rate)} {unit}, {rate / plan.job.ranks:,.4g} on each rank; MFU {plan.mfu:.1%}")
+    yield _text("bound by", plan.forecast.bound)
+    if plan.largest_batch is not None:
+        more = " or more" if plan.largest_batch == MOST else ""
+        yield _text("largest batch", f"{plan.largest_batch:,}{more}" if plan.largest_batch else "none fits")
+    yield from _advice(plan)
+
+
+def _advice(plan: Plan) -> Iterator[str]:
+    """On 8-bit collectives."""
+    if plan.pays_below is not None:
+        where = "across nodes" if plan.job.ranks > plan.ranks_per_node else "in the node"
+        links = "any links" if math.isinf(plan.pays_below) else f"links of up to {plan.pays_below * 8 / 1e9:,.3g} Gb/s a rank"
+        yield _text("8-bit codes", f"pay on {links} {where}")
+    elif not plan.job.quantization_policy and plan.forecast.exposed_seconds > 0.1 * plan.forecast.step_seconds:
+        yield _text("advice", "communication is exposed: try a larger batch, --quantize-gather int8, --quantize-reduce int8")
+
+
+def _row(label: str, number: str, note: str = "") -> str:
+    return f"{label:<{_LABEL}}{number:>{_NUMBER}}{f'   {note}' if note else ''}"
+
+
+def _text(label: str, text: str) -> str:
+    return f"{label:<{_LABEL}}{text}"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / _GIB:,.2f}" if nbytes == 0 or nbytes >= _GIB / 100 else f"{nbytes / _GIB:.1e}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.3f}" if seconds == 0 or seconds >= 0.01 else f"{seconds:.2e}"
+
+
+def _short(number: float) -> str:
+    """As 405.9 G."""
+    for factor, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= factor:
+            return f"{number / factor:,.4g}{unit}"
+    return f"{number:,.4g}"
+
+
+# ---------------------------------------------------------------------- JSON
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """All figures, in bytes and seconds; without the events."""
+    apart = ("events", "groups")
+    figures = {name: getattr(plan.forecast, name) for name in plan.forecast.__dataclass_fields__ if name not in apart}
+    seconds, group = plan.forecast.peak_at
+    return {
+        "model": plan.name,
+        "parameters": plan.numel,
+        "sheet": plan.sheet.name,
+        "job": _plain(plan.job),
+        **figures,
+        "peak_at": {"seconds": seconds, "group": group},
+        "padding_nbytes": plan.forecast.padding_nbytes,
+        "fsdp2_padding_nbytes": plan.forecast.fsdp2_padding_nbytes,
+        "groups": [asdict(each) for each in plan.forecast.groups],
+        "capacity_nbytes": plan.sheet.memory.nbytes,
+        "fits": plan.fits,
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "largest_batch": plan.largest_batch,
+        # JSON has no infinity.
+        "quantization_pays_below_bytes_per_second": plan.pays_below and min(plan.pays_below, sys.float_info.max),
+    }
+
+
+def _plain(job: Job) -> dict[str, Any]:
+    """A job's fields; policies as text."""
+    fields = {name: getattr(job, name) for name in job.__dataclass_fields__}
+    return {name: value if isinstance(value, int | str | None) else repr(value) for name, value in fields.items()}
