@@ -11,14 +11,16 @@ One step, the same on every rank:
   3. clip by the norm over all ranks, set the learning rate, step the optimizer on the local shards
   4. average the loss over the ranks
 and every --eval-every steps the validation loss. Only rank 0 writes: a progress bar, then log.jsonl
-(a line with the configuration, then one per step), loss.png and sample.txt in --out. The global
-batch does not depend on the number of ranks, so neither does the loss curve.
+(a line with the configuration, then one per step, of shardrt.Metrics), loss.png and sample.txt in --out.
+The global batch does not depend on the number of ranks, so neither does the loss curve.
 
 With --tp N, groups of N neighbouring ranks have the parts of each matrix and, between the matrices,
 of each sequence; they read the same rows. Parameters are sharded over the groups.
 
 With --check-every N, the ranks compare what they must have alike, before the first step and after every N steps, and the run
 ends if they do not: the initial model, parameters that are not sharded, the optimizer's steps and learning rates.
+
+With --timeline, the ranks record three steps. `python -m shardrt.timeline merge OUT/timeline -o steps.json` makes one file.
 
 With --resume auto, checkpoints are saved in OUT/checkpoints, and the script starts from the newest one, on any number of ranks.
 The lines of the log from there on are written anew.
@@ -30,14 +32,14 @@ import importlib.util
 import json
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -49,6 +51,7 @@ from common.options import Parser, agreed, at_least, exit_with_usage_error
 from common.parallel import gpt_plan
 from common.text import Corpus, batch, default_files, find_files, rank_rows, read_corpus, write_sample
 from shardrt.parallel import cross_entropy, parallelize_module
+from shardrt.timeline.picture import draw_memory
 
 # ---------------------------------------------------------------------- options
 
@@ -76,6 +79,9 @@ class Options:
     eval_every: int
     eval_batches: int
     check_every: int
+    peak_tflops: float
+    tensorboard: bool
+    timeline: bool
     prompt: str
     sample_bytes: int
     seed: int
@@ -114,6 +120,9 @@ def parse_options() -> Options:
     add("--eval-every", type=count, default=100, help="steps between two validations")
     add("--eval-batches", type=count, default=4)
     add("--check-every", type=at_least(0), default=0, metavar="N", help="steps between two comparisons of the ranks; 0: none")
+    add("--peak-tflops", type=at_least(0.0, float), default=0.0, help="of one device, for mfu(%%) in the log; 0: not known")
+    add("--tensorboard", action="store_true", help="write the figures for TensorBoard as well, to OUT/tensorboard")
+    add("--timeline", action="store_true", help="record three steps for Perfetto in OUT/timeline, and draw OUT/memory.png")
     add("--prompt", default="def ", help="start of the sample")
     add("--sample-bytes", type=at_least(0), default=300)
     add("--seed", type=at_least(0), default=0)
@@ -172,24 +181,20 @@ def check_alike(options: Options, corpus: Corpus, world: shardrt.World) -> None:
 # ---------------------------------------------------------------------- training
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The figures of a step; one line of the log."""
+class Step(NamedTuple):
+    """What a step has to tell."""
 
-    step: int
-    loss: float  # nats per byte, mean over the global batch
-    norm: float  # of the gradient, before clipping
+    loss: torch.Tensor  # (), nats per byte, mean over this rank's rows
+    norm: torch.Tensor  # of the gradient, before clipping
     lr: float
-    seconds: float
-    tokens_per_second: float
-    peak_mb: float  # of rank 0
-    validation_loss: float | None = None
 
 
 class Trainer:
     """The training step and the validation of one rank."""
 
-    def __init__(self, options: Options, corpus: Corpus, world: shardrt.World) -> None:
+    def __init__(
+        self, options: Options, corpus: Corpus, world: shardrt.World, quantization: shardrt.QuantizationPolicy | None = None
+    ) -> None:
         self.options, self.corpus, self.world = options, corpus, world
         self.mesh = shardrt.DeviceMesh(world.comm, (world.size // options.tp, options.tp), ("dp", "tp"))
         self.model = GPT(options.model, options.seed).to(world.device)
@@ -204,14 +209,17 @@ class Trainer:
         policy = shardrt.MixedPrecisionPolicy()
         if options.dtype == "bfloat16":
             policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        shard(self.model, lambda module: shardrt.fully_shard(module, mesh=self.mesh["dp"], mp_policy=policy))
+        mesh = self.mesh["dp"]
+        shard(
+            self.model,
+            lambda module: shardrt.fully_shard(module, mesh=mesh, mp_policy=policy, quantization_policy=quantization),
+        )
         parameters = self.model.parameters()
         decay = options.weight_decay
         self.optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=decay)
 
     def step(self, step: int) -> Step:
         """One optimizer step on global batch `step`."""
-        start = time.perf_counter()
         loss = self.forward_backward(step)
         norm = shardrt.clip_grad_norm_(self.model.parameters(), self.options.clip)
         lr = learning_rate(self.options, step)
@@ -219,12 +227,7 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        mean = self.world.mean(loss).item()  # Cost: the only host sync of the step
-        if not math.isfinite(mean):
-            raise RuntimeError(f"the loss is {mean} at step {step}: try a --lr below {lr:.1e}")
-        seconds = time.perf_counter() - start
-        tokens = self.options.batch * self.options.context
-        return Step(step, mean, float(norm), lr, seconds, tokens / seconds, peak_mb(self.world))
+        return Step(loss, norm, lr)
 
     def check(self, step: int) -> None:
         """With --check-every, raise RuntimeError on every rank if the ranks have gone apart by the end of step `step`."""
@@ -277,13 +280,6 @@ def learning_rate(options: Options, step: int) -> float:
     return options.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def peak_mb(world: shardrt.World) -> float:
-    """This rank's peak memory in MiB: device memory with CUDA, otherwise resident memory."""
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(world.device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # in KiB on Linux
-
-
 # ---------------------------------------------------------------------- output
 
 
@@ -299,40 +295,61 @@ def open_run(trainer: Trainer) -> Iterator[tuple[int, Iterable[int]]]:
         yield run.done, run.steps(options.steps)
 
 
-@contextmanager
-def open_log(options: Options, corpus: Corpus, world: shardrt.World, first: int) -> Iterator[TextIO]:
-    """Open log.jsonl on rank 0: with its header line, and those of the steps before `first`. Other ranks open /dev/null."""
-    path = Path(os.devnull)
+def open_log(options: Options, corpus: Corpus, world: shardrt.World, first: int) -> shardrt.Metrics:
+    """Open log.jsonl on rank 0: with its header line, and those of the steps before `first`."""
+    path = options.out / "log.jsonl"
     if world.rank == 0:
         options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / "log.jsonl"
         header = {"ranks": world.size, "files": corpus.files, **asdict(options)}
         lines = path.read_text().splitlines()[: 1 + first] if first > 0 and path.exists() else [json.dumps(header, default=str)]
         new = path.with_suffix(".new")  # renamed, so that a run that is killed here does not lose its log
         new.write_text("".join(f"{line}\n" for line in lines))
         new.replace(path)
-    with open(path, "a", buffering=1) as log:  # line-buffered: a killed run keeps its log
-        yield log
+    peak = options.peak_tflops * 1e12 if options.peak_tflops else None
+    board = options.out / "tensorboard" if options.tensorboard else None
+    return shardrt.Metrics(path, count_flops=True, peak_flops=peak, tensorboard=board)
 
 
-def train(trainer: Trainer, log: TextIO, first: int, steps: Iterable[int]) -> None:
-    """Run all steps, of which `first` is the first; show progress and write the log."""
-    options, quiet = trainer.options, trainer.world.rank != 0
-    shown = ""
-    with tqdm(total=options.steps, initial=first, disable=quiet, unit="step", dynamic_ncols=True) as bar:
+def recorded(steps: Iterable[int], folder: Path, rank: int) -> Iterator[int]:
+    """The steps, of which the third to the fifth are recorded: the order of use is known by then. folder: as rank 0 has it."""
+    steps = iter(steps)
+    yield from islice(steps, 2)
+    for third in islice(steps, 1):
+        with shardrt.Timeline(folder / "timeline") as timeline:
+            yield third
+            yield from islice(steps, 2)
+        yield from steps
+        if rank == 0:  # after the last step, since it may fail on this rank alone
+            draw_memory(timeline.events, folder / "memory.png")
+
+
+def train(trainer: Trainer, metrics: shardrt.Metrics, first: int, steps: Iterable[int]) -> float:
+    """Run all steps, of which `first` is the first; show progress and write the log. Returns the peak memory in MiB."""
+    options, world = trainer.options, trainer.world
+    shown, peak = "", 0.0
+    if options.timeline:
+        steps = recorded(steps, world.comm.exchange(options.out)[0], world.rank)
+    with tqdm(total=options.steps, initial=first, disable=world.rank != 0, unit="step", dynamic_ncols=True) as bar:
         for index in steps:
-            step = trainer.step(index)
+            with metrics.step(options.batch * options.context):
+                step = trainer.step(index)
             trainer.check(index)
+            validation = None
             if (index + 1) % options.eval_every == 0 or index + 1 == options.steps:
-                step = replace(step, validation_loss=trainer.validate())
-                shown = f", validation {step.validation_loss:.3f}"
-            log.write(json.dumps(asdict(step)) + "\n")
+                validation = trainer.validate()
+                shown = f", validation {validation:.3f}"
+            figures = metrics.log(index, loss=step.loss, grad_norm=step.norm, lr=step.lr, validation_loss=validation)
+            assert figures is not None, "there is a line for each step"
+            if not math.isfinite(figures["loss"]):
+                raise RuntimeError(f"the loss is {figures['loss']} at step {index}: try a --lr below {step.lr:.1e}")
+            peak = max(peak, figures["memory/max_active(GiB)"] * 1024)
             bar.set_postfix_str(
-                f"loss {step.loss:.3f}{shown}, {step.tokens_per_second:,.0f} tokens/s, "
-                f"{step.seconds * 1e3:.0f} ms, peak {step.peak_mb:.0f} MB",
+                f"loss {figures['loss']:.3f}{shown}, {figures['throughput(tps)'] * world.size:,.0f} tokens/s, "
+                f"{figures['time_metrics/end_to_end(s)'] * 1e3:.0f} ms, peak {peak:.0f} MB",
                 refresh=False,
             )
             bar.update()
+    return peak
 
 
 def shown(path: Path) -> str:
@@ -365,16 +382,15 @@ def main() -> None:
     corpus = agreed(world, lambda: read_checked(options, world.size))
     check_alike(options, corpus, world)
     trainer = Trainer(options, corpus, world)
-    with open_run(trainer) as (first, steps), open_log(options, corpus, world, first) as log:
-        train(trainer, log, first, steps)
+    with open_run(trainer) as (first, steps), open_log(options, corpus, world, first) as metrics:
+        peak = train(trainer, metrics, first, steps)
     sample = write_sample(trainer.model, options.prompt, options.sample_bytes, options.seed)
-    peaks = world.comm.exchange(peak_mb(world))
     if world.rank == 0:
         (options.out / "sample.txt").write_text(sample, encoding="utf-8")
         plot_losses(options.out / "log.jsonl", options.out / "loss.png")
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack characters of it
         print(f"--- a sample ---\n{sample}\n--- the end ---")
-        print(f"peak memory {max(peaks):.0f} MB per rank; wrote {shown(options.out)}/", flush=True)
+        print(f"peak memory {peak:.0f} MB per rank; wrote {shown(options.out)}/", flush=True)
     shardrt.finalize()
 
 

@@ -15,8 +15,8 @@ from shardrt.checkpoint.dcp.metadata import read_stored
 from shardrt.checkpoint.descriptions import Described, Description, Grid
 from shardrt.checkpoint.plan import write_metadata
 from shardrt.fsdp.layout import ParamSpec
+from shardrt.fsdp.param import placement_of
 from shardrt.fsdp.planner import plan
-from shardrt.tensor.placement import FlatShard, RaggedShard
 
 HIDDEN, FFN, KV, HEAD = 16384, 53248, 1024, 128
 BLOCK = {  # as in Llama-3 405B, and a norm of queries
@@ -74,13 +74,7 @@ def simulate(ranks: int, blocks: int, folder: Path) -> Simulated:
 def describe_model(ranks: int, blocks: int) -> Description:
     grid = Grid.of((ranks,), range(ranks))
     layout = plan([ParamSpec(name, shape, torch.bfloat16.itemsize) for name, shape in BLOCK.items()], ranks)
-    placements: dict[str, FlatShard | RaggedShard] = {}
-    for index, param in enumerate(layout.placed):
-        numels = layout.numels(index)
-        if param.flat:
-            placements[param.spec.name] = FlatShard(0, numels)
-        else:
-            placements[param.spec.name] = RaggedShard(0, tuple(numel // param.spec.row_numel for numel in numels))
+    placements = {param.spec.name: placement_of(index, layout) for index, param in enumerate(layout.placed)}
     return tuple(
         Described(f"model.{key}", ("model", key), torch.bfloat16, shape, 0, grid, (placements[name],))
         for block in range(blocks)

@@ -142,7 +142,9 @@ class TinyStack(nn.Module):
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Matrices preserve the variance of their input; embeddings and residual branches start small."""
+    """Matrices preserve the variance of their input; embeddings and residual branches start small. Nothing on meta."""
+    if next(model.parameters()).is_meta:
+        return
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     branches = 2 * len(list(model.get_submodule("blocks").children()))
     for name, parameter in model.named_parameters():

@@ -96,6 +96,27 @@ def random_numbers(world: World) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*made, strict=True)), "they differ"
 
 
+def training_quantized(world: World) -> Found:
+    """Weights and gradients that travel as codes are near those of one process; those of the biases travel whole."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(512, 96), nn.GELU(), nn.Linear(96, 512)).to(world.device)
+    sharded, start = copy.deepcopy(plain), copy.deepcopy(plain)
+    policy = shardrt.QuantizationPolicy(gather=torch.int8, reduce=torch.int8, min_numel=1024)
+    shardrt.fully_shard(sharded, quantization_policy=policy)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (plain, sharded)]
+    for batch in torch.randn(STEPS, world.size, 8, 512).to(world.device):
+        plain(batch).square().mean().backward()
+        sharded(batch[world.rank]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    apart, moved = distance(full(sharded), list(plain.parameters())), distance(plain.parameters(), start.parameters())
+    found = Found()
+    found.figure("apart", apart / moved)
+    assert apart <= 0.05 * moved, f"{apart:.2e} from the unsharded parameters, which moved {moved:.2e}"
+    return found
+
+
 # ---------------------------------------------------------------------- a GPT
 
 
@@ -241,6 +262,30 @@ def streams(world: World) -> Found:
     return found
 
 
+def timeline(world: World) -> Found:
+    """The spans of a step, and what recording them costs."""
+    job = Job(world)
+    start = time.perf_counter()
+    job.step()
+    world.barrier()
+    alone = time.perf_counter() - start
+    with shardrt.Timeline() as recorded:
+        start = time.perf_counter()
+        job.step()
+        world.barrier()
+        beside = time.perf_counter() - start
+    forwards = [span for span in recorded.events.spans if span.name == "forward"]
+    assert len(forwards) == job.config.layers + 1, f"{len(forwards)} forwards of {job.config.layers} blocks and the root"
+    assert all(arrow.source.start <= arrow.target.end for arrow in recorded.events.arrows), "a gather after its use"
+    assert recorded.events.arrows, "no gather leads to its use"
+    busy = sum(span.end - span.start for span in forwards[1:])
+    assert 0 < busy < beside, f"forwards of {busy:.3f} s in a step of {beside:.3f} s"
+    found = Found()
+    found.figure("ms", beside * 1e3)
+    found.figure("ms without", alone * 1e3)
+    return found
+
+
 class Mark:
     """The time at which a stream reaches a point: a CUDA event, or the clock on the host."""
 
@@ -329,9 +374,10 @@ PARITY: tuple[Callable[[World], Found | None], ...] = (
     training_offloaded,
     training_post_forward_shard,
     training_comm_memory,
+    training_quantized,
     random_numbers,
     gpt_float32,
     gpt_bfloat16,
 )
 COMPILED = (gpt_compiled_float32, gpt_compiled_bfloat16)
-REPLAY = (allocations, no_host_sync, streams, overlap)
+REPLAY = (allocations, no_host_sync, streams, overlap, timeline)
