@@ -243,6 +243,7 @@ ARGUMENTS: dict[str, Callable[[World], object]] = {
     "numel": lambda world: 4,
     "dtype": lambda world: torch.float32,
     "numbers": lambda world: [1, 2],
+    "ranks": lambda world: [world.rank],
 }
 
 

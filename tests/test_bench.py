@@ -10,11 +10,14 @@ from typing import Any, cast
 import pytest
 
 import parity
-from bench import step
+from bench import forecast, step
 from bench.checkpoint_metadata import simulate
+from common.models import CASES
+from shardrt.plan.hardware import load_sheet
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "scripts" / "bench" / "step.py"
+FORECAST = BENCH.with_name("forecast.py")
 
 
 def run_script(script: Path, *options: str) -> dict[str, Any]:
@@ -42,6 +45,25 @@ def test_tensor_parallel_losses_agree_with_those_of_torch() -> None:
     (result,) = summary["results"]
     assert (result["model"], result["ranks"], result["tp"], result["ratio_floor"]) == ("gpt-512", 2, 2, None)
     assert not result["agreement"].startswith("DIFFER"), result["agreement"]
+
+
+@pytest.mark.all
+def test_forecasts_are_compared_with_steps() -> None:
+    (result,) = run_script(FORECAST, "--models", "tiny", "--ranks", "2", "--rounds", "1", "--steps", "5")["results"]
+    assert (result["model"], result["ranks"]) == ("tiny", 2)
+    assert result["ratio"] == result["forecast_ms"] / result["measured_ms"]
+    assert 0.1 < result["ratio"] < 10, "other load may be heavy, but not the wrong unit"
+
+
+def test_the_model_of_a_forecast_is_the_one_that_is_measured() -> None:
+    case = CASES["mlp"]
+    found = forecast.forecast_step(case, 2, load_sheet("h100"))
+    numels = [parameter.numel() for parameter in case.build().parameters()]
+    assert sum(group.numel for group in found.groups) == sum(numels)
+    assert len(found.groups) == 13
+    matrices = sum(numel for numel in numels if numel > 1024)
+    first = 1024 * 1024  # its input needs no gradient
+    assert found.flops == 8 * (6 * matrices - 2 * first) + 8 * 6 * 1024, "and the head"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +118,7 @@ def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
             found.append(path.name)
             assert not [line for line in lines[:first] if line.startswith(("import shardrt", "from shardrt"))], path
     benches = {"step.py", "overlap.py", "padding.py", "parallel.py", "checkpoint.py"}
+    benches |= {"quantized_gather.py", "quantized_training.py", "forecast.py", "growth.py", "peak.py"}
     assert benches | {"train.py", "gpu_check.py", "table.py"} == set(found)
 
 

@@ -42,7 +42,9 @@ print(f"rank {world.rank} of {world.size}, local {world.local_rank}, on {world.d
 """
 
 
-@pytest.mark.parametrize(("size", "leave"), [(1, ""), (3, ""), (2, "shardrt.finalize(); shardrt.finalize()")])
+@pytest.mark.parametrize(
+    ("size", "leave"), [(1, ""), pytest.param(3, "", marks=pytest.mark.all), (2, "shardrt.finalize(); shardrt.finalize()")]
+)
 def test_embedding_in_five_lines(size: int, leave: str) -> None:
     done = run_script(FIVE_LINES + leave, size)
     assert done.returncode == 0, done.stderr
@@ -51,7 +53,7 @@ def test_embedding_in_five_lines(size: int, leave: str) -> None:
         assert f"rank {rank} of {size}, local {rank}, on cpu, mesh {size}" in done.stdout
 
 
-@pytest.mark.parametrize("per_node", ["2", "1"])
+@pytest.mark.parametrize("per_node", [pytest.param("2", marks=pytest.mark.all), "1"])
 def test_ranks_need_no_numpy(tmp_path: Path, per_node: str) -> None:
     """torch goes without it, and nothing that shardrt needs brings it."""
     (tmp_path / "numpy").mkdir()

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -316,3 +316,17 @@ def test_the_recorder_keeps_calls_not_tensors(world: World) -> None:
     assert inline["called"] <= inline["started"] <= inline["ended"]
     assert threaded["stream"] == "test"
     comm.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ([3], "rank 3"),
+        (range(8), "ranks 0, 1, 2, 3, 4, 5, 6, 7"),
+        (range(100_000), "ranks 0 to 99999"),
+        ([*range(500), 502, *range(504, 512)], "ranks 0 to 499, 502, 504 to 511"),
+        (range(0, 1000, 8), "ranks 0, 8, 16, 24, 32, 40, 48, 56 and 117 more"),
+    ],
+)
+def test_messages_name_many_ranks_in_few_words(ranks: Sequence[int], named: str) -> None:
+    assert name_ranks(ranks) == named

@@ -338,7 +338,11 @@ def local_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-LOCAL = ["torchao.optim:AdamW8bit", "bitsandbytes.optim:AdamW8bit", "bitsandbytes.optim:AdamW32bit"]
+LOCAL = [
+    pytest.param("torchao.optim:AdamW8bit", marks=pytest.mark.all),
+    "bitsandbytes.optim:AdamW8bit",
+    "bitsandbytes.optim:AdamW32bit",
+]
 
 
 @pytest.mark.parametrize("kind", LOCAL)

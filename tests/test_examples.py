@@ -85,6 +85,7 @@ def test_minimal_trains_as_one_process_does() -> None:
     assert sharded == pytest.approx(alone, abs=2e-4)  # as printed: sums in another order
 
 
+@pytest.mark.all  # runs that go on are in test_run.py and test_train.py
 def test_resume_goes_on_with_other_ranks(tmp_path: Path) -> None:
     path, folder = EXAMPLES / "resume.py", str(tmp_path / "run")
     first = losses(run_example(path, folder, "7"))
@@ -113,7 +114,12 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize("name", PRINTED)
+_IN_EVERY_RUN = ("tensor_parallel", "custom_collective")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.all) for name in PRINTED]
+)
 def test_a_task_in_training(name: str) -> None:
     ranks, line = PRINTED[name]
     out = run_example(EXAMPLES / f"{name}.py", ranks=ranks)

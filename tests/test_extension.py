@@ -3,7 +3,7 @@
 import copy
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -16,8 +16,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import shardrt
 from ranks import on_ranks
-from shardrt.comm import World
+from shardrt.comm import Communicator, World
+from shardrt.comm.dry import dry_world
 from shardrt.fsdp import extension
+from test_module import Elsewhere
 
 Parts = tuple[torch.Tensor, ...]
 
@@ -137,6 +139,15 @@ def set_on_locals(model: nn.Module, name: str = "weight", post: Any = post_bfloa
                 local.fsdp_post_all_gather = post.__get__(local)
 
 
+@pytest.mark.parametrize("rank", [0, 66_667, 99_999])
+def test_ranks_that_agree_send_no_values(rank: int) -> None:
+    with dry_world(100_000, rank=rank), torch.device("meta"), mock.patch.object(Communicator, "exchange", None):
+        linear = shardrt.fully_shard(nn.Linear(2, 200_003, bias=False))
+        set_on_locals(linear)
+        linear(torch.ones(1, 2)).sum().backward()
+    assert linear.weight.grad.shape == (200_003, 2)
+
+
 def rounded(model: nn.Module) -> nn.Module:
     """The model with the values that are gathered."""
     made = copy.deepcopy(model)
@@ -238,29 +249,13 @@ def test_rows_that_the_user_pads(world: World) -> None:
     torch.testing.assert_close(model(inputs()), rounded(whole)(inputs()))
 
 
-def whole_scales(linears: list[nn.Module], target: torch.dtype) -> None:
-    """Compute a float8 weight's scale from the full weight, before the first forward and after each optimizer step."""
-    amaxes = torch._foreach_norm([linear.weight for linear in linears], ord=math.inf)
-    for linear, amax in zip(linears, amaxes, strict=True):
-        linear.weight._local_tensor._precomputed_scale = (torch.finfo(target).max / amax.double().clamp(min=1e-12)).float()
-
-
-@on_ranks(2)
-def test_float8_weights_of_torchao(world: World) -> None:
-    """torchao's own linear and weight: the weights are gathered as float8, and the step equals that of one process."""
-    float8 = importlib.import_module("torchao.float8")
-    torch.manual_seed(4)
-    config = float8.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
-    whole = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 16, bias=False))
-    model = float8.convert_to_float8_training(copy.deepcopy(whole), config=config)
-    float8.convert_to_float8_training(whole, config=float8.Float8LinearConfig(emulate=True))
-    for linear in model:
-        shardrt.fully_shard(linear)
-    shardrt.fully_shard(model)
+def train_beside(world: World, whole: nn.Module, model: Any, scales: Callable[[nn.Module], object] | None) -> None:
+    """Compare three steps with those of one process on the same batch, bit by bit but for the order of sums."""
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (whole, model)]
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(5))
     for _ in range(3):
-        whole_scales(list(model), torch.float8_e4m3fn)
+        if scales is not None:
+            scales(model)
         losses = [m(x).square().mean() for m in (whole, model)]
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
         for loss in losses:
@@ -268,13 +263,93 @@ def test_float8_weights_of_torchao(world: World) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def sharded_linears(model: nn.Module, **options: Any) -> Any:
+    for linear in model:
+        shardrt.fully_shard(linear, **options)
+    return shardrt.fully_shard(model, **options)
+
+
+@pytest.mark.parametrize("scales", [None, "shardrt.integrations.torchao", "torchao.float8", "offloaded"])
+@on_ranks(2, more=(3, 4))
+def test_float8_weights_of_torchao(world: World, scales: str | None) -> None:
+    """torchao's own linear and weight, gathered as float8 with the scale of the whole weight, computed ahead or not.
+
+    torchao's function computes none, since it looks for torch's DTensors; each gather does.
+    """
+    float8 = importlib.import_module("torchao.float8")
+    torch.manual_seed(4)
+    config = float8.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+    whole = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 16, bias=False))
+    model: Any = float8.convert_to_float8_training(copy.deepcopy(whole), config=config)
+    float8.convert_to_float8_training(whole, config=float8.Float8LinearConfig(emulate=True))
+    offload = Elsewhere(pin_memory=False) if scales == "offloaded" else None
+    sharded_linears(model, offload_policy=offload)
+    name = {None: None, "offloaded": "shardrt.integrations.torchao"}.get(scales, scales)
+    precompute = None if name is None else importlib.import_module(name).precompute_float8_dynamic_scale_for_fsdp
+    train_beside(world, whole, model, precompute)
     assert type(model[0].weight._local_tensor).__name__ == "WeightWithDynamicFloat8CastTensor"
-    (output,) = model[0].param_groups[1].gather._outputs
-    assert output.dtype == torch.float8_e4m3fn
+    gather = model[0].param_groups[1].gather
+    assert gather._outputs[0].dtype == torch.float8_e4m3fn
+    assert gather.joint == (name == "shardrt.integrations.torchao")
+    given = gather._scale.given_to(gather._inner, gather._inner)
+    assert given._precomputed_scale is not None
+    assert given._tensor is gather._inner._tensor
+    assert gather._scale.lacking(gather._inner) != gather.joint, "a gather changes nothing that ranks decide by"
     for linear, twin in zip(whole, model, strict=True):
         rows = -(-linear.out_features // world.size)
         mine = linear.weight.detach()[rows * world.rank : rows * (world.rank + 1)]
         torch.testing.assert_close(twin.weight._local_tensor._tensor, mine, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_scales_of_weights_that_belong_to_no_group(world: World) -> None:
+    """As tensor-parallel ones may: they stay as they are."""
+    utils = importlib.import_module("torchao.float8.fsdp_utils")
+    precompute = importlib.import_module("shardrt.integrations.torchao").precompute_float8_dynamic_scale_for_fsdp
+    weight = utils.WeightWithDynamicFloat8CastTensor(torch.ones(4, 2), None, torch.float8_e4m3fn)
+    model = nn.Linear(2, 4, bias=False)
+    model.weight = nn.Parameter(shardrt.distribute_tensor(weight, shardrt.DeviceMesh(world.comm), [shardrt.Shard(0)]))
+    precompute(model)
+    assert model.weight._local_tensor._precomputed_scale is None
+
+
+@pytest.mark.parametrize("kind", ["int8_mixed_precision_training", "bitnet_training", "int8_weight_only_quantized_training"])
+@on_ranks(2, more=(4,))
+def test_quantised_training_of_torchao(world: World, kind: str) -> None:
+    """Prototypes of torchao: weights of int8 products, of 2 bits with a scale of all rows, and kept as int8."""
+    training = importlib.import_module("torchao.prototype.quantized_training")
+    quantize_ = importlib.import_module("torchao.quantization").quantize_
+    torch.manual_seed(4)
+    whole = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 16, bias=False))
+    quantize_(whole, getattr(training, kind)())
+    model = copy.deepcopy(whole)
+    sharded_linears(model)
+    if kind == "int8_weight_only_quantized_training":  # it rounds its updates at random, so only the first step is alike
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(5))
+        torch.testing.assert_close(model(x), whole(x))
+    else:
+        train_beside(world, whole, model, None)
+        train_beside(
+            world, whole, model, importlib.import_module("shardrt.integrations.torchao").precompute_bitnet_scale_for_fsdp
+        )
+
+
+@pytest.mark.parametrize(
+    "pre",
+    [lambda mesh: 1, lambda mesh, size, stride, module, mp_policy: 5, lambda *given: 1, lambda mesh, size=None, **rest: 1],
+)
+def test_how_many_arguments_a_method_takes(pre: Callable[..., int]) -> None:
+    """One parameter, or none that five arguments fit: `mesh`; all five otherwise."""
+    tensor: Any = torch.zeros(1)
+    tensor.fsdp_pre_all_gather, tensor.fsdp_post_all_gather = pre, lambda *given: None
+    count = extension._arguments(tensor)
+    assert pre(*range(count)) == count
+    extension.check_methods("w", tensor)
+    tensor.fsdp_pre_all_gather = lambda mesh, size: 2
+    with pytest.raises(TypeError, match=r"of parameter 'w' takes \(mesh, size\); expected \(mesh\) or"):
+        extension.check_methods("w", tensor)
 
 
 @on_ranks(2)

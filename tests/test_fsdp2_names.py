@@ -44,7 +44,7 @@ def test_axes_of_a_larger_mesh(world: World) -> None:
         assert model.param_group.device_mesh.shape == shape
     linear = nn.Linear(4, 4)
     shardrt.fully_shard(linear, mesh=mesh, dp_mesh_dims=dims("inner"))
-    assert linear.param_group.mesh.ranks == [world.rank - world.rank % 2, world.rank - world.rank % 2 + 1]
+    assert list(linear.param_group.mesh.ranks) == [world.rank - world.rank % 2, world.rank - world.rank % 2 + 1]
     for wrong in (dims("outer", "inner"), dims("tp"), dims(("inner", "outer")), dims("inner", "inner")):
         with pytest.raises(ValueError, match=r"expected axes in the mesh's order, those to replicate over before"):
             shardrt.fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=wrong)

@@ -615,15 +615,18 @@ def test_a_process_that_cannot_be_killed_is_left_behind() -> None:
 REPORTING = """
 import os, sys, time
 segment = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
+named, tell = os.pipe()
 if not os.fork():
     os.write(2, open("/proc/self/comm", "w").write("shardrt-test") and b"")
     report = os.open(os.environ["SHARDRT_REPORTS"], os.O_WRONLY | os.O_APPEND)
     assert os.fstat(report).st_mode & 0o777 == 0o600
     assert os.stat(os.path.dirname(os.environ["SHARDRT_REPORTS"])).st_mode & 0o777 == 0o700
+    os.write(tell, b"1")
     time.sleep(0.3)
     os.write(report, b"17 first\\n1 sec")
     os.write(report, b"ond\\n")
     os._exit(0)
+os.read(named, 1)  # a guard is there before its rank ends
 sys.exit(int(sys.argv[2]))
 """
 

@@ -4,6 +4,7 @@ import os
 import resource
 import tempfile
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ranks import on_ranks
 from shardrt.comm import Event, Pool, World
 from shardrt.comm.streams import InlineStream
 from shardrt.fsdp import buffers
-from shardrt.fsdp.buffers import CommBuffer, CommFlatBuffer, MemoryCounter
+from shardrt.fsdp.buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter, observing
 from toys import OddMLP, batch, buckets_of, loss_of, shard_blocks
 
 
@@ -154,7 +155,8 @@ def model_and_gradients(reduce_dtype: torch.dtype | None) -> tuple[torch.nn.Modu
 def test_a_comm_buffer_moves_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that takes the buffer over waits for the stream that had it: two roots may compute on different streams."""
     comm_buffer, memory = CommBuffer(torch.zeros(16, dtype=torch.uint8)), MemoryCounter()
-    first, second = CommFlatBuffer(16, comm_buffer, memory), CommFlatBuffer(8, comm_buffer, memory)
+    group = SimpleNamespace(name="group")
+    first, second = (CommFlatBuffer(nbytes, comm_buffer, memory, BufferKind.PACKED, group) for nbytes in (16, 8))
     waits: list[tuple[str, Event]] = []
 
     class Named(InlineStream):
@@ -180,6 +182,29 @@ def test_a_comm_buffer_moves_between_streams(monkeypatch: pytest.MonkeyPatch) ->
         buffer.allocate()
         buffer.release()
     assert waits == [("another's", events["one root's"])]
+
+
+def test_bytes_are_counted_and_observed() -> None:
+    memory, group, seen = MemoryCounter(), SimpleNamespace(name="group"), list[tuple[str, str, int]]()
+    full, grads = (
+        FlatBuffer(nbytes, torch.device("cpu"), memory, kind, group)
+        for nbytes, kind in ((64, BufferKind.GATHERED), (32, BufferKind.GRADIENTS))
+    )
+    with observing(lambda kind, group, nbytes: seen.append((kind.value, group.name, nbytes))):
+        for each in (full, grads, full):  # the second time is a no-op
+            each.allocate()
+        assert (memory.in_use, memory.peak) == (64, 64)  # without the gradients themselves
+        for each in (full, grads, full):
+            each.release()
+    full.allocate()  # nobody observes
+    full.release()
+    assert (memory.in_use, memory.peak) == (0, 64)
+    assert seen == [
+        ("gathered", "group", 64),
+        ("gradients", "group", 32),
+        ("gathered", "group", -64),
+        ("gradients", "group", -32),
+    ]
 
 
 @on_ranks(2, 3)

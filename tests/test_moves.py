@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 import shardrt
 from ranks import on_ranks
+from shardrt import QuantizationPolicy
 from shardrt.comm import Communicator, Op, Stream, Work, World
 from toys import OddMLP, batch, compare, loss_of, shard_blocks, tokens
 
@@ -79,6 +80,26 @@ def test_the_first_forward_inside_a_transform(world: World) -> None:
         loss_of(model, batch(0).chunk(world.size)[world.rank]).backward()
         loss_of(plain, batch(0)).backward()
         compare(plain, model, 1e-12, f"a step after {name}")
+
+
+@pytest.mark.parametrize("case", ["large", "a part is kept", "codes"])
+@on_ranks(2)
+def test_gathers_inside_transforms(world: World, case: str) -> None:
+    """In the first iteration, and in the next, which gathers ahead."""
+
+    def results(call: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.func.grad(lambda x: call(x).square().sum())(x), *torch.func.jvp(call, (x,), (x,))]
+
+    torch.manual_seed(0)
+    whole, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))), torch.ones(2, 512)
+    model: Any = copy.deepcopy(whole)
+    policy = QuantizationPolicy(gather=torch.int8) if case == "codes" else None
+    for module in (*model, model):
+        shardrt.fully_shard(module, quantization_policy=policy, reshard_after_forward=1 if case == "a part is kept" else True)
+    found = [results(model) for _ in range(2)]
+    with shardrt.unsharded(model):
+        values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    torch.testing.assert_close(found, [results(lambda x: torch.func.functional_call(whole, values, (x,)))] * 2)
 
 
 class FailingReduceScatter:

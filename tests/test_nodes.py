@@ -20,6 +20,7 @@ from ranks import rank_environment, run_script, site
 JOB = """
 import os, torch, shardrt
 from shardrt.comm import ReduceOp
+from test_quantized_reduce import check_sums
 from toys import OddMLP, batch, shard_blocks
 world = shardrt.init("cpu")
 comm = world.comm
@@ -43,6 +44,8 @@ x = batch(0).float()
 loss = sharded(x).square().mean()
 loss.backward()
 assert torch.equal(loss, model(x).square().mean())
+for given, found in ((None, 2), (1, 1), (2, 2)):
+    check_sums(world, given, found)
 where = f"rank {world.rank} of {world.size}, {world.local_rank} of node {world.node}, {world.nodes} nodes"
 os.write(1, (where + chr(10)).encode())
 """

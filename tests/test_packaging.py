@@ -115,7 +115,9 @@ def test_wheel_holds_the_three_packages_and_nothing_else(wheel: Path, checkout: 
         for folder, target in FOLDERS.items()
         for path in (checkout / folder).rglob("*.py")
     }
-    assert packaged == modules | {"shardrt/py.typed", "shardrt/kernels/kernels.cu"}
+    sheets = {f"shardrt/plan/sheets/{path.name}" for path in (ROOT / "shardrt" / "plan" / "sheets").iterdir()}
+    assert len(sheets) == 4
+    assert packaged == modules | sheets | {"shardrt/py.typed", "shardrt/kernels/kernels.cu"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 

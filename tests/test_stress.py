@@ -141,6 +141,29 @@ def test_sweep(world: World) -> None:
     assert re.fullmatch(r"# Avg bus bandwidth: [\d.]+ GB/s   #wrong: 0", output[-1])
 
 
+@on_ranks(1, 2)
+def test_compute(world: World) -> None:
+    """Rates of the order that any machine has, in the file and in the output."""
+    sweep = ("-b", "1K", "-e", "1K", "-n", "2", "-w", "0", "--collectives", "sendrecv")
+    code, output, summary = run_sweep(world, *sweep, "--compute", "--dtypes", "int8,bfloat16")
+    assert code == 0
+    assert [line for line in output if line.startswith("# bfloat16 matrices: ")]
+    if world.rank:
+        return
+    found = summary["compute"]
+    assert found["device"] == "cpu"
+    assert 1e8 < found["nbytes"] <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.size
+    assert set(found["matmul"]) == {"float32", "bfloat16"}, "integers have no products of matrices; float32 is always there"
+    rows, side = 4, 1024
+    assert found["matmul"]["float32"][2][0] == 2 * rows * side * side / (4 * side * (2 * rows + side))
+    rates = [rate for pairs in (found["memory"], *found["matmul"].values()) for _, rate in pairs]
+    assert all(1e7 < rate < 1e14 for rate in rates)
+    assert set(found["collectives"]) == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert all(1e6 < rate < 1e13 for rate in found["collectives"].values())
+    assert 1e7 < found["functions"] < 1e13
+    assert 10 < found["small_step_us"] < 1e6
+
+
 @pytest.mark.parametrize("broken", ["first", "later"])
 @on_ranks(2)
 def test_sweep_finds_what_is_wrong(world: World, broken: str) -> None:

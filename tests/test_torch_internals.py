@@ -38,6 +38,7 @@ NAMES = [  # as owner, name
     "torch.utils._pytree.tree_map",
     "torch.utils._pytree.tree_map_only",
     "torch.utils._pytree.tree_leaves",
+    "torch.utils._python_dispatch.TorchDispatchMode",
 ]
 OF_CLASSES_IN_C = ["torch.Tensor._post_accumulate_grad_hooks", "torch.UntypedStorage._cdata"]  # which cannot be deleted
 
@@ -77,6 +78,13 @@ def test_all_names_are_there() -> None:
         assert torch_internals.find(path) is not None, path
     assert torch_internals.find("torch.no_such_module.name") is None
     assert torch_internals.find("no_such_package.name") is None
+
+
+def test_dispatch_mode() -> None:
+    with without("torch.utils._python_dispatch.TorchDispatchMode") as lacking:
+        assert lacking.TorchDispatchMode is lacking.NoDispatchMode
+        with pytest.raises(RuntimeError, match="TorchDispatchMode, which a forecast needs"):
+            lacking.TorchDispatchMode()
 
 
 def test_the_table_names_what_is_tested() -> None:
@@ -223,7 +231,7 @@ def test_outside_transforms() -> None:
     with without("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack") as lacking:
         with lacking.outside_transforms():
             pass
-        with pytest.raises(RuntimeError, match="first forward of a sharded module inside a transform"):
+        with pytest.raises(RuntimeError, match="a forward of a sharded module inside a transform"):
             wrapped_inside(lacking.outside_transforms)
 
 
@@ -331,7 +339,13 @@ shardrt.finalize()
 
 def test_a_step_without_the_private_names() -> None:
     """Import, forward, optimizer arithmetic and backward, without all names that torch itself can do without."""
-    needed_by_torch = ("torch._dynamo", "torch._ops", "torch._C._functorch.get_", "torch._C._functorch.is_")
+    needed_by_torch = (
+        "torch._dynamo",
+        "torch._ops",
+        "torch._C._functorch.get_",
+        "torch._C._functorch.is_",
+        "torch.utils._python",
+    )
     deleted = [name for name in NAMES if not name.startswith(needed_by_torch)]
     script = ALONE.format(root=str(ROOT), names=deleted)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)

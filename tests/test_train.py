@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +15,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+import shardrt
 from common.text import Corpus, find_files
 from ranks import run_script
 from shardrt import World
-from train import Options, check_alike, read_checked
+from train import Options, check_alike, read_checked, recorded
 
 TRAIN = Path(__file__).parent.parent / "scripts" / "train.py"
 STEPS = 20
@@ -78,15 +79,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 MORE = [pytest.param(4, "", marks=pytest.mark.all), pytest.param(2, "--micro-batches 3", marks=pytest.mark.all)]
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, "--check-every 10"), *MORE])
+@pytest.mark.parametrize(("ranks", "flags"), [(2, "--check-every 10 --timeline"), *MORE])
 def test_the_loss_curve_does_not_depend_on_the_ranks(alone: Run, tmp_path: Path, ranks: int, flags: str) -> None:
     done = train(tmp_path, ranks, flags)
     assert len(done.curve()) == STEPS
     assert done.curve() == pytest.approx(alone.curve(), rel=0, abs=1e-5)
-    assert done.curve("norm") == pytest.approx(alone.curve("norm"), rel=1e-4)
+    assert done.curve("grad_norm") == pytest.approx(alone.curve("grad_norm"), rel=1e-4)
     assert done.log()[-1]["validation_loss"] == pytest.approx(alone.log()[-1]["validation_loss"], abs=1e-5)
     assert not any(done.output[1:]), "only rank 0 may print"
     assert ("replicas at step 9: " in done.output[0]) == ("check" in flags)
+    files = [path.name for path in (*sorted(done.out.glob("timeline/*")), *done.out.glob("memory.png"))]
+    assert files == (["rank-0.json", "rank-1.json", "memory.png"] if "timeline" in flags else [])
 
 
 def test_a_run_learns_and_leaves_log_plot_and_sample(alone: Run) -> None:
@@ -96,7 +99,9 @@ def test_a_run_learns_and_leaves_log_plot_and_sample(alone: Run) -> None:
     validated = [line["step"] for line in steps if line["validation_loss"] is not None]
     assert validated == [9, 19]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
-    assert all(line["tokens_per_second"] > 0 and line["peak_mb"] > 0 for line in steps)
+    assert all(line["throughput(tps)"] > 0 and line["memory/max_active(GiB)"] > 0 for line in steps)
+    flops = [line["tflops"] * 1e12 * line["time_metrics/end_to_end(s)"] for line in steps]  # of a step
+    assert flops == pytest.approx([flops[0]] * STEPS)
     assert (alone.out / "loss.png").read_bytes().startswith(b"\x89PNG")
     sample = (alone.out / "sample.txt").read_text()
     assert sample.startswith("def ")
@@ -123,7 +128,7 @@ def test_tensor_parallel_ranks_have_the_loss_curve_of_one(alone_float64: Run, tm
     done = train(tmp_path, ranks, f"{FLOAT64} --tp 2")
     assert len(done.curve()) == 10
     assert done.curve() == pytest.approx(alone_float64.curve(), rel=0, abs=1e-12)
-    assert done.curve("norm") == pytest.approx(alone_float64.curve("norm"), rel=1e-10)
+    assert done.curve("grad_norm") == pytest.approx(alone_float64.curve("grad_norm"), rel=1e-10)
     assert done.log()[-1]["validation_loss"] == pytest.approx(alone_float64.log()[-1]["validation_loss"], rel=0, abs=1e-12)
     assert (done.out / "sample.txt").read_text() == (alone_float64.out / "sample.txt").read_text()
 
@@ -147,7 +152,7 @@ def test_a_run_goes_on_on_any_number_of_ranks(tmp_path: Path, ranks: int, tolera
     done = train(tmp_path, ranks, flags)
     assert [line["step"] for line in done.log()[1:]] == list(range(10))
     assert "10/10" in done.output[0]
-    for name in ("loss", "norm", "lr"):
+    for name in ("loss", "grad_norm", "lr"):
         assert done.curve(name) == pytest.approx([line[name] for line in log[1:]], rel=0, abs=tolerance)
     assert done.log()[-1]["validation_loss"] == pytest.approx(log[-1]["validation_loss"], rel=0, abs=tolerance)
 
@@ -184,7 +189,8 @@ def test_data_that_one_rank_lacks_ends_every_rank_with_the_message(tmp_path: Pat
 OPTIONS = Options(
     data=[], max_bytes=1 << 20, layers=2, heads=2, channels=32, context=32, untied=False, tp=1, steps=1, batch=12,
     micro_batches=1, lr=1e-3, warmup=1, weight_decay=0.0, clip=1.0, dtype="float32", eval_every=1, eval_batches=1,
-    check_every=0, prompt="def", sample_bytes=1, seed=0, resume="never", save_every=1, keep=1, out=Path("runs"),
+    check_every=0, peak_tflops=0.0, tensorboard=False, timeline=False, prompt="def", sample_bytes=1, seed=0,
+    resume="never", save_every=1, keep=1, out=Path("runs"),
 )  # fmt: skip
 
 
@@ -207,6 +213,28 @@ def test_a_plot_that_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs matplotlib"):
         read_checked(OPTIONS, 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [(2, [0, 1]), (6, [0, 1, "opened", 2, 3, 4, "closed", 5, "drawn"]), (3, [0, 1, "opened", 2, "closed", "drawn"])],
+)
+def test_steps_are_recorded_if_there_are_any_and_drawn_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int, expected: list[object]
+) -> None:
+    done: list[object] = []
+
+    @contextmanager
+    def timeline(_: Path) -> Iterator[SimpleNamespace]:
+        done.append("opened")
+        yield SimpleNamespace(events=())
+        done.append("closed")
+
+    monkeypatch.setattr(shardrt, "Timeline", timeline)
+    monkeypatch.setattr("train.draw_memory", lambda events, path: done.append("drawn"))
+    for step in recorded(range(steps), tmp_path, 0):
+        done.append(step)
+    assert done == expected
 
 
 @pytest.mark.parametrize(
