@@ -1,23 +1,34 @@
-"""Draw the pictures of docs/concepts.md and docs/stress.md: python docs/pictures.py [FOLDER]
+"""Draw the pictures of docs/concepts.md, docs/stress.md and docs/timelines.md: python docs/pictures.py [FOLDER]
 
 layout.svg shows a plan of the real planner. streams.svg and schedule.svg show a small simulation of the rules in
-docs/concepts.md, with made-up durations. soak.svg shows what was measured. The same matplotlib writes the same bytes each time.
+docs/concepts.md, with made-up durations. soak.svg shows what was measured. timeline.svg shows a step of the real runtime in a
+dry world, with made-up durations. The same matplotlib writes the same bytes each time.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import shardrt
+from shardrt.comm.calls import CollectiveCall
+from shardrt.comm.dry import DryWorld, dry_world
 from shardrt.fsdp.layout import Layout, ParamSpec
 from shardrt.fsdp.planner import plan
+from shardrt.timeline.events import BY_GROUP, Events
+from shardrt.timeline.picture import Stack, draw_stack
 
 plt.rcParams.update({"svg.hashsalt": "shardrt", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"})
 COLOURS = ("#88c0e0", "#f2b880", "#a8d08d", "#c9a8d8")
@@ -209,6 +220,84 @@ def draw_soaks(axes: Axes) -> None:
     axes.legend(frameon=False, fontsize=8, loc="upper right")
 
 
+# ---------------------------------------------------------------------- a timeline
+
+TRACKS = ("compute", "gather", "reduce")
+LAYERS, WIDTH = 4, 1024
+SECONDS_PER_BYTE = 1.5e-10
+TRACK_COLOURS = {"forward": COLOURS[0], "backward": COLOURS[1], "all_gather": COLOURS[2], "reduce_scatter": COLOURS[3]}
+
+
+class Spend(torch.autograd.Function):
+    """Takes 1 ms of simulated time in forward, and 2 ms in backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        world_of_picture().compute.run(1e-3)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
+        world_of_picture().compute.run(2e-3)
+        return gradients[0]
+
+
+class Layer(nn.Linear):
+    """A layer that takes time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Spend.apply(super().forward(x))
+        return result
+
+
+class Link:
+    """What collectives cost."""
+
+    def collective(self, calls: Sequence[CollectiveCall]) -> float:
+        return SECONDS_PER_BYTE * sum(max(t.nbytes for t in (call.out, call.inp) if t is not None) for call in calls)
+
+
+def world_of_picture() -> DryWorld:
+    here = shardrt.world()
+    assert isinstance(here, DryWorld)
+    return here
+
+
+def record_step() -> Events:
+    """The third step of a model of some layers, on rank 0 of 4."""
+    with dry_world(4, costs=Link()), torch.device("meta"):
+        model = nn.Sequential(OrderedDict((f"block{number}", Layer(WIDTH, WIDTH)) for number in range(LAYERS)))
+        for layer in model:
+            shardrt.fully_shard(layer)
+        shardrt.fully_shard(model)
+        x = torch.empty(8, WIDTH, requires_grad=True)
+        for _ in range(2):
+            model(x).sum().backward()
+        with shardrt.Timeline() as timeline:
+            model(x).sum().backward()
+        return timeline.events
+
+
+def draw_timeline(tracks: Axes, memory: Axes) -> None:
+    """Streams as tracks, an arrow from each gather to its use, and below the bytes of each group."""
+    events = record_step()
+    shown = [span for span in events.spans if span.name in TRACK_COLOURS and span.subject != "Sequential"]
+    for span in shown:
+        left, width, row = span.start * 1e3, (span.end - span.start) * 1e3, -TRACKS.index(span.track)
+        colour = TRACK_COLOURS[span.name]
+        tracks.broken_barh([(left, width)], (row - 0.35, 0.7), facecolor=colour, edgecolor="black", linewidth=0.5)
+        tracks.text(left + width / 2, row, span.subject.replace("block", ""), ha="center", va="center", fontsize=8)
+    for arrow in events.arrows:
+        ends = {"xy": (arrow.target.start * 1e3, -0.35), "xytext": (arrow.source.end * 1e3, -0.65)}
+        tracks.annotate("", **ends, arrowprops={"arrowstyle": "->", "color": "#555555", "linewidth": 0.8})
+    tracks.set(yticks=[-row for row in range(len(TRACKS))], ylim=(0.5 - len(TRACKS), 0.5))
+    tracks.set_yticklabels(TRACKS)
+    patches = [Patch(facecolor=colour, edgecolor="black", linewidth=0.5) for colour in TRACK_COLOURS.values()]
+    tracks.legend(patches, list(TRACK_COLOURS), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    draw_stack(memory, Stack.of(events.counters, BY_GROUP))
+    memory.set(xlabel="milliseconds", xlim=(0.0, max(span.end for span in events.spans) * 1e3))
+
+
 def main() -> None:
     folder = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).resolve().parent / "pictures"
     _, axes = plt.subplots(figsize=(8, 2.2), layout="constrained")
@@ -223,6 +312,9 @@ def main() -> None:
     _, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
     draw_soaks(axes)
     _save(folder / "soak.svg")
+    _, (tracks, memory) = plt.subplots(2, figsize=(9, 4), sharex=True, height_ratios=(3, 4), layout="constrained")
+    draw_timeline(tracks, memory)
+    _save(folder / "timeline.svg")
 
 
 def _save(path: Path) -> None:
