@@ -29,13 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
 
 import common.checkout  # noqa: F401  # before shardrt
 import shardrt
+from bench.forecast import forecast_step
 from common.jobs import mpirun, run_job
 from common.models import CASES, MLP, Case, shard
 from common.options import Parser, at_least
-from shardrt.plan.cost import Costs
-from shardrt.plan.forecast import forecast
 from shardrt.plan.hardware import parse_sheet
-from shardrt.plan.job import Job, Program
 
 STEPS = 3
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
@@ -84,19 +82,6 @@ def work(name: str, folder: Path, *, gives_back: bool) -> None:
     (folder / str(world.rank)).write_text(json.dumps([base, memory_of_process("VmHWM")]))
 
 
-def forecast_peak(case: Case, ranks: int) -> int:
-    policy = shardrt.MixedPrecisionPolicy(case.param_dtype, torch.float32)
-
-    def make(job: Job) -> Program:
-        with torch.device("meta"):
-            model = case.build()
-        shard(model, partial(shardrt.fully_shard, mp_policy=policy))
-        inputs, targets = (tensor.to("meta") for tensor in case.batch(torch.Generator()))
-        return Program(model, lambda: case.loss(model(inputs), targets))
-
-    return forecast(make, Job(ranks), Costs(parse_sheet(HOST, "peak.py"))).peak_nbytes
-
-
 def measured(model: str, ranks: int, timeout: float, *options: str) -> tuple[int, int]:
     """Base and peak of the rank with the highest peak."""
     with tempfile.TemporaryDirectory(prefix="bench-peak-") as folder:
@@ -125,7 +110,7 @@ def main() -> None:
         for model in options.models:
             base, peak = measured(model, ranks, options.timeout, "--gives-back")
             _, kept = measured(model, ranks, options.timeout)
-            expected = base + forecast_peak(CASES[model], ranks)
+            expected = base + forecast_step(CASES[model], ranks, parse_sheet(HOST, __file__)).peak_nbytes
             sizes = "".join(f"{nbytes / 2**20:14.1f}" for nbytes in (peak, expected))
             print(f"{model:8}{ranks:4}{base / 2**20:10.1f}{sizes}{expected / peak:7.3f}{kept / 2**20:14.1f}", flush=True)
 
