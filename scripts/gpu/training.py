@@ -110,11 +110,7 @@ def training_quantized(world: World) -> Found:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    apart, moved = distance(full(sharded), list(plain.parameters())), distance(plain.parameters(), start.parameters())
-    found = Found()
-    found.figure("apart", apart / moved)
-    assert apart <= 0.05 * moved, f"{apart:.2e} from the unsharded parameters, which moved {moved:.2e}"
-    return found
+    return compare_moved(0.05, plain, sharded, start)
 
 
 # ---------------------------------------------------------------------- a GPT
@@ -145,7 +141,7 @@ def _without_compiler() -> Found | None:
 
 
 def compare_gpt(world: World, tolerance: float, policy: shardrt.MixedPrecisionPolicy, *, compiled: bool = False) -> Found:
-    """Train a GPT; tolerance: the allowed distance of the parameters, relative to the distance that training moved them."""
+    """Train a GPT; tolerance: see `compare_moved`."""
     config = GPTConfig(layers=3, heads=4, channels=128, context=64)
     plain, sharded, start = (GPT(config).to(world.device) for _ in range(3))
     for block in sharded.blocks if compiled else ():
@@ -161,6 +157,11 @@ def compare_gpt(world: World, tolerance: float, policy: shardrt.MixedPrecisionPo
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    return compare_moved(tolerance, plain, sharded, start)
+
+
+def compare_moved(tolerance: float, plain: nn.Module, sharded: nn.Module, start: nn.Module) -> Found:
+    """tolerance: the allowed distance of the parameters, relative to the distance that training moved them from `start`."""
     apart, moved = distance(full(sharded), list(plain.parameters())), distance(plain.parameters(), start.parameters())
     found = Found()
     found.figure("apart", apart / moved)

@@ -196,8 +196,9 @@ class Runtime(context.Context):
         with _together(group.reduce_comm for group in joint):
             for group in joint:
                 group.reduce_grads(packed[group])
-        for group in [group for group in packed if group not in joint] if len(joint) < len(packed) else ():
-            group.reduce_grads(packed[group])
+        for group in packed:
+            if not _reduction(group).launches_jointly:
+                group.reduce_grads(packed[group])
         if streams.post_reduce is not streams.reduce:
             streams.post_reduce.wait(streams.reduce.record())
             self._reduce_over_replicas({group: grads for group, grads in packed.items() if group.all_reduce_comm is not None})
@@ -210,8 +211,9 @@ class Runtime(context.Context):
         with _together(cast("comm.Communicator", group.all_reduce_comm) for group in joint):
             for group in joint:
                 _reduction(group).launch_over_replicas(packed[group], stream)
-        for group in [group for group in packed if group not in joint] if len(joint) < len(packed) else ():
-            _reduction(group).launch_over_replicas(packed[group], stream)
+        for group in packed:
+            if not _reduction(group).launches_jointly_over_replicas:
+                _reduction(group).launch_over_replicas(packed[group], stream)
 
     def _retire(self, newest: int) -> None:
         """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
