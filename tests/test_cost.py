@@ -335,5 +335,5 @@ def test_the_bandwidth_up_to_which_something_pays() -> None:
     """A second saved at 1 GB/s, less a cost of 10 ms at any speed: 100 GB/s."""
     pays = break_even(lambda bandwidth: 1e9 / bandwidth - 0.01, 1e8, 1e12)
     assert pays == pytest.approx(1e11, rel=0.03)
-    assert break_even(lambda bandwidth: -1.0, 1e8, 1e12) is None
+    assert break_even(lambda bandwidth: -1.0, 1e8, 1e12) == 0.0
     assert break_even(lambda bandwidth: 1.0, 1e8, 1e12) == math.inf

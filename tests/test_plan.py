@@ -23,6 +23,7 @@ from shardrt.plan.hardware import Curve, Memory, load_sheet
 from shardrt.plan.history import History
 from shardrt.plan.job import Job, PlanError
 from shardrt.plan.presets import PRESETS, preset_factory
+from shardrt.plan.report import Plan, lines
 
 FACTORIES = """
 import torch
@@ -390,13 +391,25 @@ def test_from_which_links_codes_pay() -> None:
     policy = QuantizationPolicy(torch.int8, min_numel=1)
     job = Job(8, batch=1, sequence=2, quantization_policy=policy)
     bandwidth = planner.pays_below(job)
-    assert bandwidth is not None
+    assert bandwidth > 0.0
     for factor, pays in ((0.5, True), (2.0, False)):
         across = dataclasses.replace(sheet.across, bandwidth=Curve((1.0,), (factor * bandwidth,)))
         other = dataclasses.replace(sheet, across=across)
         whole = dataclasses.replace(job, quantization_policy=QuantizationPolicy())
         seconds = [planner.forecast(each, other).step_seconds for each in (job, whole)]
         assert (seconds[0] < seconds[1]) is pays
+    plan = Plan("wide", planner.numel, job, sheet, 2, planner.forecast(job), pays_below=0.0)
+    assert list(lines(plan))[-1].split(maxsplit=2)[2].startswith("do not pay")
+
+
+@pytest.mark.parametrize(("per_node", "advised"), [(8, False), (2, True)])
+def test_codes_are_advised_between_nodes_only(per_node: int, advised: bool) -> None:
+    sheet, job = load_sheet("h100"), Job(8, batch=1, sequence=2)
+    found = planning.Planner(load_factory("plan_factories:wide"), "wide", sheet, per_node).forecast(job)
+    exposed = dataclasses.replace(found, exposed_seconds=found.step_seconds)
+    advice = list(lines(Plan("wide", 1, job, sheet, per_node, exposed)))[-1]
+    assert advice.startswith("advice")
+    assert ("--quantize-gather" in advice) is advised
 
 
 def test_the_picture_and_the_timeline_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

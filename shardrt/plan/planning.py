@@ -60,10 +60,10 @@ class Planner:
 
         return largest_batch(peak_nbytes, capacity)
 
-    def pays_below(self, job: Job) -> float | None:
+    def pays_below(self, job: Job) -> float:
         """Up to which bandwidth of the slowest links (bytes/s and rank) the job's 8-bit codes make a step shorter.
 
-        None if they do not on links a hundredth as fast as the sheet's, infinity if they do on links ten times as fast.
+        0 if they do not on links a hundredth as fast as the sheet's, infinity if they do on links ten times as fast.
         Cost: some twenty forecasts.
         """
         across = self.sheet.across if job.ranks > self.ranks_per_node else None

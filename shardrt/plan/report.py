@@ -22,8 +22,8 @@ class Plan:
     """What was forecast.
 
     name: of the model.   numel: its parameters.   largest_batch: that fits, 0 if none does; None if not looked for.
-    pays_below: bytes/s and rank of the slowest links up to which 8-bit codes make a step shorter, infinity for any links; None
-    if they do not at a hundredth of the sheet's, or if not looked for.
+    pays_below: bytes/s and rank of the slowest links up to which 8-bit codes make a step shorter, infinity for any links,
+        0 if they do not at a hundredth of the sheet's; None if not looked for.
     """
 
     name: str
@@ -128,12 +128,16 @@ def _results(plan: Plan) -> Iterator[str]:
 
 def _advice(plan: Plan) -> Iterator[str]:
     """On 8-bit collectives."""
-    if plan.pays_below is not None:
-        where = "across nodes" if plan.job.ranks > plan.ranks_per_node else "in the node"
+    several_nodes = plan.job.ranks > plan.ranks_per_node
+    if plan.pays_below == 0.0:
+        yield _text("8-bit codes", "do not pay, nor would they on links a hundredth as fast")
+    elif plan.pays_below is not None:
+        where = "across nodes" if several_nodes else "in the node"
         links = "any links" if math.isinf(plan.pays_below) else f"links of up to {plan.pays_below * 8 / 1e9:,.3g} Gb/s a rank"
         yield _text("8-bit codes", f"pay on {links} {where}")
     elif not plan.job.quantization_policy and plan.forecast.exposed_seconds > 0.1 * plan.forecast.step_seconds:
-        yield _text("advice", "communication is exposed: try a larger batch, --quantize-gather int8, --quantize-reduce int8")
+        codes = ", --quantize-gather int8, --quantize-reduce int8" if several_nodes else ""
+        yield _text("advice", f"communication is exposed: try a larger batch{codes}")
 
 
 def _row(label: str, number: str, note: str = "") -> str:

@@ -41,13 +41,13 @@ def _by_line(known: dict[int, int], capacity: int, low: int) -> int:
     return math.floor(one + (capacity - known[one]) * (other - one) / (known[other] - known[one]))
 
 
-def break_even(gain: Callable[[float], float], slowest: float, fastest: float, precision: float = 0.02) -> float | None:
-    """The link bandwidth (bytes/s) up to which something pays; None if it does not at `slowest`, infinity if at `fastest`.
+def break_even(gain: Callable[[float], float], slowest: float, fastest: float, precision: float = 0.02) -> float:
+    """The link bandwidth (bytes/s) up to which something pays; 0 if it does not at `slowest`, infinity if at `fastest`.
 
     gain: seconds per step that it saves at a bandwidth, which fall while the bandwidth rises.
     """
     if gain(slowest) <= 0:
-        return None
+        return 0.0
     if gain(fastest) > 0:
         return math.inf
     low, high = math.log(slowest), math.log(fastest)
