@@ -7,15 +7,16 @@ silently become N worlds of one rank each: that is an error.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from .backend import Backend
 from .communicator import Communicator
 from .control import apart
+from .malloc import keep_freed_memory
 from .memory_access import may_read_other_processes
 from .mesh import DeviceMesh, positional_names
 from .monitor.guarding import RankGuard
@@ -273,14 +275,14 @@ def _start(device: str | torch.device | None) -> World:
 
 def _make_world(comm: MPI.Intracomm, settings: Settings) -> World:
     global _monitor
-    _keep_freed_memory()
+    keep_freed_memory()
     from .backends.mpi import MpiBackend
     from .monitor.install import Monitor
 
-    node, local_rank = _locate_in_node(comm, settings.ranks_per_node)
+    node, local_rank, has_cores = _locate_in_node(comm, settings.ranks_per_node)
     bound = _bind_device(settings.device, local_rank)
     _monitor = Monitor(comm, node, bound, settings, _guard)
-    host = MpiBackend(comm.Dup(), "world", node)
+    host = MpiBackend(comm.Dup(), "world", node, has_cores)
     data = Communicator(_backend_for(bound, host), _monitor.hooks)
     atexit.register(_finalize_at_exit)
     return World(
@@ -329,8 +331,8 @@ def _start_mpi() -> MPI.Intracomm:
     return MPI.COMM_WORLD
 
 
-def _locate_in_node(comm: MPI.Intracomm, per_node: int | None) -> tuple[int, int]:
-    """The number of this rank's node (its lowest rank), and this rank's local rank.
+def _locate_in_node(comm: MPI.Intracomm, per_node: int | None) -> tuple[int, int, bool]:
+    """The number of this rank's node (its lowest rank), this rank's local rank, and if the node has a core for each rank.
 
     per_node: treat every so many consecutive ranks as a node, as in a job on several nodes.
     """
@@ -340,9 +342,16 @@ def _locate_in_node(comm: MPI.Intracomm, per_node: int | None) -> tuple[int, int
     if per_node is not None:
         real, shared = shared, shared.Split(comm.Get_rank() // per_node)
         real.Free()
-    node, local_rank = shared.bcast(comm.Get_rank()), shared.Get_rank()
+    cores = sum(1 << core for core in os.sched_getaffinity(0))
+    ranks, cores_of_ranks = zip(*shared.allgather((comm.Get_rank(), cores)), strict=True)
+    local_rank = shared.Get_rank()
     shared.Free()
-    return node, local_rank
+    return ranks[0], local_rank, _has_cores(cores_of_ranks)
+
+
+def _has_cores(cores_of_ranks: Sequence[int]) -> bool:
+    """True if there is a core for each rank. cores_of_ranks: the cores that each may run on, as bits."""
+    return reduce(or_, cores_of_ranks).bit_count() >= len(cores_of_ranks)
 
 
 def _check_launcher(size: int, launcher: Launched | None) -> None:
@@ -370,16 +379,3 @@ def _backend_for(device: torch.device, host: MpiBackend) -> Backend:
     from .backends.nccl import NcclBackend
 
     return NcclBackend(host, device, "world")
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep freed blocks for reuse. No effect on other C libraries.
-
-    Cost: unsharded buffers come and go several times a step, and glibc gives blocks of this size back to the system each
-    time; touching fresh pages again (0.55 ms per MB, against 0.08) was 30 to 50 % of a training step.
-    """
-    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        return
-    m_trim_threshold, m_mmap_threshold = -1, -3
-    libc.mallopt(m_mmap_threshold, 1 << 30)
-    libc.mallopt(m_trim_threshold, (1 << 31) - 1)

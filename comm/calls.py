@@ -159,7 +159,8 @@ class Hook:
 class Interrupted(RuntimeError):
     """A call waits for ranks that have left the block of an `agree()` through an exception, which that `agree()` raises."""
 
-    def __init__(self, comm: str, ranks: Sequence[int]) -> None:
+    def __init__(self, comm: str, ranks: Sequence[int], in_call: bool = False) -> None:
+        self.in_call = in_call  # in the middle of a call of this communicator, which every rank has begun
         super().__init__(f"{comm}: {name_ranks(ranks)} left a block of agree() through an exception, and made no call here")
 
 

@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 import torch
 
 from .backend import Backend
-from .calls import CallList, CollectiveCall, Failure, Hook, RemoteError, SharedError
+from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError
 from .fingerprint import fingerprint_of
 from .pool import Pool
 from .streams import INLINE, PAST, Event, Stream
@@ -130,8 +130,9 @@ class ControlPlane:
 
         Blocks at the end of the block until every rank is there. Ranks that wait in a call of the block which the failed rank
         never makes raise it as well, on this communicator or any other one of some of its ranks. Of collectives, this needs
-        calls that are compared across ranks (`comm.monitor.check`); otherwise the watchdog ends the job. A stream whose thread
-        was in such a call, or in a send or receive, has failed then: `Stream.recover` lets it go on.
+        calls that are compared across ranks (`comm.monitor.check`), or pass through the node's shared memory; otherwise the
+        watchdog ends the job. A stream whose thread was in such a call, or in a send or receive, has failed then:
+        `Stream.recover` lets it go on.
         """
         self.check_open("agree")
         failure, cause = None, None
@@ -148,14 +149,24 @@ class ControlPlane:
                 self._rejoin_parts()
                 raise shared from None if shared in (error, error.__cause__) else error
         try:
-            with self.watched("agree", failure):
-                answers = self.backend.exchange(failure)
+            answers = self._failures(failure)
         except SharedError:  # the others are in a call of the block: every rank raises it
             self._rejoin_parts()
             raise
         if (remote := RemoteError.first(answers, self)) is not None:
             self._rejoin_parts()
             raise remote from cause
+
+    def _failures(self, own: Failure | None) -> list[Failure | None]:
+        """Every rank's failure."""
+        try:
+            with self.watched("agree", own):
+                return self.backend.exchange(own)
+        except Interrupted as error:
+            if not error.in_call:  # a rank has left the block of an outer agree()
+                raise
+            with self.watched("rejoin"):
+                return self.backend.exchange(own or Failure.of(error, self.rank))
 
     def align(self, numbers: Iterable[int]) -> None:
         """Continue from the highest of the ranks' call numbers: a rank that failed has made fewer calls."""

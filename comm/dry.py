@@ -84,6 +84,7 @@ class DryStream(Stream):
         self.waited, self.busy = 0.0, 0.0
         self._clock = clock  # the host's own, for a stream that is the caller's thread
         self._host = host
+        self.overlaps = clock is not host
 
     def submit(self, fn: Callable[[], object]) -> None:
         simulated.append(self)

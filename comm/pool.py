@@ -18,22 +18,26 @@ class Pool:
         with torch.cuda.device(device):  # the pool belongs to it
             self._pool = torch.cuda.MemPool(None if allocator is None else allocator.allocator())
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Allocate uninitialised memory for an empty storage. The block belongs to the current stream: free it there.
 
         Cost: some microseconds. Hazard: one thread at a time, as in a training step.
         """
         try:
-            self._resize(storage, nbytes)
+            self._allocate(storage, nbytes)
         except torch.OutOfMemoryError:  # torch frees its cached memory only outside of a pool
             torch.cuda.empty_cache()
-            self._resize(storage, nbytes)
+            self._allocate(storage, nbytes)
 
-    def _resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+    def _allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         with torch.cuda.use_mem_pool(self._pool, self._device):
             storage.resize_(nbytes)
 
+    def free(self, storage: torch.UntypedStorage) -> None:
+        """Give the memory back to the pool; the storage is empty again."""
+        storage.resize_(0)
+
 
 def new_pool(device: torch.device) -> Pool | None:
-    """A pool on a GPU; None on the host, where malloc is as good."""
+    """A pool on a GPU; None elsewhere."""
     return Pool(device) if device.type == "cuda" else None

@@ -43,6 +43,7 @@ class Stream(ABC):
 
     device: torch.device
     name: str = "compute"  # of what runs on it; the caller's stream keeps this one
+    overlaps: bool = True  # what runs on it runs beside the caller
     handle: int = 0  # the raw cudaStream_t for NCCL; 0 on the host, where no library takes one
 
     @abstractmethod
@@ -89,7 +90,7 @@ class InlineStream(Stream):
     """The caller's own thread: what is submitted has run when `submit` returns."""
 
     device = torch.device("cpu")
-
+    overlaps = False
     waited: float  # seconds in which the caller stood still for events of other streams
 
     def __init__(self, name: str = Stream.name) -> None:

@@ -45,6 +45,9 @@ def path(world: World, nodes: str, *, threaded: bool = False) -> Iterator[tuple[
         patch.setattr("shardrt.comm.backends.mpi._SMALL_NBYTES", 4096)
         patch.setattr("shardrt.comm.backends.node_algorithms._BLOCK_NBYTES", 30_000)
         patch.setattr("shardrt.comm.backends.messages._MESSAGE_NBYTES", 25_000)
+        patch.setattr("shardrt.comm.backends.mpi._EXCHANGE_NBYTES", 50_000)
+        patch.setattr("shardrt.comm.backends.mpi._MIN_SLOT_NBYTES", 1)
+        patch.setattr("shardrt.comm.backends.staging._PATIENCE_S", 1e3)  # on a busy machine as well
         comm = Communicator(MpiBackend(MPI.COMM_WORLD.Dup(), nodes, NODES[nodes](world.rank)))
         yield comm, stream
         stream.close()
@@ -294,9 +297,9 @@ def _make_calls(comm: Communicator, stream: Stream, inp: torch.Tensor, outs: lis
 
 @on_ranks(2)
 def test_small_calls_of_a_group_share_an_exchange(world: World) -> None:
-    """A hundred gathers of 2 KiB take one."""
+    """Twenty gathers of 2 KiB take one."""
     with path(world, "one-node", threaded=False) as (comm, stream):
-        inp, outs = torch.zeros(512), [torch.zeros(1024) for _ in range(100)]
+        inp, outs = torch.zeros(512), [torch.zeros(1024) for _ in range(20)]
         before = comm.backend._shared_memory.reached  # type: ignore[attr-defined]
         with comm.group():
             for out in outs:

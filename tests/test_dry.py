@@ -164,5 +164,6 @@ def test_a_model_trains_in_a_dry_world_of_any_size() -> None:
                 optimizer.zero_grad()
             memory = model.param_group.runtime.memory
             most = max(group.layout.nbytes for group in model.param_group.with_descendants())
-            assert memory.peak >= most >= 4 * 64 * 65
+            assert most >= 4 * 64 * 65
+            assert memory.peak >= most if ranks > 1 else memory.peak == 0  # alone, it computes with its shards
             assert memory.in_use == 0

@@ -869,8 +869,9 @@ def test_a_pool_is_of_memory_that_nccl_knows(double: Double, pools: list[object]
     comm, storage = double.communicator(), torch.UntypedStorage(0)
     pool = comm.pool()
     assert comm.pool() is pool
-    pool.resize(storage, 24)
-    pool.resize(storage, 0)
+    for _ in range(2):
+        pool.allocate(storage, 24)
+        pool.free(storage)
     (allocator, first, _, second) = cast(list[Any], pools)
     assert [ctypes.addressof(memory) for memory in double.memory] == [first, second]
     blocks = [[("ncclMemAlloc", 48), ("ncclCommRegister", COMM, address, 48)] for address in (first, second)]
@@ -891,7 +892,7 @@ def test_a_pool_is_of_memory_that_nccl_knows(double: Double, pools: list[object]
 def test_torch_runs_out_of_memory_where_nccl_does(double: Double, pools: list[object]) -> None:
     """NULL is what the caching allocator takes for it."""
     comm, double.codes["ncclMemAlloc"] = double.communicator(), 2
-    comm.pool().resize(torch.UntypedStorage(0), 24)
+    comm.pool().allocate(torch.UntypedStorage(0), 24)
     assert pools[-1] is None
     assert double.events == [("exchange", None), ("ncclMemAlloc", 48)]
 
@@ -910,12 +911,12 @@ def test_a_pool_asks_again_once_torch_has_freed_what_it_keeps(
 
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: full.__setitem__(0, False))
-    Pool(DEVICE).resize(storage, 24)
+    Pool(DEVICE).allocate(storage, 24)
     assert storage.nbytes() == 24
     full[0] = True
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     with pytest.raises(torch.OutOfMemoryError):
-        Pool(DEVICE).resize(storage, 48)
+        Pool(DEVICE).allocate(storage, 48)
 
 
 def test_no_pool_without_a_compiler(double: Double, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -944,7 +945,7 @@ def test_memory_of_a_pool_that_cannot_be_registered_ends_the_job(double: Double,
     """The other ranks have registered theirs."""
     comm, double.codes["ncclCommRegister"] = double.communicator(), 5
     with pytest.raises(RuntimeError, match=r"pool on .*NCCL_ERROR_INVALID_USAGE"):
-        comm.pool().resize(torch.UntypedStorage(0), 24)
+        comm.pool().allocate(torch.UntypedStorage(0), 24)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -1168,7 +1169,7 @@ def test_gpu_buffers_of_a_pool(gpu: Gpu) -> None:
         pytest.skip("no C compiler, or no NCCL with registered memory")
     storage, inp, addresses = torch.UntypedStorage(0, device=gpu.comm.device), gpu.random(torch.float32), set[int]()
     for _ in range(3):
-        pool.resize(storage, 4 * NUMEL)
+        pool.allocate(storage, 4 * NUMEL)
         addresses.add(storage.data_ptr())
         out = torch.empty(0, device=gpu.comm.device).set_(storage, 0, (NUMEL,), (1,))
         out.zero_()

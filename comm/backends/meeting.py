@@ -8,7 +8,8 @@ from mpi4py import MPI
 
 from ..calls import Interrupted
 
-LEFT = -1  # instead of a fingerprint, of a rank that has left
+# Instead of a fingerprint: of a rank that has left; of one that has raised in the middle of a call, and left with that.
+LEFT, QUIT = -1, -2
 
 
 class MessageMeeting:

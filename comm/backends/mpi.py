@@ -36,12 +36,15 @@ T = TypeVar("T")
 _SMALL_NBYTES = 1 << 15
 # Small collectives of a group share exchanges: an exchange costs little on idle cores, and milliseconds where ranks share them.
 _EXCHANGE_NBYTES = 1 << 18
+# Of what a rank writes for each other one before they meet: with less, meeting takes longer than messages (10 ranks and more).
+_MIN_SLOT_NBYTES = 1 << 15
 _SMALL_COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "reduce"})
 
 
 class MpiBackend(Backend):
     """A backend over an `mpi4py` communicator, which it owns. Creating is collective. `node` is the number of this rank's node.
 
+    has_cores: each rank of the node has a core for itself.
     nodes: how many nodes the ranks are on.
     ranks_per_node: if they are numbered node by node, equally many on each; else None.
     """
@@ -49,7 +52,7 @@ class MpiBackend(Backend):
     library = "MPI"
     _open_count: ClassVar[int] = 0  # of this process
 
-    def __init__(self, comm: MPI.Comm, name: str, node: int) -> None:
+    def __init__(self, comm: MPI.Comm, name: str, node: int, has_cores: bool = True) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
         self.ranks = evenly_spaced(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
         self._comm = comm
@@ -58,7 +61,7 @@ class MpiBackend(Backend):
             self._control = comm.Dup()  # apart, so that the caller may use it while a stream's thread sends or receives
             made.callback(self._control.Free)
             self._pairs = Pairs(self._control, name)  # its messages and control calls do not meet
-            self._node = node
+            self._node, self._has_cores = node, has_cores
             self._algorithms = NodeAlgorithms(comm, node)
             made.callback(self._algorithms.close)
             self.nodes, self.ranks_per_node = self._algorithms.nodes, self._algorithms.ranks_per_node
@@ -67,6 +70,8 @@ class MpiBackend(Backend):
                 self._shared_memory = SharedMemoryExchange.create(comm, _EXCHANGE_NBYTES, str(self))
             if self._shared_memory is not None:
                 made.callback(self._shared_memory.close)
+                if has_cores and _EXCHANGE_NBYTES // (self.size - 1) >= _MIN_SLOT_NBYTES:
+                    self._algorithms.stage_in(self._shared_memory)
             self._meeting = self._shared_memory or MessageMeeting(comm, str(self))
             self._made = made.pop_all()
         MpiBackend._open_count += 1
@@ -91,13 +96,14 @@ class MpiBackend(Backend):
 
     def rejoin(self) -> None:
         self._pairs.rejoin()
+        self._algorithms.rejoin()
         self._meeting.rejoin(max(self._control.allgather(self._meeting.reached)))
 
     def split(self, color: int | None, key: int, name: str) -> MpiBackend | None:
         made, problem = None, ""
         try:
             comm = self._control.Split(MPI.UNDEFINED if color is None else color, key)
-            made = None if comm == MPI.COMM_NULL else MpiBackend(comm, name, self._node)
+            made = None if comm == MPI.COMM_NULL else MpiBackend(comm, name, self._node, self._has_cores)
         except MPI.Exception as error:
             problem = str(error).splitlines()[-1]
         failed = {rank: found for rank, found in enumerate(self._control.allgather(problem)) if found}

@@ -119,7 +119,7 @@ class _RegisteredPool(Pool):
         self._register = register
         self.handles: list[int | None] = []
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        super().resize(storage, nbytes)
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        super().allocate(storage, nbytes)
         for block in self._taken.fresh():
             self.handles.append(self._register(*block))

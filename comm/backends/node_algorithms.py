@@ -1,7 +1,8 @@
 """Large collectives on the host, node by node.
 
-Ranks of one node read each other's memory if the tensors lie in buffers of `empty()`; otherwise they exchange messages. Between
-nodes, ranks with the same local rank (their number within the node) work together:
+Ranks of one node read each other's memory if the tensors lie in buffers of `empty()`; otherwise they exchange them in chunks
+(`staging.py`) if the communicator has one node, else in messages. Between nodes, ranks with the same local rank (their number
+within the node) work together:
 
     all-gather       a rank exchanges its part with the ranks of its local rank on the other nodes; then the ranks of a node
                      share what each of them has received
@@ -28,7 +29,8 @@ from mpi4py import MPI
 from ..calls import Op
 from .host_reduce import reduce_rows, wide
 from .messages import copy, message, swap
-from .shared_memory import NodeWindows, WindowOffset
+from .shared_memory import NodeWindows, SharedMemoryExchange, WindowOffset
+from .staging import StagedCollectives
 
 Spans = Sequence[tuple[int, int]]  # begin and end of a part of each rank's range
 
@@ -65,9 +67,19 @@ class NodeAlgorithms:
         self.ranks_per_node = self._per_node if self.is_one_node or regular else None
         self._local_rank = self._local.Get_rank()
         self.windows = NodeWindows(self._local) if self.is_one_node or regular else None
+        self._staged: StagedCollectives | None = None
         # Whom to send to and whom to receive from within the node, so that every rank pairs with every other in turn.
         shifts = range(1, self._per_node)
         self._partners = [((self._local_rank + s) % self._per_node, (self._local_rank - s) % self._per_node) for s in shifts]
+
+    def stage_in(self, exchange: SharedMemoryExchange) -> None:
+        """Let large tensors in ordinary memory pass through this exchange of all ranks, which are on one node."""
+        self._staged = StagedCollectives(exchange, self._rank, self._size)
+
+    def rejoin(self) -> None:
+        """See `Backend.rejoin`."""
+        if self._staged is not None:
+            self._staged.rejoin()
 
     def close(self) -> None:
         """Free the windows and communicators."""
@@ -77,9 +89,7 @@ class NodeAlgorithms:
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
         """See `Communicator.all_gather`. Tensors are 1-D, here and below."""
-        bounds = [inp.numel() * rank for rank in range(self._size + 1)]
-        copy(out[bounds[self._rank] : bounds[self._rank + 1]], inp)
-        self._gather_ranges(out, inp, bounds)
+        self._gather_ranges(out, inp, [inp.numel() * rank for rank in range(self._size + 1)])
 
     def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
         """See `Communicator.reduce_scatter`."""
@@ -90,7 +100,10 @@ class NodeAlgorithms:
         bounds = self.near_equal_bounds(inp.numel())
         own = out[bounds[self._rank] : bounds[self._rank + 1]]
         # Hazard: in place, `own` overwrites a range of `inp` that no rank reads any more: only this rank reduces it.
-        self.reduce_ranges(own, inp, bounds, op)
+        offsets = self._exchange_offsets(inp)
+        if offsets is None and self._staged is not None and self._staged.all_reduce(out, inp, bounds, op):
+            return
+        self._reduce_blocks(own, inp, bounds, op, offsets)
         self._gather_ranges(out, own, bounds)
 
     def near_equal_bounds(self, numel: int) -> list[int]:
@@ -101,6 +114,13 @@ class NodeAlgorithms:
     def reduce_ranges(self, out: torch.Tensor, inp: torch.Tensor, bounds: list[int], op: Op) -> None:
         """Reduce range `bounds[r] : bounds[r + 1]` of every rank's `inp` into rank r's `out`, block by block."""
         offsets = self._exchange_offsets(inp)
+        if offsets is None and self._staged is not None and self._staged.reduce(out, inp, bounds, op):
+            return
+        self._reduce_blocks(out, inp, bounds, op, offsets)
+
+    def _reduce_blocks(
+        self, out: torch.Tensor, inp: torch.Tensor, bounds: list[int], op: Op, offsets: Sequence[WindowOffset] | None
+    ) -> None:
         blocks = list(_blocks(bounds, max(1, _BLOCK_NBYTES // inp.element_size())))
         outs = [out[begin - bounds[self._rank] : end - bounds[self._rank]] for begin, end in (s[self._rank] for s in blocks)]
         if self._across is None:
@@ -112,12 +132,18 @@ class NodeAlgorithms:
             self._local.Barrier()  # all ranks of the node have finished reading
 
     def _gather_ranges(self, out: torch.Tensor, own: torch.Tensor, bounds: list[int]) -> None:
-        """Gather every rank's range of `out` on every rank. This rank's is there; `own` is it, or what it was copied from."""
+        """Gather every rank's range of `out` on every rank. `own` is this rank's, in its place already or not."""
         ranges = [out[begin:end] for begin, end in pairwise(bounds)]
+        offsets = None
+        if self._across is None:
+            offsets = self._exchange_offsets(own)
+            if offsets is None and self._staged is not None and self._staged.gather(ranges, own):
+                return
+        copy(ranges[self._rank], own)
         if self._across is not None:
             column = ranges[self._local_rank :: self._per_node]
             swap(self._across, [ranges[self._rank]] * self.nodes, column)
-        offsets = self._exchange_offsets(own if self._across is None else out)
+            offsets = self._exchange_offsets(out)
         for first in range(0, self._size, self._per_node):
             on_node = ranges[first : first + self._per_node]
             if offsets is None:

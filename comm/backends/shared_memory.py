@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 
 from ..calls import Interrupted
-from .meeting import LEFT
+from .meeting import LEFT, QUIT
 from .waiting import looks
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,11 @@ class WindowOffset(NamedTuple):
 def aligned_size(nbytes: int) -> int:
     """`nbytes` rounded up to the alignment of a window."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def aligned_down(nbytes: int) -> int:
+    """`nbytes` rounded down to the alignment of a window."""
+    return nbytes // _ALIGNMENT * _ALIGNMENT
 
 
 class NodeWindows:
@@ -157,18 +162,21 @@ class SharedMemoryExchange:
         return None if windows.allocate(_WORDS_NBYTES + 2 * capacity) is None else cls(comm, windows, capacity, label)
 
     def __init__(self, comm: MPI.Comm, windows: NodeWindows, capacity: int, label: str) -> None:
-        self._comm, self._windows, self._capacity, self._label = comm, windows, capacity, label
+        self._comm, self._windows, self.capacity, self._label = comm, windows, capacity, label
         self._fence = self._windows.fence
         ranks = range(comm.Get_size())
         words = [_bytes_of(self._part(rank, 0, _WORDS_NBYTES)).cast("q") for rank in ranks]
-        self._own = words.pop(comm.Get_rank())
+        self._rank = comm.Get_rank()
+        self._own = words.pop(self._rank)
         self._others = words
         starts = (_WORDS_NBYTES, _WORDS_NBYTES + capacity)
         self._buffers = [[_bytes_of(self._part(rank, start, capacity)) for rank in ranks] for start in starts]
         self._outgoing = [buffers[comm.Get_rank()] for buffers in self._buffers]
+        self._addresses = [[self._part(rank, start, capacity).data_ptr() for rank in ranks] for start in starts]
         self._views = lru_cache(maxsize=1024)(self._make_views)
+        self._view = lru_cache(maxsize=256)(self._make_view)
         self.reached = self._own[0] = 0
-        self._has_left = False
+        self._left = 0
         comm.Barrier()
 
     def _part(self, rank: int, start: int, nbytes: int) -> torch.Tensor:
@@ -179,8 +187,8 @@ class SharedMemoryExchange:
 
         Raises: Interrupted, on every rank that waits, if one has left.
         """
-        if self._has_left:
-            raise Interrupted(self._label, [self._comm.Get_rank()])
+        if self._left:
+            raise Interrupted(self._label, [self._rank], self._left == QUIT)
         barrier, turn = self._arrive(fingerprint)
         same = True
         for words in self._others:
@@ -189,15 +197,20 @@ class SharedMemoryExchange:
             self._fence()
             same = words[turn] == fingerprint and same
         if not same and (gone := self._who_left(turn)):
-            self._has_left = True
-            raise Interrupted(self._label, gone)
+            # Hazard: this rank may have found it out one barrier early (see `leave`), and others wait for it in the next one.
+            self.leave(LEFT if any(words[turn] == LEFT for words in self._others) else QUIT)
+            raise Interrupted(self._label, gone, self._left == QUIT)
         return same
 
-    def leave(self) -> None:
-        """Reach the next barrier without waiting in it; it is no barrier, and raises Interrupted on those that wait in it."""
-        if not self._has_left:
-            self._has_left = True
-            self._arrive(LEFT)
+    def leave(self, word: int = LEFT) -> None:
+        """Reach the next barrier without waiting in it; it is no barrier, and raises Interrupted on those that wait in it.
+
+        A rank that an exception has taken out of the wait in a barrier overwrites its fingerprint of the one before, which
+        others may not have read yet: these raise Interrupted there.
+        """
+        if not self._left:
+            self._arrive(word)
+            self._left = word
 
     def rejoin(self, reached: int) -> None:
         """Wait in barriers again. Every rank has left; `reached` is the highest number of barriers that one has reached.
@@ -205,7 +218,7 @@ class SharedMemoryExchange:
         They differ if a signal handler has raised an exception while its rank waited in a barrier, which others never reached.
         """
         self.reached = self._own[0] = reached
-        self._has_left = False
+        self._left = 0
 
     def _arrive(self, fingerprint: int) -> tuple[int, int]:
         self.reached = barrier = self.reached + 1
@@ -216,8 +229,7 @@ class SharedMemoryExchange:
         return barrier, turn
 
     def _who_left(self, turn: int) -> list[int]:
-        own = self._comm.Get_rank()
-        return [at + (at >= own) for at, words in enumerate(self._others) if words[turn] == LEFT]
+        return [at + (at >= self._rank) for at, words in enumerate(self._others) if words[turn] in (LEFT, QUIT)]
 
     def swap(self, messages: Sequence[MPI.buffer]) -> Sequence[int]:
         """Write messages for the other ranks, which write as many of the same sizes; returns the offset of each.
@@ -242,13 +254,27 @@ class SharedMemoryExchange:
         """Of every rank's message at offset `start`, `numel` elements from `first`."""
         return self._views(self.reached & 1, dtype, start // dtype.itemsize + first, numel)
 
+    def row(self, rank: int, start: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Of the message of `rank` at offset `start`, the first `numel` elements."""
+        return self._view(rank, self.reached & 1, dtype, start // dtype.itemsize, numel)
+
+    def outgoing_address(self) -> int:
+        """Of this rank's buffer until the next barrier: the others read it between that and the barrier after it."""
+        return self._addresses[(self.reached + 1) & 1][self._rank]
+
+    def incoming_address(self, rank: int) -> int:
+        """Of what `rank` wrote before the last barrier, until the next one."""
+        return self._addresses[self.reached & 1][rank]
+
     def close(self) -> None:
         """Free the memory. Collective."""
         self._windows.close()
 
     def _make_views(self, turn: int, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
-        start = WindowOffset(0, _WORDS_NBYTES + turn * self._capacity)
-        return [self._windows.view(rank, start, dtype, first, numel) for rank in range(len(self._buffers[0]))]
+        return [self._make_view(rank, turn, dtype, first, numel) for rank in range(len(self._buffers[0]))]
+
+    def _make_view(self, rank: int, turn: int, dtype: torch.dtype, first: int, numel: int) -> torch.Tensor:
+        return self._windows.view(rank, WindowOffset(0, _WORDS_NBYTES + turn * self.capacity), dtype, first, numel)
 
     def _wait(self, words: memoryview, barrier: int) -> None:
         for _ in range(_SPINS):
