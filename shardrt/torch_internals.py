@@ -6,14 +6,22 @@ One more is in `kernels/cuda.py`, which imports nothing of shardrt: `TensorGuard
 |----------------------------------|------------------------------------------------|--------------------------------------|
 | `in_backward`                    | `torch._C._current_graph_task_id`              | the stack is searched, slowly        |
 | `queue_backward_callback`        | `Variable._execution_engine`                   | RuntimeError at the first backward   |
+| `wanted`                         | `torch._C._will_engine_execute_node`           | always `Wanted.RETURNED`             |
+| `may_be_kept`                    | `Tensor._backward_hooks`                       | always                               |
 | `post_accumulate_grad_hooks`     | `Tensor._post_accumulate_grad_hooks`           | hooks are not called, with a warning |
 | `current_transform`              | `torch._C._functorch.peek_interpreter_stack`   | always: outputs are searched         |
 | `unwrap_transform`               | `get_unwrapped`, `is_functorch_wrapped_tensor` | torch's public, slower function      |
 | `outside_transforms`             | `torch._functorch.pyfunctorch`                 | RuntimeError inside a transform      |
+| `forward_mode_is_active`         | `torch.autograd.forward_ad._current_level`     | always                               |
 | `disabled_torch_function`        | `torch._C._disabled_torch_function_impl`       | torch's public default               |
+| `as_plain_tensors`               | `torch._C.DisableTorchFunctionSubclass`        | None                                 |
 | `preserve_version`               | `_unsafe_preserve_version_counter`             | RuntimeError where it is needed      |
 | `same_storage`                   | `torch.UntypedStorage._cdata`                  | addresses are compared               |
+| `swap_memory`                    | `torch.UntypedStorage._swap_data_ptr_`         | buffers are malloc's blocks          |
 | `hide_from_compiler`             | `torch._dynamo.trace_rules`                    | a warning; torch.compile may fail    |
+| `compiler_in_use`                | `torch._dynamo.eval_frame.cached_backends`     | always                               |
+| `compiling`                      | `torch._C._dynamo.eval_frame`                  | wherever the compiler is in use      |
+| `init_group`                     | `torch.optim.Adam._init_group`                 | steps on `DTensor`s                  |
 | `profiler_state`                 | `torch.autograd.profiler._is_profiler_enabled` | ranges are always recorded           |
 | `OpOverload`, `OpOverloadPacket` | `torch._ops`, for type checkers only           | the types of two operators           |
 | `tree_map` and two others        | `torch.utils._pytree`                          | tuples, lists and dicts              |
@@ -29,16 +37,20 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum, auto
 from operator import attrgetter
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
@@ -149,7 +161,31 @@ preserve_version: Callable[[torch.Tensor], AbstractContextManager[None]] = (
 )
 
 
-# ---------------------------------------------------------------------- torch.func's transforms
+class Wanted(Enum):
+    """What the running backward does with the gradient of a node's output."""
+
+    NO = auto()  # nothing: it is not computed
+    RETURNED = auto()  # `torch.autograd.grad` returns it, or nobody knows
+    ACCUMULATED = auto()  # it goes on through the node; that of a leaf adds it to `.grad`
+
+
+def wanted(node: Node) -> Wanted:
+    """What the running backward does with the gradient that `node` is given."""
+    executes = getattr(torch._C, "_will_engine_execute_node", None)
+    if executes is None:
+        return Wanted.RETURNED
+    try:
+        return Wanted.ACCUMULATED if executes(node) else Wanted.NO
+    except RuntimeError:  # of a leaf for `torch.autograd.grad`, about which torch does not answer
+        return Wanted.RETURNED
+
+
+def may_be_kept(tensor: torch.Tensor) -> bool:
+    """Hooks of the user's see the gradients of a leaf, and may keep them."""
+    return bool(getattr(tensor, "_backward_hooks", True))
+
+
+# ---------------------------------------------------------------------- torch.func's transforms, forward-mode AD
 
 
 def unknown_transform() -> object:
@@ -194,6 +230,11 @@ def check_no_transform() -> Iterator[None]:
     yield
 
 
+def forward_mode_is_active() -> bool:
+    """Some tensors may have tangents."""
+    return bool(getattr(forward_ad, "_current_level", 0) >= 0)
+
+
 # ---------------------------------------------------------------------- subclasses of tensors, storages
 
 
@@ -206,6 +247,10 @@ def public_torch_function(cls: type, func: Any, types: Any, args: Any = (), kwar
 def disabled_torch_function() -> Any:
     """The `__torch_function__` of subclasses that only take part in `__torch_dispatch__`."""
     return getattr(torch._C, "_disabled_torch_function_impl", None) or public_torch_function
+
+
+# Inside, the `__torch_function__` of subclasses is not called.
+as_plain_tensors: Callable[[], AbstractContextManager[None]] | None = getattr(torch._C, "DisableTorchFunctionSubclass", None)
 
 
 def same_address(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
@@ -223,6 +268,17 @@ def _make_same_storage() -> Callable[[torch.UntypedStorage, torch.UntypedStorage
 same_storage = _make_same_storage()
 
 
+def no_swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Stands in for `swap_memory`: RuntimeError."""
+    raise _missing("torch.UntypedStorage._swap_data_ptr_", "a buffer in pages outside of malloc's heap")
+
+
+# Exchanges the memory of two storages, of which one has none; views of both follow.
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], object] = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", no_swap_memory
+)
+
+
 # ---------------------------------------------------------------------- compiler, profiler
 
 
@@ -238,6 +294,34 @@ def hide_from_compiler(packages: Sequence[str]) -> None:
         return
     for package in packages:
         add(package)
+
+
+def compiler_in_use() -> bool:
+    """Something in this process was given to torch.compile."""
+    if (module := sys.modules.get("torch._dynamo.eval_frame")) is None:
+        return False
+    backends = getattr(module, "cached_backends", None)
+    return backends is None or any(backend is not None for backend in backends.values())  # torch.compiler.disable has None
+
+
+def _make_compiling() -> Callable[[], bool]:
+    callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
+    if callback is None:
+        return lambda: torch.compiler.is_compiling() or compiler_in_use()
+    return lambda: torch.compiler.is_compiling() or callback() is not None
+
+
+# A function given to torch.compile is traced, or runs and has called this one, be that by a graph break.
+compiling = _make_compiling()
+
+
+def init_group(kind: type) -> Callable[..., Any] | None:
+    """The method of an optimizer's class that fills the lists of its step; None if it does not take them by position."""
+    found: Callable[..., Any] | None = getattr(kind, "_init_group", None)
+    if found is None:
+        return None
+    kinds = {parameter.kind for parameter in inspect.signature(found).parameters.values()}
+    return None if inspect.Parameter.KEYWORD_ONLY in kinds else found
 
 
 def _make_profiler_state() -> Any:

@@ -29,6 +29,12 @@ NAMES = [  # as owner, name
     "torch._C._functorch.get_unwrapped",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "torch._C._will_engine_execute_node",
+    "torch._C.DisableTorchFunctionSubclass",
+    "torch.autograd.forward_ad._current_level",
+    "torch._dynamo.eval_frame.cached_backends",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+    "torch.optim.Adam._init_group",
     "torch._C._disabled_torch_function_impl",
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
     "torch._dynamo.trace_rules.add",
@@ -40,7 +46,12 @@ NAMES = [  # as owner, name
     "torch.utils._pytree.tree_leaves",
     "torch.utils._python_dispatch.TorchDispatchMode",
 ]
-OF_CLASSES_IN_C = ["torch.Tensor._post_accumulate_grad_hooks", "torch.UntypedStorage._cdata"]  # which cannot be deleted
+OF_CLASSES_IN_C = [  # which cannot be deleted
+    "torch.Tensor._backward_hooks",
+    "torch.Tensor._post_accumulate_grad_hooks",
+    "torch.UntypedStorage._cdata",
+    "torch.UntypedStorage._swap_data_ptr_",
+]
 
 
 @contextmanager
@@ -259,6 +270,63 @@ def test_disabled_torch_function(lacks: bool) -> None:
     assert DTensor.__torch_function__ is torch._C._disabled_torch_function_impl
 
 
+def test_wanted() -> None:
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    out: Any = x * y
+    nodes = [node for node, _ in out.grad_fn.next_functions]
+    found: list[list[Any]] = []
+    with without("torch._C._will_engine_execute_node") as lacking:
+        assert lacking.wanted(nodes[0]).name == "RETURNED"
+    out.register_hook(lambda grad: found.append([torch_internals.wanted(node).name for node in nodes]))
+    out.sum().backward(retain_graph=True)
+    out.sum().backward(inputs=[x], retain_graph=True)
+    torch.autograd.grad(out.sum(), [y])
+    assert found == [["ACCUMULATED", "ACCUMULATED"], ["ACCUMULATED", "NO"], ["NO", "RETURNED"]]
+
+
+def test_may_be_kept() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not torch_internals.may_be_kept(x)
+    handle = x.register_hook(print)
+    assert torch_internals.may_be_kept(x)
+    handle.remove()
+    assert not torch_internals.may_be_kept(x)
+    assert torch_internals.may_be_kept(object())  # type: ignore[arg-type]  # without the name
+
+
+def test_forward_mode_is_active() -> None:
+    assert not torch_internals.forward_mode_is_active()
+    with torch.autograd.forward_ad.dual_level():
+        assert torch_internals.forward_mode_is_active()
+    with without("torch.autograd.forward_ad._current_level") as lacking:
+        assert lacking.forward_mode_is_active()
+
+
+def test_as_plain_tensors() -> None:
+    class Sub(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("called")
+
+    assert torch_internals.as_plain_tensors is not None
+    with torch_internals.as_plain_tensors():
+        assert type(torch.ones(2).as_subclass(Sub) + 1) is torch.Tensor
+    with without("torch._C.DisableTorchFunctionSubclass") as lacking:
+        assert lacking.as_plain_tensors is None
+
+
+def test_compiler_in_use() -> None:
+    torch._dynamo.reset()
+    assert not torch_internals.compiler_in_use()
+    torch.compiler.disable(lambda: None)
+    assert not torch_internals.compiler_in_use()
+    with without("torch._dynamo.eval_frame.cached_backends") as lacking:
+        assert lacking.compiler_in_use()
+    torch.compile(lambda: None, backend="eager")
+    assert torch_internals.compiler_in_use()
+    torch._dynamo.reset()
+
+
 def test_hide_from_compiler(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its effect is tested in `test_compile.py`."""
     added: list[str] = []
@@ -342,6 +410,8 @@ def test_a_step_without_the_private_names() -> None:
     needed_by_torch = (
         "torch._dynamo",
         "torch._ops",
+        "torch._C.Disable",
+        "torch.autograd.forward_ad",
         "torch._C._functorch.get_",
         "torch._C._functorch.is_",
         "torch.utils._python",
@@ -443,3 +513,24 @@ def test_private_names_are_used_in_one_file_only() -> None:
             of_instances[name] = attributes & watched
     assert {name: names for name, names in found.items() if names} == ALLOWED
     assert {name: names for name, names in of_instances.items() if names} == READ_FOR_SPEED
+
+
+def test_compiling() -> None:
+    found: list[bool] = []
+    with without("torch._C._dynamo.eval_frame.get_eval_frame_callback") as lacking:
+        for compiling in (torch_internals.compiling, lacking.compiling):
+            seen = torch.compiler.disable(lambda ask=compiling: found.append(ask()), recursive=False)
+            torch.compile(lambda run=seen: run(), backend="eager")()
+    assert found == [True, True]
+    assert not torch_internals.compiling()
+
+
+def test_init_group() -> None:
+    class ByName(torch.optim.Adam):
+        def _init_group(self, group: Any, *, params: Any) -> None:  # type: ignore[override]
+            pass
+
+    assert torch_internals.init_group(torch.optim.Adam) is not None
+    assert torch_internals.init_group(ByName) is None
+    with without("torch.optim.Adam._init_group"):
+        assert torch_internals.init_group(torch.optim.Adam) is None

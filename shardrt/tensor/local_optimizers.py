@@ -1,8 +1,9 @@
 """Optimizers that step on this rank's local shards as plain parameters.
 
-torch's own optimizers step on `DTensor`s. Others allocate state of a parameter's shape, quantise it in blocks, compile their
-step or pass pointers to kernels, so they need plain tensors of the local size. During a step of such an optimizer, plain local
-parameters replace the sharded ones in its param groups and its state.
+torch's own optimizers step on `DTensor`s, elementwise ones on their local shards (`elementwise_optimizers.py`). Others allocate
+state of a parameter's shape, quantise it in blocks, compile their step or pass pointers to kernels, so they need plain tensors
+of the local size. During a step of such an optimizer, plain local parameters replace the sharded ones in its param groups and
+its state.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .dtensor import DTensor
+from .elementwise_optimizers import has_sharded
 from .operands import local_shard
 from .optimizer_state import shard_loaded_state
 
@@ -132,14 +134,15 @@ def _localize(state: dict[str, Any], param: DTensor, local_param: _LocalParam) -
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not steps_locally(type(optimizer)):
-        return shard_loaded_state(optimizer)
+        shard_loaded_state(optimizer)
+        return None
     if interrupted := _steps_in_progress.pop(optimizer, None):
         interrupted.end(optimizer)
         raise RuntimeError(
             f"the previous step of {type(optimizer).__name__} was interrupted by an exception: parameters and state may be "
             "partly updated, and gradients still exist; call zero_grad(), and load an earlier state, to continue"
         )
-    if not any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
+    if not has_sharded(optimizer):
         return None
     if hasattr(optimizer, "mng"):
         _apply_bitsandbytes_overrides(optimizer)
