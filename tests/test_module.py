@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, settings_of
 from shardrt.comm import Communicator, Stream, Work, World
 from shardrt.fsdp.fully_shard import _log_nothing_to_offload
 from test_prefetch import gathers_of
-from toys import OddMLP, UsedTwice, batch, buckets_of, compare, loss_of, shard_blocks, train_side_by_side
+from toys import OddMLP, UsedTwice, batch, buckets_of, compare, loss_of, shard_blocks, train_side_by_side, uncompiled
 
 
 @on_ranks(1, 2)
@@ -251,9 +251,15 @@ def test_parameters_unused_on_some_ranks(world: World, bucket: int) -> None:
 
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
 @on_ranks(2)
+@uncompiled()
 @buckets_of(0)
 def test_reductions_in_flight(world: World, in_flight: int) -> None:
-    """The setting limits the packed buffers: it determines the peak of a model that stays gathered."""
+    """The setting limits the packed buffers beside one that is filled: the peak of a model that stays gathered shows it."""
+    with settings_of(world, host_streams="threaded"):
+        check_reductions_in_flight(world, in_flight)
+
+
+def check_reductions_in_flight(world: World, in_flight: int) -> None:
     model = OddMLP(layers=4).double()
     shard_blocks(model, reshard_after_forward=False)
     model.set_reshard_after_backward(False)
@@ -273,9 +279,15 @@ def test_reductions_in_flight(world: World, in_flight: int) -> None:
 
 
 @on_ranks(2)
+@uncompiled()
 @buckets_of(0)
 def test_reductions_in_flight_by_group(world: World) -> None:
     """The maximum of the groups' settings holds for all groups of the root."""
+    with settings_of(world, host_streams="threaded"):
+        check_reductions_in_flight_by_group(world)
+
+
+def check_reductions_in_flight_by_group(world: World) -> None:
     model = shard_blocks(OddMLP(layers=4).double(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     model.blocks[1].set_reduce_scatter_max_input_buffers(2)

@@ -18,7 +18,19 @@ from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.comm.merge_dumps import merge, parse
 from shardrt.fsdp.param_group import ParamGroup
-from toys import Branching, OddBlock, OddMLP, Skipping, batch, buckets_of, compare, shard_blocks, tokens, train_side_by_side
+from toys import (
+    Branching,
+    OddBlock,
+    OddMLP,
+    Skipping,
+    batch,
+    buckets_of,
+    compare,
+    overlapping,
+    shard_blocks,
+    tokens,
+    train_side_by_side,
+)
 
 
 def gathers_of(model: nn.Module) -> list[str]:
@@ -52,8 +64,9 @@ def logged() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @buckets_of(0)
+@overlapping()
 def test_both_ways(world: World) -> None:
     model = shard_blocks(OddMLP())
     events = gathers_of(model)
@@ -69,8 +82,26 @@ def test_both_ways(world: World) -> None:
     assert events == f"{ahead} {backward}".split()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @buckets_of(0)
+def test_nothing_is_gathered_ahead_on_the_callers_thread(world: World) -> None:
+    """Unless a policy says so."""
+    model = shard_blocks(OddMLP())
+    events = gathers_of(model)
+    for policy, forward, backward in (
+        (shardrt.PrefetchPolicy(), "OddMLP 0 -0 1 -1 2", "-2 1 -1 0 -0 -OddMLP"),
+        (shardrt.PrefetchPolicy(max_groups=1), "OddMLP 0 1 -0 2 -1", "1 -2 0 -1 -0 -OddMLP"),
+    ):
+        model.set_prefetch_policy(policy)
+        for _ in range(2):
+            events.clear()
+            model(batch(0).float()).sum().backward()
+        assert " ".join(events).replace("blocks.", "") == f"{forward} {backward}", policy
+
+
+@on_ranks(2)
+@buckets_of(0)
+@overlapping()
 def test_the_recorder_lists_the_events_of_a_step(world: World) -> None:
     """All events of the groups in the second step, whose order is recorded, and their lines in a dump."""
     model = shard_blocks(OddMLP())
@@ -98,7 +129,8 @@ def test_the_recorder_lists_the_events_of_a_step(world: World) -> None:
     assert "last noted by ranks 0, 1: free OddMLP" in merge(dumps)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
+@overlapping()
 def test_small_groups_in_buckets(world: World) -> None:
     """The root and block 0 are a bucket, then pairs of blocks. Two buckets ahead in forward, one in backward; two stay."""
     model = shard_blocks(OddMLP(layers=8))
@@ -112,7 +144,8 @@ def test_small_groups_in_buckets(world: World) -> None:
     assert " ".join(events).replace("blocks.", "") == f"{forward} {backward}"
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
+@overlapping()
 def test_a_prefetch_policy(world: World) -> None:
     """The policy limits the groups and bytes gathered ahead, also to zero, in forward and backward."""
     block = "blocks.0"
@@ -134,8 +167,9 @@ def test_a_prefetch_policy(world: World) -> None:
         assert " ".join(events).replace("blocks.", "") == f"{forward} {backward}", policy
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @buckets_of(0)
+@overlapping()
 def test_named_modules_are_gathered_ahead(world: World) -> None:
     model = shard_blocks(OddMLP(layers=4), reshard_after_forward=True)
     blocks = list(model.blocks)
@@ -176,8 +210,9 @@ def test_a_module_whose_backward_reads_no_parameters(world: World) -> None:
     assert events.count("0") == 1  # in forward
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @buckets_of(0)
+@overlapping()
 def test_a_changed_order_is_gathered_on_demand_and_recorded(world: World) -> None:
     model = shard_blocks(Skipping())
     events = gathers_of(model)
@@ -203,6 +238,7 @@ def test_a_changed_order_is_gathered_on_demand_and_recorded(world: World) -> Non
 
 @on_ranks(2)
 @buckets_of(0)
+@overlapping()
 def test_a_root_that_ends_with_its_last_child(world: World) -> None:
     """Both share the output's autograd node; the child's backward starts first, and prefetch continues after it."""
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
@@ -217,6 +253,7 @@ def test_a_root_that_ends_with_its_last_child(world: World) -> None:
 
 @on_ranks(2)
 @buckets_of(0)
+@overlapping()
 def test_branches_are_freed_in_time(world: World) -> None:
     """Blocks 4 and 2 share their input with others: its own backward frees each, before that input's gradient is complete.
 
@@ -250,8 +287,9 @@ class Passing(OddMLP):
         return self.out(x)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @buckets_of(0)
+@overlapping()
 def test_an_input_that_is_passed_on(world: World) -> None:
     """An input among the outputs does not start the module's backward a second time."""
     model = shard_blocks(Passing(), reshard_after_forward=True)

@@ -12,7 +12,8 @@ from torch import nn
 
 import shardrt
 from shardrt.comm import ReduceOp, World
-from shardrt.fsdp import context
+from shardrt.comm.streams import InlineStream
+from shardrt.fsdp import context, in_place
 
 Sharder = Callable[[nn.Module], object]
 
@@ -136,6 +137,22 @@ def buckets_of(nbytes: int) -> Iterator[None]:
     """Set the size of a bucket; 0: one group at a time. By default each of these models fits in one bucket."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "BUCKET_BYTES", nbytes)
+        yield
+
+
+@contextmanager
+def overlapping() -> Iterator[None]:
+    """Groups are gathered ahead on the caller's thread as well, as where gathers run beside compute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InlineStream, "overlaps", True)
+        yield
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """As in a process that has compiled nothing: other tests of this job may have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_place, "compiler_in_use", lambda: False)
         yield
 
 

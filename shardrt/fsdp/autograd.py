@@ -124,7 +124,8 @@ class TensorWatcher:
         """
         if not tensor.requires_grad:
             return tensor
-        grad_hook = GradHook.find(tensor.grad_fn) if tensor.grad_fn is not None else None
+        node = tensor.grad_fn
+        grad_hook = GradHook.find(node) if node is not None else None
         if grad_hook is None or grad_hook is not self._newest_output or grad_hook.ended_call is not None:
             # Other code may use this input too, and its gradient would wait for theirs. That of an alias does not.
             tensor = tensor.view_as(tensor)
@@ -136,8 +137,8 @@ class TensorWatcher:
     def watch_outputs(self, call: ForwardCall, callback: Callable[[], None], tensors: Sequence[torch.Tensor]) -> None:
         """Call back when a gradient of one of these outputs of `call` is complete: the module's backward begins."""
         for tensor in tensors if current_transform() is None else _of_every_level(tensors):
-            if tensor.grad_fn is not None:
-                grad_hook = GradHook.at(tensor.grad_fn)
+            if (node := tensor.grad_fn) is not None:
+                grad_hook = GradHook.at(node)
                 if grad_hook.ended_call is not call:  # an input that is passed on does not begin the module's backward
                     self._newest_output = grad_hook
                     grad_hook.on_pre_backward(callback)
@@ -201,6 +202,11 @@ class ModuleCalls:
         """
         if not self._watches:
             self._watches = [param.register_post_accumulate_grad_hook(callback) for param in params]
+
+    @property
+    def watches_gradients(self) -> bool:
+        """Each trainable parameter has one hook of ours."""
+        return bool(self._watches)
 
     def unwatch_gradients(self) -> None:
         """Watch gradients no more, until `watch_gradients` is called again."""

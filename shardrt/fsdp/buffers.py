@@ -1,6 +1,6 @@
 """Flat storages: how they are allocated, freed and counted.
 
-A buffer's tensors are made once and keep pointing into its storage; allocating and releasing only resizes that storage.
+A buffer's tensors are made once and keep pointing into its storage; allocating and releasing only exchanges its memory.
 So a step makes no tensors, and a parameter that autograd saved is valid again once the parameter is gathered again.
 """
 
@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..comm import Communicator, Event, Pool, Stream, current_stream
-from ..torch_internals import same_storage, unwrap_transform
+from ..torch_internals import no_swap_memory, same_storage, swap_memory, unwrap_transform
+from .host_memory import POOL, SMALL, HostPool
 from .ranges import Named
 
 
@@ -83,8 +84,9 @@ class FlatBuffer:
     """One storage of `nbytes` on `device` that is allocated and released repeatedly; its views stay.
 
     Invariant: allocate() and release() run on one and the same stream (on CUDA the allocator ties a block to its stream).
-    Cost: on the host a released block goes back to malloc, which keeps it (see `comm.bootstrap`): no fresh page faults.
-    kind, group: as `memory` counts it.   pool: where allocate() takes the memory; None: from torch's allocator.
+    Cost: released memory is kept for reuse, so a step has no fresh page faults.
+    kind, group: as `memory` counts it.   pool: where allocate() takes the memory; None: from torch's allocator, or on the host
+    from `host_memory.POOL`, if it is large.
     """
 
     nbytes: int
@@ -92,7 +94,7 @@ class FlatBuffer:
     _count: partial[None]  # of `MemoryCounter.count`; takes bytes, negative on release
     _storage: torch.UntypedStorage
     _in_use: bool  # written by allocate() and release()
-    _pool: Pool | None = None
+    _pool: Pool | HostPool | None = None
 
     def __init__(
         self,
@@ -104,9 +106,14 @@ class FlatBuffer:
         *,
         pool: Pool | None = None,
     ) -> None:
-        self._pool = pool
+        large = device.type == "cpu" and nbytes > SMALL
+        self._pool = POOL if pool is None and large and swap_memory is not no_swap_memory else pool
         # Views can only be made of a storage that is large enough; on the host, untouched memory costs nothing meanwhile.
-        self._set_up(nbytes, torch.UntypedStorage(nbytes, device=device), 0, partial(memory.count, kind, group))
+        own = isinstance(self._pool, HostPool)
+        storage = torch.UntypedStorage(0 if own else nbytes, device=device)
+        self._set_up(nbytes, storage, 0, partial(memory.count, kind, group))
+        if isinstance(self._pool, HostPool):
+            self._pool.allocate(storage, nbytes)
 
     def _set_up(self, nbytes: int, storage: torch.UntypedStorage, offset: int, count: partial[None]) -> None:
         self.nbytes = nbytes
@@ -137,13 +144,30 @@ class FlatBuffer:
         return same_storage(storage, self._storage)
 
     @property
+    def kind(self) -> BufferKind:
+        """As its memory is counted."""
+        kind: BufferKind = self._count.args[0]
+        return kind
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """That the views point into."""
+        return self._storage
+
+    @property
     def available(self) -> bool:
         """It is not allocated, and may be."""
         return not self._in_use
 
     def seal(self) -> None:
         """Free the memory until the first allocate(). Call it when all views are made."""
-        self._storage.resize_(0)
+        self._free()
+
+    def _free(self) -> None:
+        if self._pool is None:
+            self._storage.resize_(0)
+        else:
+            self._pool.free(self._storage)
 
     def allocate(self) -> None:
         """Back the views with (uninitialised) memory. No-op if it is allocated."""
@@ -151,25 +175,29 @@ class FlatBuffer:
             if self._pool is None:
                 self._storage.resize_(self.nbytes)
             else:
-                self._pool.resize(self._storage, self.nbytes)
-            self._count(self.nbytes)
+                self._pool.allocate(self._storage, self.nbytes)
             self._in_use = True
+            self._count(self.nbytes)
 
     def release(self) -> None:
         """Free the memory; the views must not be touched until the next allocate(). No-op if it is free."""
         if self._in_use:
-            self._storage.resize_(0)
-            self._count(-self.nbytes)
+            self._free()
             self._in_use = False
+            self._count(-self.nbytes)
 
 
 _buffers: WeakKeyDictionary[FlatBuffer, None] = WeakKeyDictionary()  # in the order in which they were made
 
 
+def allocated_buffers(device: torch.device) -> list[FlatBuffer]:
+    """Each buffer of this process that is allocated on `device`, the oldest first."""
+    return [buffer for buffer in list(_buffers) if buffer._in_use and buffer._storage.device == device]
+
+
 def buffers_in_use(device: torch.device) -> list[tuple[BufferKind, Named, int]]:
-    """The kind, the group and the bytes of each buffer of this process that is allocated on `device`, the oldest first."""
-    found = [buffer for buffer in list(_buffers) if buffer._in_use and buffer._storage.device == device]
-    return [(*buffer._count.args, buffer.nbytes) for buffer in found]
+    """The kind, the group and the bytes of each of `allocated_buffers`."""
+    return [(*buffer._count.args, buffer.nbytes) for buffer in allocated_buffers(device)]
 
 
 class FlatBuffers(FlatBuffer):
@@ -211,6 +239,7 @@ class CommBuffer:
     offset: int  # of the memory in the storage, in bytes
     taken: bool  # written by occupy() and leave()
     _left: Event | None  # when the stream of its last buffer was done with it; written by leave()
+    _recall: Callable[[], None] | None  # ends a loan; written by lend(), occupy() and end_loan()
 
     def __init__(self, memory: torch.Tensor, *, symmetric: bool = False) -> None:
         self.memory = memory
@@ -218,7 +247,7 @@ class CommBuffer:
         self.nbytes = memory.numel()
         self.storage = memory.untyped_storage()
         self.offset = int(memory.storage_offset()) * memory.element_size()
-        self.taken, self._left = False, None
+        self.taken, self._left, self._recall = False, None, None
 
     @classmethod
     def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, group: str) -> CommBuffer:
@@ -248,9 +277,28 @@ class CommBuffer:
     def occupy(self, stream: Stream) -> None:
         """Use the memory on `stream` from now on. It must be free."""
         assert not self.taken, "one buffer at a time"
+        if self._recall is not None:
+            recall, self._recall = self._recall, None
+            recall()
         if self._left is not None:
             stream.wait(self._left)  # maybe of another root
         self.taken = True
+
+    def lend(self, stream: Stream, recall: Callable[[], None]) -> bool:
+        """Let somebody write there on `stream` until a buffer occupies the memory, before which `recall` is called.
+
+        Returns: False, and nothing is lent, if it is occupied or lent already.
+        """
+        if self.taken or self._recall is not None:
+            return False
+        if self._left is not None:
+            stream.wait(self._left)
+        self._recall = recall
+        return True
+
+    def end_loan(self) -> None:
+        """Nobody writes there any more. Only for who has a loan, or had one that was recalled."""
+        self._recall = None
 
     def leave(self, stream: Stream) -> None:
         """The memory is free, once `stream` has run what it has so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,13 +12,15 @@ import torch
 from torch import nn
 
 from .. import comm
-from ..comm import DeviceMesh
+from ..comm import DeviceMesh, malloc
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of, set_group
 from ..tensor.placement import Shard
-from ..tensor.replicated import renew_marks, replicas_mesh
-from .extension import ExtensionGather, check_methods, has_methods
+from ..tensor.replicated import replicas_mesh
+from .collect import Found, Owners, check_mesh, collect, kinds_of
+from .extension import ExtensionGather, has_methods
 from .gather import FlatGather, Gather
+from .host_memory import POOL
 from .module import FSDPModule
 from .param import Owner, ShardedParam, registry
 from .param_group import GroupSettings, ParamGroup
@@ -38,6 +41,7 @@ from .tensor_parallel import DTensorExtensions, FSDPExtensions, OuterSharding
 _log = logging.getLogger("shardrt")
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound=nn.Module | Sequence[nn.Module])
+PlacementFunction = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 def fully_shard(
@@ -45,7 +49,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = None,
+    shard_placement_fn: PlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -90,34 +94,15 @@ def fully_shard(
         mesh = dp_mesh_dims.of(mesh)
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     policies = Policies.of(mp_policy, offload_policy, quantization_policy)
-    found: _Found = _Found({}, [], set())
-    resolved: dict[nn.Parameter, Placed] = {}
-    quantised: set[nn.Parameter] = set()
-    error: Exception | None = None
-    try:
-        _check_mesh(mesh, reshard_after_forward)
-        policies.check()
-        found = _collect(modules, mesh, set(ignored_params or ()))
-        given = shard_placement_fn, mesh, extensions or DTensorExtensions()
-        resolved = {param: resolve_placement(owned[0][2], param, *given) for param, owned in found.owners.items()}
-        whole = {param: wanted for param, wanted in resolved.items() if not has_methods(wanted.local)}
-        quantised = {param for param, wanted in whole.items() if policies.takes(param, wanted.mesh, wanted.placement)}
-    except Exception as caught:  # the user's function may raise anything, on one rank alone
-        found, error = _Found({}, [], set()), caught
-    kinds = _kinds(modules)
-    options = repr((policies, reshard_after_forward))
-    everyone = _everyone(found, resolved, mesh) if error is None else _everyone_after_error(modules, mesh)
-    check_same_modules(everyone, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, resolved)], error)
-    _join_meshes(found, resolved)
+    given = shard_placement_fn, mesh, extensions or DTensorExtensions()
+    planned = _plan(modules, mesh, policies, reshard_after_forward, set(ignored_params or ()), given)
+    malloc.return_freed_memory()
+    POOL.trim()  # of models that are gone
     groups = []
-    for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in resolved.values())]):
-        here = [param for param, wanted in resolved.items() if wanted.mesh is group_mesh]
-        for index, (kind, quantization, params) in enumerate(_parts(here, resolved, quantised, policies)):
-            if params or (index == 0 and group_mesh is mesh):
-                about = (found, resolved, group_mesh, policies._replace(quantization=quantization), reshard_after_forward)
-                groups.append(_make_group(kind, modules, params, *about))
+    while planned.parts:
+        groups.append(_make_group(modules, planned.parts.pop(0), policies, reshard_after_forward, planned.ignored))
     watch_registrations()
-    for holder, attribute, buffer in found.buffers:
+    for holder, attribute, buffer in planned.buffers:
         if not buffer.is_meta:
             holder._buffers[attribute] = buffer.to(mesh.device)
     make_sharded(modules, groups)
@@ -139,7 +124,59 @@ def _log_nothing_to_offload() -> None:
     _log.warning("CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (logged once)")
 
 
-def _parts(
+class _Part(NamedTuple):
+    """The parameters of a group to be made, which hold the only references of this package to the originals."""
+
+    kind: type[Gather]
+    mesh: DeviceMesh
+    quantization: QuantizationPolicy
+    params: list[ShardedParam]
+
+
+class _Planned(NamedTuple):
+    """What a call has found, and the ranks agree on. The first part is that of the given mesh, and may be empty."""
+
+    parts: list[_Part]
+    buffers: list[tuple[nn.Module, str, torch.Tensor]]
+    ignored: frozenset[tuple[nn.Module, str]]
+
+
+def _plan(
+    modules: tuple[nn.Module, ...],
+    mesh: DeviceMesh,
+    policies: Policies,
+    reshard_after_forward: bool | int | None,
+    ignored: set[nn.Parameter],
+    given: tuple[PlacementFunction | None, DeviceMesh, FSDPExtensions],
+) -> _Planned:
+    """Find the parameters, and what becomes of them. Collective: raises on every rank alike, before anything is changed."""
+    found, resolved, quantised = Found({}, [], set()), dict[nn.Parameter, Placed](), set[nn.Parameter]()
+    error: Exception | None = None
+    try:
+        check_mesh(mesh, reshard_after_forward)
+        policies.check()
+        found = collect(modules, mesh, ignored)
+        resolved = {param: resolve_placement(owned[0][2], param, *given) for param, owned in found.owners.items()}
+        whole = {param: wanted for param, wanted in resolved.items() if not has_methods(wanted.local)}
+        quantised = {param for param, wanted in whole.items() if policies.takes(param, wanted.mesh, wanted.placement)}
+    except Exception as caught:  # the user's function may raise anything, on one rank alone
+        found, error = Found({}, [], set()), caught
+    kinds = kinds_of(modules)
+    options = repr((policies, reshard_after_forward))
+    everyone = _everyone(found, resolved, mesh) if error is None else _everyone_after_error(modules, mesh)
+    check_same_modules(everyone, f"fully_shard of '{kinds}'", [kinds, options, *_describe(found.owners, resolved)], error)
+    _join_meshes(found, resolved)
+    parts = []
+    for group_mesh in dict.fromkeys([mesh, *(wanted.mesh for wanted in resolved.values())]):
+        here = [param for param, wanted in resolved.items() if wanted.mesh is group_mesh]
+        for index, (kind, quantization, params) in enumerate(_divide(here, resolved, quantised, policies)):
+            if params or (index == 0 and group_mesh is mesh):
+                made = [_sharded_param(param, found.owners[param], resolved[param]) for param in params]
+                parts.append(_Part(kind, group_mesh, quantization, made))
+    return _Planned(parts, found.buffers, frozenset(found.ignored))
+
+
+def _divide(
     params: Sequence[nn.Parameter], resolved: dict[nn.Parameter, Placed], quantised: set[nn.Parameter], policies: Policies
 ) -> Iterator[tuple[type[Gather], QuantizationPolicy, list[nn.Parameter]]]:
     """The groups that these parameters on one mesh form: those gathered whole, quantised ones by dtype, extensions."""
@@ -152,30 +189,29 @@ def _parts(
             yield ExtensionGather, UNQUANTISED, [param]
 
 
+def _sharded_param(original: nn.Parameter, owned: Sequence[tuple[nn.Module, str, str]], placed: Placed) -> ShardedParam:
+    owners = [Owner(holder, attribute, registry(holder)) for holder, attribute, _ in owned]
+    dim = 0 if placed.placement is None else placed.placement.dim % max(1, original.dim())
+    rows_only = placed.placement is not None
+    return ShardedParam(owned[0][2], original, owners, dim, rows_only=rows_only, outer=placed.outer, part=placed.local)
+
+
 def _make_group(
-    gather_kind: type[Gather],
     modules: tuple[nn.Module, ...],
-    originals: list[nn.Parameter],
-    found: _Found,
-    resolved: dict[nn.Parameter, Placed],
-    mesh: DeviceMesh,
+    part: _Part,
     policies: Policies,
     reshard_after_forward: bool | int | None,
+    ignored: frozenset[tuple[nn.Module, str]],
 ) -> ParamGroup:
-    params = []
-    for original in originals:
-        owned, placed = found.owners[original], resolved[original]
-        owners = [Owner(holder, attribute, registry(holder)) for holder, attribute, _ in owned]
-        dim = 0 if placed.placement is None else placed.placement.dim % max(1, original.dim())
-        rows_only = placed.placement is not None
-        name, outer = owned[0][2], placed.outer
-        params.append(ShardedParam(name, original, owners, dim, rows_only=rows_only, outer=outer, part=placed.local))
-    settings, ignored = GroupSettings(reshard_after_forward), frozenset(found.ignored)
-    mp_policy, offload_policy, quantization = policies
-    group = ParamGroup(modules, params, mesh, mp_policy, offload_policy, settings, gather_kind, quantization, ignored=ignored)
-    for original in originals:  # a module outside may still hold it
+    """Shard the parameters of a part. Each original is free as soon as it is sharded, unless the caller holds it."""
+    kind, mesh, quantization, params = part
+    originals = [weakref.ref(param.original) for param in params]
+    settings = GroupSettings(reshard_after_forward)
+    mixed_precision, offload, _ = policies
+    group = ParamGroup(modules, params, mesh, mixed_precision, offload, settings, kind, quantization, ignored=ignored)
+    for original in [original for reference in originals if (original := reference()) is not None]:
         set_group(original, group)
-    hook_state_dicts({holder for original in originals for holder, *_ in found.owners[original]}, group)
+    hook_state_dicts({owner.module for param in params for owner in param.owners}, group)
     return group
 
 
@@ -193,120 +229,6 @@ def replicate(module: ModuleOrModules, *, mesh: DeviceMesh | None = None, **opti
 
 # ---------------------------------------------------------------------- set-up and checks
 
-_Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]  # holder, attribute, full name; several if tied
-
-
-class _Found(NamedTuple):
-    """The parameters and buffers that a call takes, and where the ignored ones are registered."""
-
-    owners: _Owners
-    buffers: list[tuple[nn.Module, str, torch.Tensor]]
-    ignored: set[tuple[nn.Module, str]]
-
-
-def _check_mesh(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> None:
-    if len(mesh.shape) > 2:
-        raise ValueError(
-            f"fully_shard(mesh={mesh}): expected one axis to shard over, or two, of which the first replicates; name them, as "
-            f"in mesh['{mesh.axis_names[-1]}']"
-        )
-    ranks, kept = mesh.shape[-1], reshard_after_forward
-    if isinstance(kept, int) and not isinstance(kept, bool) and (kept < 1 or ranks % kept):
-        raise ValueError(f"fully_shard(reshard_after_forward={kept}): expected a divisor of the {ranks} ranks sharded over")
-
-
-def _collect(modules: tuple[nn.Module, ...], mesh: DeviceMesh, ignored: set[nn.Parameter]) -> _Found:
-    """The parameters and buffers that this call takes: those of the modules outside of sharded modules in them."""
-    found = _Found({}, [], set())
-    if not modules:
-        raise ValueError("fully_shard: expected a module, found an empty list")
-    for module in modules:
-        _check_module(module)
-    _check_apart(modules)
-    _check_inside(modules)
-    for position, module in enumerate(modules):
-        for name, holder in _outside_sharded(module, str(position) if len(modules) > 1 else ""):
-            renew_marks(holder)
-            for attribute, param in holder._parameters.items():
-                if param in ignored:
-                    found.ignored.add((holder, attribute))
-                elif param is not None:
-                    full_name = f"{name}.{attribute}" if name else attribute
-                    _check_param(full_name, param, modules, mesh)
-                    found.owners.setdefault(param, []).append((holder, attribute, full_name))
-            found.buffers.extend((holder, key, buffer) for key, buffer in holder._buffers.items() if buffer is not None)
-    devices = {param.device.type: owned[0][2] for param, owned in found.owners.items()}
-    if len(devices) > 1:
-        names = ", ".join(f"'{name}' on {device}" for device, name in sorted(devices.items()))
-        raise ValueError(f"'{_kinds(modules)}' has parameters on several devices ({names}); move the module to one of them")
-    return found
-
-
-def _kinds(modules: tuple[nn.Module, ...]) -> str:
-    return ", ".join(type(module).__name__ for module in modules)
-
-
-def _check_module(module: nn.Module) -> None:
-    kind = type(module).__name__
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard takes an nn.Module or several, found {kind}")
-    if isinstance(module, FSDPModule):
-        raise ValueError(f"'{kind}' is sharded already: call fully_shard once for each module")
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise ValueError(f"'{kind}' has no forward to gather parameters for: call fully_shard on the modules in it")
-
-
-def _check_apart(modules: tuple[nn.Module, ...]) -> None:
-    for position, module in enumerate(modules):
-        kind = type(module).__name__
-        if any(other is module for other in modules[:position]):
-            raise ValueError(f"'{kind}' is in the list twice: leave one out")
-        for outer in modules:
-            if outer is not module and any(inner is module for inner in outer.modules()):
-                raise ValueError(f"'{kind}' is inside '{type(outer).__name__}', which is in the same list: leave it out")
-
-
-def _check_inside(modules: tuple[nn.Module, ...]) -> None:
-    inside = {
-        group: name
-        for module in modules
-        for name, child in module.named_modules()
-        if isinstance(child, FSDPModule)
-        for group in child.param_groups
-    }
-    for group, name in inside.items():
-        if group.parent is not None and group.parent not in inside:
-            raise ValueError(
-                f"'{name}' in '{_kinds(modules)}' is part of '{group.root.name}' already, which was sharded around it: a "
-                "sharded module has one root"
-            )
-
-
-def _outside_sharded(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """`module` and what is in it, with names, sharded modules inside left out. A module met twice comes twice (ties)."""
-    yield name, module
-    for child_name, child in module.named_children():
-        if not isinstance(child, FSDPModule):
-            yield from _outside_sharded(child, f"{name}.{child_name}" if name else child_name)
-
-
-def _check_param(name: str, param: nn.Parameter, modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> None:
-    group = group_of(param)
-    if group is not None and any(module in modules for outer in group.modules for module in outer.modules()):
-        kinds = _kinds(modules)
-        raise ValueError(
-            f"'{kinds}' is inside '{group.name}', which is sharded already, parameter '{name}' with it: call fully_shard "
-            f"bottom-up, on '{kinds}' before '{group.name}'"
-        )
-    if group is not None:
-        raise ValueError(
-            f"parameter '{name}' is shared with '{group.name}', which is sharded already: tied parameters belong in one "
-            "group; shard neither module on its own, so that the module around both takes the parameter"
-        )
-    if not param.is_meta and param.device not in (torch.device("cpu"), mesh.device):
-        raise ValueError(f"parameter '{name}' is on {param.device}; expected the CPU or the mesh's device, {mesh.device}")
-    check_methods(name, param)
-
 
 class Placed(NamedTuple):
     """Where a parameter goes: along which dim (None: 0, between elements where need be) and over which mesh."""
@@ -320,7 +242,7 @@ class Placed(NamedTuple):
 def resolve_placement(
     name: str,
     param: nn.Parameter,
-    placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None,
+    placement_fn: PlacementFunction | None,
     mesh: DeviceMesh,
     extensions: FSDPExtensions,
 ) -> Placed:
@@ -332,7 +254,7 @@ def resolve_placement(
         raise TypeError(f"shard_placement_fn of '{name}': expected a Shard, a ShardPlacementResult or None, found {wanted!r}")
     if wanted.placement is not None and not -max(1, param.dim()) <= wanted.placement.dim < max(1, param.dim()):
         raise ValueError(f"shard_placement_fn of '{name}': {wanted.placement} of a parameter of shape {tuple(param.shape)}")
-    _check_mesh(wanted.mesh, None)
+    check_mesh(wanted.mesh, None)
     local: torch.Tensor = param
     outer: OuterSharding | None = None
     if not (isinstance(param, DTensor) and param.device_mesh is wanted.mesh):  # else it is sharded there, only elsewhere cut
@@ -344,7 +266,7 @@ def resolve_placement(
     return Placed(wanted.placement, wanted.mesh, local, outer)
 
 
-def _everyone(found: _Found, resolved: dict[nn.Parameter, Placed], mesh: DeviceMesh) -> DeviceMesh:
+def _everyone(found: Found, resolved: dict[nn.Parameter, Placed], mesh: DeviceMesh) -> DeviceMesh:
     """The ranks that must have the same modules: with tensor-parallel parameters, those of both meshes. Collective."""
     for param, placed in resolved.items():
         if placed.outer is not None:
@@ -361,7 +283,7 @@ def _everyone_after_error(modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> D
     return mesh
 
 
-def _join_meshes(found: _Found, resolved: dict[nn.Parameter, Placed]) -> None:
+def _join_meshes(found: Found, resolved: dict[nn.Parameter, Placed]) -> None:
     """Check that every parameter's two meshes fit, before anything is changed. Collective."""
     for param, placed in resolved.items():
         if placed.outer is not None:
@@ -380,7 +302,7 @@ def _product(name: str, outer: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
         ) from error
 
 
-def _describe(owners: _Owners, resolved: dict[nn.Parameter, Placed]) -> list[str]:
+def _describe(owners: Owners, resolved: dict[nn.Parameter, Placed]) -> list[str]:
     """What must be the same on every rank, a line for each parameter."""
     return [
         f"{', '.join(name for *_, name in owned)}: {tuple(param.shape)} {param.dtype}, {resolved[param].placement} over "

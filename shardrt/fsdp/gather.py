@@ -9,6 +9,7 @@
 | release             | gather  | full is freed                                    | no communication                         |
 
 Legend: N ranks; S bytes in a segment of the layout; k ranks that share a post-forward shard.
+A single rank fills the buffer by itself, or, where nothing is converted, computes with its shards (`resident.py`).
 A group is given one of three strategies: `FlatGather` here, `quantized_gather.QuantizedGather`, which sends codes, or
 `extension.ExtensionGather` for a parameter whose own methods define what is gathered.
 """
@@ -27,11 +28,13 @@ from ..kernels import pack_into
 from ..kernels.reference import BLOCK
 from .buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
 from .context import Context
+from .host_memory import POOL
 from .layout import ALIGNMENT, Layout, ParamSpec, round_up
 from .param import ShardedParam, local_geometry, placement_of
 from .planner import plan
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, Settings
 from .ranges import Named
+from .resident import ResidentBuffer
 
 AllGather = Callable[[torch.Tensor, torch.Tensor, Communicator, Stream], Work]
 Pair = tuple[torch.Tensor, torch.Tensor]  # gathered bytes, and what this rank sends
@@ -90,6 +93,7 @@ class Gather(ABC):
     comm: Communicator
     layout: Layout
     offloads: bool  # the shards are on the host, the mesh on another device
+    resident: bool  # the modules compute with the shards' own memory: a step gathers and frees nothing; written by attach()
     full: FlatBuffer  # what is gathered; written by attach()
     post_forward_shard: PostForwardShard | None  # what the last forward has kept, if anything
     custom: AllGather | None  # what gathers instead of `comm.all_gather`; written by attach()
@@ -116,7 +120,7 @@ class Gather(ABC):
         self.mesh = mesh
         self.comm = mesh.communicator("gather")
         self.offloads = offload_policy.applies_to(mesh.device)
-        self.custom = None
+        self.custom, self.resident = None, False
         self._mp_policy = mp_policy
         self._quantization = quantization
         self._dtypes = [mp_policy.compute_dtype(param.dtype) for param in params]
@@ -149,6 +153,11 @@ class Gather(ABC):
         """Bytes of this rank's shards, padding included."""
 
     @property
+    def may_be_resident(self) -> bool:
+        """This rank's shards are what a gather would make of them, unless a custom all-gather makes something else."""
+        return False
+
+    @property
     def joint(self) -> bool:
         """Its collectives may be launched together with those of other groups: nothing uses at once what they gather."""
         return self.custom is None
@@ -172,6 +181,7 @@ class Gather(ABC):
         window: an all-gather through a symmetric window, if the group has one.   group: for its name.
         """
         self.custom = window or settings.all_gather
+        self.resident = self.may_be_resident and self.custom is None
         self._memory, self._group = context.memory, group
         self._pool = (settings.comm_memory and self.comm.pool()) or context.pool
         self.full, self._pairs = self._make_full(settings, group)
@@ -189,6 +199,7 @@ class Gather(ABC):
         """Give the buffers up; nothing is gathered at the moment. stream: the gather stream."""
         self.drop_post_forward_shard(stream)
         self._post_forward_shards.clear()
+        stream.submit(POOL.trim)
 
     def launch(self, stream: Stream) -> Work:
         """Gather the shards, or the post-forward shards if a forward has left any, into `full`."""
@@ -203,6 +214,8 @@ class Gather(ABC):
         """Gather the shards of all ranks into `full`."""
         if self._fills:
             stream.submit(self._fill_own)
+            if self.comm.size == 1 and self.custom is None:
+                return Work(stream.record())
         for full_bytes, own_bytes in self._pairs:
             if self.custom is None:
                 work = self.comm.all_gather(full_bytes, own_bytes, stream=stream)
@@ -300,8 +313,14 @@ class FlatGather(Gather):
     def shard_nbytes(self) -> int:
         return self._flat_shard.numel()
 
+    @property
+    def may_be_resident(self) -> bool:
+        return self.mesh.size == 1 and not self._fills and self._quantization.gather is None
+
     def _make_full(self, settings: Settings, group: Named) -> tuple[FlatBuffer, list[Pair]]:
         nbytes, custom, device = self.layout.nbytes, settings.all_gather, self.mesh.device
+        if self.resident:
+            return ResidentBuffer(self._flat_shard, self._memory, group), []
         if custom is None:
             full = FlatBuffer(nbytes, device, self._memory, BufferKind.GATHERED, group, pool=self._pool)
         else:

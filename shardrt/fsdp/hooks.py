@@ -51,6 +51,8 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
         ahead = []
     group.unshard()
     group.wait_unsharded()
+    if group.visible.linear:
+        group.visible.follow_grad_mode()
     runtime.gather_ahead(ahead, "FSDP::forward_prefetch for")
     dtype = group.mp_policy.param_dtype
     if dtype is not None and group.mp_policy.cast_forward_inputs:
@@ -92,7 +94,7 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
         group.calls.move(Phase.IDLE, group)
         used_next, last = runtime.prefetch.forward_ends(group), group.calls.all_have_run(module)
         if group.reshards_after_forward:
-            _check_no_parameters(group, tensors)
+            _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
             if last and not used_next:
                 group.finish_forward()
         if group is runtime.root:

@@ -247,7 +247,10 @@ class FSDPModule:
         self._only_group("set_custom_reduce_scatter").settings.reduce_scatter = reduce_scatter
 
     def set_post_optim_event(self, event: Event) -> None:
-        """On the root. The next forward's gathers wait for `event`, not for the current stream. Holds for one forward."""
+        """On the root. The next forward's gathers wait for `event`, not for the current stream. Holds for one forward.
+
+        Hazard: on a single rank zero_grad() frees the gradients at once, so call it when `event` has passed.
+        """
         if not isinstance(event, Event):
             raise TypeError(f"set_post_optim_event({event!r}): expected a shardrt.comm.Event, as a Stream's record() returns")
         self._root_settings("set_post_optim_event").post_optim_event = event

@@ -24,9 +24,9 @@ from torch import nn
 
 from ..tensor.dtensor import DTensor
 from .autograd import Phase
+from .packed import Held
 from .param import ShardedParam
 from .param_group import ParamGroup
-from .reduce import Held
 from .registered import check_replacements, reshard_and_repair
 
 _log = logging.getLogger("shardrt")

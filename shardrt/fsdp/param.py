@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from ..comm import DeviceMesh
+from ..comm import DeviceMesh, malloc
 from ..kernels import round_trip
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
+from ..torch_internals import same_storage
 from .buffers import FlatBuffer
 from .layout import Layout
 from .tensor_parallel import OuterSharding
@@ -127,6 +128,7 @@ class ShardedParam:
         if before is not None and self.original.grad is not None:
             grad = self.part_of(self.original.grad, sharded.spec)
             self.sharded.grad = self.sharded_like(grad.to(sharded._local_tensor.device).clone())
+        trims = before is None and self.original.device.type == "cpu" and self.original.nbytes >= malloc.LARGE
         del self.original, self.values, self.before
         self.sharded.full_name = self.name  # type: ignore[attr-defined]
         if self.outer is not None:
@@ -134,6 +136,8 @@ class ShardedParam:
             self.sharded.gathered_spec = self.outer.gathered(sharded.spec)  # type: ignore[attr-defined]
         for owner in self.owners:
             owner.registry[owner.attribute] = self.sharded
+        if trims:  # the original is free now, perhaps in the middle of the heap
+            malloc.trim()
 
     def rename(self, name: str) -> None:
         """Give the parameter its full name."""
@@ -181,6 +185,9 @@ class ShardedParam:
     def keep_writes(self) -> None:
         """Write to this rank's part what the user has written in place to the unsharded parameter."""
         sharded, local = cast(DTensor, self.sharded), self.local.detach()
+        if same_storage(local.untyped_storage(), self.unsharded.untyped_storage()):
+            increment_version(sharded)  # it is written
+            return
         part = self.part_of(self.unsharded.detach(), sharded.spec).to(local.device)
         # Only what differs: the unsharded parameter may be of a lower precision, and one NaN makes all of a block of codes NaN.
         gathered = self._as_gathered(part.dtype)

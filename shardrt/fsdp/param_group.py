@@ -33,14 +33,16 @@ from . import trace
 from .autograd import ModuleCalls, Progress
 from .context import Context, Streams
 from .gather import AllGather, FlatGather, Gather, subgroup
-from .grad_layout import reduce_layout
 from .layout import Layout
+from .packed import Held, PackedGrads
 from .param import ShardedParam
+from .places import give_places
 from .policy import UNQUANTISED, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, RootSettings, Settings
 from .quantized_gather import QuantizedGather
 from .quantized_reduce import CodedReduction
 from .ranges import ranged
-from .reduce import GradientReduction, Held, PackedGrads
+from .reduce import GradientReduction
+from .resident import RESIDENT
 from .trace import Step
 from .visible import VisibleParams
 
@@ -134,10 +136,8 @@ class ParamGroup:
         self.root_settings = RootSettings() if root_settings is None else root_settings
         self.calls = ModuleCalls(modules)
         self.runtime, self.ready = None, None
-        self.trainable, self.reduction = [], None
-        self._versions = []
-        # Communicators are made here, where every rank is: in a pipeline, ranks of a later stage wait for the output of this
-        # one before their first forward.
+        self.trainable, self.reduction, self._versions = [], None, []
+        # Made here, where every rank is: in a pipeline, ranks of a later stage wait for the output of this one.
         for param in params:
             if param.outer is not None:
                 param.outer.open_communicators(mesh)
@@ -207,6 +207,7 @@ class ParamGroup:
         self.reshard()
         if self.runtime is not None:
             self.gather.detach(self._streams.gather)
+        self.visible.set_linear(())  # they refer to the reduction, and it to them
         self.calls.unwatch_gradients()
         self.runtime, self.reduction, self.trainable = None, None, []
 
@@ -237,11 +238,11 @@ class ParamGroup:
                 f"{self.mesh.rank}): run a backward with set_requires_gradient_sync(True) first"
             )
         assert self.runtime is not None, "attach() comes first"
-        self.trainable = trainable
+        self.trainable, self.reduction = trainable, None
         for param in self.params:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
         self.calls.unwatch_gradients()
-        self.reduction = None
+        self.visible.set_linear(())
         self._sees_dtensors = any(isinstance(param.unsharded, DTensor) for param in trainable)
         if trainable:
             self.reduction = GradientReduction(
@@ -256,6 +257,9 @@ class ParamGroup:
                 self,
                 self.coded,
             )
+            # Cost: a group around others would have its packed buffer for all of the backward.
+            if self.runtime.is_large(self.nbytes) and not self.children:
+                self.visible.set_linear(give_places(trainable, self.reduction, self.calls, self._streams))
 
     @property
     def sums_terms(self) -> bool:
@@ -274,7 +278,11 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Gather the parameters. No-op if that is done or under way (prefetch)."""
-        if self.ready is None and self.params:
+        if self.ready is not None or not self.params:
+            return
+        if self.gather.resident:
+            self.ready = RESIDENT
+        else:
             with ranged("FSDP::all_gather", self), outside_transforms():
                 self._note("gather", self.name)
                 if trace.listener is not None:
@@ -285,8 +293,7 @@ class ParamGroup:
         """Let compute wait for the gather and the modules see full parameters. No-op if they do."""
         if self.visible.unsharded or self.ready is None:
             return
-        listener = trace.listener
-        if listener is not None:
+        if (listener := trace.listener) is not None:
             listener.begin(Step.WAIT, self, self._streams.compute)
         with ranged("FSDP::all_gather_copy_out", self):
             self.ready.wait(self._streams.compute)
@@ -301,11 +308,12 @@ class ParamGroup:
             return
         if self.visible.exposed:
             self.visible.conceal()
-        self._note("free", self.name)
         self.visible.show_sharded()
-        # Hazard: compute may still read what is gathered; its storage must outlive those reads.
-        self._streams.gather.wait(self._streams.compute.record())
-        self.gather.release(self._streams.gather)
+        if not self.gather.resident:
+            self._note("free", self.name)
+            # Hazard: compute may still read what is gathered; its storage must outlive those reads.
+            self._streams.gather.wait(self._streams.compute.record())
+            self.gather.release(self._streams.gather)
         self.ready = None
 
     def reshard_to_subgroup(self, ranks: int) -> None:
@@ -319,7 +327,7 @@ class ParamGroup:
     def finish_forward(self) -> None:
         """A forward that reshards has used the parameters for the last time. By the settings, keep a part for the backward."""
         ranks = self.settings.reshard_after_forward
-        if isinstance(ranks, bool) or ranks is None or not torch.is_grad_enabled():
+        if isinstance(ranks, bool) or ranks is None or self.gather.resident or not torch.is_grad_enabled():
             self.reshard()
         else:
             self.reshard_to_subgroup(ranks)
@@ -350,7 +358,7 @@ class ParamGroup:
             return False
         if progress is Progress.GRADIENT_READY:
             return not self.settings.reduce_unused and all(param.unsharded.grad is not None for param in self.trainable)
-        if any(param.unsharded.grad is not None for param in self.trainable):
+        if [param for param in self.trainable if param.unsharded.grad is not None]:  # Cost: any() would take twice as long
             return True
         if progress is Progress.MODULE_DONE:
             return self.settings.reduce_unused
@@ -390,11 +398,3 @@ class ParamGroup:
             self.reduction.discard()
         self.gather.drop_post_forward_shard(self._streams.gather)
         self.reshard()
-
-
-def packed_nbytes(group: ParamGroup) -> int:
-    """Bytes of a group's packed gradients when every parameter is trainable."""
-    if not group.params:
-        return 0
-    segment = reduce_layout(group.layout, range(len(group.params)), group.mesh.rank).segment_numel
-    return group.mesh.size * segment * group.mp_policy.reduction_dtype(param.dtype for param in group.params).itemsize

@@ -53,7 +53,8 @@ class PrefetchPolicy:
 
     So does a small group beside a large one of the same module, such as the biases beside quantised matrices.
 
-    max_groups: gathered and not yet used at a time (default: two in forward, one in backward).
+    max_groups: gathered and not yet used at a time (default: two in forward, one in backward; none where gathers run on the
+        caller's thread, as on the host by default, since they overlap nothing there).
     max_bytes: of gathered and not yet used parameters at a time (default: no limit).
     Raises ValueError for a negative number.
     """

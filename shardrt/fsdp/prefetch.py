@@ -8,18 +8,21 @@ order that is being recorded predicts the next iteration.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
 
+from ..comm import Stream
 from . import context
 from .param_group import ParamGroup
 from .policy import PrefetchPolicy
 
 _log = logging.getLogger("shardrt")
 
-FORWARD_GROUPS, BACKWARD_GROUPS = 2, 1  # buckets to gather ahead, unless the policy sets another number
+# Buckets to gather ahead, by pass; between the passes: those beyond the first with which the backward begins, and stay.
+_AHEAD = {"forward": 2, "between": 1, "backward": 1}
+_ON_DEMAND = {"forward": 0, "between": 1, "backward": 0}
 
 
 class Order:
@@ -76,7 +79,7 @@ class Order:
         if reach <= first:
             return []
         self._named = reach
-        return [group for group in self.groups[first:reach] if group.ready is None]
+        return [group for group in self.groups[first:reach] if group.ready is None and not group.gather.resident]
 
 
 def _small_beside(one: ParamGroup, other: ParamGroup, largest: int) -> bool:
@@ -86,14 +89,20 @@ def _small_beside(one: ParamGroup, other: ParamGroup, largest: int) -> bool:
 
 
 class PrefetchQueue:
-    """Records the order of use and names the groups to gather next."""
+    """Records the order of use and names the groups to gather next.
+
+    stream: for gathers. Where it does not run beside compute, gathering ahead would overlap nothing and take memory, so
+    that only a policy asks for it.
+    """
+
+    _ahead: Mapping[str, int]  # buckets, by pass, by default
 
     # Written by begin().
     _policy: PrefetchPolicy
     _forward: Order  # predicted; emptied by forward_starts() when it turns out wrong
     _predicted_finish: list[ParamGroup]  # likewise
     _keep_from: int  # in that list: the groups with which the backward begins
-    _orders: dict[tuple[int, int, PrefetchPolicy], Order]  # the newest of each pass
+    _orders: dict[tuple[str, int, PrefetchPolicy], Order]  # the newest of each pass
 
     # Recorded in this iteration.
     _started: list[ParamGroup]  # forwards, in the order in which they began
@@ -102,7 +111,8 @@ class PrefetchQueue:
     _backward_position: int  # in that order
     _reported: bool  # a changed order was logged
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Stream) -> None:
+        self._ahead = _AHEAD if stream.overlaps else _ON_DEMAND
         self._policy = PrefetchPolicy()
         self._forward, self._predicted_finish, self._keep_from = Order((), 0, None), [], 0
         self._orders = {}
@@ -113,23 +123,23 @@ class PrefetchQueue:
     def begin(self, policy: PrefetchPolicy) -> None:
         """A forward of the root starts: the order recorded last predicts it, and what its backward will begin with."""
         self._policy = policy
-        self._forward = self._order(self._started, FORWARD_GROUPS)
+        self._forward = self._order(self._started, "forward")
         self._predicted_finish = self._finished
-        self._keep_from = len(self._finished) - self._order(self._finished[::-1], BACKWARD_GROUPS).first_reach
+        self._keep_from = len(self._finished) - self._order(self._finished[::-1], "between").first_reach
         self._started, self._finished, self._backward = [], [], None
 
-    def _order(self, groups: list[ParamGroup], ahead: int) -> Order:
+    def _order(self, groups: list[ParamGroup], of_pass: str) -> Order:
         """The order of these groups. Cost: some microseconds per group to make, so one that repeats is used again."""
-        key = (ahead, context.BUCKET_BYTES, self._policy)
+        key = (of_pass, context.BUCKET_BYTES, self._policy)
         if key not in self._orders or self._orders[key].groups != groups:
-            self._orders[key] = Order(groups, self._policy.groups(ahead), self._policy.max_bytes)
+            self._orders[key] = Order(groups, self._policy.groups(self._ahead[of_pass]), self._policy.max_bytes)
         return self._orders[key].restart()
 
     def forward_starts(self, group: ParamGroup) -> list[ParamGroup]:
         """`group` is used in forward now. Returns: the groups to gather after it."""
         position, predicted = len(self._started), self._forward.groups
         self._started.append(group)
-        if not self._forward.next_is(position, group):
+        if position >= len(predicted) or predicted[position] is not group:
             self._report(predicted[position : position + 1], group)
             self._forward, self._predicted_finish = Order((), 0, None), []
             return group.settings.forward_prefetch or []
@@ -161,7 +171,7 @@ class PrefetchQueue:
     def backward_starts(self, group: ParamGroup) -> list[ParamGroup]:
         """`group` is used in backward now. Returns: the groups to gather after it."""
         if self._backward is None:
-            self._backward = self._order(self._finished[::-1], BACKWARD_GROUPS)
+            self._backward = self._order(self._finished[::-1], "backward")
             self._backward_position = 0
         order = self._backward.groups
         try:

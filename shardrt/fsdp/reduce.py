@@ -8,11 +8,13 @@
 | launch_over_replicas | post_reduce | the segment, averaged over the replicas if any      | 1 all-reduce                      |
 | publish              | post_reduce | segment -> `.grad`s, cast or added if necessary     | nothing, or the segment read once |
 
+`pack` copies what is not there yet: weight gradients of large linear layers are computed in the packed buffer (`in_place.py`).
 `sum_terms` is for tensor-parallel parameters of whose gradients each rank has a term only (`tensor_parallel.py`).
 Where gradients are sent as codes, `launch` and `launch_over_replicas` have steps of their own (`quantized_reduce.py`).
 Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
-A single shard rank packs its gradients directly into the sharded ones, if there are none yet.
+A single shard rank packs its gradients directly into the sharded ones, if there are none yet. Without replicas, and where
+nothing is done to gradients on their way, it packs none (`unpacked.py`).
 `pack` returns everything that the later steps need. Between backwards a reduction holds only what `Held` names; what a failed
 reduction has packed counts as accumulated.
 """
@@ -20,77 +22,26 @@ reduction has packed counts as accumulated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
-from ..comm import Communicator, Event, Stream
+from ..comm import Communicator, Event, PreMulSum, Stream
 from ..kernels import add_into, pack_into
 from ..kernels.reference import BLOCK
 from .buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
-from .grad_layout import ALIGN, Piece, ReduceLayout, reduce_layout
+from .grad_layout import ALIGN, ReduceLayout, reduce_layout
+from .in_place import Given
 from .layout import Layout
-from .param import ShardedParam, outermost_stride, placement_of
+from .packed import Accumulated, Held, PackBuffer, PackedGrads, Result, lay_out
+from .param import ShardedParam, placement_of
 from .policy import Settings
 from .quantized_reduce import CodedAllReduce, CodedReduceScatter, CodedReduction
 from .ranges import Named
 from .scaling import Scaling
 from .sharded_grads import ShardedGrads
 from .term_sums import TermSum, term_sums
-
-
-class Held(Enum):
-    """What a reduction holds between backwards."""
-
-    NOTHING = auto()
-    ACCUMULATED = auto()  # packed gradients that are not reduced
-    PARTIAL = auto()  # gradients that are reduced within a replica only
-
-
-@dataclass(frozen=True, slots=True)
-class PackBuffer:
-    """A buffer for packed gradients, and its views: all of it, and piece by piece."""
-
-    buffer: FlatBuffer
-    flat: torch.Tensor
-    pieces: list[torch.Tensor]
-    gaps: list[torch.Tensor]  # between the pieces, if they are read: by codes, of which a block without a number is none
-
-    def zero_gaps(self) -> None:
-        for gap in self.gaps:
-            gap.zero_()
-
-
-class Accumulated(NamedTuple):
-    """Gradients of backwards without synchronisation."""
-
-    source: PackBuffer
-    positions: frozenset[int]
-
-
-class Result(Enum):
-    """What a reduction writes."""
-
-    GRADS = auto()  # the sharded gradients themselves
-    SCRATCH = auto()  # values that are converted, or added to earlier gradients
-    PARTIAL = auto()  # values that a later backward reduces over the replicas
-
-
-class PackedGrads(NamedTuple):
-    """Gradients on their way through one reduction. (A tuple: a frozen dataclass takes three times as long to make.)"""
-
-    source: PackBuffer  # what is sent
-    out: torch.Tensor  # (s,) what is received: the sharded gradients themselves, or scratch
-    scaling: Scaling
-    positions: frozenset[int]  # of the parameters that have a gradient in it
-    fresh: Sequence[int]  # of these, the parameters without an earlier gradient
-    result: Result
-    adds_partial: bool  # to what earlier backwards have reduced within the replica
-    used: Sequence[FlatBuffer]  # to be released on the compute stream after publish()
-
+from .unpacked import UnpackedGrads
 
 _NONE: frozenset[int] = frozenset()
 
@@ -118,7 +69,12 @@ class GradientReduction:
     _partial_flat: torch.Tensor  # (s,)
     _ordinary: PackBuffer
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
+    _comm_buffer: CommBuffer | None  # in which that is
     _in_place: PackBuffer | None  # a single shard rank's sharded gradients
+    _unpacked: UnpackedGrads | None  # what is published as it is, unless the settings say otherwise
+    _early: PackBuffer | None  # where place() has made tensors since the last pack(); written by these and drop_early()
+    _published: Event | None  # after which nobody reads what was published of `_in_place`; written by publish()
+    _given: Given  # what place() has made since the last pack()
     _is_coded: bool  # over the shard ranks, the replicas, or both
     _reduce_scatter: CodedReduceScatter | None  # of `_ordinary`
     _all_reduce: CodedAllReduce | None
@@ -150,7 +106,8 @@ class GradientReduction:
         self._uncut = self._layout.uncut
         self._ranks = comm.size * (1 if replicas is None else replicas.size)
         self._everything = frozenset(range(len(trainable)))
-        self._accumulated = None
+        self._accumulated, self._early, self._published = None, None, None
+        self._given = Given()
         self._partial_positions = _NONE
         segment = self._layout.segment_numel
         self._partial = FlatBuffer(segment * dtype.itemsize, comm.device, memory, BufferKind.PARTIAL, group)
@@ -160,6 +117,8 @@ class GradientReduction:
         self.grads = ShardedGrads(self.params, placements, self._layout, comm.rank, dtype, comm.device, memory, group)
         self._make_pack_buffers(comm_buffer, memory, group, coded)
         self.partial_sums = term_sums(self.params, self._layout, self._ordinary.pieces, dtype, memory, group)
+        may_leave = self._in_place is not None and replicas is None and coded is None and not self.partial_sums
+        self._unpacked = UnpackedGrads(self.params, group) if may_leave else None
 
     def _make_pack_buffers(
         self, comm_buffer: CommBuffer | None, memory: MemoryCounter, group: Named, coded: CodedReduction | None
@@ -181,31 +140,24 @@ class GradientReduction:
         ordinary.seal()
         self.launches_jointly = custom is None and self._reduce_scatter is None
         self.launches_jointly_over_replicas = self._all_reduce is None
-        self._in_comm_buffer = self._in_place = None
+        self._in_comm_buffer = self._in_place = self._comm_buffer = None
         if comm_buffer is not None and nbytes <= comm_buffer.nbytes:
+            self._comm_buffer = comm_buffer
             self._in_comm_buffer = self._lay_out(CommFlatBuffer(nbytes, comm_buffer, memory, BufferKind.PACKED, group))
         if comm.size == 1 and self.grads.segment is not None and custom is None:
             self._in_place = self._lay_out(self.grads.buffer)
         self.grads.buffer.seal()
 
     def _lay_out(self, buffer: FlatBuffer) -> PackBuffer:
-        flat = buffer.view(self._dtype, 0, (buffer.nbytes // self._dtype.itemsize,))
-        gaps = [flat[start:stop] for start, stop in self._layout.gaps(self._comm.size)] if self._is_coded else []
-        return PackBuffer(buffer, flat, [self._piece_view(buffer, piece) for piece in self._layout.pieces], gaps)
-
-    def _piece_view(self, buffer: FlatBuffer, piece: Piece) -> torch.Tensor:
-        param, numel = self.params[piece.position], piece.stop - piece.start
-        shape, stride = torch.Size((numel,)), None
-        if numel == param.shape.numel():
-            shape, stride = param.shape, outermost_stride(param.shape, param.dim)
-        return buffer.view(self._dtype, piece.offset * self._dtype.itemsize, shape, stride)
+        gaps = self._layout.gaps(self._comm.size) if self._is_coded else []
+        return lay_out(buffer, self._layout.pieces, self.params, self._dtype, gaps)
 
     # ------------------------------------------------------------------ what is held between backwards
 
     @property
     def held(self) -> Held:
         """What earlier backwards have left; ACCUMULATED also if there are partial gradients beside."""
-        if self._accumulated is not None:
+        if self._accumulated is not None or (self._unpacked is not None and self._unpacked.kept):
             return Held.ACCUMULATED
         return Held.PARTIAL if self._partial_positions else Held.NOTHING
 
@@ -226,7 +178,10 @@ class GradientReduction:
 
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""
+        self.drop_early()
         self._accumulated, self._partial_positions = None, _NONE
+        if self._unpacked is not None:
+            self._unpacked.kept = ()
         for buffer in (self._ordinary.buffer, self.grads.scratch, self._partial):
             buffer.release()
         if self._in_comm_buffer is not None:
@@ -235,13 +190,69 @@ class GradientReduction:
             if each is not None:
                 each.discard()
 
+    # ------------------------------------------------------------------ gradients that are computed where they are packed
+
+    def has_place(self, position: int) -> bool:
+        """place() may make a tensor for this parameter: it is packed as one piece, as it is."""
+        sends_numbers = self._settings.reduce_scatter is None and not self._is_coded
+        is_packed = self._ranks > 1 and self.params[position].unsharded.dtype == self._dtype
+        return sends_numbers and is_packed and position in self._ordinary.whole
+
+    def place(self, position: int, compute: Stream) -> torch.Tensor | None:
+        """A tensor where pack() would copy this gradient, which autograd computes there and has as the gradient until then.
+
+        None: there is none now, or it was made since the last pack(). Only for parameters that `has_place`.
+        """
+        if position in self._given or self._accumulated is not None:
+            return None
+        if self._scaling().before != 1.0 or self._settings.reduce_hook is not None:  # which sees zeros between the gradients
+            return None
+        if self._early is None:
+            self._early = self._early_source(compute)
+        return None if self._early is None else self._given.give(position, self._early.whole[position])
+
+    def _early_source(self, compute: Stream) -> PackBuffer | None:
+        """The buffer that pack() will use, to be written now; None if another reduction has it, or might until then."""
+        if not self._settings.sync_gradients:
+            source = self._ordinary
+        else:
+            source = self._source(fills_grads=self._publishes and self.held is Held.NOTHING and self.grads.are_missing)
+        if source is self._in_place:
+            if self._published is not None:
+                compute.wait(self._published)  # hooks on the gradients may still read them
+            self.grads.allocate(compute)
+            return source
+        if self._comm_buffer is not None and self._settings.sync_gradients:
+            # Cost: while the last reduction is under way, this one is packed. A second buffer would hold more memory.
+            return source if self._comm_buffer.lend(compute, self.drop_early) else None
+        if not source.buffer.available:
+            return None
+        compute.submit(source.buffer.allocate)
+        return source
+
+    def drop_early(self, compute: Stream | None = None) -> None:
+        """End what place() has begun. compute: the stream that has allocated memory for it, to be freed."""
+        early, self._early = self._early, None
+        if early is not None:
+            self._given.copy_away([param.unsharded.grad for param in self.params], early.whole)
+        if early is self._ordinary and compute is not None:
+            compute.submit(early.buffer.release)
+        elif early is not None and early is self._in_comm_buffer and self._comm_buffer is not None:
+            self._comm_buffer.end_loan()
+
     # ------------------------------------------------------------------ a reduction, in order
 
     def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream) -> PackedGrads | None:
         """Copy gradients into a buffer, or add them to accumulated ones. None in `grads`: that parameter has none.
 
-        Returns what to launch and publish; None without synchronisation of gradients: then they stay here, accumulated.
+        Returns what to launch and publish; None without synchronisation of gradients: then they stay here, accumulated. None
+        also if they are published already, as they are.
         """
+        if self._unpacked is not None:
+            grads = self._unpacked.with_kept(grads, compute)
+            if self._accumulated is None and self._unpacked.takes(grads, self._settings):
+                self._unpacked.leave(grads, self.grads, compute, publish=self._settings.sync_gradients)
+                return None
         settings, held, everything = self._settings, self._accumulated, self._everything
         sources, given = [grad for grad in grads if grad is not None], everything
         if len(sources) < len(grads):
@@ -249,23 +260,35 @@ class GradientReduction:
         positions = everything if settings.reduce_unused else given
         if held is not None:
             positions |= held.positions
-        scaling = Scaling.of(
-            self._dtype, self._ranks, self._comm.size, settings.divide_factor, settings.force_sum, self._is_coded
-        )
-        packed, first = None, held is None
+        scaling, packed, first = self._scaling(), None, held is None
         if settings.sync_gradients:
             self._accumulated = packed = self._prepare(positions, scaling, compute)
             source = packed.source
         else:
             source = self._ordinary if held is None else held.source
-            if first:
-                self._allocate(source, compute)
             self._accumulated = Accumulated(source, positions)
-        if self._uncut and given is everything:
-            compute.submit(partial(pack_into if first else add_into, source.pieces, sources, scaling.before))
+        in_place = self._take_early(source, grads, compute)
+        if first:
+            compute.submit(source.buffer.allocate)
+            self._zero_padding(source, compute)
+        copy = pack_into if first else add_into
+        if self._uncut and given is everything and not in_place:
+            compute.submit(partial(copy, source.pieces, sources, scaling.before))
         else:
-            compute.submit(partial(self._pack_pieces, source, grads, scaling.before, first))
+            compute.submit(partial(source.fill, grads, scaling.before, copy, in_place))
         return packed
+
+    def _take_early(self, source: PackBuffer, grads: Sequence[torch.Tensor | None], compute: Stream) -> frozenset[int]:
+        """Which of these gradients are in `source`, which is about to be written. What place() has begun is over."""
+        if self._early is None:
+            return _NONE
+        in_place = self._given.arrived(grads, source.whole) if self._early is source else _NONE
+        self.drop_early(None if self._early is source else compute)
+        return in_place
+
+    def _scaling(self) -> Scaling:
+        settings = self._settings
+        return Scaling.of(self._dtype, self._ranks, self._comm.size, settings.divide_factor, settings.force_sum, self._is_coded)
 
     def _prepare(self, positions: frozenset[int], scaling: Scaling, compute: Stream) -> PackedGrads:
         """Allocate what the reduction will write: the gradients themselves, if it is all of them, without a conversion."""
@@ -288,27 +311,22 @@ class GradientReduction:
             out = self.grads.scratch_flat
             compute.submit(self.grads.scratch.allocate)
             used += (self.grads.scratch,)
-        source = self._source(result, compute)
+        held = self._accumulated
+        source = self._source(fills_grads=result is Result.GRADS) if held is None else held.source
         if source is not self._in_place:
             used += (source.buffer,)
         return PackedGrads(source, out, scaling, positions, fresh, result, adds_partial, used)
 
-    def _source(self, result: Result, compute: Stream) -> PackBuffer:
-        """Where to pack gradients that are reduced at once."""
-        if self._accumulated is not None:
-            return self._accumulated.source
-        if result is Result.GRADS and self._in_place is not None:
-            self._zero_padding(self._in_place, compute)  # it is allocated, as the output
+    def _source(self, *, fills_grads: bool) -> PackBuffer:
+        """Where to pack gradients that are reduced at once, if none are packed. fills_grads: all of the result is gradients.
+
+        Invariant: the order of reductions alone decides whether that is the `CommBuffer`: NCCL must know the memory of all
+        ranks, or of none. What place() has made there, on this rank only, is copied away when another group packs.
+        """
+        if fills_grads and self._in_place is not None:
             return self._in_place
         source = self._in_comm_buffer
-        if source is None or not source.buffer.available:
-            source = self._ordinary
-        self._allocate(source, compute)
-        return source
-
-    def _allocate(self, source: PackBuffer, compute: Stream) -> None:
-        compute.submit(source.buffer.allocate)
-        self._zero_padding(source, compute)
+        return self._ordinary if source is None or not source.buffer.available else source
 
     def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
         """Custom collectives and hooks see the padding; where codes are sent it shares their blocks."""
@@ -316,18 +334,6 @@ class GradientReduction:
             compute.submit(source.flat.zero_)
         elif source.gaps:
             compute.submit(source.zero_gaps)
-
-    def _pack_pieces(self, source: PackBuffer, grads: Sequence[torch.Tensor | None], scale: float, first: bool) -> None:
-        """Pack piece by piece; a parameter without a gradient contributes zeros."""
-        views, sources = [], []
-        for piece, view in zip(self._layout.pieces, source.pieces, strict=True):
-            grad = grads[piece.position]
-            if grad is not None:
-                views.append(view)
-                sources.append(piece.of(grad, self.params[piece.position].dim))
-            elif first:
-                view.zero_()
-        (pack_into if first else add_into)(views, sources, scale)
 
     def sum_terms(self, packed: PackedGrads, stream: Stream) -> None:
         """Add up the terms of gradients that tensor-parallel ranks have packed."""
@@ -340,6 +346,9 @@ class GradientReduction:
         if self._reduce_scatter is not None:
             self._reduce_scatter.run(packed.out, stream)
         elif custom is None:
+            is_there = packed.source is self._in_place and packed.result is Result.GRADS
+            if is_there and not isinstance(packed.scaling.op, PreMulSum):
+                return  # a single rank's gradients are its average
             self._comm.reduce_scatter(packed.out, packed.source.flat, packed.scaling.op, stream=stream)
         else:
             custom(packed.out, packed.source.flat, packed.scaling.op, self._comm, stream)
@@ -370,18 +379,20 @@ class GradientReduction:
         if packed.scaling.after != 1.0:
             stream.submit(partial(packed.out.mul_, packed.scaling.after))
         if self._settings.reduce_hook is not None:
-            self._call_hook(self._settings.reduce_hook, packed.out, stream)
+            _call_hook(self._settings.reduce_hook, packed.out, stream, self._settings.reduce_hook_stream or stream)
         grads = self.grads
         if packed.result is Result.SCRATCH:
             older = {position: grads.older(position) for position in packed.positions.difference(packed.fresh)}
             stream.submit(partial(grads.fold, packed.fresh, older))
         grads.assign(packed.fresh)
         grads.call_hooks(packed.positions, stream)
+        if packed.source is self._in_place:
+            self._published = stream.record()
 
-    def _call_hook(self, hook: Callable[[torch.Tensor], None], out: torch.Tensor, stream: Stream) -> None:
-        hook_stream = self._settings.reduce_hook_stream or stream
-        if hook_stream is not stream:
-            hook_stream.wait(stream.record())
-        hook_stream.submit(partial(hook, out))
-        if hook_stream is not stream:
-            stream.wait(hook_stream.record())
+
+def _call_hook(hook: Callable[[torch.Tensor], None], out: torch.Tensor, stream: Stream, hook_stream: Stream) -> None:
+    if hook_stream is not stream:
+        hook_stream.wait(stream.record())
+    hook_stream.submit(partial(hook, out))
+    if hook_stream is not stream:
+        stream.wait(hook_stream.record())

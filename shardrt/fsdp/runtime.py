@@ -11,18 +11,23 @@ import torch
 from torch import nn
 
 from .. import comm
+from ..comm import malloc
 from ..torch_internals import outside_transforms, queue_backward_callback
 from . import context, registered, symmetric_windows, trace
 from .autograd import Phase, Progress, TensorWatcher
 from .buffers import Handoff
 from .extension import split_hooked
+from .grad_layout import reduce_layout
 from .moves import warn_of_unwritten
-from .param_group import ParamGroup, packed_nbytes
+from .packed import PackedGrads
+from .param_group import ParamGroup
 from .policy import RootSettings
 from .prefetch import PrefetchQueue
 from .ranges import ranged
-from .reduce import GradientReduction, PackedGrads
+from .reduce import GradientReduction
 from .trace import Step
+
+_ONLY_FORWARD = 4  # forwards without a backward after which none is expected
 
 
 class Runtime(context.Context):
@@ -40,6 +45,8 @@ class Runtime(context.Context):
     _in_flight: deque[tuple[Set[ParamGroup], Handoff]]  # the newest reductions, and the buffers that they use
     _reductions_in_flight: int  # at most; written when an iteration begins
     _reduced: set[ParamGroup]  # in this backward
+    _forwards: int  # begun so far
+    _first_written: int | None  # `_writes()` when the first backward ended
     _end_queued: bool  # a backward is under way, and will call _end_backward()
 
     def __init__(self, root: ParamGroup) -> None:
@@ -48,11 +55,12 @@ class Runtime(context.Context):
         assert root.root_settings is not None, "it has no parent"
         self.root = root
         self._settings = root.root_settings
-        self.prefetch = PrefetchQueue()
+        self.prefetch = PrefetchQueue(self.streams.gather)
         self.watcher = TensorWatcher()
         self._to_reduce, self._to_reduce_nbytes = {}, 0
         self._in_flight, self._reductions_in_flight = deque(), 1
         self._reduced = set()
+        self._forwards, self._first_written = 0, None
         self._end_queued = False
         names = {module: name for name, module in root.modules[0].named_modules()}
         _rename(root, groups, names)
@@ -96,8 +104,14 @@ class Runtime(context.Context):
             self._begin_iteration()
 
     def _begin_iteration(self) -> None:
+        self._forwards += 1
+        if not malloc.keeps and self._has_allocated():
+            malloc.trim()
+            malloc.keep_freed_memory()
         done = self._settings.take_post_optim_event()
         self.streams.begin(done)
+        if done is not None and any(group.gather.resident for group in self.groups):
+            self.streams.compute.wait(done)  # it reads the shards themselves
         for group in self.groups:
             group.begin()
         if self._settings.free_gradients:
@@ -107,6 +121,18 @@ class Runtime(context.Context):
                     group.reduction.free_grads(read)
         self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
         self.prefetch.begin(self._settings.prefetch)
+
+    def _has_allocated(self) -> bool:
+        """What lasts is allocated, as far as can be told: an optimizer has taken gradients, or there will be none."""
+        if self._first_written is None:
+            return self._forwards > _ONLY_FORWARD
+        reductions = [group.reduction for group in self.groups if group.reduction is not None]
+        return self._writes() != self._first_written or all(reduction.grads.are_missing for reduction in reductions)
+
+    def _writes(self) -> int:
+        """How often trainable shards were written: also by optimizers whose gradients stay, or are dropped after a forward."""
+        params = [param for group in self.groups for param in group.params if param.sharded.requires_grad]
+        return sum(param.sharded._local_tensor._version for param in params)  # type: ignore[attr-defined]
 
     def end_forward(self) -> None:
         """The root's forward is over: free what was gathered ahead and not used."""
@@ -161,7 +187,8 @@ class Runtime(context.Context):
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
             with ranged("FSDP::post_backward_accumulate", *self._to_reduce):
                 packed = {group: self._pack(group) for group in self._to_reduce}
-            self._send({group: grads for group, grads in packed.items() if grads is not None})
+            if sent := {group: grads for group, grads in packed.items() if grads is not None}:
+                self._send(sent)
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
 
@@ -183,6 +210,8 @@ class Runtime(context.Context):
                 _reduction(group).publish(grads, streams.post_reduce)
         used = [buffer for grads in packed.values() for buffer in grads.used]
         self._in_flight.append((set(packed), Handoff(used, streams.post_reduce.record(), streams.compute)))
+        if not streams.post_reduce.overlaps:
+            self._retire(0)  # it has run
         self._reduced.update(packed)
 
     def _reduce(self, packed: dict[ParamGroup, PackedGrads]) -> None:
@@ -236,10 +265,14 @@ class Runtime(context.Context):
             self._reduce_bucket()
         self._reduced.clear()
         for group in self.groups:
+            if group.reduction is not None:
+                group.reduction.drop_early(self.streams.compute)
             if group.calls.phase is Phase.BACKWARD:
                 group.calls.end_backward(group)
             if group.ready is not None:
                 group.finish_backward()
+        if self._first_written is None:
+            self._first_written = self._writes()
         if self._settings.is_last_backward:
             self.settle()
 
@@ -248,7 +281,10 @@ class Runtime(context.Context):
         self._retire(0)
         done = self.streams.post_reduce.record()
         self.streams.compute.wait(done)
-        comm.current_stream(self.streams.device).wait(done)  # where the optimizer runs
+        caller = comm.current_stream(self.streams.device)  # where the optimizer runs
+        caller.wait(done)
+        if caller != self.streams.compute:
+            caller.wait(self.streams.compute.record())  # which publishes what needs no reduction
         if any(group.offloads for group in self.groups):
             self.streams.synchronize()  # the optimizer reads the gradients on the host, which waits for no stream
 
@@ -257,7 +293,7 @@ class Runtime(context.Context):
         self._end_queued = False
         if trace.listener is not None:
             trace.listener.end_backward(self.streams.compute)
-        self.prefetch = PrefetchQueue()  # what it has recorded may differ between ranks
+        self.prefetch = PrefetchQueue(self.streams.gather)  # what it has recorded may differ between ranks
         self.streams.recover()
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
@@ -273,6 +309,14 @@ class Runtime(context.Context):
 def _reduction(group: ParamGroup) -> GradientReduction:
     assert group.reduction is not None, "it has packed"
     return group.reduction
+
+
+def packed_nbytes(group: ParamGroup) -> int:
+    """Bytes of a group's packed gradients when every parameter is trainable."""
+    if not group.params:
+        return 0
+    segment = reduce_layout(group.layout, range(len(group.params)), group.mesh.rank).segment_numel
+    return group.mesh.size * segment * group.mp_policy.reduction_dtype(param.dtype for param in group.params).itemsize
 
 
 def _rename(root: ParamGroup, groups: Iterable[ParamGroup], names: dict[nn.Module, str]) -> None:

@@ -1,7 +1,8 @@
 """The sharded gradients of a group: their memory, and how a reduced segment becomes them.
 
 Each gradient is a view of one buffer, the same view in every step, as with DDP's `gradient_as_bucket_view`. So the next
-backward overwrites a gradient that the user has kept beyond `zero_grad()`: clone it to keep it.
+backward overwrites a gradient that the user has kept beyond `zero_grad()`: clone it to keep it. (Not where a single rank
+publishes what autograd has made, `unpacked.py`.)
 """
 
 from __future__ import annotations
@@ -83,6 +84,11 @@ class ShardedGrads:
         sharded = self._sharded
         return [position for position in positions if sharded[position].grad is None]
 
+    @property
+    def are_missing(self) -> bool:
+        """No parameter has a gradient from before."""
+        return all(param.grad is None for param in self._sharded)
+
     def allocate(self, stream: Stream) -> None:
         """Back the gradients with memory, on this stream. No-op if they are."""
         if self.buffer.available:
@@ -91,7 +97,7 @@ class ShardedGrads:
 
     def free(self, done: Sequence[Event]) -> None:
         """Free the memory once `done` have passed, unless some parameter has a gradient. Views of it become invalid."""
-        if self.buffer.available or any(param.grad is not None for param in self._sharded):
+        if self.buffer.available or not self.are_missing:
             return
         for event in done:
             self._stream.wait(event)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from .in_place import LinearWeight, Place, computes_in_place
 from .param import Attributes, GatheredParameter, ShardedParam
 
 
@@ -19,20 +20,34 @@ class VisibleParams:
     unsharded: bool  # the modules see the unsharded parameters
     exposed: bool  # the user can reach the unsharded parameters
     _owners: list[tuple[dict[str, nn.Parameter | None] | Attributes, str, ShardedParam]]  # registry, attribute, parameter
-    _plain: list[ShardedParam]  # whose unsharded parameter is of no subclass; written by attach()
-    _versions: list[int]  # of the unsharded parameters of `_plain`; written by attach() and expose()
+    linear: Sequence[tuple[nn.Parameter, Place]]  # unsharded ones whose gradients have a place; written by set_linear()
+    _watched: list[ShardedParam]  # whose unsharded parameter is of no subclass; written by attach()
+    _plain: list[nn.Parameter]  # these unsharded parameters; written by attach()
+    _versions: list[int]  # of `_plain`; written by attach() and expose()
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.unsharded = False
         self.exposed = False
+        self.linear = ()
         self._owners = [(owner.registry, owner.attribute, param) for param in params for owner in param.owners]
-        self._plain = []
-        self._versions = []
+        self._watched, self._plain, self._versions = [], [], []
 
     def attach(self, params: Sequence[ShardedParam]) -> None:
         """The unsharded parameters are made; the user has not seen them yet."""
         self.exposed, self._versions = False, []
-        self._plain = [param for param in params if type(param.unsharded) is nn.Parameter]
+        self._watched = [param for param in params if type(param.unsharded) is nn.Parameter]
+        self._plain = [param.unsharded for param in self._watched]
+
+    def set_linear(self, linear: Sequence[tuple[nn.Parameter, Place]]) -> None:
+        """From the next forward on, gradients of these unsharded weights have places, and others have none."""
+        self._hide_places()
+        self.linear = linear
+
+    def _hide_places(self) -> None:
+        for weight, _ in self.linear:
+            weight.__dict__.pop("place", None)
+            if type(weight) is LinearWeight:
+                weight.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def as_expected(self) -> bool:
         """The modules have the group's own parameters, those that they should see now."""
@@ -66,26 +81,37 @@ class VisibleParams:
         for registry, attribute, param in self._owners:
             registry[attribute] = param.unsharded if self.unsharded else param.sharded
 
+    def follow_grad_mode(self) -> None:
+        """Linear layers run now: let them compute gradients in place, or not. No-op while the user can reach the weights."""
+        if self.exposed:
+            return
+        if not computes_in_place():
+            self._hide_places()
+            return
+        for weight, place in self.linear:
+            weight.__class__, weight.place = LinearWeight, place  # type: ignore[attr-defined]
+
     def expose(self) -> None:
         """From now on the user's code can reach the unsharded parameters: notice what it writes to them. No-op if exposed."""
         if self.exposed:
             return
         self.exposed = True
-        for param in self._plain:
-            param.unsharded.__class__ = GatheredParameter
-            param.unsharded.sharded = param.sharded  # type: ignore[attr-defined]
-        self._versions = [param.unsharded._version for param in self._plain]
+        for param, watched in zip(self._plain, self._watched, strict=True):
+            param.__class__, param.sharded = GatheredParameter, watched.sharded  # type: ignore[attr-defined]
+        self._versions = [param._version for param in self._plain]
 
     def conceal(self) -> None:
         """The user cannot reach the unsharded parameters any more: write to the shards what was written to them.
 
         Only while they are exposed.
         """
-        for param, version in zip(self._plain, self._versions, strict=True):
-            if param.unsharded._version != version:
-                param.keep_writes()
+        versions = [param._version for param in self._plain]
+        if versions != self._versions:
+            for watched, version, known in zip(self._watched, versions, self._versions, strict=True):
+                if version != known:
+                    watched.keep_writes()
         self.exposed = False
         # Cost: operations on a subclass take 0.2 us longer, so inside forward and backward the parameters are plain.
         for param in self._plain:
-            param.unsharded.__class__ = nn.Parameter
-            param.unsharded.__dict__.pop("sharded", None)
+            param.__class__ = nn.Parameter
+            del param.sharded  # type: ignore[attr-defined]  # which cannot be pickled
