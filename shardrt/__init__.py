@@ -16,7 +16,6 @@ from .checkpoint import Run
 from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
 from .comm.version import __version__ as __version__
 from .fsdp.fully_shard import fully_shard, replicate
-from .fsdp.memory import memory_summary
 from .fsdp.module import FSDPModule, UnshardHandle, disable_fsdp_module_new_init
 from .fsdp.module_functions import register_fsdp_forward_method, share_comm_ctx, unsharded
 from .fsdp.policy import (
@@ -28,6 +27,8 @@ from .fsdp.policy import (
     QuantizationPolicy,
     ShardPlacementResult,
 )
+from .memory.account import MemoryAccount
+from .memory.summary import memory_summary
 from .metrics import Metrics
 from .optim import clip_grad_norm_, offload_state_to_disk
 from .parallel.random import manual_seed
@@ -47,6 +48,7 @@ __all__ = [
     "DeviceMesh",
     "FSDPModule",
     "FlatShard",
+    "MemoryAccount",
     "Metrics",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import resource
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from .comm import ReduceOp, World, world
 from .comm.exposure import Exposure
+from .memory.process import lifetime_peak
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -202,9 +202,9 @@ def _counter() -> FlopCounterMode:
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """This rank's memory; its peaks begin anew."""
+    """This rank's memory; on a GPU its peaks begin anew."""
     if device.type != "cuda":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB  # in KiB on Linux
+        peak = lifetime_peak() / _GIB
         active, reserved, retries, ooms = peak, peak, 0, 0
     else:
         stats = torch.cuda.memory_stats(device)

@@ -4,15 +4,26 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import nn
 
 import parity
 from bench import forecast, step
 from bench.checkpoint_metadata import simulate
+from bench.host_time import HostTime, per_group
+from bench.step_results import Round, header, host_line, inside_and_waiting, part_rows, row, summarize
+from bench.workers import AdamWOfShare, Call, Optimizer, Run, Timing, adamw
 from common.models import CASES
+from ranks import on_ranks
+from shardrt import World
+from shardrt.comm import ReduceOp
+from shardrt.comm.control import hooked
 from shardrt.plan.hardware import load_sheet
 
 ROOT = Path(__file__).parent.parent
@@ -32,19 +43,125 @@ def run_script(script: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.all
 def test_last_line_is_json_and_the_losses_agree() -> None:
-    summary = run_script(BENCH, "--models", "tiny", "--ranks", "2", "--rounds", "1", "--steps", "2")
+    summary = run_script(BENCH, "--models", "tiny", "--ranks", "1", "2", "--rounds", "1", "--steps", "2")
+    for ranks, result in enumerate(summary["results"], start=1):
+        assert (result["model"], result["ranks"], result["peer"]) == ("tiny", ranks, "fsdp2")
+        assert result["agreement"] == "bitwise"
+        assert result["ratios"]["fsdp2"]["ms"] == result["ms"]["shardrt"] / result["ms"]["fsdp2"]
+        assert min(*result["ms"].values(), *result["peak_mb"].values(), result["ratios"]["lone"]["peak_mb"]) > 0
+    assert summary["results"][1]["parts_ms"]["shardrt"]["collectives"] > 0
+    assert 0 < summary["host"]["shardrt"]["median_us"] < summary["host"]["fsdp2"]["median_us"]
+
+
+@pytest.mark.all
+def test_replicas_beside_those_of_torch() -> None:
+    summary = run_script(BENCH, "--replicate", "--models", "tiny", "--no-host-time", "--rounds", "1", "--steps", "1")
     (result,) = summary["results"]
-    assert (result["model"], result["ranks"], result["agreement"]) == ("tiny", 2, "bitwise")
-    assert result["ratio_fsdp2"] == result["ms"]["shardrt"] / result["ms"]["fsdp2"]
-    assert min(*result["ms"].values(), *result["peak_mb"].values(), summary["host"]["median_us"]) > 0
+    assert (result["ranks"], result["peer"], result["agreement"]) == (2, "ddp", "bitwise")
+    assert set(result["ratios"]) == {"ddp", "lone"}
 
 
 @pytest.mark.all
 def test_tensor_parallel_losses_agree_with_those_of_torch() -> None:
-    summary = run_script(BENCH, "--tp", "2", "--ranks", "2", "--rounds", "1", "--steps", "1")
+    summary = run_script(BENCH, "--tp", "2", "--rounds", "1", "--steps", "1")
     (result,) = summary["results"]
-    assert (result["model"], result["ranks"], result["tp"], result["ratio_floor"]) == ("gpt-512", 2, 2, None)
+    assert (result["model"], result["ranks"], result["tp"], set(result["ratios"])) == ("gpt-512", 2, 2, {"fsdp2"})
     assert not result["agreement"].startswith("DIFFER"), result["agreement"]
+
+
+def timing(seconds: list[float], peak: float, *calls: list[Call]) -> Timing:
+    """Of one rank: a half of each step is the forward, a quarter the backward."""
+    halves, quarters = [each / 2 for each in seconds], [each / 4 for each in seconds]
+    return Timing(seconds, halves, quarters, quarters, list(calls), [1.0, 0.5], 100.0, peak, peak)
+
+
+def test_figures_of_a_benchmark_are_medians_over_steps_and_means_over_ranks() -> None:
+    # Two steps of 0.2 s and 0.4 s (means of 0.1 and 0.3, 0.4 and 0.4); rank 1 comes 0.04 s late to the first step's call.
+    late = [[("world 7", 1.00, 1.10)], [("world 8", 2.0, 2.02)]]
+    later = [[("world 7", 1.04, 1.10)], [("world 8", 2.0, 2.02)]]
+    first: Round = {
+        "shardrt": [timing([0.1, 0.4], 300.0, *late), timing([0.3, 0.4], 400.0, *later)],
+        "fsdp2": [timing([0.4, 0.8], 500.0, [], [])] * 2,
+        "lone": [timing([0.2, 0.2], 320.0, [], [])] * 2,
+    }
+    quick = replace(first["shardrt"][0], seconds=[0.1, 0.1])
+    result = summarize("tiny", 2, 1, [first, first | {"shardrt": [quick, quick]}])
+    assert result.peer == "fsdp2"
+    assert result.ms == pytest.approx({"shardrt": 150, "fsdp2": 600, "lone": 200})  # of 200, 400, 100, 100
+    assert result.best_ms["shardrt"] == pytest.approx(100)
+    assert result.peak_mb == {"shardrt": 400, "fsdp2": 500, "lone": 320}
+    assert result.grown_mb["shardrt"] == 300
+    assert result.ratios["lone"].ms == pytest.approx(0.75)
+    assert result.ratios["lone"].peak_mb == pytest.approx(1.25)
+    assert result.ratios["fsdp2"].ms_by_round == pytest.approx([0.5, 1 / 6])
+    assert result.host_ms["lone"] == pytest.approx(150)
+    lone = result.parts_ms["lone"]
+    assert (lone.forward, lone.backward, lone.optimizer) == pytest.approx((100, 50, 50))
+    assert lone.collectives is lone.waiting is None
+    first_line, *others = part_rows(result).splitlines()
+    assert first_line.endswith("waiting for other ranks 0.0 of them")
+    assert len(others) == 2
+    cells = row(result).split()
+    assert cells[:7] == ["tiny", "2", "150.0", "600.0", "200.0", "0.25", "0.75"]
+    assert cells[7:13] == ["400", "500", "320", "0.80", "1.25", "bitwise"]
+    assert len(header("fsdp2").splitlines()[1].split()) == 2 + 5 + 2 + 5 + 2 + 1, "two columns have names of two words"
+
+
+def test_ranks_wait_in_a_collective_until_the_last_one_has_come() -> None:
+    early, late = [("a", 1.0, 1.5), ("b", 2.0, 2.25)], [("a", 1.25, 1.5), ("b", 2.0, 2.25)]
+    assert inside_and_waiting([early, late]) == (0.625, 0.125)
+    other = [("c", 1.0, 1.5)]  # on a communicator of its own
+    assert inside_and_waiting([early, other]) == (0.625, 0.0)
+    left = [("a", 1.0, 1.125), ("b", 2.0, 2.25)]  # does not need the other rank
+    assert inside_and_waiting([left, late]) == (0.4375, 0.0625)
+
+
+@on_ranks(2)
+def test_calls_have_the_same_names_on_all_ranks(world: World) -> None:
+    from bench.calls import CallTimes
+
+    calls, value = CallTimes(), torch.ones(4, device=world.device)
+    with hooked(calls):
+        world.comm.all_reduce(value, value, ReduceOp.SUM, stream=world.stream).synchronize()
+        ((name, came, left),) = calls.take()
+        assert calls.take() == []
+    assert came < left
+    assert world.comm.differing(name) is None
+
+
+def test_host_time_is_what_a_sharded_step_takes_longer() -> None:
+    found = per_group([(5e-3, 1e-3), (9e-3, 2e-3), (6e-3, 1e-3)], groups=100)
+    assert (found.median_us, found.best_us) == pytest.approx((50, 40))
+    line = host_line({"shardrt": found, "fsdp2": HostTime(200.0, 100.0)})
+    assert line.endswith("50 us (at best 40), FSDP2 200 (100), ratio 0.25 (0.40)")
+
+
+def test_shares_of_an_optimizer_add_up_to_the_whole() -> None:
+    torch.manual_seed(0)
+    run = Run("cpu", 1, fused=False)
+    start, grads = [torch.randn(5, 3), torch.randn(2)], [torch.randn(5, 3), torch.randn(2)]
+
+    def stepped(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[torch.Tensor]:
+        parameters = [nn.Parameter(each.clone()) for each in start]
+        optimizer = make(parameters)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in parameters)
+        return [parameter.detach() for parameter in parameters]
+
+    whole = stepped(lambda parameters: adamw(parameters, run))
+    changes = [torch.zeros_like(each) for each in start]
+    for rank in range(4):
+        shares = stepped(lambda parameters, rank=rank: AdamWOfShare(parameters, rank, 4, run))  # type: ignore[misc]
+        for change, share, before in zip(changes, shares, start, strict=True):
+            moved = share != before
+            assert moved.sum() <= -(-before.numel() // 4)
+            assert not change[moved].any(), "no element has two owners"
+            change[moved] = share[moved]
+    for change, expected in zip(changes, whole, strict=True):
+        assert torch.equal(change, expected)
 
 
 @pytest.mark.all
@@ -70,6 +187,11 @@ def test_the_model_of_a_forecast_is_the_one_that_is_measured() -> None:
     ("options", "message"),
     [
         (("--tp", "2", "--ranks", "3"), "--ranks 3 does not divide by --tp 2"),
+        (("--tp", "2", "--replicate"), "--replicate and --tp: give one of them"),
+        (
+            ("--replicate", "--models", "gpt-1b"),
+            "--replicate: model gpt-1b computes in torch.bfloat16, which DDP does not: choose others",
+        ),
         (("--tp", "2", "--models", "mlp"), "--tp 2: model mlp has no plan, use a GPT"),
     ],
 )
@@ -80,6 +202,14 @@ def test_bad_options_of_the_step_benchmark(
     with pytest.raises(SystemExit, match="2"):
         step.main()
     assert capfd.readouterr().err == f"step.py: error: {message}\n"
+
+
+def test_help_of_the_step_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["step.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        step.main()
+    text = capsys.readouterr().out
+    assert {"--replicate", "--parts", "lone", *step.MODELS} <= set(text.replace(",", " ").split())
 
 
 def test_host_time_of_a_block() -> None:

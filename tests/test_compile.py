@@ -258,10 +258,10 @@ def test_the_same_bits_buffers_and_schedule_as_without(world: World) -> None:
     """Gathers and frees have the same order: the compiled backward uses no parameter earlier or later."""
     eager = OfNormed()
     compiled = copy.deepcopy(eager)
-    shard_blocks(eager)
-    blocks_last(compiled)
-    events = [gathers_of(model) for model in (eager, compiled)]
     with compiler() as counts, buckets_of(0):
+        shard_blocks(eager)
+        blocks_last(compiled)
+        events = [gathers_of(model) for model in (eager, compiled)]
         for step in range(3):
             for model in (eager, compiled):
                 loss_of(model, batch(step).float().chunk(world.size)[world.rank]).backward()

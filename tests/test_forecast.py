@@ -225,6 +225,6 @@ def test_a_dry_run_does_what_a_run_does(world: World, case: str) -> None:
     real_notes = world.recorder.notes(since=began)
     with dry_world(world.size, rank=world.rank, inline=True) as dry, OPERATIONS:
         forecast, notes = trained(CASES[case], dry), dry.recorder.notes(since=-1.0)
-    assert len(real) > 30
+    assert len(real) > 30 or world.size == 1  # which gathers and packs next to nothing
     assert forecast == real
     assert notes == real_notes

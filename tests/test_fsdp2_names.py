@@ -14,7 +14,7 @@ from ranks import on_ranks
 from shardrt.comm import Communicator, World, new_stream
 from shardrt.fsdp import ranges, symmetric_windows
 from shardrt.fsdp.buffers import CommBuffer
-from toys import OddMLP, batch, buckets_of, compare, loss_of, shard_blocks, train_side_by_side
+from toys import OddMLP, batch, buckets_of, compare, loss_of, overlapping, shard_blocks, train_side_by_side
 
 
 def test_axes_of_a_larger_mesh_are_named() -> None:
@@ -172,6 +172,7 @@ def around(events: Sequence[tuple[str, float, float]], inner: str) -> list[str]:
 
 
 @on_ranks(2)
+@overlapping()
 def test_ranges_in_a_profile(world: World) -> None:
     """Ranges have FSDP2's names and nesting. None stays open after an exception, none is made without a profiler."""
     model = shard_blocks(OddMLP(layers=2))

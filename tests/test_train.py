@@ -139,7 +139,8 @@ def test_tensor_parallel_ranks_in_float32(alone: Run, tmp_path: Path) -> None:
     assert done.curve() == pytest.approx(alone.curve(), rel=0, abs=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "tolerance"), [pytest.param(2, 0.0, marks=pytest.mark.all), (3, 1e-12)])
+@pytest.mark.all
+@pytest.mark.parametrize(("ranks", "tolerance"), [(2, 0.0), (3, 1e-12)])
 def test_a_run_goes_on_on_any_number_of_ranks(tmp_path: Path, ranks: int, tolerance: float) -> None:
     """From step 5 of 10, with log lines of later steps, one of them cut off: bitwise on as many ranks, else nearly."""
     flags = f"{FLOAT64} --resume auto --save-every 5 --keep 2"

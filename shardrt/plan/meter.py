@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
+
 from ..comm.calls import CollectiveCall
 from ..comm.dry import DryStream, DryWorld
 from ..comm.streams import simulated
 from ..fsdp.buffers import BufferKind
 from ..fsdp.ranges import Named
+from ..memory.live import LiveBytes
 from ..torch_internals import OpOverload
 from .cost import Bound, Costs
 from .forecast_result import Moment
 from .history import History
-from .live import LiveBytes
 from .operations import Cost, Operations
 from .work import work_of
 
@@ -62,7 +64,7 @@ class Meter:
         self._host_kinds = host_kinds
         self._costs = costs
         self._launch_seconds = costs.launch_seconds
-        self.live = LiveBytes(self._changed)
+        self.live = LiveBytes("meta", self._changed)
         self.memory = dict.fromkeys((kind.value for kind in BufferKind), 0)
         self._total = 0
         self._newest = ""  # the group whose buffer has changed last
@@ -111,10 +113,21 @@ class Meter:
     def buffer_changed(self, kind: BufferKind, group: Named, nbytes: int) -> None:
         """Observe `MemoryCounter`s."""
         self._newest = group.name
-        if kind is BufferKind.GATHERED and group.name not in self._begun:
+        if kind is BufferKind.GATHERED:
+            self._begin(group)
+        self._changed(kind.value, nbytes, group.name)
+
+    def gradient_left(self, group: Named, grad: torch.Tensor) -> None:
+        """Observe gradients that become sharded gradients as they are."""
+        self._newest = group.name
+        self._begin(group)
+        self.live.relabel(grad, BufferKind.GRADIENTS.value)
+
+    def _begin(self, group: Named) -> None:
+        """Spend what a group costs the host, once in a step."""
+        if group.name not in self._begun:
             self._begun.add(group.name)
             self._world.host.seconds += self._costs.sheet.overhead.group
-        self._changed(kind.value, nbytes, group.name)
 
     def add(self, kind: str, nbytes: int) -> None:
         """Count memory that stays."""

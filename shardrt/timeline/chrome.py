@@ -93,7 +93,7 @@ def chrome_events(events: Events, process: Process) -> Iterator[Event]:
     for number, arrow in enumerate(events.arrows, pid * _FLOWS):
         for span, event in ((arrow.source, {"ph": "s"}), (arrow.target, {"ph": "f", "bp": "e"})):
             ends[id(span)].append(event | {"id": number, "cat": "use", "name": "use"})
-    timed = [_value(counter, pid) for counter in events.counters]
+    timed = [_value(counter, pid) for counter in events.counters if counter.values]
     for span in spans:
         shared = {"pid": pid, "tid": tid_of[id(span)], "ts": _microseconds(_ticks(span)[0])}
         timed.append(_complete(span) | shared)

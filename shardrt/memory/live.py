@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-_META = torch.device("meta")
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """None for a tensor without one: a wrapper, a sparse tensor, a parameter that is not initialised yet."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None
 
 
 class _Storage(weakref.ref):  # type: ignore[type-arg]
@@ -21,7 +27,7 @@ class _Storage(weakref.ref):  # type: ignore[type-arg]
 
 
 class LiveBytes:
-    """Counts the storages of meta tensors that it is shown, until they die.
+    """Counts the storages that it is shown, of tensors on devices of one type, until they die.
 
     nbytes: by kind.   kind: of the storages that are new from now on.
     changed: called with each change, the kind and the bytes, negative for a storage that has died.
@@ -30,20 +36,29 @@ class LiveBytes:
     kind: str
     nbytes: dict[str, int]
 
-    def __init__(self, changed: Callable[[str, int], None]) -> None:
+    def __init__(self, device_type: str, changed: Callable[[str, int], None] | None = None) -> None:
         self.kind = "activations"
         self.nbytes = {}
+        self._device_type = device_type
         self._changed = changed
         self._alive: dict[int, _Storage] = {}  # by the identity of the storage, which it keeps while it is alive
 
     def see(self, made: Any) -> None:
         """Count what an operation has returned: a tensor, or several."""
         if isinstance(made, torch.Tensor):
-            if made.device == _META:
-                self._see(made.untyped_storage())
+            storage = storage_of(made) if made.device.type == self._device_type else None
+            if storage is not None:
+                self._see(storage)
         elif isinstance(made, (tuple, list)):
             for each in made:
                 self.see(each)
+
+    def alive(self) -> Iterator[tuple[torch.UntypedStorage, str]]:
+        """Each storage that is alive, and its kind."""
+        for known in list(self._alive.values()):
+            storage = known()
+            if storage is not None:
+                yield storage, known.kind
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         identity = id(storage)
@@ -55,6 +70,15 @@ class LiveBytes:
         self._alive[identity] = born
         self._count(born.kind, born.nbytes)
 
+    def relabel(self, tensor: torch.Tensor, kind: str) -> None:
+        """The tensor's storage is of this kind from now on. No-op if it was not shown."""
+        storage = tensor.untyped_storage()
+        known = self._alive.get(id(storage))
+        if known is not None and known() is storage:
+            self._count(known.kind, -known.nbytes)
+            known.kind = kind
+            self._count(kind, known.nbytes)
+
     def _gone(self, identity: int, died: _Storage) -> None:
         if self._alive.get(identity) is died:
             del self._alive[identity]
@@ -62,4 +86,5 @@ class LiveBytes:
 
     def _count(self, kind: str, nbytes: int) -> None:
         self.nbytes[kind] = self.nbytes.get(kind, 0) + nbytes
-        self._changed(kind, nbytes)
+        if self._changed is not None:
+            self._changed(kind, nbytes)

@@ -1,0 +1,1 @@
+"""What the memory of a process consists of."""
