@@ -159,7 +159,7 @@ class Checker:
         yield Result("pytest -m gpu", 1, Outcome.OK, round(time.monotonic() - start, 1), last)
 
     def bench(self, model: str, left: float) -> Iterator[Result]:
-        """Time a step of shardrt, of FSDP2, and of the floor."""
+        """Time a step of shardrt, of FSDP2, and of a lone process."""
         options = ["--device", self.device, "--models", model, "--ranks", "1", "--rounds", "1", "--fused", "--no-host-time"]
         start, last = time.monotonic(), ""
         for line in follow_job([sys.executable, str(ROOT / "scripts" / "bench" / "step.py"), *options], left):
@@ -172,7 +172,7 @@ class Checker:
         ms, host, peak = measured["ms"], measured["host_ms"], measured["peak_mb"]
         assert not measured["agreement"].startswith("DIFFER"), f"losses {measured['agreement']} from FSDP2's"
         found = Found(f"losses {measured['agreement']}")
-        by_host = (host["shardrt"] - host["floor"]) / (host["fsdp2"] - host["floor"])
+        by_host = (host["shardrt"] - host["lone"]) / (host["fsdp2"] - host["lone"])
         large, goals = measured["model"] == LARGE, self.device == "cuda"
         found.figure("ms", ms["shardrt"])
         found.figure("ms by FSDP2", ms["shardrt"] / ms["fsdp2"], most=0.9 if goals else None)

@@ -143,6 +143,7 @@ ROWS = [
     Row("D5", "timelines by group and stream, all ranks in one", "one rank, by kernels", "yes", "timeline::a_step_shows_groups_streams_memory_and_arrows"),
     Row("D5", "the forecast of a step as a timeline", "no", "yes", "timeline::a_dry_run_has_the_events_of_the_real_one"),
     Row("D5", "memory of each group over a step, drawn", "by allocation", "yes", "timeline::memory_is_drawn"),
+    Row("D5", "parts of the process's peak, adding up", "of tensors", "yes", "memory_account::parts_of_a_process_add_up"),
     Row("-", "transforms of torch.func, forward-mode AD", "yes", "yes", "moves::the_first_forward_inside_a_transform"),
     Row("-", "generate(), methods beside forward", "yes", "yes", "moves::generation"),
     Row("-", "HF Trainer, Accelerate", "FSDP2 by Accelerate", "yes", "integrations::transformers"),

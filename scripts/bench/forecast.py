@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -72,14 +73,14 @@ def measured_ms(model: str, ranks: int, steps: int, timeout: float) -> float:
     return min(map(fmean, zip(*seconds, strict=True))) * 1e3
 
 
-def forecast_step(case: Case, ranks: int, sheet: Sheet) -> Forecast:
-    """A step of the same model with the same batch."""
+def forecast_step(case: Case, ranks: int, sheet: Sheet, how: Callable[..., object] = shardrt.fully_shard) -> Forecast:
+    """A step of the same model with the same batch.   how: `fully_shard` or `replicate`."""
     policy = shardrt.MixedPrecisionPolicy(case.param_dtype, torch.float32)
 
     def make(job: Job) -> Program:
         with torch.device("meta"):
             model = case.build()
-        shard(model, partial(shardrt.fully_shard, mp_policy=policy))
+        shard(model, partial(how, mp_policy=policy))
         inputs, targets = (tensor.to("meta") for tensor in case.batch(torch.Generator()))
         return Program(model, lambda: case.loss(model(inputs), targets))
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 
-from common.models import CASES, Case, next_byte_loss, shard
+from common.models import Case, next_byte_loss, shard
 from common.parallel import gpt_plan
 
+LEARNING_RATE = 1e-5  # with more, the losses of the wide MLP grow
 WARMUP = 3  # steps that allocate and record; not timed
+Call = tuple[str, float, float]  # a collective, by the same name on all of its ranks; when this rank came and left, in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,39 +28,93 @@ class Run:
 
     device: str
     steps: int  # timed, after WARMUP
-    fused: bool  # AdamW's fused loop
+    fused: bool  # AdamW's fused loop, not foreach
     tp: int = 1  # tensor-parallel ranks
+    replicate: bool = False  # every rank has the whole model
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The measurements of one rank."""
+    """The measurements of one rank. Lists but `losses` have an entry for each timed step."""
 
-    seconds: list[float]  # per timed step
-    host_seconds: list[float]  # per timed step, until backward() returned: on a GPU, without waiting for the device
+    seconds: list[float]
+    forward: list[float]  # seconds, as are the next two; on a GPU of the host, which does not wait for the device
+    backward: list[float]
+    optimizer: list[float]  # with the wait for the end of the step
+    calls: list[list[Call]]  # of shardrt's collectives on the host; otherwise none
     losses: list[float]  # per step, warm-up included
     start_mb: float  # in use before the model was built
     peak_mb: float
     reserved_mb: float  # on a GPU with the memory that torch's allocator cached; otherwise peak_mb
 
 
-def time_steps(case: Case, model: nn.Module, rank: int, run: Run, start_mb: float) -> Timing:
-    """rank: decides the batches. Ranks with parts of the same matrices must pass the same."""
-    generator = torch.Generator().manual_seed(1 + rank)
-    batches = [case.batch(generator) for _ in range(WARMUP + run.steps)]
-    on_device = [(inputs.to(run.device), targets.to(run.device)) for inputs, targets in batches]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=run.fused)
-    seconds, host_seconds, losses = [], [], []
-    for inputs, targets in on_device:
-        start = time.perf_counter()
-        loss = case.loss(model(inputs), targets)
-        loss.backward()
-        host_seconds.append(time.perf_counter() - start)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())  # host sync: the step has ended
-        seconds.append(time.perf_counter() - start)
-    return Timing(seconds[WARMUP:], host_seconds[WARMUP:], losses, start_mb, *peaks_mb(run.device))
+class Optimizer(Protocol):
+    """What a training loop calls."""
+
+    def step(self) -> object: ...
+
+    def zero_grad(self) -> object: ...
+
+
+def adamw(parameters: Iterable[torch.Tensor], run: Run) -> torch.optim.AdamW:
+    """The same loop on all sides. Left to itself, torch takes one parameter after another on the host."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=not run.fused, fused=run.fused)
+
+
+class AdamWOfShare:
+    """AdamW on this rank's share of the elements of each parameter: the work of a sharded optimizer, on a whole model."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], rank: int, ranks: int, run: Run) -> None:
+        self._whole = list(parameters)
+        self._rank, self._ranks = rank, ranks
+        self._shares = [nn.Parameter(self._share_of(parameter.detach())) for parameter in self._whole]
+        self._optimizer = adamw(self._shares, run)
+
+    def _share_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        per_rank = -(-tensor.numel() // self._ranks)
+        return tensor.view(-1)[self._rank * per_rank : (self._rank + 1) * per_rank]
+
+    def step(self) -> None:
+        for whole, share in zip(self._whole, self._shares, strict=True):
+            share.grad = None if whole.grad is None else self._share_of(whole.grad)
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        for parameter in (*self._whole, *self._shares):
+            parameter.grad = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one rank trains. rank: decides the batches; ranks with parts of the same matrices have the same."""
+
+    case: Case
+    model: nn.Module
+    optimizer: Optimizer
+    rank: int
+    start_mb: float
+
+    def train(self, run: Run, take_calls: Callable[[], list[Call]] = list) -> Timing:
+        """Time the steps. take_calls: returns the collectives since it was called last."""
+        generator = torch.Generator().manual_seed(1 + self.rank)
+        batches = [self.case.batch(generator) for _ in range(WARMUP + run.steps)]
+        on_device = [(inputs.to(run.device), targets.to(run.device)) for inputs, targets in batches]
+        marks, losses, calls = [], [], []
+        for inputs, targets in on_device:
+            start = time.perf_counter()
+            loss = self.case.loss(self.model(inputs), targets)
+            scored = time.perf_counter()
+            loss.backward()
+            reduced = time.perf_counter()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())  # host sync: the step has ended
+            end = time.perf_counter()
+            marks.append((end - start, scored - start, reduced - scored, end - reduced))
+            calls.append(take_calls())
+        seconds, forward, backward, optimizer = (list(column) for column in zip(*marks[WARMUP:], strict=True))
+        peaks = peaks_mb(run.device)
+        return Timing(seconds, forward, backward, optimizer, calls[WARMUP:], losses, self.start_mb, *peaks)
 
 
 def build(case: Case, device: str) -> nn.Module:
@@ -94,6 +149,8 @@ def _status_mb(field: str) -> float:
 
 def shardrt_worker(case: Case, run: Run) -> tuple[int, Timing]:
     import shardrt
+    from bench.calls import CallTimes
+    from shardrt.comm.control import hooked
 
     world = shardrt.init(run.device)
     start_mb = held_mb(run.device)
@@ -104,11 +161,30 @@ def shardrt_worker(case: Case, run: Run) -> tuple[int, Timing]:
         shardrt.parallel.parallelize_module(model, mesh["tp"], gpt_plan(shardrt.parallel, shardrt))
         case = replace(case, loss=shardrt.parallel.cross_entropy)
     if run.tp == 1 or run.tp < world.size:
-        shard(model, partial(shardrt.fully_shard, mesh=mesh["dp"], mp_policy=policy))
+        make = shardrt.replicate if run.replicate else shardrt.fully_shard
+        shard(model, partial(make, mesh=mesh["dp"], mp_policy=policy))
+    job = Job(case, model, adamw(model.parameters(), run), mesh["dp"].rank, start_mb)
     world.barrier()
-    timing = time_steps(case, model, mesh["dp"].rank, run, start_mb)
+    if run.device == "cpu":
+        calls = CallTimes()
+        with hooked(calls):
+            timing = job.train(run, calls.take)
+    else:
+        timing = job.train(run)
     shardrt.finalize()
     return world.rank, timing
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[int]:
+    """torch.distributed, on gloo or NCCL. Yields the rank."""
+    from torch import distributed
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("gloo" if device == "cpu" else "nccl")
+    yield distributed.get_rank()
+    distributed.destroy_process_group()
 
 
 def fsdp2_worker(case: Case, run: Run) -> tuple[int, Timing]:
@@ -118,94 +194,49 @@ def fsdp2_worker(case: Case, run: Run) -> tuple[int, Timing]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import parallel
 
-    if run.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("gloo" if run.device == "cpu" else "nccl")
-    dp = distributed.get_world_size() // run.tp
-    mesh = init_device_mesh(run.device, (dp, run.tp), mesh_dim_names=("dp", "tp"))
-    start_mb = held_mb(run.device)
-    model = build(case, run.device)
-    policy = MixedPrecisionPolicy(case.param_dtype, torch.float32)
-    if run.tp > 1:
-        parallel.parallelize_module(model, mesh["tp"], gpt_plan(parallel, tensor))
-        case = replace(case, loss=lambda *args: cast(tensor.DTensor, next_byte_loss(*args)).to_local())
-    if run.tp == 1 or dp > 1:
-        shard(model, partial(fully_shard, mesh=mesh["dp"], mp_policy=policy))
-    distributed.barrier()
-    rank = distributed.get_rank()
-    with parallel.loss_parallel() if run.tp > 1 else nullcontext():
-        timing = time_steps(case, model, mesh.get_local_rank("dp"), run, start_mb)
-    distributed.destroy_process_group()
-    return rank, timing
+    with process_group(run.device) as rank, parallel.loss_parallel() if run.tp > 1 else nullcontext():
+        dp = distributed.get_world_size() // run.tp
+        mesh = init_device_mesh(run.device, (dp, run.tp), mesh_dim_names=("dp", "tp"))
+        start_mb = held_mb(run.device)
+        model = build(case, run.device)
+        policy = MixedPrecisionPolicy(case.param_dtype, torch.float32)
+        if run.tp > 1:
+            parallel.parallelize_module(model, mesh["tp"], gpt_plan(parallel, tensor))
+            case = replace(case, loss=lambda *args: cast(tensor.DTensor, next_byte_loss(*args)).to_local())
+        if run.tp == 1 or dp > 1:
+            shard(model, partial(fully_shard, mesh=mesh["dp"], mp_policy=policy))
+        job = Job(case, model, adamw(model.parameters(), run), mesh.get_local_rank("dp"), start_mb)
+        distributed.barrier()
+        return rank, job.train(run)
 
 
-def floor_worker(case: Case, run: Run) -> tuple[int, Timing]:
-    """An unsharded model on every rank, without communication but for a barrier at the start. Parameters have `param_dtype`."""
+def ddp_worker(case: Case, run: Run) -> tuple[int, Timing]:
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    with process_group(run.device) as rank:
+        start_mb = held_mb(run.device)
+        model = DistributedDataParallel(build(case, run.device))
+        job = Job(case, model, adamw(model.parameters(), run), rank, start_mb)
+        distributed.barrier()
+        return rank, job.train(run)
+
+
+def lone_worker(case: Case, run: Run) -> tuple[int, Timing]:
+    """A whole model on every rank, without communication but for a barrier at the start. Parameters have `param_dtype`."""
     from mpi4py import MPI
 
-    rank = MPI.COMM_WORLD.Get_rank()
+    rank, ranks = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     if run.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     start_mb = held_mb(run.device)
-    model = build(case, run.device)
-    model.to(case.param_dtype)
+    model = build(case, run.device).to(case.param_dtype)
+    whole = run.replicate or ranks == 1
+    optimizer = adamw(model.parameters(), run) if whole else AdamWOfShare(model.parameters(), rank, ranks, run)
+    job = Job(case, model, optimizer, rank, start_mb)
     MPI.COMM_WORLD.Barrier()
-    return rank, time_steps(case, model, rank, run, start_mb)
+    return rank, job.train(run)
 
 
-WORKERS = {"shardrt": shardrt_worker, "fsdp2": fsdp2_worker, "floor": floor_worker}
-
-# ---------------------------------------------------------------------- host time
-
-
-@dataclass(frozen=True, slots=True)
-class HostTime:
-    """Microseconds of host time per group for forward plus backward, collectives excluded."""
-
-    median_us: float
-    best_us: float  # from the fastest steps, which other load disturbs least
-
-
-def host_worker(steps: int) -> HostTime:
-    """Measure the tiny model in a world of one rank, alternating with an unsharded copy.
-
-    The result is the extra time of the sharded model, without the time inside collective calls,
-    divided by the number of groups.
-    """
-    import shardrt
-    from shardrt.comm import Communicator
-
-    inside = [0.0]
-
-    def timed(collective: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            start, before = time.perf_counter(), inside[0]
-            work = collective(*args, **kwargs)
-            inside[0] = before + time.perf_counter() - start  # a collective may call another
-            return work
-
-        return call
-
-    for name in ("all_gather", "reduce_scatter", "_run"):  # _run runs a group of calls at its end
-        setattr(Communicator, name, timed(getattr(Communicator, name)))
-
-    shardrt.init("cpu")
-    case = CASES["tiny"]
-    plain, sharded = case.build(), case.build()
-    shard(sharded, shardrt.fully_shard)
-    inputs, targets = case.batch(torch.Generator().manual_seed(0))
-
-    def forward_backward(model: nn.Module) -> float:
-        inside[0] = 0.0
-        start = time.perf_counter()
-        case.loss(model(inputs), targets).backward()
-        seconds = time.perf_counter() - start - inside[0]
-        model.zero_grad()
-        return seconds
-
-    pairs = [(forward_backward(sharded), forward_backward(plain)) for _ in range(WARMUP + steps)]
-    groups = sum(isinstance(module, shardrt.FSDPModule) for module in sharded.modules())
-    shardrt.finalize()
-    sharded_s, plain_s = zip(*pairs[WARMUP:], strict=True)
-    extra = median(ours - theirs for ours, theirs in zip(sharded_s, plain_s, strict=True))
-    return HostTime(extra / groups * 1e6, (min(sharded_s) - min(plain_s)) / groups * 1e6)
+WORKERS = {"shardrt": shardrt_worker, "fsdp2": fsdp2_worker, "ddp": ddp_worker, "lone": lone_worker}
+TORCHRUN = ("fsdp2", "ddp", "host-fsdp2")  # started by torch's launcher

@@ -1,4 +1,4 @@
-"""The models that the scripts train: a byte-level GPT, a wide MLP, a stack of tiny blocks.
+"""The models that the scripts train: a byte-level GPT, two MLPs, a stack of tiny blocks.
 
 Each has `blocks`, an nn.ModuleList whose members are sharded one by one, then the model itself. The
 weights depend on the seed only, so every rank builds the same model.
@@ -113,6 +113,33 @@ class MLP(nn.Module):
         return self.head(x)
 
 
+class WideBlock(nn.Module):
+    """A hidden layer four times as wide as the block, with a residual connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+class WideMLP(nn.Module):
+    """32 MiB of float32 parameters a block at the default width."""
+
+    def __init__(self, layers: int = 8, width: int = 1024, seed: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WideBlock(width) for _ in range(layers))
+        self.head = nn.Linear(width, 1)
+        initialize(self, seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class TinyBlock(nn.Module):
     """Four parameters and almost no arithmetic."""
 
@@ -204,12 +231,17 @@ def rows_batch(rows: int, width: int) -> Callable[[torch.Generator], Batch]:
 
 
 BENCH_GPT = GPTConfig(layers=6, heads=6, channels=384, context=64)
+DEEP_GPT = GPTConfig(layers=8, heads=8, channels=256, context=64)
+LARGE_GPT = GPTConfig(layers=4, heads=12, channels=768, context=96)
 WIDE_GPT = GPTConfig(layers=6, heads=8, channels=512, context=64, tied=False)  # untied: torch's styles untie weights
 GPU_GPT = GPTConfig(layers=24, heads=16, channels=2048, context=1024)  # 1.2 billion parameters
 CASES = {
     "gpt": Case(lambda: GPT(BENCH_GPT), bytes_batch(1, BENCH_GPT.context), next_byte_loss),
+    "gpt-256": Case(lambda: GPT(DEEP_GPT), bytes_batch(5, DEEP_GPT.context), next_byte_loss),
+    "gpt-768": Case(lambda: GPT(LARGE_GPT), bytes_batch(1, LARGE_GPT.context), next_byte_loss),
     "gpt-512": Case(lambda: GPT(WIDE_GPT), bytes_batch(1, WIDE_GPT.context), next_byte_loss),
     "mlp": Case(lambda: MLP(), rows_batch(8, 1024), F.mse_loss),
+    "mlp-wide": Case(lambda: WideMLP(), rows_batch(32, 1024), F.mse_loss),
     "tiny": Case(lambda: TinyStack(), rows_batch(8, 32), F.mse_loss),
     "gpt-1b": Case(lambda: GPT(GPU_GPT), bytes_batch(4, GPU_GPT.context), next_byte_loss, torch.bfloat16),
 }
