@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 import toys_tp
 from ranks import on_ranks
-from shardrt.comm import Communicator, Stream, Work, World
+from shardrt.comm import Communicator, Event, Stream, Work, World
 from shardrt.comm.calls import CallList, Hook
 from shardrt.comm.control import hooked
 from shardrt.fsdp.buffers import BufferKind, observing
@@ -327,7 +327,10 @@ def test_compute_waits_for_the_optimizer_of_another_stream(world: World) -> None
     model(batch(0).float())
     waited = []
 
-    class Later(type(world.stream.record())):
+    class Later(Event):
+        def query(self) -> bool:
+            return False
+
         def synchronize(self) -> None:
             waited.append(True)
 
