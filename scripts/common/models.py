@@ -8,7 +8,7 @@ Legend: B sequences, T tokens each, C channels, H heads, D = C / H channels per 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -125,12 +125,12 @@ class WideBlock(nn.Module):
         return x + self.down(F.relu(self.up(x)))
 
 
-class WideMLP(nn.Module):
-    """32 MiB of float32 parameters a block at the default width."""
+class Stack(nn.Module):
+    """Blocks of one width, one after the other."""
 
-    def __init__(self, layers: int = 8, width: int = 1024, seed: int = 0) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], width: int, seed: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(WideBlock(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(width, 1)
         initialize(self, seed)
 
@@ -138,6 +138,13 @@ class WideMLP(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class WideMLP(Stack):
+    """32 MiB of float32 parameters a block at the default width."""
+
+    def __init__(self, layers: int = 8, width: int = 1024, seed: int = 0) -> None:
+        super().__init__((WideBlock(width) for _ in range(layers)), width, seed)
 
 
 class TinyBlock(nn.Module):
@@ -152,19 +159,11 @@ class TinyBlock(nn.Module):
         return x + F.relu(self.linear(self.norm(x)))
 
 
-class TinyStack(nn.Module):
+class TinyStack(Stack):
     """A hundred tiny blocks: the host's work per block dominates the step."""
 
     def __init__(self, layers: int = 100, width: int = 32, seed: int = 0) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(layers))
-        self.head = nn.Linear(width, 1)
-        initialize(self, seed)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__((TinyBlock(width) for _ in range(layers)), width, seed)
 
 
 @torch.no_grad()

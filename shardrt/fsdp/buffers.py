@@ -7,8 +7,7 @@ So a step makes no tensors, and a parameter that autograd saved is valid again o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 from ..comm import Communicator, Event, Pool, Stream, current_stream
 from ..torch_internals import no_swap_memory, same_storage, swap_memory, unwrap_transform
 from .host_memory import POOL, SMALL, HostPool
+from .observers import Observers
 from .ranges import Named
 
 
@@ -58,26 +58,14 @@ class MemoryCounter:
                 self.in_use += nbytes
                 if self.in_use > self.peak:  # Cost: `max` would take as long as all the rest
                     self.peak = self.in_use
-            for observer in _observers:
+            for observer in _observers.all:
                 observer(kind, group, nbytes)
 
 
-_observers: tuple[Observer, ...] = ()  # written by observing()
-
-
-@contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """In the block, call `observer` with each allocation and release of this process, in the order of each counter.
-
-    It gets the kind, the group, and the bytes, negative on release.
-    Hazard: it runs in any stream's thread, under a lock: it must not touch a buffer.
-    """
-    global _observers
-    _observers = (*_observers, observer)
-    try:
-        yield
-    finally:
-        _observers = tuple(each for each in _observers if each is not observer)
+# Of each allocation and release in this process, in the order of each counter: the kind, the group, and the bytes, negative on
+# release. Hazard: an observer runs in any stream's thread, under a lock: it must not touch a buffer.
+_observers = Observers[Observer]()
+observing = _observers.observing
 
 
 class FlatBuffer:
@@ -109,11 +97,10 @@ class FlatBuffer:
         large = device.type == "cpu" and nbytes > SMALL
         self._pool = POOL if pool is None and large and swap_memory is not no_swap_memory else pool
         # Views can only be made of a storage that is large enough; on the host, untouched memory costs nothing meanwhile.
-        own = isinstance(self._pool, HostPool)
-        storage = torch.UntypedStorage(0 if own else nbytes, device=device)
+        storage = torch.UntypedStorage(0 if self._pool is POOL else nbytes, device=device)
+        if self._pool is POOL:
+            POOL.allocate(storage, nbytes)
         self._set_up(nbytes, storage, 0, partial(memory.count, kind, group))
-        if isinstance(self._pool, HostPool):
-            self._pool.allocate(storage, nbytes)
 
     def _set_up(self, nbytes: int, storage: torch.UntypedStorage, offset: int, count: partial[None]) -> None:
         self.nbytes = nbytes

@@ -28,7 +28,6 @@ from ..kernels import pack_into
 from ..kernels.reference import BLOCK
 from .buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
 from .context import Context
-from .host_memory import POOL
 from .layout import ALIGNMENT, Layout, ParamSpec, round_up
 from .param import ShardedParam, local_geometry, placement_of
 from .planner import plan
@@ -199,7 +198,6 @@ class Gather(ABC):
         """Give the buffers up; nothing is gathered at the moment. stream: the gather stream."""
         self.drop_post_forward_shard(stream)
         self._post_forward_shards.clear()
-        stream.submit(POOL.trim)
 
     def launch(self, stream: Stream) -> Work:
         """Gather the shards, or the post-forward shards if a forward has left any, into `full`."""

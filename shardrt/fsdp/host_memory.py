@@ -37,11 +37,10 @@ class _Region:
     memory: mmap.mmap
     free: list[tuple[int, int]]  # start, stop; in bytes
     blocks: dict[int, _Block]  # in use, by start
-    absent: list[tuple[int, int]]  # like `free`, of which it is a part: ranges without pages
 
     def __init__(self, nbytes: int) -> None:
         self.memory = _map(nbytes)
-        self.free, self.absent = [(0, nbytes)], [(0, nbytes)]
+        self.free = [(0, nbytes)]
         self.blocks = {}
 
     def take(self, nbytes: int) -> int | None:
@@ -51,11 +50,7 @@ class _Region:
         """
         for index, (start, stop) in enumerate(self.free):
             if stop - start >= nbytes:
-                end = start + nbytes
-                self.free[index : index + 1] = [(end, stop)] if stop > end else []
-                if self.absent and self.absent[0][0] < end:
-                    parts = [part for low, high in self.absent for part in ((low, min(high, start)), (max(low, end), high))]
-                    self.absent = [(low, high) for low, high in parts if low < high]
+                self.free[index : index + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
                 return start
         return None
 
@@ -72,12 +67,6 @@ class _Region:
         """Return the pages of free ranges to the system."""
         for start, stop in self.free:
             self.memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
-        self.absent = list(self.free)
-
-    @property
-    def kept(self) -> int:
-        """Bytes that are free, and may have pages."""
-        return sum(stop - start for start, stop in self.free) - sum(stop - start for start, stop in self.absent)
 
 
 class HostPool:
@@ -146,13 +135,6 @@ class HostPool:
             self._regions = [region for region in self._regions if region.blocks]
             for region in self._regions:
                 region.trim()
-
-    @property
-    def free_nbytes(self) -> int:
-        """Bytes of pages that the pool keeps, and no block uses: at most this many."""
-        with self._lock:
-            self._give_back()
-            return sum(region.kept for region in self._regions)
 
     def mappings(self) -> list[tuple[int, int]]:
         """The address and the bytes of each of the pool's mappings."""

@@ -24,6 +24,7 @@ from torch import nn
 
 from ..tensor.dtensor import DTensor
 from .autograd import Phase
+from .host_memory import POOL
 from .packed import Held
 from .param import ShardedParam
 from .param_group import ParamGroup
@@ -89,8 +90,11 @@ def _replace(
     group: ParamGroup, shards: dict[ShardedParam, nn.Parameter], moved: dict[ShardedParam, torch.Tensor], fn: Fn
 ) -> None:
     _check_between_iterations(group)
+    runtime = group.root.runtime
     for each in group.root.with_descendants():
         each.detach()
+    if runtime is not None:
+        runtime.streams.gather.submit(POOL.trim)  # after what the groups have freed there
     for param, shard in shards.items():
         made = nn.Parameter(moved.pop(param), requires_grad=shard.requires_grad)
         if shard.grad is not None:

@@ -35,7 +35,6 @@ class PackBuffer:
     pieces: list[torch.Tensor]
     whole: dict[int, torch.Tensor]  # those that are all of a gradient, by the position of the parameter
     gaps: list[torch.Tensor]  # between the pieces, if they are read: by codes, of which a block without a number is none
-
     cuts: Sequence[tuple[Piece, int]]  # what each piece is, and the shard dim of its parameter
 
     def zero_gaps(self) -> None:

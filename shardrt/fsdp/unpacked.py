@@ -7,8 +7,7 @@ each step makes gradients of its own, and `zero_grad()` frees them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from ..comm import Stream
 from ..kernels import add_into
+from .observers import Observers
 from .param import ShardedParam
 from .policy import Settings
 from .ranges import Named
@@ -24,18 +24,8 @@ from .sharded_grads import ShardedGrads
 Grads = Sequence[torch.Tensor | None]  # one for each trainable parameter; None: it has none
 Observer = Callable[[Named, torch.Tensor], None]
 
-_observers: tuple[Observer, ...] = ()  # written by observing_grads()
-
-
-@contextmanager
-def observing_grads(observer: Observer) -> Iterator[None]:
-    """In the block, call `observer` with each gradient of a group that is published without a copy or kept for a later one."""
-    global _observers
-    _observers = (*_observers, observer)
-    try:
-        yield
-    finally:
-        _observers = tuple(each for each in _observers if each is not observer)
+_observers = Observers[Observer]()  # of each gradient of a group that is published without a copy, or kept for a later one
+observing_grads = _observers.observing
 
 
 class UnpackedGrads:
@@ -80,7 +70,7 @@ class UnpackedGrads:
 
     def leave(self, grads: Grads, sharded: ShardedGrads, compute: Stream, *, publish: bool) -> None:
         """Make these the sharded gradients, or keep them."""
-        for observer in _observers:
+        for observer in _observers.all:
             for grad in grads:
                 if grad is not None:
                     observer(self._group, grad)
