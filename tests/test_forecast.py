@@ -18,6 +18,7 @@ from shardrt.comm.control import hooked
 from shardrt.comm.dry import dry_world
 from shardrt.fsdp.buffers import BufferKind, observing
 from shardrt.fsdp.ranges import Named
+from shardrt.fsdp.sharded_grads import observing_grads
 from shardrt.parallel import parallelize_module
 from shardrt.plan.cost import Costs
 from shardrt.plan.factory import checkpoint_block
@@ -160,7 +161,6 @@ CASES: dict[str, Setup] = {
     "several modules in a group": one_group_of_all_blocks,
     "gather nothing ahead": with_setters(("set_prefetch_policy", PrefetchPolicy(max_groups=0))),
     "gather few bytes ahead": with_setters(("set_prefetch_policy", PrefetchPolicy(max_bytes=9000, max_groups=3))),
-    "free gradients": with_setters(("set_free_gradients_after_zero_grad", True)),
     "several reductions": with_setters(("set_reduce_scatter_max_input_buffers", 3)),
     "gathered after a backward": with_setters(("set_reshard_after_backward", False)),
     "two dims": in_two_dims,
@@ -175,7 +175,7 @@ def test_a_forecast_in_an_open_timeline_is_refused() -> None:
 
 
 class Record(Hook):
-    """What a run does to its buffers, and what it sends, in order."""
+    """What a run does to its buffers, which gradients it makes, and what it sends, in order."""
 
     def __init__(self) -> None:
         self.events: list[tuple[object, ...]] = []
@@ -186,6 +186,9 @@ class Record(Hook):
     def changed(self, kind: BufferKind, group: Named, nbytes: int) -> None:
         self.events.append((kind, group.name, nbytes))
 
+    def made(self, group: Named, storage: torch.UntypedStorage) -> None:
+        self.events.append(("gradients", group.name, storage.nbytes()))
+
 
 def trained(setup: Setup, world: World) -> list[tuple[object, ...]]:
     """Train, also with accumulated gradients, and with groups in buckets and one by one. Returns: what it did."""
@@ -193,7 +196,7 @@ def trained(setup: Setup, world: World) -> list[tuple[object, ...]]:
         model = setup(world)
         inputs = torch.ones(4, 5, dtype=torch.float64) if isinstance(model, OddMLP) else torch.ones(2, 8, dtype=torch.int64)
     optimizer, record = torch.optim.AdamW(model.parameters()), Record()
-    with observing(record.changed), hooked(record):
+    with observing(record.changed), observing_grads(record.made), hooked(record):
         for micro_batches, bucket in ((1, 0), (2, 0), (2, 1 << 20), (1, 1 << 20)):
             with buckets_of(bucket):
                 for micro_batch in range(micro_batches):
@@ -219,7 +222,7 @@ OPERATIONS = Operations(Silent())  # of all cases: what one has run, the others 
 @on_ranks(2, more=(1, 3, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_a_dry_run_does_what_a_run_does(world: World, case: str) -> None:
-    """Every allocation and release of a buffer, and every collective, in one order, to the byte, with the notes between."""
+    """Every buffer's allocation and release, all gradients, and every collective, in one order, to the byte, and all notes."""
     began = time()
     real = trained(CASES[case], world)
     real_notes = world.recorder.notes(since=began)

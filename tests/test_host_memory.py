@@ -159,7 +159,7 @@ def test_which_buffers_take_which_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         return type(buffer._pool).__name__
 
     assert made(SMALL + 1, BufferKind.GATHERED) == "HostPool"
-    assert made(SMALL + 1, BufferKind.GRADIENTS) == "HostPool"
+    assert made(SMALL + 1, BufferKind.PARTIAL) == "HostPool"
     assert made(SMALL, BufferKind.PACKED) == made(SMALL + 1, BufferKind.PACKED, "meta") == "NoneType"
     monkeypatch.setattr(buffers, "swap_memory", no_swap_memory)
     assert made(SMALL + 1, BufferKind.GATHERED) == "NoneType"

@@ -3,6 +3,7 @@
 import os
 import resource
 import tempfile
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from shardrt.comm import Event, Pool, World
 from shardrt.comm.streams import InlineStream
 from shardrt.fsdp import buffers
 from shardrt.fsdp.buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter, observing
+from shardrt.fsdp.sharded_grads import observing_grads
 from toys import OddMLP, batch, buckets_of, loss_of, overlapping, shard_blocks, uncompiled
 
 
@@ -92,69 +94,47 @@ def test_gathered_parameters_come_from_a_pool(world: World) -> None:
 
 
 @on_ranks(2, 3)
-@buckets_of(0)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_the_memory_of_gradients_is_freed(world: World, reduce_dtype: torch.dtype | None) -> None:
-    """With the setting, from a forward without gradients to its backward; and always before the first backward."""
-    model, gone = model_and_gradients(reduce_dtype)
-    weight = next(model.blocks[0].parameters())
-    loss_of(model, batch(0)).backward()
-    with pytest.raises(RuntimeError, match="call it on the root"):
-        model.blocks[0].set_free_gradients_after_zero_grad(True)
-    assert gone == [True]
-    expected = weight.grad.full_tensor()
-    model.set_free_gradients_after_zero_grad(True)
-    loss_of(model, batch(0)).backward()
-    torch.testing.assert_close(weight.grad.full_tensor(), 2 * expected)
-    for _ in range(3):
-        model.zero_grad()
-        loss_of(model, batch(0)).backward()
-        torch.testing.assert_close(weight.grad.full_tensor(), expected)
-        assert not model.blocks[0].param_group.reduction.grads.buffer.available
-    model.set_free_gradients_after_zero_grad(False)
-    model.zero_grad()
-    loss_of(model, batch(0)).backward()
-    # In the second forward they are there, and are added to.
-    assert gone == [True, False, True, True, True, False]
+def test_nothing_but_the_parameters_holds_gradients(world: World, reduce_dtype: torch.dtype | None) -> None:
+    """A backward adds to gradients that are there, and makes others; `zero_grad()` frees them."""
+    model = shard_blocks(OddMLP(layers=2).double(), mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    alive = list[weakref.ref[torch.UntypedStorage]]()
+    groups = len(list(model.param_group.with_descendants()))
+    with observing_grads(lambda _, storage: alive.append(weakref.ref(storage))):
+        for step in range(3):
+            loss_of(model, batch(step)).backward()
+            expected = {name: 2 * param.grad.full_tensor() for name, param in model.named_parameters()}
+            loss_of(model, batch(step)).backward()
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(param.grad.full_tensor(), expected[name])
+            assert [ref() is not None for ref in alive] == [False] * groups * step + [True] * groups
+            model.zero_grad()
+            assert [ref() for ref in alive] == [None] * groups * (step + 1)
 
 
 @on_ranks(2, 3)
-@buckets_of(0)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_kept_gradients_stay_until_the_next_backward(world: World, reduce_dtype: torch.dtype | None) -> None:
-    """The sharded gradients' memory stays by default, so who has one of them, or a view of it, may read it after a forward."""
-    model, gone = model_and_gradients(reduce_dtype)
+def test_a_kept_gradient_is_not_written(world: World, reduce_dtype: torch.dtype | None) -> None:
+    """Who has a gradient, or a view of it, may read it after any number of steps."""
+    model = shard_blocks(OddMLP(layers=2).double(), mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     block = model.blocks[0]
     weight = next(block.parameters())
-    loss_of(model, batch(0)).backward()
-    expected = weight.grad.full_tensor()
     reduced: list[torch.Tensor] = []
     block.set_all_reduce_hook(lambda tensor: reduced.append(tensor))
+    loss_of(model, batch(0)).backward()
     keep: list[Callable[[], torch.Tensor]] = [
         lambda: weight.grad,
         lambda: weight.grad.to_local(),
         lambda: weight.grad.detach(),
         lambda: weight * weight.grad,
-        lambda: reduced[-1] if reduced and reduce_dtype is None else weight.grad,  # of gradients to be cast, scratch
+        lambda: reduced[-1] if reduce_dtype is None else weight.grad,  # of gradients to be cast, scratch
     ]
-    for of_gradients in keep:
+    for step, of_gradients in enumerate(keep):
         kept = of_gradients()
         values = getattr(kept, "_local_tensor", kept).detach().clone()
         model.zero_grad()
-        loss = loss_of(model, batch(0))
-        assert not gone[-1]
+        loss_of(model, batch(step + 1)).backward()
         assert torch.equal(getattr(kept, "_local_tensor", kept), values)
-        loss.backward()
-        torch.testing.assert_close(weight.grad.full_tensor(), expected)
-
-
-def model_and_gradients(reduce_dtype: torch.dtype | None) -> tuple[torch.nn.Module, list[bool]]:
-    """A sharded model, and whether the gradients of its first block had no memory, in each forward."""
-    model, gone = OddMLP(layers=2).double(), list[bool]()
-    shard_blocks(model, mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-    block = model.blocks[0]
-    block.register_forward_hook(lambda *_: gone.append(block.param_group.reduction.grads.buffer.available))
-    return model, gone
 
 
 def test_a_comm_buffer_moves_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,24 +171,24 @@ def test_a_comm_buffer_moves_between_streams(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bytes_are_counted_and_observed() -> None:
     memory, group, seen = MemoryCounter(), SimpleNamespace(name="group"), list[tuple[str, str, int]]()
-    full, grads = (
+    full, packed = (
         FlatBuffer(nbytes, torch.device("cpu"), memory, kind, group)
-        for nbytes, kind in ((64, BufferKind.GATHERED), (32, BufferKind.GRADIENTS))
+        for nbytes, kind in ((64, BufferKind.GATHERED), (32, BufferKind.PACKED))
     )
     with observing(lambda kind, group, nbytes: seen.append((kind.value, group.name, nbytes))):
-        for each in (full, grads, full):  # the second time is a no-op
+        for each in (full, packed, full):  # the second time is a no-op
             each.allocate()
-        assert (memory.in_use, memory.peak) == (64, 64)  # without the gradients themselves
-        for each in (full, grads, full):
+        assert (memory.in_use, memory.peak) == (96, 96)
+        for each in (full, packed, full):
             each.release()
     full.allocate()  # nobody observes
     full.release()
-    assert (memory.in_use, memory.peak) == (0, 64)
+    assert (memory.in_use, memory.peak) == (0, 96)
     assert seen == [
         ("gathered", "group", 64),
-        ("gradients", "group", 32),
+        ("packed", "group", 32),
         ("gathered", "group", -64),
-        ("gradients", "group", -32),
+        ("packed", "group", -32),
     ]
 
 

@@ -297,6 +297,12 @@ def test_storages_are_counted_until_they_die() -> None:
     del first
     assert [kind for _, kind in live.alive()] == ["others"]
     assert changes == [("activations", 64), ("others", 16), ("activations", -64)]
+    changes.clear()
+    third = torch.empty(8)
+    for tensor in (second, third, third, torch.empty(3, device="meta")):  # the third was not shown
+        live.relabel(tensor.untyped_storage(), "gradients")
+    live.see(third)
+    assert changes == [("others", -16), ("gradients", 16), ("gradients", 32)]
 
 
 def test_one_account_at_a_time_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:

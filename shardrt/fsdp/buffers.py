@@ -29,7 +29,6 @@ class BufferKind(Enum):
     POST_FORWARD = "post-forward"  # the part of them that reshard_after_forward=k keeps
     PACKED = "packed"  # gradients on their way to a reduction
     PARTIAL = "partial"  # gradients that are reduced within a replica only
-    GRADIENTS = "gradients"  # the sharded gradients themselves
     SCRATCH = "scratch"  # what a reduction writes before it is converted or added
     CODES = "codes"  # quantised values, and their scales
 
@@ -38,9 +37,7 @@ Observer = Callable[[BufferKind, Named, int], None]
 
 
 class MemoryCounter:
-    """Bytes of buffer memory in use, and their peak: without the sharded gradients, which belong to the optimizer rather than
-    to communication.
-    """
+    """Bytes of buffer memory in use, and their peak."""
 
     in_use: int
     peak: int
@@ -54,10 +51,9 @@ class MemoryCounter:
     def count(self, kind: BufferKind, group: Named, nbytes: int) -> None:
         """Count `nbytes` of a group as used, or as free again if negative."""
         with self._lock:
-            if kind is not BufferKind.GRADIENTS:
-                self.in_use += nbytes
-                if self.in_use > self.peak:  # Cost: `max` would take as long as all the rest
-                    self.peak = self.in_use
+            self.in_use += nbytes
+            if self.in_use > self.peak:  # Cost: `max` would take as long as all the rest
+                self.peak = self.in_use
             for observer in _observers.all:
                 observer(kind, group, nbytes)
 

@@ -101,14 +101,6 @@ class FSDPModule:
         """On the root. When more backwards follow (False), the end of one does not wait for its reductions."""
         self._root_settings("set_is_last_backward").is_last_backward = is_last_backward
 
-    def set_free_gradients_after_zero_grad(self, enable: bool) -> None:
-        """On the root. After `zero_grad()` free the memory of sharded gradients for activations, until the next backward.
-
-        Of large groups, at the next forward. Off by default: then the memory stays, as a gradient that is kept does.
-        Hazard: with it the memory of a kept gradient, or of a view of one, is gone with the next forward: clone it before.
-        """
-        self._root_settings("set_free_gradients_after_zero_grad").free_gradients = enable
-
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Keep parameters gathered between forward and backward (False), or free and gather them again (True)."""
         if not isinstance(reshard_after_forward, bool):

@@ -14,6 +14,7 @@ from .buffers import FlatBuffer
 from .grad_layout import Piece
 from .param import ShardedParam, outermost_stride
 from .scaling import Scaling
+from .sharded_grads import NewGrads
 
 Copy = Callable[[list[torch.Tensor], list[torch.Tensor], float], None]  # pack_into, or add_into
 
@@ -28,14 +29,41 @@ class Held(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PackBuffer:
-    """A buffer for packed gradients, and its views: all of it, and piece by piece."""
+    """Memory for packed gradients, and its views: all of it, and piece by piece."""
 
-    buffer: FlatBuffer
+    buffer: FlatBuffer | None  # None: that of `grads`, which is allocated
     flat: torch.Tensor
     pieces: list[torch.Tensor]
     whole: dict[int, torch.Tensor]  # those that are all of a gradient, by the position of the parameter
     gaps: list[torch.Tensor]  # between the pieces, if they are read: by codes, of which a block without a number is none
     cuts: Sequence[tuple[Piece, int]]  # what each piece is, and the shard dim of its parameter
+    grads: NewGrads | None = None  # the sharded gradients that it is, of a single shard rank
+
+    @property
+    def available(self) -> bool:
+        return self.buffer is None or self.buffer.available
+
+    def allocate(self) -> None:
+        if self.buffer is not None:
+            self.buffer.allocate()
+
+    def release(self) -> None:
+        if self.buffer is not None:
+            self.buffer.release()
+
+    def in_grads(self, grads: NewGrads) -> PackBuffer:
+        """Laid out alike, in new gradients of a single shard rank: their parts are the pieces."""
+        assert grads.segment is not None, "gradients that are packed are not converted"
+        pieces, whole = [], {}
+        for (piece, _), like in zip(self.cuts, self.pieces, strict=True):
+            part = grads.parts[piece.position]
+            if part.dim() != like.dim():  # of a scalar it is (1,)
+                part = part.view(like.shape)
+            pieces.append(part)
+            whole[piece.position] = part
+        starts = [gap.storage_offset() - self.flat.storage_offset() for gap in self.gaps]
+        gaps = [grads.segment[start : start + gap.numel()] for start, gap in zip(starts, self.gaps, strict=True)]
+        return PackBuffer(None, grads.segment, pieces, whole, gaps, self.cuts, grads)
 
     def zero_gaps(self) -> None:
         for gap in self.gaps:
@@ -97,6 +125,7 @@ class PackedGrads(NamedTuple):
     """Gradients on their way through one reduction. (A tuple: a frozen dataclass takes three times as long to make.)"""
 
     source: PackBuffer  # what is sent
+    new: NewGrads | None  # memory of the fresh gradients; None if there are none, or nothing is published
     out: torch.Tensor  # (s,) what is received: the sharded gradients themselves, or scratch
     scaling: Scaling
     positions: frozenset[int]  # of the parameters that have a gradient in it

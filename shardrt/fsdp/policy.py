@@ -305,7 +305,6 @@ class RootSettings:
 
     prefetch: PrefetchPolicy = PrefetchPolicy()
     is_last_backward: bool = True
-    free_gradients: bool = False  # between zero_grad() and the next backward
     post_optim_event: Event | None = None  # holds for one iteration
 
     def take_post_optim_event(self) -> Event | None:

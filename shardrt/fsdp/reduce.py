@@ -13,7 +13,7 @@
 Where gradients are sent as codes, `launch` and `launch_over_replicas` have steps of their own (`quantized_reduce.py`).
 Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
-A single shard rank packs its gradients directly into the sharded ones, if there are none yet. Without replicas, and where
+A single shard rank packs its gradients directly into the new sharded ones, if there are none yet. Without replicas, and where
 nothing is done to gradients on their way, it packs none (`unpacked.py`).
 `pack` returns everything that the later steps need. Between backwards a reduction holds only what `Held` names; what a failed
 reduction has packed counts as accumulated.
@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 
-from ..comm import Communicator, Event, PreMulSum, Stream
+from ..comm import Communicator, PreMulSum, Stream
 from ..kernels import add_into, pack_into
 from ..kernels.reference import BLOCK
 from .buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
@@ -70,10 +70,9 @@ class GradientReduction:
     _ordinary: PackBuffer
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
     _comm_buffer: CommBuffer | None  # in which that is
-    _in_place: PackBuffer | None  # a single shard rank's sharded gradients
+    _packs_grads: bool  # a single shard rank's packed gradients may be its sharded ones
     _unpacked: UnpackedGrads | None  # what is published as it is, unless the settings say otherwise
     _early: PackBuffer | None  # where place() has made tensors since the last pack(); written by these and drop_early()
-    _published: Event | None  # after which nobody reads what was published of `_in_place`; written by publish()
     _given: Given  # what place() has made since the last pack()
     _is_coded: bool  # over the shard ranks, the replicas, or both
     _reduce_scatter: CodedReduceScatter | None  # of `_ordinary`
@@ -106,7 +105,7 @@ class GradientReduction:
         self._uncut = self._layout.uncut
         self._ranks = comm.size * (1 if replicas is None else replicas.size)
         self._everything = frozenset(range(len(trainable)))
-        self._accumulated, self._early, self._published = None, None, None
+        self._accumulated = self._early = None
         self._given = Given()
         self._partial_positions = _NONE
         segment = self._layout.segment_numel
@@ -117,7 +116,7 @@ class GradientReduction:
         self.grads = ShardedGrads(self.params, placements, self._layout, comm.rank, dtype, comm.device, memory, group)
         self._make_pack_buffers(comm_buffer, memory, group, coded)
         self.partial_sums = term_sums(self.params, self._layout, self._ordinary.pieces, dtype, memory, group)
-        may_leave = self._in_place is not None and replicas is None and coded is None and not self.partial_sums
+        may_leave = self._packs_grads and replicas is None and coded is None and not self.partial_sums
         self._unpacked = UnpackedGrads(self.params, group) if may_leave else None
 
     def _make_pack_buffers(
@@ -140,13 +139,11 @@ class GradientReduction:
         ordinary.seal()
         self.launches_jointly = custom is None and self._reduce_scatter is None
         self.launches_jointly_over_replicas = self._all_reduce is None
-        self._in_comm_buffer = self._in_place = self._comm_buffer = None
+        self._in_comm_buffer = self._comm_buffer = None
         if comm_buffer is not None and nbytes <= comm_buffer.nbytes:
             self._comm_buffer = comm_buffer
             self._in_comm_buffer = self._lay_out(CommFlatBuffer(nbytes, comm_buffer, memory, BufferKind.PACKED, group))
-        if comm.size == 1 and self.grads.segment is not None and custom is None:
-            self._in_place = self._lay_out(self.grads.buffer)
-        self.grads.buffer.seal()
+        self._packs_grads = comm.size == 1 and not self.grads.converts and custom is None
 
     def _lay_out(self, buffer: FlatBuffer) -> PackBuffer:
         gaps = self._layout.gaps(self._comm.size) if self._is_coded else []
@@ -171,21 +168,15 @@ class GradientReduction:
     def _publishes(self) -> bool:
         return self._replicas is None or self._settings.all_reduce
 
-    def free_grads(self, done: Sequence[Event]) -> None:
-        """Free the memory of the sharded gradients once `done` have passed, unless a parameter has one or some are held."""
-        if self.held is Held.NOTHING:
-            self.grads.free(done)
-
     def discard(self) -> None:
         """Forget what is packed, after a failed iteration."""
         self.drop_early()
         self._accumulated, self._partial_positions = None, _NONE
         if self._unpacked is not None:
             self._unpacked.kept = ()
-        for buffer in (self._ordinary.buffer, self.grads.scratch, self._partial):
-            buffer.release()
-        if self._in_comm_buffer is not None:
-            self._in_comm_buffer.buffer.release()
+        for buffer in (self._ordinary, self._in_comm_buffer, self.grads.scratch, self._partial):
+            if buffer is not None:
+                buffer.release()
         for each in (*self.partial_sums, self._reduce_scatter, self._all_reduce):
             if each is not None:
                 each.discard()
@@ -216,18 +207,16 @@ class GradientReduction:
         if not self._settings.sync_gradients:
             source = self._ordinary
         else:
-            source = self._source(fills_grads=self._publishes and self.held is Held.NOTHING and self.grads.are_missing)
-        if source is self._in_place:
-            if self._published is not None:
-                compute.wait(self._published)  # hooks on the gradients may still read them
-            self.grads.allocate(compute)
+            fills_grads = self._publishes and self.held is Held.NOTHING and self.grads.are_missing
+            source = self._source(compute, fills_grads=fills_grads)
+        if source.grads is not None:
             return source
         if self._comm_buffer is not None and self._settings.sync_gradients:
             # Cost: while the last reduction is under way, this one is packed. A second buffer would hold more memory.
             return source if self._comm_buffer.lend(compute, self.drop_early) else None
-        if not source.buffer.available:
+        if not source.available:
             return None
-        compute.submit(source.buffer.allocate)
+        compute.submit(source.allocate)
         return source
 
     def drop_early(self, compute: Stream | None = None) -> None:
@@ -236,7 +225,7 @@ class GradientReduction:
         if early is not None:
             self._given.copy_away([param.unsharded.grad for param in self.params], early.whole)
         if early is self._ordinary and compute is not None:
-            compute.submit(early.buffer.release)
+            compute.submit(early.release)
         elif early is not None and early is self._in_comm_buffer and self._comm_buffer is not None:
             self._comm_buffer.end_loan()
 
@@ -269,7 +258,7 @@ class GradientReduction:
             self._accumulated = Accumulated(source, positions)
         in_place = self._take_early(source, grads, compute)
         if first:
-            compute.submit(source.buffer.allocate)
+            compute.submit(source.allocate)
             self._zero_padding(source, compute)
         copy = pack_into if first else add_into
         if self._uncut and given is everything and not in_place:
@@ -295,38 +284,40 @@ class GradientReduction:
         publishes, adds_partial = self._publishes, bool(self._partial_positions)
         if adds_partial:
             positions |= self._partial_positions
-        fresh, segment = self.grads.missing(positions), self.grads.segment
-        used: tuple[FlatBuffer, ...] = ()
-        if publishes:
-            self.grads.allocate(compute)
-            result = Result.SCRATCH
-            if adds_partial:
-                used = (self._partial,)
-        else:
-            compute.submit(self._partial.allocate)
-            result = Result.PARTIAL
-        if publishes and segment is not None and len(fresh) == len(self.params):
-            out, result = segment, Result.GRADS
-        else:
-            out = self.grads.scratch_flat
-            compute.submit(self.grads.scratch.allocate)
-            used += (self.grads.scratch,)
+        fresh = self.grads.missing(positions)
+        fills_grads = publishes and not self.grads.converts and len(fresh) == len(self.params)
         held = self._accumulated
-        source = self._source(fills_grads=result is Result.GRADS) if held is None else held.source
-        if source is not self._in_place:
-            used += (source.buffer,)
-        return PackedGrads(source, out, scaling, positions, fresh, result, adds_partial, used)
+        source = self._source(compute, fills_grads=fills_grads) if held is None else held.source
+        new, out, used = None, self.grads.scratch_flat, list[FlatBuffer]()
+        if publishes and fresh:
+            new = self.grads.new(compute) if source.grads is None else source.grads
+        if not publishes:
+            result = Result.PARTIAL
+            compute.submit(self._partial.allocate)
+        elif fills_grads and new is not None and new.segment is not None:
+            result, out = Result.GRADS, new.segment
+        else:
+            result = Result.SCRATCH
+        if publishes and adds_partial:
+            used.append(self._partial)
+        if result is not Result.GRADS:
+            compute.submit(self.grads.scratch.allocate)
+            used.append(self.grads.scratch)
+        if source.buffer is not None:
+            used.append(source.buffer)
+        return PackedGrads(source, new, out, scaling, positions, fresh, result, adds_partial, used)
 
-    def _source(self, *, fills_grads: bool) -> PackBuffer:
+    def _source(self, compute: Stream, *, fills_grads: bool) -> PackBuffer:
         """Where to pack gradients that are reduced at once, if none are packed. fills_grads: all of the result is gradients.
 
         Invariant: the order of reductions alone decides whether that is the `CommBuffer`: NCCL must know the memory of all
         ranks, or of none. What place() has made there, on this rank only, is copied away when another group packs.
         """
-        if fills_grads and self._in_place is not None:
-            return self._in_place
+        if fills_grads and self._packs_grads:
+            early = self._early
+            return self._ordinary.in_grads(self.grads.new(compute)) if early is None or early.grads is None else early
         source = self._in_comm_buffer
-        return self._ordinary if source is None or not source.buffer.available else source
+        return self._ordinary if source is None or not source.available else source
 
     def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
         """Custom collectives and hooks see the padding; where codes are sent it shares their blocks."""
@@ -346,7 +337,7 @@ class GradientReduction:
         if self._reduce_scatter is not None:
             self._reduce_scatter.run(packed.out, stream)
         elif custom is None:
-            is_there = packed.source is self._in_place and packed.result is Result.GRADS
+            is_there = packed.source.grads is not None and packed.result is Result.GRADS
             if is_there and not isinstance(packed.scaling.op, PreMulSum):
                 return  # a single rank's gradients are its average
             self._comm.reduce_scatter(packed.out, packed.source.flat, packed.scaling.op, stream=stream)
@@ -383,11 +374,10 @@ class GradientReduction:
         grads = self.grads
         if packed.result is Result.SCRATCH:
             older = {position: grads.older(position) for position in packed.positions.difference(packed.fresh)}
-            stream.submit(partial(grads.fold, packed.fresh, older))
-        grads.assign(packed.fresh)
+            stream.submit(partial(grads.fold, packed.new, packed.fresh, older))
+        if packed.new is not None:
+            grads.assign(packed.new, packed.fresh)
         grads.call_hooks(packed.positions, stream)
-        if packed.source is self._in_place:
-            self._published = stream.record()
 
 
 def _call_hook(hook: Callable[[torch.Tensor], None], out: torch.Tensor, stream: Stream, hook_stream: Stream) -> None:

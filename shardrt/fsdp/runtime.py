@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import cast
 
@@ -42,7 +42,8 @@ class Runtime(context.Context):
     _unknown: registered.UnknownParams
     _to_reduce: dict[ParamGroup, None]  # groups whose gradients are ready, in order; small ones wait for more
     _to_reduce_nbytes: int
-    _in_flight: deque[tuple[Set[ParamGroup], Handoff]]  # the newest reductions, and the buffers that they use
+    # The newest reductions: what each has packed and makes, and the buffers that it uses.
+    _in_flight: deque[tuple[Mapping[ParamGroup, PackedGrads], Handoff]]
     _reductions_in_flight: int  # at most; written when an iteration begins
     _reduced: set[ParamGroup]  # in this backward
     _forwards: int  # begun so far
@@ -114,11 +115,6 @@ class Runtime(context.Context):
             self.streams.compute.wait(done)  # it reads the shards themselves
         for group in self.groups:
             group.begin()
-        if self._settings.free_gradients:
-            read = [self.streams.post_reduce.record(), self.streams.compute.record(), *([done] if done is not None else [])]
-            for group in self.groups:
-                if group.reduction is not None and self.is_large(group.nbytes):
-                    group.reduction.free_grads(read)
         self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
         self.prefetch.begin(self._settings.prefetch)
 
@@ -181,7 +177,7 @@ class Runtime(context.Context):
 
     def _reduce_bucket(self) -> None:
         """Reduce the groups that wait. Few buckets are in flight at a time, which bounds the memory of packed gradients."""
-        again = any(groups & self._to_reduce.keys() for groups, _ in self._in_flight)  # with the same buffers
+        again = any(packed.keys() & self._to_reduce.keys() for packed, _ in self._in_flight)  # with the same buffers
         with ranged("FSDP::post_backward_rs_wait", *self._to_reduce):
             self._retire(0 if again else self._reductions_in_flight - 1)
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
@@ -209,7 +205,7 @@ class Runtime(context.Context):
             for group, grads in packed.items():
                 _reduction(group).publish(grads, streams.post_reduce)
         used = [buffer for grads in packed.values() for buffer in grads.used]
-        self._in_flight.append((set(packed), Handoff(used, streams.post_reduce.record(), streams.compute)))
+        self._in_flight.append((packed, Handoff(used, streams.post_reduce.record(), streams.compute)))
         if not streams.post_reduce.overlaps:
             self._retire(0)  # it has run
         self._reduced.update(packed)
@@ -247,7 +243,8 @@ class Runtime(context.Context):
     def _retire(self, newest: int) -> None:
         """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
         while len(self._in_flight) > newest:
-            self._in_flight.popleft()[1].release()
+            self._in_flight[0][1].release()
+            self._in_flight.popleft()  # Hazard: before, a hook may have dropped a gradient that a stream still uses
 
     def _end_backward(self) -> None:
         """Reduce what is left, such as groups that waited for a gradient in vain, and let compute see all gradients."""

@@ -1,47 +1,76 @@
 """The sharded gradients of a group: their memory, and how a reduced segment becomes them.
 
-Each gradient is a view of one buffer, the same view in every step, as with DDP's `gradient_as_bucket_view`. So the next
-backward overwrites a gradient that the user has kept beyond `zero_grad()`: clone it to keep it. (Not where a single rank
-publishes what autograd has made, `unpacked.py`.)
+As in a model that is not sharded, each step makes gradients of its own, and `zero_grad()` frees them: between steps their
+memory is there for activations. Those of a group are views of one storage, which lives as long as one of them is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
-from ..comm import Event, Stream, current_stream
+from ..comm import Stream
 from ..kernels import add_into, pack_into
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import ResolvedShard
 from ..torch_internals import post_accumulate_grad_hooks
 from .buffers import BufferKind, FlatBuffer, MemoryCounter
 from .grad_layout import ReduceLayout
+from .observers import Observers
 from .param import ShardedParam, local_geometry
 from .ranges import Named
 
+# Of each storage that becomes sharded gradients of a group: before anything is in it, or, if they are autograd's, when they are
+# published or kept for a later backward.
+_observers = Observers[Callable[[Named, torch.UntypedStorage], None]]()
+observing_grads = _observers.observing
+
+
+def tell_observers(group: Named, storage: torch.UntypedStorage) -> None:
+    """This storage holds sharded gradients of `group` until it dies."""
+    for observer in _observers.all:
+        observer(group, storage)
+
+
+class NewGrads(NamedTuple):
+    """Memory for the gradients of a group, in one step."""
+
+    segment: torch.Tensor | None  # (s,) in the reduce dtype, all of them; None if reduced values must be converted
+    parts: list[torch.Tensor]  # this rank's of each gradient, by position
+
+
+class _Part(NamedTuple):
+    """Where a gradient lies: as the elements of `dtype` in the storage."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
 
 class ShardedGrads:
-    """The gradients of a group's trainable parameters, which are named by their positions in `params`.
+    """Makes the gradients of a group's trainable parameters, which are named by their positions in `params`.
 
-    segment: (s,) in the reduce dtype, all of the gradients, if they are that without a cast and on the reducing device; None
-        if reduced values must be converted. Then, and where gradients are added to earlier ones, they pass through `scratch`.
+    converts: reduced values become gradients by a cast or on another device. Then, and where they are added to earlier ones,
+    they pass through `scratch`.
     """
 
-    segment: torch.Tensor | None
+    converts: bool
     scratch_flat: torch.Tensor  # (s,) in the reduce dtype: all of `scratch`
-    buffer: FlatBuffer  # of the gradients; empty if they are on the host
     scratch: FlatBuffer
     _params: Sequence[ShardedParam]
     _sharded: list[nn.Parameter]
-    _grads: list[DTensor]
+    _group: Named
+    _device: torch.device  # that reduces
+    _offloads: bool  # gradients lie elsewhere
+    _nbytes: int  # of all gradients
+    _parts: list[_Part]
     _scratch_views: list[torch.Tensor]  # the gradients' shapes in `scratch`
-    _stream: Stream  # that allocated `buffer`, so releases it
 
     def __init__(
         self,
@@ -54,30 +83,43 @@ class ShardedGrads:
         memory: MemoryCounter,
         group: Named,
     ) -> None:
-        self._params = params
+        self._params, self._group, self._device = params, group, device
         self._sharded = [param.sharded for param in params]
-        self._stream = current_stream(device)
-        nbytes = layout.segment_numel * dtype.itemsize
-        offsets = [piece.offset * dtype.itemsize for piece in layout.own]
-        self.scratch = FlatBuffer(nbytes, device, memory, BufferKind.SCRATCH, group)
+        self._nbytes = layout.segment_numel * dtype.itemsize
+        self.scratch = FlatBuffer(self._nbytes, device, memory, BufferKind.SCRATCH, group)
         self.scratch_flat = self.scratch.view(dtype, 0, (layout.segment_numel,))
-        offloads = any(param.local.device != device for param in params)
-        converts = offloads or any(param.dtype != dtype for param in params)
-        starts = offsets
-        if converts:
-            *starts, nbytes = accumulate((-(-param.local.nbytes // 16) * 16 for param in params), initial=0)
-        self.buffer = FlatBuffer(0 if offloads else nbytes, device, memory, BufferKind.GRADIENTS, group)
-        self.segment = None if converts else self.buffer.view(dtype, 0, (layout.segment_numel,))
-        self._grads, self._scratch_views = [], []
+        self._offloads = any(param.local.device != device for param in params)
+        self.converts = self._offloads or any(param.dtype != dtype for param in params)
+        starts = offsets = [piece.offset * dtype.itemsize for piece in layout.own]
+        if self.converts:
+            *starts, self._nbytes = accumulate((-(-param.local.nbytes // 16) * 16 for param in params), initial=0)
+        self._parts, self._scratch_views = [], []
         for param, placement, start, offset in zip(params, placements, starts, offsets, strict=True):
             shape, stride = local_geometry(param.shape, placement, rank)
             self._scratch_views.append(self.scratch.view(dtype, offset, shape, stride))
-            if offloads:
-                local = torch.empty_like(param.local, pin_memory=param.local.is_pinned())
-            else:
-                local = self.buffer.view(param.dtype, start, shape, stride)
-            self._grads.append(param.sharded_like(local))
+            self._parts.append(_Part(param.dtype, shape, stride, start // param.dtype.itemsize))
         self.scratch.seal()
+
+    def new(self, stream: Stream) -> NewGrads:
+        """Gradients for one step, with memory that is allocated on `stream`, not initialised.
+
+        Hazard: on CUDA it may be allocated again, on `stream`, as soon as nothing refers to it: keep it until the other streams
+        that use it are done.
+        """
+        if self._offloads:
+            made = [torch.empty_like(param.local, pin_memory=param.local.is_pinned()) for param in self._params]
+            for each in made:
+                tell_observers(self._group, each.untyped_storage())
+            return NewGrads(None, made)
+        storage = torch.UntypedStorage(0, device=self._device)
+        stream.submit(partial(storage.resize_, self._nbytes))
+        tell_observers(self._group, storage)
+        flats = {
+            dtype: torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, (self._nbytes // dtype.itemsize,), (1,))
+            for dtype in dict.fromkeys(part.dtype for part in self._parts)
+        }
+        parts = [flats[dtype].as_strided(shape, stride, offset) for dtype, shape, stride, offset in self._parts]
+        return NewGrads(None if self.converts else flats[self._parts[0].dtype], parts)
 
     def missing(self, positions: Iterable[int]) -> list[int]:
         """Of these, the parameters without a gradient from before."""
@@ -89,23 +131,10 @@ class ShardedGrads:
         """No parameter has a gradient from before."""
         return all(param.grad is None for param in self._sharded)
 
-    def allocate(self, stream: Stream) -> None:
-        """Back the gradients with memory, on this stream. No-op if they are."""
-        if self.buffer.available:
-            self._stream = stream
-            stream.submit(self.buffer.allocate)
-
-    def free(self, done: Sequence[Event]) -> None:
-        """Free the memory once `done` have passed, unless some parameter has a gradient. Views of it become invalid."""
-        if self.buffer.available or not self.are_missing:
-            return
-        for event in done:
-            self._stream.wait(event)
-        self._stream.submit(self.buffer.release)
-
-    def fold(self, fresh: Sequence[int], older: dict[int, torch.Tensor]) -> None:
+    def fold(self, new: NewGrads | None, fresh: Sequence[int], older: dict[int, torch.Tensor]) -> None:
         """Copy the gradients at `fresh` out of scratch, and add others to `older`, this rank's parts of earlier gradients."""
-        pack_into([self._grads[p].to_local() for p in fresh], [self._scratch_views[p] for p in fresh])
+        if new is not None:
+            pack_into([new.parts[p] for p in fresh], [self._scratch_views[p] for p in fresh])
         # Cost: gradients on the host are added there, once they have arrived.
         add_into(list(older.values()), [self._scratch_views[p].to(local.device) for p, local in older.items()])
 
@@ -121,16 +150,16 @@ class ShardedGrads:
             sharded.grad = param.sharded_like(param.part_of(whole, sharded.spec).clone())  # type: ignore[attr-defined]
         return sharded.grad.to_local()
 
-    def assign(self, fresh: Sequence[int]) -> None:
+    def assign(self, new: NewGrads, fresh: Sequence[int]) -> None:
         """Make these the parameters' gradients."""
         for position in fresh:
-            self._sharded[position].grad = self._grads[position]
+            self._sharded[position].grad = self._params[position].sharded_like(new.parts[position])
 
     def call_hooks(self, positions: Iterable[int], stream: Stream) -> None:
         """Call the parameters' post-accumulate-grad hooks on the stream that makes the gradients."""
         for position in positions:
             if hooks := post_accumulate_grad_hooks(self._sharded[position]):
-                if self._grads[position].device != stream.device:
+                if self._params[position].local.device != stream.device:
                     stream.synchronize()  # offloaded: the hook reads it on the host
                 for hook in tuple(hooks.values()):
                     stream.submit(partial(hook, self._sharded[position]))

@@ -7,7 +7,7 @@ each step makes gradients of its own, and `zero_grad()` frees them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,17 +15,12 @@ from torch import nn
 
 from ..comm import Stream
 from ..kernels import add_into
-from .observers import Observers
 from .param import ShardedParam
 from .policy import Settings
 from .ranges import Named
-from .sharded_grads import ShardedGrads
+from .sharded_grads import ShardedGrads, tell_observers
 
 Grads = Sequence[torch.Tensor | None]  # one for each trainable parameter; None: it has none
-Observer = Callable[[Named, torch.Tensor], None]
-
-_observers = Observers[Observer]()  # of each gradient of a group that is published without a copy, or kept for a later one
-observing_grads = _observers.observing
 
 
 class UnpackedGrads:
@@ -70,10 +65,9 @@ class UnpackedGrads:
 
     def leave(self, grads: Grads, sharded: ShardedGrads, compute: Stream, *, publish: bool) -> None:
         """Make these the sharded gradients, or keep them."""
-        for observer in _observers.all:
-            for grad in grads:
-                if grad is not None:
-                    observer(self._group, grad)
+        for grad in grads:
+            if grad is not None:
+                tell_observers(self._group, grad.untyped_storage())
         if publish:
             self._publish(grads, sharded, compute)
         else:

@@ -44,7 +44,7 @@ class MemoryAccount:
     | interpreter and libraries  | mapped files; what is not malloc's, as Python's objects; what malloc had given to others  |
     |                            | than tensors when the block began, and to modules imported in it                          |
     | shards                     | parameters, as the optimizer has them, and the model's buffers                            |
-    | gradients                  | of these; sharded ones stay between steps, so they are no buffer in `memory_summary`      |
+    | gradients                  | of these; they are no buffer in `memory_summary`                                          |
     | optimizer state            |                                                                                           |
     | optimizer temporaries      | made in a step of an optimizer, without autograd (so what its closure makes is not)       |
     | gathered, post-forward     | full parameters, and what `reshard_after_forward=k` keeps of them                         |

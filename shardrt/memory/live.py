@@ -48,7 +48,7 @@ class LiveBytes:
         if isinstance(made, torch.Tensor):
             storage = storage_of(made) if made.device.type == self._device_type else None
             if storage is not None:
-                self._see(storage)
+                self._see(storage, self.kind)
         elif isinstance(made, (tuple, list)):
             for each in made:
                 self.see(each)
@@ -60,24 +60,26 @@ class LiveBytes:
             if storage is not None:
                 yield storage, known.kind
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        identity = id(storage)
-        known = self._alive.get(identity)
-        if known is not None and known() is storage:
+    def relabel(self, storage: torch.UntypedStorage, kind: str) -> None:
+        """The storage is of this kind from now on, whether it was shown before or not. No-op on another type of device."""
+        if storage.device.type != self._device_type:
             return
-        born = _Storage(storage, lambda died: self._gone(identity, died))
-        born.kind, born.nbytes = self.kind, storage.nbytes()
-        self._alive[identity] = born
-        self._count(born.kind, born.nbytes)
-
-    def relabel(self, tensor: torch.Tensor, kind: str) -> None:
-        """The tensor's storage is of this kind from now on. No-op if it was not shown."""
-        storage = tensor.untyped_storage()
-        known = self._alive.get(id(storage))
-        if known is not None and known() is storage:
+        known = self._see(storage, kind)
+        if known.kind != kind:
             self._count(known.kind, -known.nbytes)
             known.kind = kind
             self._count(kind, known.nbytes)
+
+    def _see(self, storage: torch.UntypedStorage, kind: str) -> _Storage:
+        identity = id(storage)
+        known = self._alive.get(identity)
+        if known is not None and known() is storage:
+            return known
+        born = _Storage(storage, lambda died: self._gone(identity, died))
+        born.kind, born.nbytes = kind, storage.nbytes()
+        self._alive[identity] = born
+        self._count(kind, born.nbytes)
+        return born
 
     def _gone(self, identity: int, died: _Storage) -> None:
         if self._alive.get(identity) is died:

@@ -22,6 +22,7 @@ from ..comm.calls import CallList, Hook
 from ..comm.control import hooked
 from ..fsdp.buffers import BufferKind, observing
 from ..fsdp.ranges import Named
+from ..fsdp.sharded_grads import observing_grads
 from ..torch_internals import OpOverload, TorchDispatchMode, in_backward
 from .devices import Device, Measured
 from .live import LiveBytes
@@ -77,6 +78,7 @@ class Watch(Hook):
             stack.callback(register_optimizer_step_post_hook(self._end_optimizer).remove)
             stack.enter_context(hooked(self))
             stack.enter_context(observing(self._buffer_changed))
+            stack.enter_context(observing_grads(self._gradients_made))
             stack.enter_context(_Operations(self))
             return stack.pop_all()
 
@@ -96,6 +98,9 @@ class Watch(Hook):
 
     def _buffer_changed(self, kind: BufferKind, group: Named, nbytes: int) -> None:
         self._look(kind.value)
+
+    def _gradients_made(self, group: Named, storage: torch.UntypedStorage) -> None:
+        self._live.relabel(storage, Part.GRADIENTS.value)
 
     def _begin_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         self._optimizers[optimizer] = None

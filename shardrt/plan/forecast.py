@@ -17,7 +17,7 @@ from ..fsdp.buffers import observing
 from ..fsdp.layout import fsdp2_padding
 from ..fsdp.module import FSDPModule
 from ..fsdp.param_group import ParamGroup
-from ..fsdp.unpacked import observing_grads
+from ..fsdp.sharded_grads import observing_grads
 from ..timeline.timeline import Timeline
 from .attention import FusedAttention
 from .cost import Costs, bounding
@@ -67,7 +67,7 @@ def forecast(
         meter.add("parameters", sum(group.gather.shard_nbytes for group in groups) + _other_nbytes(program.model, groups))
         meter.add("process", costs.sheet.memory.reserved_nbytes)
         operations = Operations(meter)
-        observed = observing(meter.buffer_changed), observing_grads(meter.gradient_left)
+        observed = observing(meter.buffer_changed), observing_grads(meter.gradients_made)
         with observed[0], observed[1], FusedAttention(costs.sheet.device), operations:
             optimizer = OPTIMIZERS[job.optimizer](program.model.parameters())
             _train(program, job, groups, operations)  # records in which order groups are used

@@ -117,11 +117,11 @@ class Meter:
             self._begin(group)
         self._changed(kind.value, nbytes, group.name)
 
-    def gradient_left(self, group: Named, grad: torch.Tensor) -> None:
-        """Observe gradients that become sharded gradients as they are."""
+    def gradients_made(self, group: Named, storage: torch.UntypedStorage) -> None:
+        """Observe sharded gradients."""
         self._newest = group.name
         self._begin(group)
-        self.live.relabel(grad, BufferKind.GRADIENTS.value)
+        self.live.relabel(storage, "gradients")
 
     def _begin(self, group: Named) -> None:
         """Spend what a group costs the host, once in a step."""

@@ -96,7 +96,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield _row("padding", _gib(forecast.padding_nbytes), f"of {gathered} that a pass gathers; FSDP2: {fsdp2}")
 
 
-_ALWAYS = ("parameters", "gradients", "optimizer", "process")  # while a model trains
+_ALWAYS = ("parameters", "optimizer", "process")  # while a model trains
 
 
 def _traffic(forecast: Forecast) -> Iterator[str]:

@@ -93,13 +93,13 @@ def _arguments(call: Collective) -> dict[str, object]:
 def _counters(recording: Recording, clock: Clock) -> Iterator[Counter]:
     """What the memory comes to after each change, of its kind and of its group."""
     kinds, groups = defaultdict[str, int](int), defaultdict[str, int](int)
-    for kind, group, nbytes in recording.held:
-        kinds[kind.value] += nbytes
+    for buffer_kind, group, nbytes in recording.held:
+        kinds[buffer_kind.value] += nbytes
         groups[group.name] += nbytes
     yield Counter(BY_KIND, 0.0, dict(kinds))
     yield Counter(BY_GROUP, 0.0, dict(groups))
     # Streams of a simulation have a clock each; those of a buffer's allocation and release are the same.
     for at, kind, group, nbytes in sorted(recording.changes, key=itemgetter(0)):
-        for name, values, series in ((BY_KIND, kinds, kind.value), (BY_GROUP, groups, group.name)):
+        for name, values, series in ((BY_KIND, kinds, kind), (BY_GROUP, groups, group.name)):
             values[series] += nbytes
             yield Counter(name, clock.seconds(at), {series: values[series]})

@@ -11,6 +11,9 @@ from enum import Enum, auto
 from operator import methodcaller
 from time import time
 from typing import NamedTuple
+from weakref import finalize
+
+import torch
 
 from ..comm import Stream, Work, World, current_stream
 from ..comm.calls import BLOCKING, CallList, Hook
@@ -22,6 +25,7 @@ from .clocks import Stamp
 from .events import ALL_REDUCE, GATHER, REDUCE
 
 OPTIMIZER = "optimizer"
+_GRADIENTS = "gradients"  # a kind of memory that is no buffer's
 _TRACKS = {Step.GATHER: GATHER, Step.REDUCE: REDUCE, Step.ALL_REDUCE: ALL_REDUCE}
 
 
@@ -46,11 +50,12 @@ class Collective(NamedTuple):
 
 Subject = Named | Collective | str | None  # a group, calls, the class of an optimizer, or None where collectives end
 Entry = tuple[Edge, Stamp | None, Stream, Step | str, Subject]  # the name of the span before its subject; no stamp: left out
-Change = tuple[float, BufferKind, Named, int]  # bytes that a group has from a time on; negative: has no longer
+Change = tuple[float, str, Named, int]  # bytes of a kind that a group has from a time on; negative: has no longer
 
 
 class Recording(Hook):
-    """One rank's stamps. A hook of all communicators, a listener of `fsdp.trace`, and an observer of buffers' memory.
+    """One rank's stamps. A hook of all communicators, a listener of `fsdp.trace`, an observer of the memory of buffers and of
+    sharded gradients.
 
     Streams' threads add to it as well: a list's `append` needs no lock.
     """
@@ -126,7 +131,14 @@ class Recording(Hook):
 
     def count(self, kind: BufferKind, group: Named, nbytes: int) -> None:
         """A buffer's memory was allocated or freed, by the host's clock: on a GPU ahead of the streams."""
-        self.changes.append((self._now(), kind, group, nbytes))
+        self.changes.append((self._now(), kind.value, group, nbytes))
+
+    def count_gradients(self, group: Named, storage: torch.UntypedStorage) -> None:
+        """Sharded gradients have memory, until the last of them is dropped."""
+        nbytes = storage.nbytes()
+        self.changes.append((self._now(), _GRADIENTS, group, nbytes))
+        freed = finalize(storage, lambda: self.changes.append((self._now(), _GRADIENTS, group, -nbytes)))
+        freed.atexit = False
 
     def begin_optimizer(self, optimizer: object, *_: object) -> None:
         """A hook of all optimizers, before their steps."""

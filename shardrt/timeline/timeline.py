@@ -17,6 +17,7 @@ from ..comm import World, world
 from ..comm.control import hooked
 from ..comm.streams import CudaStream
 from ..fsdp.buffers import observing
+from ..fsdp.sharded_grads import observing_grads
 from ..fsdp.trace import listening
 from . import chrome
 from .assembly import assemble
@@ -84,6 +85,7 @@ def _sources(recording: Recording) -> ExitStack:
         stack.callback(register_optimizer_step_post_hook(recording.end_optimizer).remove)
         stack.enter_context(hooked(recording))
         stack.enter_context(observing(recording.count))
+        stack.enter_context(observing_grads(recording.count_gradients))
         stack.enter_context(listening(recording))
         return stack.pop_all()
 
