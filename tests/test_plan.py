@@ -333,7 +333,7 @@ def test_the_report_has_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert f"\n{label}  " in out, label
     assert "fits in 79.6" in out
-    assert "blocks." in out
+    assert "s into the step, at Stack\n" in out  # when all groups have gradients
 
 
 def test_options_change_the_forecast(capsys: pytest.CaptureFixture[str]) -> None:

@@ -288,19 +288,15 @@ class GradientReduction:
         fills_grads = publishes and not self.grads.converts and len(fresh) == len(self.params)
         held = self._accumulated
         source = self._source(compute, fills_grads=fills_grads) if held is None else held.source
-        new, out, used = None, self.grads.scratch_flat, list[FlatBuffer]()
-        if publishes and fresh:
-            new = self.grads.new(compute) if source.grads is None else source.grads
+        new = (source.grads or self.grads.new(compute)) if publishes and fresh else None
+        out = new.segment if new is not None and fills_grads else None
+        result, used = Result.GRADS, list[FlatBuffer]()
         if not publishes:
-            result = Result.PARTIAL
             compute.submit(self._partial.allocate)
-        elif fills_grads and new is not None and new.segment is not None:
-            result, out = Result.GRADS, new.segment
-        else:
-            result = Result.SCRATCH
-        if publishes and adds_partial:
+        elif adds_partial:
             used.append(self._partial)
-        if result is not Result.GRADS:
+        if out is None:
+            out, result = self.grads.scratch_flat, Result.SCRATCH if publishes else Result.PARTIAL
             compute.submit(self.grads.scratch.allocate)
             used.append(self.grads.scratch)
         if source.buffer is not None:
@@ -315,7 +311,7 @@ class GradientReduction:
         """
         if fills_grads and self._packs_grads:
             early = self._early
-            return self._ordinary.in_grads(self.grads.new(compute)) if early is None or early.grads is None else early
+            return early if early is not None and early.grads is not None else self._ordinary.in_grads(self.grads.new(compute))
         source = self._in_comm_buffer
         return self._ordinary if source is None or not source.available else source
 

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from operator import methodcaller
 from time import time
 from typing import NamedTuple
-from weakref import finalize
+from weakref import ref
 
 import torch
 
@@ -70,6 +70,7 @@ class Recording(Hook):
     _now: Callable[[], float]
     _groups: dict[str, tuple[Named, ...]]  # by track: for which the next collectives are
     _joint: set[str]  # tracks on which others may be launched together with these
+    _gradients: dict[int, ref[torch.UntypedStorage]]  # by identity, which a storage keeps while it is alive
     _called: dict[int, tuple[Named, ...]]  # by the id of a list of calls
 
     def __init__(self, world: World) -> None:
@@ -80,7 +81,7 @@ class Recording(Hook):
         self._compute = lambda: current_stream(device)
         self._stamp = _event if self.on_gpu else methodcaller("now")
         self._now = (lambda: current_stream(device).now()) if device.type == "meta" else time
-        self._groups, self._joint, self._called = {}, set(), {}
+        self._groups, self._joint, self._gradients, self._called = {}, set(), {}, {}
 
     @property
     def streams(self) -> list[Stream]:
@@ -134,11 +135,16 @@ class Recording(Hook):
         self.changes.append((self._now(), kind.value, group, nbytes))
 
     def count_gradients(self, group: Named, storage: torch.UntypedStorage) -> None:
-        """Sharded gradients have memory, until the last of them is dropped."""
-        nbytes = storage.nbytes()
-        self.changes.append((self._now(), _GRADIENTS, group, nbytes))
-        freed = finalize(storage, lambda: self.changes.append((self._now(), _GRADIENTS, group, -nbytes)))
-        freed.atexit = False
+        """Sharded gradients have memory, until the last of them is dropped. No-op for a storage that is counted."""
+        identity, nbytes = id(storage), storage.nbytes()
+
+        def freed(_: object) -> None:
+            del self._gradients[identity]
+            self.changes.append((self._now(), _GRADIENTS, group, -nbytes))
+
+        if identity not in self._gradients:
+            self._gradients[identity] = ref(storage, freed)
+            self.changes.append((self._now(), _GRADIENTS, group, nbytes))
 
     def begin_optimizer(self, optimizer: object, *_: object) -> None:
         """A hook of all optimizers, before their steps."""
