@@ -108,7 +108,8 @@ def trouble(world: World, rank: int, kind: str, folder: Path) -> Iterator[None]:
         def opens(path: Any, flags: int, *args: Any, **options: Any) -> int:
             if flags & os.O_CREAT:  # at the moment that this rank makes its file
                 if kind == "vanished":
-                    shutil.rmtree(beside(folder))
+                    # At once: others make theirs there meanwhile.
+                    shutil.rmtree(beside(folder).rename(folder.parent / "gone"))
                 else:
                     path = elsewhere[kind] / path.name
             return open_file(path, flags, *args, **options)
