@@ -400,12 +400,14 @@ def test_other_tensors_get_another_plan(double: Double, guards: str) -> None:
     assert [kernel for kernel, _ in double.launches] == ["copy<u32>", "pack<float, f16, false>", "copy<u32>", "copy<u32>"]
     kinds = {type(plan.guards) for plan in cuda._plans.values()}
     assert (kinds == {cuda.PythonGuards}) == (guards != "torch's guards")
-    (plan,) = cuda._plans.values()
+    plan, _ = cuda._plans.values()  # for each pair of dtypes
     cached, tensors = plan.guards, [views[0], views[1], first, torch.ones(9)]
     assert cached.check(*tensors)
     assert not cached.check(views[0].half(), *tensors[1:])
     assert not cached.check(views[0].to("meta"), *tensors[1:])
     assert not cached.check(views[0].t().contiguous().t(), *tensors[1:])
+    pack_into([torch.zeros(4, 6), torch.zeros(9)], [first.clone(), torch.ones(9)])  # alike, such as the next step's gradients
+    assert plan in cuda._plans.values()
 
 
 def test_imported_without_what_torch_has_private() -> None:
