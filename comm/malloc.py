@@ -6,7 +6,7 @@
 | `return_freed_memory` | `fully_shard`                                 | have pages of their own, freed with them          |
 | `trim`                | `fully_shard`, for each original              | that are free in the heap are returned, this once |
 
-So what lasts as long as the training (shards, gradients, the optimizer's state) does not lie between blocks that come and go,
+So what lasts as long as the training (shards, the optimizer's state) does not lie between blocks that come and go,
 which would leave holes that no block fits in exactly.
 """
 

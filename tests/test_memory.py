@@ -9,15 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import Event, Pool, World
 from shardrt.comm.streams import InlineStream
 from shardrt.fsdp import buffers
-from shardrt.fsdp.buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter, observing
+from shardrt.fsdp.buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, Handoff, MemoryCounter, observing
 from shardrt.fsdp.sharded_grads import observing_grads
 from toys import OddMLP, batch, buckets_of, loss_of, overlapping, shard_blocks, uncompiled
+
+Storage = weakref.ref[torch.UntypedStorage]
 
 
 def train(model: torch.nn.Module, world: World, steps: int = 3) -> None:
@@ -94,11 +97,18 @@ def test_gathered_parameters_come_from_a_pool(world: World) -> None:
 
 
 @on_ranks(2, 3)
+@uncompiled()
+@buckets_of(0)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_nothing_but_the_parameters_holds_gradients(world: World, reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("shard", [shardrt.fully_shard, shardrt.replicate])
+def test_nothing_but_the_parameters_holds_gradients(
+    world: World, shard: Callable[..., torch.nn.Module], reduce_dtype: torch.dtype | None
+) -> None:
     """A backward adds to gradients that are there, and makes others; `zero_grad()` frees them."""
-    model = shard_blocks(OddMLP(layers=2).double(), mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-    alive = list[weakref.ref[torch.UntypedStorage]]()
+    model = OddMLP(layers=2).double()
+    for module in (*model.blocks, model):
+        shard(module, mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    alive = list[Storage]()
     groups = len(list(model.param_group.with_descendants()))
     with observing_grads(lambda _, storage: alive.append(weakref.ref(storage))):
         for step in range(3):
@@ -126,15 +136,82 @@ def test_a_kept_gradient_is_not_written(world: World, reduce_dtype: torch.dtype 
         lambda: weight.grad,
         lambda: weight.grad.to_local(),
         lambda: weight.grad.detach(),
-        lambda: weight * weight.grad,
         lambda: reduced[-1] if reduce_dtype is None else weight.grad,  # of gradients to be cast, scratch
     ]
     for step, of_gradients in enumerate(keep):
         kept = of_gradients()
+        reduced.clear()
         values = getattr(kept, "_local_tensor", kept).detach().clone()
         model.zero_grad()
         loss_of(model, batch(step + 1)).backward()
         assert torch.equal(getattr(kept, "_local_tensor", kept), values)
+
+
+@on_ranks(1, 2)
+def test_gradients_are_tensors_of_their_own(world: World) -> None:
+    """To write to one is not to write to another that autograd has saved."""
+    model = shard_blocks(OddMLP(layers=1).double())
+    loss_of(model, batch(0)).backward()
+    weight, other = [param.grad.to_local() for param in model.blocks[0].parameters()][:2]
+    factor = torch.ones(weight.shape, dtype=weight.dtype, requires_grad=True)
+    product = (factor * weight).sum()
+    other.mul_(2)
+    product.backward()
+    assert torch.equal(factor.grad, weight)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branches[branch](x)
+
+
+@on_ranks(1, 2)
+def test_a_part_of_the_gradients_takes_its_own_memory(world: World) -> None:
+    """A group of which each backward reaches another parameter."""
+    model = shardrt.fully_shard(Branches())
+    for branch in range(4):
+        model(torch.ones(2, 64), branch).sum().backward()
+    parts = [part for part in (param.grad.to_local() for param in model.parameters()) if part.numel()]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+    assert len(storages) == len(parts) >= 2
+    assert sum(storages.values()) == sum(part.nbytes for part in parts)
+
+
+@on_ranks(2)
+@buckets_of(0)
+@overlapping()
+@pytest.mark.parametrize("replicates", [False, True])
+def test_gradients_live_until_their_reduction_is_over(world: World, replicates: bool) -> None:
+    """Also where a hook drops them, on a stream that still uses them: new ones, and those that are added to."""
+    model = OddMLP(layers=2).double()
+    shardrt.replicate(model) if replicates else shard_blocks(model)
+    dropped, released, alive, drops = list[Storage](), list[Storage](), list[bool](), False
+    release = Handoff.release
+
+    def drop(param: torch.Tensor) -> None:
+        if drops:
+            dropped.append(weakref.ref(param.grad.to_local().untyped_storage()))
+            param.grad = None
+
+    def check(handoff: Handoff) -> None:
+        alive.extend(ref() is not None for ref in dropped)
+        release(handoff)
+        released.extend(dropped)
+        dropped.clear()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(drop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Handoff, "release", check)
+        for drops in (False, True, True):
+            loss_of(model, batch(0)).backward()
+            assert alive == [True] * len(list(model.parameters())) * drops
+            assert not any(ref() for ref in released)
+            alive.clear()
 
 
 def test_a_comm_buffer_moves_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:

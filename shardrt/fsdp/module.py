@@ -98,7 +98,7 @@ class FSDPModule:
             settings.all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """On the root. When more backwards follow (False), the end of one does not wait for its reductions."""
+        """On the root. When more backwards follow (False), the end of one does not wait for its last reductions."""
         self._root_settings("set_is_last_backward").is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -241,7 +241,7 @@ class FSDPModule:
     def set_post_optim_event(self, event: Event) -> None:
         """On the root. The next forward's gathers wait for `event`, not for the current stream. Holds for one forward.
 
-        Hazard: on a single rank zero_grad() frees the gradients at once, so call it when `event` has passed.
+        Hazard: zero_grad() frees the gradients at once: call it when `event` has passed, or `record_stream()` them before.
         """
         if not isinstance(event, Event):
             raise TypeError(f"set_post_optim_event({event!r}): expected a shardrt.comm.Event, as a Stream's record() returns")

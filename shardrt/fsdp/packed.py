@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels import pack_into
-from .buffers import FlatBuffer
+from .buffers import FlatBuffer, FlatBuffers
 from .grad_layout import Piece
 from .param import ShardedParam, outermost_stride
 from .scaling import Scaling
@@ -31,7 +31,7 @@ class Held(Enum):
 class PackBuffer:
     """Memory for packed gradients, and its views: all of it, and piece by piece."""
 
-    buffer: FlatBuffer | None  # None: that of `grads`, which is allocated
+    buffer: FlatBuffer  # an empty one if the memory is that of `grads`, which is allocated
     flat: torch.Tensor
     pieces: list[torch.Tensor]
     whole: dict[int, torch.Tensor]  # those that are all of a gradient, by the position of the parameter
@@ -39,21 +39,9 @@ class PackBuffer:
     cuts: Sequence[tuple[Piece, int]]  # what each piece is, and the shard dim of its parameter
     grads: NewGrads | None = None  # the sharded gradients that it is, of a single shard rank
 
-    @property
-    def available(self) -> bool:
-        return self.buffer is None or self.buffer.available
-
-    def allocate(self) -> None:
-        if self.buffer is not None:
-            self.buffer.allocate()
-
-    def release(self) -> None:
-        if self.buffer is not None:
-            self.buffer.release()
-
     def in_grads(self, grads: NewGrads) -> PackBuffer:
         """Laid out alike, in new gradients of a single shard rank: their parts are the pieces."""
-        assert grads.segment is not None, "gradients that are packed are not converted"
+        assert grads.segment is not None, "all gradients are packed, and none is converted"
         pieces, whole = [], {}
         for (piece, _), like in zip(self.cuts, self.pieces, strict=True):
             part = grads.parts[piece.position]
@@ -63,7 +51,7 @@ class PackBuffer:
             whole[piece.position] = part
         starts = [gap.storage_offset() - self.flat.storage_offset() for gap in self.gaps]
         gaps = [grads.segment[start : start + gap.numel()] for start, gap in zip(starts, self.gaps, strict=True)]
-        return PackBuffer(None, grads.segment, pieces, whole, gaps, self.cuts, grads)
+        return PackBuffer(FlatBuffers(()), grads.segment, pieces, whole, gaps, self.cuts, grads)
 
     def zero_gaps(self) -> None:
         for gap in self.gaps:
@@ -125,7 +113,8 @@ class PackedGrads(NamedTuple):
     """Gradients on their way through one reduction. (A tuple: a frozen dataclass takes three times as long to make.)"""
 
     source: PackBuffer  # what is sent
-    new: NewGrads | None  # memory of the fresh gradients; None if there are none, or nothing is published
+    new: NewGrads | None  # the fresh gradients; None if there are none, or nothing is published
+    older: dict[int, torch.Tensor]  # gradients to which it is added: this rank's parts, by position
     out: torch.Tensor  # (s,) what is received: the sharded gradients themselves, or scratch
     scaling: Scaling
     positions: frozenset[int]  # of the parameters that have a gradient in it

@@ -174,9 +174,10 @@ class GradientReduction:
         self._accumulated, self._partial_positions = None, _NONE
         if self._unpacked is not None:
             self._unpacked.kept = ()
-        for buffer in (self._ordinary, self._in_comm_buffer, self.grads.scratch, self._partial):
-            if buffer is not None:
-                buffer.release()
+        for buffer in (self._ordinary.buffer, self.grads.scratch, self._partial):
+            buffer.release()
+        if self._in_comm_buffer is not None:
+            self._in_comm_buffer.buffer.release()
         for each in (*self.partial_sums, self._reduce_scatter, self._all_reduce):
             if each is not None:
                 each.discard()
@@ -214,9 +215,9 @@ class GradientReduction:
         if self._comm_buffer is not None and self._settings.sync_gradients:
             # Cost: while the last reduction is under way, this one is packed. A second buffer would hold more memory.
             return source if self._comm_buffer.lend(compute, self.drop_early) else None
-        if not source.available:
+        if not source.buffer.available:
             return None
-        compute.submit(source.allocate)
+        compute.submit(source.buffer.allocate)
         return source
 
     def drop_early(self, compute: Stream | None = None) -> None:
@@ -225,7 +226,7 @@ class GradientReduction:
         if early is not None:
             self._given.copy_away([param.unsharded.grad for param in self.params], early.whole)
         if early is self._ordinary and compute is not None:
-            compute.submit(early.release)
+            compute.submit(early.buffer.release)
         elif early is not None and early is self._in_comm_buffer and self._comm_buffer is not None:
             self._comm_buffer.end_loan()
 
@@ -258,7 +259,7 @@ class GradientReduction:
             self._accumulated = Accumulated(source, positions)
         in_place = self._take_early(source, grads, compute)
         if first:
-            compute.submit(source.allocate)
+            compute.submit(source.buffer.allocate)
             self._zero_padding(source, compute)
         copy = pack_into if first else add_into
         if self._uncut and given is everything and not in_place:
@@ -288,7 +289,8 @@ class GradientReduction:
         fills_grads = publishes and not self.grads.converts and len(fresh) == len(self.params)
         held = self._accumulated
         source = self._source(compute, fills_grads=fills_grads) if held is None else held.source
-        new = (source.grads or self.grads.new(compute)) if publishes and fresh else None
+        new = (source.grads or self.grads.new(fresh, compute)) if publishes and fresh else None
+        older = {position: self.grads.older(position) for position in positions.difference(fresh)} if publishes else {}
         out = new.segment if new is not None and fills_grads else None
         result, used = Result.GRADS, list[FlatBuffer]()
         if not publishes:
@@ -299,9 +301,8 @@ class GradientReduction:
             out, result = self.grads.scratch_flat, Result.SCRATCH if publishes else Result.PARTIAL
             compute.submit(self.grads.scratch.allocate)
             used.append(self.grads.scratch)
-        if source.buffer is not None:
-            used.append(source.buffer)
-        return PackedGrads(source, new, out, scaling, positions, fresh, result, adds_partial, used)
+        used.append(source.buffer)
+        return PackedGrads(source, new, older, out, scaling, positions, fresh, result, adds_partial, used)
 
     def _source(self, compute: Stream, *, fills_grads: bool) -> PackBuffer:
         """Where to pack gradients that are reduced at once, if none are packed. fills_grads: all of the result is gradients.
@@ -310,10 +311,11 @@ class GradientReduction:
         ranks, or of none. What place() has made there, on this rank only, is copied away when another group packs.
         """
         if fills_grads and self._packs_grads:
-            early = self._early
-            return early if early is not None and early.grads is not None else self._ordinary.in_grads(self.grads.new(compute))
+            if self._early is not None and self._early.grads is not None:
+                return self._early
+            return self._ordinary.in_grads(self.grads.new(range(len(self.params)), compute))
         source = self._in_comm_buffer
-        return self._ordinary if source is None or not source.available else source
+        return self._ordinary if source is None or not source.buffer.available else source
 
     def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
         """Custom collectives and hooks see the padding; where codes are sent it shares their blocks."""
@@ -358,22 +360,20 @@ class GradientReduction:
 
     def publish(self, packed: PackedGrads, stream: Stream) -> None:
         """Make what was launched the sharded gradients, or add it to earlier ones; nothing if it stays partial."""
-        self._accumulated = None
         if packed.result is Result.PARTIAL:
-            self._partial_positions = packed.positions
+            self._accumulated, self._partial_positions = None, packed.positions
             return
-        self._partial_positions = _NONE
         if packed.scaling.after != 1.0:
             stream.submit(partial(packed.out.mul_, packed.scaling.after))
         if self._settings.reduce_hook is not None:
             _call_hook(self._settings.reduce_hook, packed.out, stream, self._settings.reduce_hook_stream or stream)
         grads = self.grads
         if packed.result is Result.SCRATCH:
-            older = {position: grads.older(position) for position in packed.positions.difference(packed.fresh)}
-            stream.submit(partial(grads.fold, packed.new, packed.fresh, older))
+            stream.submit(partial(grads.fold, packed.new, packed.fresh, packed.older))
         if packed.new is not None:
             grads.assign(packed.new, packed.fresh)
         grads.call_hooks(packed.positions, stream)
+        self._accumulated, self._partial_positions = None, _NONE  # Hazard: a hook that raises leaves memory that streams use
 
 
 def _call_hook(hook: Callable[[torch.Tensor], None], out: torch.Tensor, stream: Stream, hook_stream: Stream) -> None:

@@ -21,6 +21,7 @@ from ..tensor.placement import ResolvedShard
 from ..torch_internals import post_accumulate_grad_hooks
 from .buffers import BufferKind, FlatBuffer, MemoryCounter
 from .grad_layout import ReduceLayout
+from .layout import round_up
 from .observers import Observers
 from .param import ShardedParam, local_geometry
 from .ranges import Named
@@ -38,19 +39,10 @@ def tell_observers(group: Named, storage: torch.UntypedStorage) -> None:
 
 
 class NewGrads(NamedTuple):
-    """Memory for the gradients of a group, in one step."""
+    """Memory for gradients of a group, in one step."""
 
-    segment: torch.Tensor | None  # (s,) in the reduce dtype, all of them; None if reduced values must be converted
-    parts: list[torch.Tensor]  # this rank's of each gradient, by position
-
-
-class _Part(NamedTuple):
-    """Where a gradient lies: as the elements of `dtype` in the storage."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    segment: torch.Tensor | None  # (s,) in the reduce dtype, if these are all gradients and reduced values are not converted
+    parts: dict[int, torch.Tensor]  # this rank's of each gradient, by position
 
 
 class ShardedGrads:
@@ -68,8 +60,8 @@ class ShardedGrads:
     _group: Named
     _device: torch.device  # that reduces
     _offloads: bool  # gradients lie elsewhere
-    _nbytes: int  # of all gradients
-    _parts: list[_Part]
+    _starts: list[int]  # where each gradient begins in the segment, in bytes
+    _geometry: list[tuple[torch.Size, tuple[int, ...]]]  # shape and strides of each gradient
     _scratch_views: list[torch.Tensor]  # the gradients' shapes in `scratch`
 
     def __init__(
@@ -85,41 +77,48 @@ class ShardedGrads:
     ) -> None:
         self._params, self._group, self._device = params, group, device
         self._sharded = [param.sharded for param in params]
-        self._nbytes = layout.segment_numel * dtype.itemsize
-        self.scratch = FlatBuffer(self._nbytes, device, memory, BufferKind.SCRATCH, group)
+        self.scratch = FlatBuffer(layout.segment_numel * dtype.itemsize, device, memory, BufferKind.SCRATCH, group)
         self.scratch_flat = self.scratch.view(dtype, 0, (layout.segment_numel,))
+        self._starts = [piece.offset * dtype.itemsize for piece in layout.own]
         self._offloads = any(param.local.device != device for param in params)
         self.converts = self._offloads or any(param.dtype != dtype for param in params)
-        starts = offsets = [piece.offset * dtype.itemsize for piece in layout.own]
-        if self.converts:
-            *starts, self._nbytes = accumulate((-(-param.local.nbytes // 16) * 16 for param in params), initial=0)
-        self._parts, self._scratch_views = [], []
-        for param, placement, start, offset in zip(params, placements, starts, offsets, strict=True):
-            shape, stride = local_geometry(param.shape, placement, rank)
-            self._scratch_views.append(self.scratch.view(dtype, offset, shape, stride))
-            self._parts.append(_Part(param.dtype, shape, stride, start // param.dtype.itemsize))
+        shapes = [param.shape for param in params]
+        self._geometry = [local_geometry(shape, placement, rank) for shape, placement in zip(shapes, placements, strict=True)]
+        self._scratch_views = [
+            self.scratch.view(dtype, start, *geometry) for start, geometry in zip(self._starts, self._geometry, strict=True)
+        ]
         self.scratch.seal()
 
-    def new(self, stream: Stream) -> NewGrads:
-        """Gradients for one step, with memory that is allocated on `stream`, not initialised.
+    def new(self, positions: Sequence[int], stream: Stream) -> NewGrads:
+        """Gradients of one step, at these positions, with memory that is allocated on `stream`, not initialised.
 
         Hazard: on CUDA it may be allocated again, on `stream`, as soon as nothing refers to it: keep it until the other streams
         that use it are done.
         """
+        params = [self._params[position] for position in positions]
         if self._offloads:
-            made = [torch.empty_like(param.local, pin_memory=param.local.is_pinned()) for param in self._params]
+            made = [torch.empty_like(param.local, pin_memory=param.local.is_pinned()) for param in params]
             for each in made:
                 tell_observers(self._group, each.untyped_storage())
-            return NewGrads(None, made)
+            return NewGrads(None, dict(zip(positions, made, strict=True)))
+        fills_segment = not self.converts and len(positions) == len(self._params)
+        if fills_segment:
+            starts, nbytes = [self._starts[position] for position in positions], self.scratch.nbytes
+        else:
+            *starts, nbytes = accumulate((round_up(param.local.nbytes, 16) for param in params), initial=0)
         storage = torch.UntypedStorage(0, device=self._device)
-        stream.submit(partial(storage.resize_, self._nbytes))
+        stream.submit(partial(storage.resize_, nbytes))
         tell_observers(self._group, storage)
-        flats = {
-            dtype: torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, (self._nbytes // dtype.itemsize,), (1,))
-            for dtype in dict.fromkeys(part.dtype for part in self._parts)
+
+        def view(dtype: torch.dtype, start: int, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
+            # Each has a version counter of its own: who changes one gradient has not changed the others.
+            return torch.empty(0, dtype=dtype, device=self._device).set_(storage, start // dtype.itemsize, shape, stride)
+
+        parts = {
+            position: view(param.dtype, start, *self._geometry[position])
+            for position, param, start in zip(positions, params, starts, strict=True)
         }
-        parts = [flats[dtype].as_strided(shape, stride, offset) for dtype, shape, stride, offset in self._parts]
-        return NewGrads(None if self.converts else flats[self._parts[0].dtype], parts)
+        return NewGrads(view(params[0].dtype, 0, self.scratch_flat.shape, (1,)) if fills_segment else None, parts)
 
     def missing(self, positions: Iterable[int]) -> list[int]:
         """Of these, the parameters without a gradient from before."""

@@ -30,9 +30,9 @@ class GroupForecast:
 class Forecast:
     """A step of one rank: memory in bytes, times in seconds.
 
-    memory: by kind, each at its own peak: the kinds of buffers (`BufferKind`); parameters, with the model's buffers;
-    activations, which include gradients before they are packed and all temporary tensors; optimizer; process, what the sheet
-    reserves.
+    memory: by kind, each at its own peak: the kinds of buffers (`BufferKind`); parameters, with the model's buffers; gradients,
+    the sharded ones; activations, which include gradients before they are packed and all temporary tensors; optimizer;
+    process, what the sheet reserves.
     peak_nbytes: of the sum of what is on the device.   received_*, flops: by this rank in a step; flops of matrices.
     model_flops: three times those of the forwards, so without what is computed again: the numerator of MFU.
     compute_seconds: of operations on the stream that computes, without the optimizer's.   communication_seconds: of all

@@ -128,6 +128,10 @@ class Recording(Hook):
     def _stream_of(self, calls: CallList) -> Stream:
         return self._host if calls[0].name in BLOCKING else calls[0].stream
 
+    def forget_gradients(self) -> None:
+        """Count no more when they are freed."""
+        self._gradients.clear()
+
     # ------------------------------------------------------------------ others
 
     def count(self, kind: BufferKind, group: Named, nbytes: int) -> None:

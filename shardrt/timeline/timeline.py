@@ -27,7 +27,8 @@ from .recording import Recording
 
 
 class Timeline:
-    """Records what this rank does in the `with` block: streams, groups, collectives, and the memory of buffers.
+    """Records what this rank does in the `with` block: streams, groups, collectives, and the memory of buffers and of sharded
+    gradients.
 
     path: a folder, in which each rank writes rank-R.json, in Chrome's trace-event format; open the files in Perfetto
     (ui.perfetto.dev), one, or several merged (`python -m shardrt.timeline merge`). None: nothing is written.
@@ -85,6 +86,7 @@ def _sources(recording: Recording) -> ExitStack:
         stack.callback(register_optimizer_step_post_hook(recording.end_optimizer).remove)
         stack.enter_context(hooked(recording))
         stack.enter_context(observing(recording.count))
+        stack.callback(recording.forget_gradients)
         stack.enter_context(observing_grads(recording.count_gradients))
         stack.enter_context(listening(recording))
         return stack.pop_all()
