@@ -113,7 +113,7 @@ def poisoned(value: float = NAN) -> Iterator[None]:
         fresh = buffer.available
         allocate(buffer)
         if fresh and len(buffer._storage) % 4 == 0:
-            torch.empty(0).set_(buffer._storage).fill_(value)
+            torch.empty(0, device=buffer._storage.device).set_(buffer._storage).fill_(value)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FlatBuffer, "allocate", poison)
