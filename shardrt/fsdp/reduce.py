@@ -373,7 +373,7 @@ class GradientReduction:
         if packed.new is not None:
             grads.assign(packed.new, packed.fresh)
         grads.call_hooks(packed.positions, stream)
-        self._accumulated, self._partial_positions = None, _NONE  # Hazard: a hook that raises leaves memory that streams use
+        self._accumulated, self._partial_positions = None, _NONE  # Hazard: not before: if a hook raises, streams use the memory
 
 
 def _call_hook(hook: Callable[[torch.Tensor], None], out: torch.Tensor, stream: Stream, hook_stream: Stream) -> None:
