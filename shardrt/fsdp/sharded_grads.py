@@ -28,13 +28,13 @@ from .ranges import Named
 
 # Of each storage that becomes sharded gradients of a group: before anything is in it, or, if they are autograd's, when they are
 # published or kept for a later backward.
-_observers = Observers[Callable[[Named, torch.UntypedStorage], None]]()
-observing_grads = _observers.observing
+observers = Observers[Callable[[Named, torch.UntypedStorage], None]]()
+observing_grads = observers.observing
 
 
 def tell_observers(group: Named, storage: torch.UntypedStorage) -> None:
     """This storage holds sharded gradients of `group` until it dies."""
-    for observer in _observers.all:
+    for observer in observers.all:
         observer(group, storage)
 
 

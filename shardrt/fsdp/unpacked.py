@@ -18,7 +18,7 @@ from ..kernels import add_into
 from .param import ShardedParam
 from .policy import Settings
 from .ranges import Named
-from .sharded_grads import ShardedGrads, tell_observers
+from .sharded_grads import ShardedGrads, observers, tell_observers
 
 Grads = Sequence[torch.Tensor | None]  # one for each trainable parameter; None: it has none
 
@@ -65,9 +65,10 @@ class UnpackedGrads:
 
     def leave(self, grads: Grads, sharded: ShardedGrads, compute: Stream, *, publish: bool) -> None:
         """Make these the sharded gradients, or keep them."""
-        for grad in grads:
-            if grad is not None:
-                tell_observers(self._group, grad.untyped_storage())
+        if observers.all:
+            for grad in grads:
+                if grad is not None:
+                    tell_observers(self._group, grad.untyped_storage())
         if publish:
             self._publish(grads, sharded, compute)
         else:
