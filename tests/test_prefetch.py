@@ -52,6 +52,14 @@ def gathers_of(model: nn.Module) -> list[str]:
     return events
 
 
+def second_step(model: nn.Module, events: list[str]) -> str:
+    """The `gathers_of` a step whose order is known, blocks by their numbers."""
+    for _ in range(2):
+        events.clear()
+        model(batch(0).float()).sum().backward()
+    return " ".join(events).replace("blocks.", "")
+
+
 @contextmanager
 def logged() -> Iterator[list[str]]:
     """The package's log lines in the `with` block."""
@@ -95,10 +103,7 @@ def test_nothing_is_gathered_ahead_on_the_callers_thread(world: World) -> None:
         (shardrt.PrefetchPolicy(max_groups=1), "OddMLP 0 1 -0 2 -1", "1 -2 0 -1 -0 -OddMLP"),
     ):
         model.set_prefetch_policy(policy)
-        for _ in range(2):
-            events.clear()
-            model(batch(0).float()).sum().backward()
-        assert " ".join(events).replace("blocks.", "") == f"{forward} {backward}", policy
+        assert second_step(model, events) == f"{forward} {backward}", policy
 
 
 @on_ranks(2)
@@ -138,12 +143,10 @@ def test_small_groups_in_buckets(world: World) -> None:
     model = shard_blocks(OddMLP(layers=8))
     events = gathers_of(model)
     with buckets_of(2 * model.blocks[0].param_group.layout.nbytes):
-        for _ in range(2):
-            events.clear()
-            model(batch(0).float()).sum().backward()
+        found = second_step(model, events)
     forward = "OddMLP 0 1 2 3 4 -0 5 6 -1 -2 7 -3 -4"
     backward = "-7 4 3 -6 -5 2 1 -4 -3 0 -2 -1 -0 -OddMLP"
-    assert " ".join(events).replace("blocks.", "") == f"{forward} {backward}"
+    assert found == f"{forward} {backward}"
 
 
 @on_ranks(2)
@@ -163,10 +166,7 @@ def test_a_prefetch_policy(world: World) -> None:
         model.set_prefetch_policy(policy)
         events = gathers_of(model)
         with buckets_of(0):
-            for _ in range(2):
-                events.clear()
-                model(batch(0).float()).sum().backward()
-        assert " ".join(events).replace("blocks.", "") == f"{forward} {backward}", policy
+            assert second_step(model, events) == f"{forward} {backward}", policy
 
 
 @on_ranks(2)
