@@ -1,7 +1,7 @@
 """Flat storages: how they are allocated, freed and counted.
 
 A buffer's tensors are made once and keep pointing into its storage; allocating and releasing only exchanges its memory.
-So a step makes no tensors, and a parameter that autograd saved is valid again once the parameter is gathered again.
+So gathering and packing make no tensors, and a parameter that autograd saved is valid again once it is gathered again.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Runtime(context.Context):
         """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
         while len(self._in_flight) > newest:
             self._in_flight[0][1].release()
-            self._in_flight.popleft()  # Hazard: before, a hook may have dropped a gradient that a stream still uses
+            self._in_flight.popleft()  # Hazard: not before: a hook may have dropped a gradient that a stream still uses
 
     def _end_backward(self) -> None:
         """Reduce what is left, such as groups that waited for a gradient in vain, and let compute see all gradients."""
