@@ -312,11 +312,11 @@ def isolated(program: Path) -> list[str]:
     return [sys.executable, *flags, "-S", str(program)]
 
 
-_CLEAN = isolated(Path(__file__).with_name("stale_memory.py"))
+_CLEAN = isolated(Path(__file__).with_name("stale_files.py"))
 
 
 def _clean_nodes(site: Site) -> list[str]:
-    """The command that removes stale shared memory on this machine; under Slurm, on every node of the allocation."""
+    """The command that removes what killed jobs left on this machine; under Slurm, on every node of the allocation."""
     nodes = _number(site.environment, "SLURM_JOB_NUM_NODES", 1)
     if site.launcher is not Launcher.SRUN or nodes == 1:
         return [*_CLEAN]
@@ -352,7 +352,7 @@ def _parser() -> argparse.ArgumentParser:
         help="start a failed job again up to K times, while it saves checkpoints",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the command and exit")
-    parser.add_argument("--clean", action="store_true", help="remove the shared memory of killed jobs on this machine and exit")
+    parser.add_argument("--clean", action="store_true", help="remove what killed jobs left on this machine and exit")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", nargs="?", help="a Python file, or a module after -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the program")

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from shardrt import World, launch
+from shardrt import World, launch, stale_files
 
 START_DEADLINE_S = 90.0
 AFTER_FAILURE_S = 5.0  # time for the other ranks to finish after one has failed
@@ -76,7 +76,8 @@ def site() -> launch.Site:
 
 
 def start(size: int, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
-    """Start `size` ranks of this Python with these arguments in a new process group."""
+    """Start `size` ranks of this Python with these arguments in a new process group, after removing what killed jobs left."""
+    subprocess.run(launch.isolated(Path(stale_files.__file__)), check=True)
     command = launch.plan(launch.Job([sys.executable, *arguments], size), site())
     environment = {**site().environment, **command.variables, **options.pop("env", {})}
     return subprocess.Popen(command.line, env=environment, text=True, start_new_session=True, **options)

@@ -23,7 +23,7 @@ from textwrap import dedent
 import pytest
 
 from ranks import rank_environment, site
-from shardrt import launch, stale_memory, supervisor
+from shardrt import launch, stale_files, supervisor
 from shardrt.checkpoint import run as run_module
 from shardrt.comm.monitor.exit_handlers import handler_kept
 from shardrt.launch import Job, Launcher, LaunchError, Mpi, Site
@@ -205,7 +205,7 @@ def test_a_malformed_variable_of_a_launcher() -> None:
         launch.check_not_a_rank({"PMI_SIZE": "two"})
 
 
-# ---------------------------------------------------------------------- shared memory
+# ---------------------------------------------------------------------- what killed jobs leave
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def shared_memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_only_segments_that_nobody_has_open_are_removed(shared_memory: Path) -> None:
+def test_only_segments_that_nobody_has_open_are_removed(shared_memory: Path, tmp_path: Path) -> None:
     mapped, stale, young, opened, other = (
         shared_memory / name for name in ("mpich_shm_1", "sm_segment.2", "mpich_shm_3", "mpich_shm_4", "other")
     )
@@ -228,16 +228,16 @@ def test_only_segments_that_nobody_has_open_are_removed(shared_memory: Path) -> 
     with open(mapped, "r+b") as file:
         mapping = mmap.mmap(file.fileno(), 0)
     with mapping, open(opened, "r+b"):
-        stale_memory.remove_stale(shared_memory)
+        stale_files.remove_stale(shared_memory, tmp_path)
         assert {path.name for path in shared_memory.iterdir()} == {
             *("mpich_shm_1", "mpich_shm_4", "other", "sm_segment.link", "mpich_shm_fifo")
         }
-    stale_memory.remove_stale(shared_memory)
+    stale_files.remove_stale(shared_memory, tmp_path)
     assert not mapped.exists()
     assert not opened.exists()
 
 
-def test_segments_of_a_job_in_another_pid_namespace_stay(shared_memory: Path) -> None:
+def test_segments_of_a_job_in_another_pid_namespace_stay(shared_memory: Path, tmp_path: Path) -> None:
     """Such as that of a container, whose /proc does not show the processes outside."""
     namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
@@ -249,13 +249,46 @@ def test_segments_of_a_job_in_another_pid_namespace_stay(shared_memory: Path) ->
     source = f"""
         import os, pathlib, runpy
         assert not os.path.exists("/proc/{os.getpid()}/maps")
-        runpy.run_path({stale_memory.__file__!r})["remove_stale"](pathlib.Path({str(shared_memory)!r}))
+        folders = pathlib.Path({str(shared_memory)!r}), pathlib.Path({str(tmp_path)!r})
+        runpy.run_path({stale_files.__file__!r})["remove_stale"](*folders)
     """
     with open(mapped, "r+b") as file:
         mapping = mmap.mmap(file.fileno(), 0)
     with mapping:
         subprocess.run([*namespace, sys.executable, "-S", "-c", dedent(source)], check=True)
     assert list(shared_memory.iterdir()) == [mapped]
+
+
+def test_only_folders_whose_mpirun_has_ended_are_removed(shared_memory: Path, tmp_path: Path) -> None:
+    """The folders are on the file system of shared memory, which grants leases; that of the temporary files may not."""
+    for name in ("ompi.1", "ompi.2", "ompi.new", "other"):
+        (shared_memory / name / "1").mkdir(parents=True)
+    for name in ("ompi.1", "ompi.2", "other"):
+        (shared_memory / name / "hwloc.sm").touch()
+    (shared_memory / "ompi.link").symlink_to(shared_memory / "other")
+    with open(shared_memory / "ompi.1" / "hwloc.sm", "r+b"):
+        stale_files.remove_stale(tmp_path, shared_memory)
+    assert {path.name for path in shared_memory.iterdir()} == {"ompi.1", "ompi.new", "ompi.link", "other"}
+    assert (shared_memory / "other" / "hwloc.sm").exists()
+
+
+@pytest.mark.mpi
+def test_the_folder_of_a_killed_mpirun_is_removed(shared_memory: Path, tmp_path: Path) -> None:
+    """With it, the next mpirun of that process number would not start."""
+    if site().mpi is not Mpi.OPEN_MPI:
+        pytest.skip("MPICH's mpirun has no such folder")
+    command = launch.plan(Job(["cat"], 1), site())  # which ends with its mpirun
+    variables = {**rank_environment(), **command.variables, "TMPDIR": str(shared_memory)}
+    with subprocess.Popen(command.line, env=variables, stdin=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            topology = shared_memory / f"ompi.{process.pid}" / "hwloc.sm"
+            wait_for(topology.exists)
+            stale_files.remove_stale(tmp_path, shared_memory)
+            assert topology.exists()
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    subprocess.run([*FILE, "--clean"], env={**os.environ, "TMPDIR": str(shared_memory)}, check=True)
+    assert not list(shared_memory.iterdir())
 
 
 # ---------------------------------------------------------------------- real jobs

@@ -1,0 +1,62 @@
+"""Remove what this user's killed jobs left on this machine: python -I -S stale_files.py
+
+That is shared memory, and folders of Open MPI's mpirun. Nothing else frees that memory, and both can keep a job from starting:
+MPI_Init fails on segments of the killed run's names, which a Slurm job that starts again gives its own, and an mpirun that gets
+the process number of a killed one refuses the folder it finds. `shardrt.launch` runs this before each job, and after one that
+failed. It imports nothing but the standard library.
+
+A segment is stale if nobody has it open or mapped to write, which the kernel says exactly when it is asked for a read lease:
+it grants none on a file that is open to write, and a mapping keeps its file open. Unlike /proc, the answer covers processes in
+other PID namespaces, and segments that a rank has just created and not mapped yet. A folder is stale if the file that its
+mpirun has open to write as long as it lives is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_SEGMENTS = ("mpich_shm_*", "sm_segment.*")  # of MPICH, of Open MPI
+_TOPOLOGY = "ompi.*/hwloc.sm"  # of Open MPI's mpirun
+
+
+def main() -> None:
+    """Remove them."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # to the holder of a lease, as somebody else opens the file
+    names = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))  # as mpirun looks for it
+    remove_stale(Path("/dev/shm"), Path(next(filter(None, names), "/tmp")))
+
+
+def remove_stale(memory: Path, temporary: Path) -> None:
+    """Remove the segments in `memory` that no process has open, and the folders in `temporary` whose mpirun has ended."""
+    for pattern in _SEGMENTS:
+        for path in memory.glob(pattern):
+            with suppress(OSError), _lease(path):
+                path.unlink()
+    for path in temporary.glob(_TOPOLOGY):
+        with suppress(OSError), _lease(path):
+            shutil.rmtree(path.parent)
+
+
+@contextmanager
+def _lease(path: Path) -> Iterator[None]:
+    """Hold a read lease on a file of this user; OSError if it is none, or is gone, or the kernel grants no lease."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(f"{path} is no file of this user")
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)  # raises BlockingIOError if it is open to write
+        yield
+    finally:
+        os.close(file)
+
+
+if __name__ == "__main__":
+    main()
