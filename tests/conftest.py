@@ -9,8 +9,10 @@ from slurm import Slurm, install
 
 EXAMPLES, EXAMPLES_ALL = 150, 1500  # of each property
 
-# Tests that share a running job or an expensive fixture run in one process; all others run in whichever is free.
-SHARED_FIXTURES = ("alone", "alone_float64", "wheel")
+# Tests that share a running job or an expensive fixture run in one process, in the order of the files; all others run in
+# whichever is free.
+SHARED_FIXTURES = ("alone", "alone_float64", "running", "uninterrupted", "wheel", "written")
+MOST_RANKS = 4  # of the tests that use several jobs
 SLOW_FIRST = (
     "test_packaging.py",
     "test_gpu_check.py",
@@ -35,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("tests")
 
 
+@pytest.hookimpl(tryfirst=True)  # before that of xdist, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what only `--all` runs; with several processes, start the longest groups first."""
     if not config.getoption("--all"):
@@ -51,14 +54,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def group_of(item: pytest.Item) -> str | None:
     """The tests with which this one shares a process."""
-    if item.get_closest_marker("ranks") is not None:
-        return "ranks"
-    return next((name for name in SHARED_FIXTURES if name in getattr(item, "fixturenames", ())), None)
+    shared = next((name for name in SHARED_FIXTURES if name in getattr(item, "fixturenames", ())), None)
+    if item.get_closest_marker("ranks") is None:
+        return shared
+    parameters = item.callspec.params if shared is None and hasattr(item, "callspec") else {}
+    return f"{parameters.get('size', MOST_RANKS)} ranks"
 
 
 def rank_of(item: pytest.Item) -> int:
     """The place in the order: a stable sort leaves the rest as it was."""
-    if group_of(item) == "ranks":
+    if item.get_closest_marker("ranks") is not None:
         return 0
     return 1 if item.path.name in SLOW_FIRST else 2
 

@@ -1,7 +1,7 @@
 """Tests on real ranks: `@on_ranks(1, 2, 3, 4)` runs a test's body on every rank of a real `mpirun`, of MPICH or Open MPI.
 
 The body gets the `World` and the test's parameters; its assertions apply to its own rank. One job for each number of ranks
-serves all tests, since starting ranks takes seconds. Every body has a deadline: when it passes, or when one rank fails while
+serves many tests, since starting ranks takes seconds. Every body has a deadline: when it passes, or when one rank fails while
 others wait for it, the test shows the stacks of all ranks, the job is killed, and the next test gets a new one.
 """
 
@@ -27,13 +27,12 @@ import pytest
 
 from shardrt import World, launch, stale_files
 
-START_DEADLINE_S = 90.0
+DEADLINE_S = 240.0  # for a body or a script that hangs: where none does, a long one costs nothing
+MOST_BODIES = 300  # of a job, over its ranks: bodies leave communicators open, and MPICH makes 2048
 AFTER_FAILURE_S = 5.0  # time for the other ranks to finish after one has failed
 
 
-def on_ranks(
-    *sizes: int, more: tuple[int, ...] = (), deadline_s: float = 60.0
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(*sizes: int, more: tuple[int, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated body as `body(world, **parameters)` on worlds of these sizes. more: sizes that run with `--all`."""
     worlds = [*sizes, *(pytest.param(size, marks=pytest.mark.all) for size in more)]
     names = [f"{size}ranks" for size in (*sizes, *more)]
@@ -42,7 +41,7 @@ def on_ranks(
         @functools.wraps(body)
         def test(**parameters: Any) -> None:
             size = parameters.pop("size")
-            job(size).run(body.__module__, body.__name__, parameters, deadline_s)
+            job(size).run(body.__module__, body.__name__, parameters)
 
         own = [p for p in inspect.signature(body).parameters.values() if p.name != "world"]
         size = inspect.Parameter("size", inspect.Parameter.KEYWORD_ONLY)
@@ -83,18 +82,18 @@ def start(size: int, arguments: list[str], **options: Any) -> subprocess.Popen[s
     return subprocess.Popen(command.line, env=environment, text=True, start_new_session=True, **options)
 
 
-def run_script(source: str, size: int, deadline_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_script(source: str, size: int, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a Python script as a separate job; at the deadline its process group is killed and the test fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(source)
         process = start(size, [str(path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
-            out, err = process.communicate(timeout=deadline_s)
+            out, err = process.communicate(timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
-            pytest.fail(f"{size} ranks did not end within {deadline_s} s\n{out}\n{err}", pytrace=False)
+            pytest.fail(f"{size} ranks did not end within {DEADLINE_S} s\n{out}\n{err}", pytrace=False)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -109,20 +108,21 @@ class Job:
         output = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": subprocess.STDOUT}
         with Listener(address, backlog=size) as listener:
             self._process = start(size, worker, **output)
-            listener._listener._socket.settimeout(START_DEADLINE_S)  # type: ignore[attr-defined]
+            listener._listener._socket.settimeout(DEADLINE_S)  # type: ignore[attr-defined]
             connections = [listener.accept() for _ in range(size)]
         self._ranks: dict[int, Connection] = {}
         self._pids: dict[int, int] = {}
         for connection in connections:
             rank, pid = connection.recv()
             self._ranks[rank], self._pids[rank] = connection, pid
-        self.alive = True
+        self.alive, self.bodies = True, 0
 
-    def run(self, module: str, body: str, parameters: dict[str, Any], deadline_s: float) -> None:
+    def run(self, module: str, body: str, parameters: dict[str, Any]) -> None:
         """Run one body on all ranks; pytest.fail with the report of each failed rank."""
+        self.bodies += 1
         for connection in self._ranks.values():
             connection.send((module, body, parameters))
-        answers = self._collect(time.monotonic() + deadline_s)
+        answers = self._collect(time.monotonic() + DEADLINE_S)
         failed = {rank: text for rank, text in answers.items() if text is not None}
         missing = sorted(set(self._ranks) - set(answers))
         if not failed and not missing:
@@ -190,10 +190,13 @@ _jobs: dict[int, Job] = {}
 
 
 def job(size: int) -> Job:
-    """The running job of `size` ranks, started on the first call and after a failure."""
-    if size not in _jobs or not _jobs[size].alive:
-        _jobs[size] = Job(size)
-    return _jobs[size]
+    """The running job of `size` ranks; started on the first call, after a failure, and after as many bodies as one may run."""
+    running = _jobs.get(size)
+    if running is not None and running.bodies >= MOST_BODIES // size:
+        running.close()
+    if running is None or not running.alive:
+        running = _jobs[size] = Job(size)
+    return running
 
 
 @atexit.register

@@ -59,8 +59,9 @@ def install() -> str | None:
     if "CI" not in os.environ or shutil.which("apt-get") is None:
         return f"no {', '.join(missing)}: apt-get install {' '.join(PACKAGES)}, or set CI to have the tests do so"
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    apt = ["apt-get", "-o", "DPkg::Lock::Timeout=240"]  # a new machine may be at its own updates
+    for command in ([*apt, "update"], [*apt, "install", "--yes", "--no-install-recommends", *PACKAGES]):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
         if done.returncode != 0:
             return f"{' '.join(command)} failed: {done.stderr[-500:]}"
     return None
@@ -100,7 +101,7 @@ class Slurm:
             with suppress(OSError):
                 if mark in environ.read_bytes():
                     os.kill(int(environ.parent.name), signal.SIGKILL)
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)  # a step that was killed may still write
         if self._link is not None:
             self._link.unlink()
 

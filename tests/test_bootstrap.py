@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from ranks import rank_environment, run_script
+from ranks import DEADLINE_S, rank_environment, run_script
 from shardrt.comm.guard import node
 from shardrt.comm.guard.node import Node, Place, Process, launcher_of, variable_of
 
@@ -78,7 +77,7 @@ def run_alone(source: str, **environment: str) -> subprocess.CompletedProcess[st
     """Without a launcher."""
     kept = {k: v for k, v in rank_environment().items() if not k.startswith(("PMI_", "OMPI_", "SLURM_"))}
     command = [sys.executable, "-c", source]
-    return subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def test_without_a_launcher() -> None:
@@ -112,9 +111,9 @@ world = shardrt.init()
 def fail(): raise ArithmeticError("wrong on purpose")
 if world.rank == 1:
     {statement}
-    time.sleep(60)
+    time.sleep(600)
 world.barrier()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -123,10 +122,8 @@ time.sleep(60)
 )
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.all)])
 def test_an_exception_on_one_rank_ends_the_job(size: int, statement: str) -> None:
-    before = time.monotonic()
-    done = run_script(EXCEPTION.format(statement=statement), size, deadline_s=40.0)
+    done = run_script(EXCEPTION.format(statement=statement), size)
     assert done.returncode != 0
-    assert time.monotonic() - before < 30
     assert "[1] rank 1: uncaught exception" in done.stderr
     assert "[1] ArithmeticError: wrong on purpose" in done.stderr
 
@@ -219,8 +216,7 @@ print(os.environ.get("MPIR_CVAR_CH4_CMA_ENABLE"))
 
     def settings(dumpable: int, **variables: str) -> list[str]:
         command = [sys.executable, "-c", script, str(dumpable)]
-        done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60, check=True)
-        return done.stdout.split()
+        return subprocess.check_output(command, env=environment | variables, text=True, timeout=DEADLINE_S).split()
 
     assert settings(0) == ["False", "None"]
     permitted, setting = settings(1)

@@ -217,11 +217,13 @@ def test_a_save_that_is_interrupted_is_never_committed(world: World) -> None:
 @pytest.mark.parametrize("is_full", [False, True])
 @on_ranks(2)
 def test_no_rank_waits_long_for_one_that_writes_long(world: World, is_full: bool) -> None:
-    pwritev, exchange, calls = os.pwritev, Communicator.exchange, []
+    pwritev, exchange, calls = os.pwritev, Communicator.exchange, list[Any]()
 
     def write(*args: Any) -> int:
         if world.rank == 1:
-            time.sleep(0.3)
+            end = time.monotonic() + 60
+            while len(calls) <= 10 and time.monotonic() < end:
+                time.sleep(0.01)
         elif is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwritev(*args)

@@ -120,7 +120,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint from each number of ranks."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for size in SIZES:
-        job(size).run(__name__, "write", {"folder": folder}, 60.0)
+        job(size).run(__name__, "write", {"folder": folder})
     return folder
 
 

@@ -335,7 +335,7 @@ def test_calls_on_two_streams_run_in_order(world: World) -> None:
 
 
 @pytest.mark.parametrize("power", [21, pytest.param(31, marks=pytest.mark.all)])
-@on_ranks(2, deadline_s=240)
+@on_ranks(2)
 def test_more_than_2_31_elements(world: World, power: int) -> None:
     """2 GiB and a little, in uint8: counts and offsets that no int32 holds; and the same path with few elements."""
     n = 2**power + 6

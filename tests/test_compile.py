@@ -4,7 +4,6 @@
 """
 
 import copy
-import functools
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +14,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import ranks
 import shardrt
+from ranks import on_ranks
 from shardrt.comm import World
 from test_prefetch import gathers_of
 from toys import OddBlock, OddMLP, Sharder, batch, buckets_of, loss_of, shard_blocks, train_side_by_side
 
 STEPS = 4
-DEADLINE_S = 240.0  # the first test of a job imports the compiler: a minute per rank on a machine that is busy
 TOLERANCE = 2e-6  # float32: the sum over all rows rounds differently from the sum over the ranks' sums
-
-
-on_ranks = functools.partial(ranks.on_ranks, deadline_s=DEADLINE_S)
 
 
 class Counts:

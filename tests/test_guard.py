@@ -12,13 +12,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ranks import run_script, site
+from ranks import DEADLINE_S, run_script, site
 from shardrt.comm.guard.node import Neighbour, Phase, Place, Process
 from shardrt.comm.guard.watch import Election
 from shardrt.comm.monitor.guarding import RankGuard
@@ -58,6 +59,7 @@ for rank in ranks:
 sys.exit(max(rank.returncode for rank in ranks) if code is None else code)
 """
 
+START_S = 5.0  # for all ranks of all jobs to start
 BODY = """
 import os, signal, struct, sys, time
 def tell(*messages):
@@ -69,6 +71,7 @@ def table(deadline_s=60, is_under_way=True, ranks="0,1"):
         entry = struct.pack("<Q24sqqqd64s", 1, b"world", not is_under_way, 1, 7, time.time(), b"all_reduce")
         os.write(fd, (struct.pack("<qdi", pid, 0.0, -1).ljust(128, b"\\0") + entry).ljust(2048, b"\\0"))
     return f"table {fd} {deadline_s} 60 LAYOUT 0 {ranks}"  # no signal makes them write stacks
+time.sleep(max(0.0, float(os.environ["AT"]) - time.time()))
 """.replace("LAYOUT", LAYOUT)
 WAIT = "time.sleep(20)"
 LATE = f"""
@@ -203,13 +206,14 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All jobs, at once: they mostly wait."""
+    """All jobs, at once: they mostly wait. Their ranks begin together, when all have started."""
+    environment = os.environ | {"AT": str(time.time() + START_S)}
     started = {}
     for name, job in JOBS.items():
         command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(GUARD), *(BODY + body for body in job.ranks)]
         started[name] = subprocess.Popen(
             command,
-            env=os.environ | {"LOCAL": job.local},
+            env=environment | {"LOCAL": job.local},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -224,7 +228,7 @@ def running() -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_rank_that(name: str, running: dict[str, subprocess.Popen[str]]) -> None:
-    _, err = running[name].communicate(timeout=60)
+    _, err = running[name].communicate(timeout=DEADLINE_S)
     job = JOBS[name]
     assert running[name].returncode == job.code, err
     lines = err.splitlines()
@@ -278,7 +282,7 @@ def test_a_rank_alone_has_no_guard() -> None:
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("PMI_", "OMPI_", "SLURM_"))}
     command = [sys.executable, "-I", "-S", str(GUARD), "--start", sys.executable, "-c", program]
     for environment in (alone, alone | {"PMI_SIZE": "1", "PMI_RANK": "0"}):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
         assert done.stdout == "None\n"
 
 
@@ -300,11 +304,11 @@ def test_a_rank_that_sleeps_before_init() -> None:
     source = """
 import os, time
 if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
-    time.sleep(60)
+    time.sleep(600)
 import shardrt
 shardrt.init("cpu")
 """
-    done = run_script(source, 2, deadline_s=50.0, SHARDRT_START_TIMEOUT="2")
+    done = run_script(source, 2, SHARDRT_START_TIMEOUT="2")
     assert done.returncode == (17 if site().mpi is Mpi.MPICH else 137), done.stderr
     assert re.search(r"^\[0\] rank 0: waited \d s in shardrt.init\(\) \(limit 2 s, SHARDRT_START_TIMEOUT\)", done.stderr, re.M)
     assert re.search(rf"^\[0\] missing rank 1: {PLACE}, asleep", done.stderr, re.M), done.stderr
@@ -325,7 +329,7 @@ world.comm.exchange(2)
 def test_all_ranks_hold_the_lock() -> None:
     fault = "mutex = ctypes.create_string_buffer(64); [ctypes.PyDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
     source = RUNNING.format(condition="True", fault=fault)
-    done = run_script(source, 2, deadline_s=50.0, SHARDRT_TIMEOUT="1", SHARDRT_MONITOR_TIMING=TIMING)
+    done = run_script(source, 2, SHARDRT_TIMEOUT="1", SHARDRT_MONITOR_TIMING=TIMING)
     assert done.returncode == (17 if site().mpi is Mpi.MPICH else 137), done.stderr
     (line,) = re.findall(r"^\[\d\] rank \d: host \S+: no watchdog of .*", done.stderr, re.M)
     assert "ranks 0, 1 has been awake for" in line
@@ -335,7 +339,7 @@ def test_all_ranks_hold_the_lock() -> None:
 
 @pytest.mark.mpi
 def test_a_rank_that_leaves_through_c() -> None:
-    done = run_script(RUNNING.format(condition="world.rank == 1", fault="ctypes.CDLL(None)._exit(0)"), 2, deadline_s=50.0)
+    done = run_script(RUNNING.format(condition="world.rank == 1", fault="ctypes.CDLL(None)._exit(0)"), 2)
     if site().mpi is Mpi.MPICH:
         assert done.returncode == 17, done.stderr
         expected = (

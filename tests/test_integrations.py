@@ -31,7 +31,7 @@ world = shardrt.init("cpu")
 test_integrations.{body}(world, pathlib.Path({str(folder)!r}))
 shardrt.finalize()
 """
-    done = run_script(source, 2, deadline_s=240.0)
+    done = run_script(source, 2)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

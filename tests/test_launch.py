@@ -487,7 +487,7 @@ def test_a_terminal_reaches_rank_0_and_its_ctrl_c_all_ranks_once(script: Callabl
 def is_running(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -616,8 +616,11 @@ if os.fork():
     sys.exit(5)
 while os.getppid() != supervisor:
     time.sleep(0.01)
-open(os.path.join(os.path.dirname(sys.argv[0]), f"started-{os.getpid()}"), "w").close()
-time.sleep(1)
+folder = os.path.dirname(sys.argv[0])
+open(os.path.join(folder, f"started-{os.getpid()}"), "w").close()
+end = time.monotonic() + 60
+while not os.path.exists(os.path.join(folder, "told")) and time.monotonic() < end:
+    time.sleep(0.01)
 """
 
 
@@ -627,6 +630,7 @@ def test_a_signal_between_two_starts_is_the_end(script: Callable[[str], Path], t
     with subprocess.Popen(command, start_new_session=True) as process:
         wait_for(lambda: any(tmp_path.glob("started-*")))
         process.terminate()
+        (tmp_path / "told").touch()
         assert process.wait(DEADLINE_S) == 5
     assert len(list(tmp_path.glob("started-*"))) == 1
 
@@ -655,7 +659,7 @@ if not os.fork():
     assert os.fstat(report).st_mode & 0o777 == 0o600
     assert os.stat(os.path.dirname(os.environ["SHARDRT_REPORTS"])).st_mode & 0o777 == 0o700
     os.write(tell, b"1")
-    time.sleep(0.3)
+    time.sleep(0.05)
     os.write(report, b"17 first\\n1 sec")
     os.write(report, b"ond\\n")
     os._exit(0)

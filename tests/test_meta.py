@@ -118,7 +118,7 @@ def peak() -> int:
 @pytest.mark.parametrize(
     ("width", "billions"), [(2795, 0.12), pytest.param(11180, 2.0, marks=pytest.mark.all)], ids=["125 million", "2 billion"]
 )
-@on_ranks(4, deadline_s=240)
+@on_ranks(4)
 def test_two_billion_parameters(world: World, width: int, billions: float) -> None:
     """bfloat16 shards of a quarter, and little beside them while they are made.
 

@@ -20,7 +20,7 @@ from shardrt.comm import ReduceOp, RemoteError
 from shardrt.comm.exposure import Exposure
 from shardrt.comm.streams import INLINE, ThreadedStream
 
-NAP = 0.04  # seconds
+NAP = 0.4  # seconds
 
 
 def meet(world: World, *, late: int) -> None:
@@ -73,7 +73,7 @@ def test_exposed_communication(world: World) -> None:
     assert record is not None
     mine = exposure.take()
     assert mine <= took
-    assert world.rank == world.size - 1 or mine > 0.8 * NAP
+    assert world.rank == world.size - 1 or mine > 0.5 * NAP
     mean = sum(world.comm.exchange(mine)) / world.size
     assert record["time_metrics/exposed_communication(s)"] == pytest.approx(mean, abs=NAP / 4)
     share = 100 * record["time_metrics/exposed_communication(s)"] / record["time_metrics/end_to_end(s)"]
@@ -96,7 +96,7 @@ def test_exposed_communication_of_threads(world: World) -> None:
             while computes and not work.is_done():
                 time.sleep(NAP / 10)
             work.wait(INLINE)
-        assert (exposure.take() > 0.8 * NAP) == (not computes)
+        assert (exposure.take() > 0.5 * NAP) == (not computes)
     stream.close()
 
 

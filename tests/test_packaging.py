@@ -186,7 +186,7 @@ def test_wheel_with_its_mpi_alone_trains_on_two_ranks(wheel: Path, torch: str) -
         if torch == "linked":
             link_torch(Python(fresh).site_packages)
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-input", "--quiet", "--no-compile"]
-        command = [*pip, "-c", str(ROOT / "constraints.txt"), f"{wheel}[mpich]"]
+        command = [*pip, "--retries=9", "-c", str(ROOT / "constraints.txt"), f"{wheel}[mpich]"]
         execute(command, cwd=Path(folder), env=dev.environment(dev.Venv(fresh, "mpich")))
         launched = [python, "-W", "ignore:Failed to initialize NumPy", "-m", "shardrt.launch", "-n", "2", str(script)]
         assert execute(launched, cwd=Path(folder), env=clean_environment()) == "2 None\n"

@@ -328,7 +328,7 @@ def test_parameters_added_later(world: World) -> None:
     refused(expected, lambda: model(x.double()), RuntimeError)
 
 
-@on_ranks(2, deadline_s=240)
+@on_ranks(2)
 def test_adapters_added_later(world: World) -> None:
     """PEFT's LoRA around a sharded model of transformers: the warning names its parameters; before, all is well."""
     transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")

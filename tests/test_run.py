@@ -51,7 +51,7 @@ def handled() -> Iterator[list[int]]:
     try:
         yield received
     finally:
-        time.sleep(0.05)  # for the thread of the exit handlers, which sees the signal, and looks who handles it
+        time.sleep(0.5)  # for the thread of the exit handlers, which sees the signal, and looks who handles it
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 

@@ -497,7 +497,7 @@ shardrt.finalize()
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.all)])
 def test_models_of_transformers(tmp_path: Path, size: int) -> None:
-    done = run_script(TRANSFORMERS.format(folder=str(tmp_path)), size, deadline_s=120.0)
+    done = run_script(TRANSFORMERS.format(folder=str(tmp_path)), size)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

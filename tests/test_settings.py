@@ -183,7 +183,7 @@ except ValueError as error:
     os.write(1, f"rank {rank}: {error}\\n".encode())
     sys.exit(3)
 """
-    done = run_script(source, 2, deadline_s=30.0)
+    done = run_script(source, 2)
     assert done.returncode == 3, done.stderr
     for rank in range(2):
         assert f"rank {rank}: SHARDRT_CHECK differs between the ranks: " in done.stdout

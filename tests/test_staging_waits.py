@@ -20,7 +20,7 @@ from shardrt.comm.calls import Interrupted
 
 CAPACITY = 4096
 NUMEL = CAPACITY  # of a rank's range: four chunks of a gather
-WAIT_S = 5.0  # until a rank counts as hanging
+WAIT_S = 60.0  # until a rank counts as hanging
 
 
 class Windows:

@@ -59,7 +59,7 @@ class Run:
 def run(folder: Path, ranks: int, flags: str) -> Run:
     out = folder / "out"
     command = [str(TRAIN), "--out", str(out), *flags.split()]  # RANK in a flag is the rank's number
-    done = run_script(LAUNCH.format(folder=folder, command=command), ranks, deadline_s=50.0)
+    done = run_script(LAUNCH.format(folder=folder, command=command), ranks)
     output = [(folder / f"output.{rank}").read_text() for rank in range(ranks)]
     return Run(done.returncode, out, output)
 

@@ -380,7 +380,7 @@ def own_communicator(world: World) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["recomputed", pytest.param("compiled", marks=pytest.mark.all)])
-@on_ranks(4, deadline_s=200.0)
+@on_ranks(4)
 def test_recomputed_and_compiled_blocks(world: World, mode: str) -> None:
     dp, tp = meshes(world, 2)
     whole = Toy().double()
@@ -535,7 +535,7 @@ def test_a_transformer_from_the_meta_device(world: World) -> None:
 
 
 @pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=pytest.mark.all) for mode in ("recomputed", "compiled")), "both"])
-@on_ranks(4, deadline_s=200.0)
+@on_ranks(4)
 def test_transformer_blocks_recomputed_and_compiled(world: World, mode: str) -> None:
     def cut(model: nn.Module, tp: DeviceMesh) -> nn.Module:
         by_styles(model, tp)

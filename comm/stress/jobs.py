@@ -22,7 +22,7 @@ from .faults import WATCHDOG, Fault, When
 
 TIMEOUT_S, START_TIMEOUT_S = 3, 6
 END_S = START_TIMEOUT_S + 14  # from the fault to the job's end
-START_S = 60.0  # from the job's start to the fault
+START_S = 240.0  # from the job's start to the fault
 LINGER_S = 5.0  # that processes may outlive their launcher
 SETTINGS = {
     "SHARDRT_TIMEOUT": str(TIMEOUT_S),
@@ -112,6 +112,7 @@ def run_job(command: list[str], fault: Fault, ranks: int) -> Ending:
             stdout=file,
             stderr=stderr,
             start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
         try:
             at = _wait(job, file, fault, ranks)
@@ -126,6 +127,11 @@ def run_job(command: list[str], fault: Fault, ranks: int) -> Ending:
         if fault.is_unread:
             output += "".join(dump.read_text(errors="replace") for dump in Path(dumps).iterdir())
     return Ending(code if code is None or code >= 0 else 128 - code, output, None if at is None else end - at, survivors)
+
+
+def _heed_interrupts() -> None:
+    """Shells start background commands with SIGINT ignored, which all their jobs inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _start_timeout(fault: Fault) -> float:
