@@ -7,8 +7,8 @@ failed. It imports nothing but the standard library.
 
 A segment is stale if nobody has it open or mapped to write, which the kernel says exactly when it is asked for a read lease:
 it grants none on a file that is open to write, and a mapping keeps its file open. Unlike /proc, the answer covers processes in
-other PID namespaces, and segments that a rank has just created and not mapped yet. A folder is stale if the file that its
-mpirun has open to write as long as it lives is.
+other PID namespaces, and segments that a rank has just created and not mapped yet. A folder is stale if its `hwloc.sm` is,
+which mpirun keeps open to write. It is on a file system of this machine alone: of others the kernel does not know who writes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 _SEGMENTS = ("mpich_shm_*", "sm_segment.*")  # of MPICH, of Open MPI
 _TOPOLOGY = "ompi.*/hwloc.sm"  # of Open MPI's mpirun
+_LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}  # file systems
 
 
 def main() -> None:
@@ -40,8 +41,19 @@ def remove_stale(memory: Path, temporary: Path) -> None:
             with suppress(OSError), _lease(path):
                 path.unlink()
     for path in temporary.glob(_TOPOLOGY):
+        folder = path.parent
         with suppress(OSError), _lease(path):
-            shutil.rmtree(path.parent)
+            if not folder.is_symlink() and _is_local(folder):
+                # Hazard: under its own name, half a folder would keep an mpirun from starting.
+                shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.{os.getpid()}.stale")))
+
+
+def _is_local(folder: Path) -> bool:
+    """It is on a file system of this machine alone."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return any(fields[2] == number and fields[fields.index("-") + 1] in _LOCAL for fields in mounts)
 
 
 @contextmanager

@@ -341,7 +341,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--restarts", type=int)
     parser.add_argument("--folder", help="where the progress is told")
     parser.add_argument("--ends", type=Ends, required=True, help="the way of SIGTERM and SIGINT to the ranks")
-    parser.add_argument("--clean", required=True, metavar="COMMAND", help="what frees the shared memory of killed ranks")
+    parser.add_argument("--clean", required=True, metavar="COMMAND", help="what removes the files of killed jobs")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser
 
