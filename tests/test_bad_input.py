@@ -20,7 +20,9 @@ from shardrt.comm import ReduceOp, World
 from shardrt.comm.backends.mpi import MpiBackend
 from shardrt.comm.backends.node_algorithms import NodeAlgorithms
 from shardrt.comm.backends.shared_memory import _warn_of_no_space, reserve
-from toys import OddMLP, TiedGPT, batch, shard_blocks, tokens
+from shardrt.fsdp.gather import FlatGather
+from shardrt.fsdp.reduce import GradientReduction
+from toys import OddMLP, TiedGPT, batch, loss_of, shard_blocks, tokens
 
 
 def refused(match: str, call: Callable[[], object], kind: type[Exception] = ValueError) -> None:
@@ -199,6 +201,66 @@ def test_exception_in_forward_and_in_backward(world: World) -> None:
 
     for one, other in zip(run(fail=False), run(fail=True), strict=True):
         assert torch.equal(one, other)
+
+
+@on_ranks(1, 2)
+def test_exception_at_the_end_of_a_backward(world: World) -> None:
+    """No group is in its backward any more, when the last ones are reduced; the next forward refuses all the same."""
+
+    def fail(gradients: torch.Tensor) -> None:
+        raise ArithmeticError("in the hook")
+
+    torch.manual_seed(2)
+    whole = OddMLP().double()
+    model: Any = shard_blocks(copy.deepcopy(whole))
+    x = batch(0).requires_grad_()
+    model.set_all_reduce_hook(fail)
+    loss = loss_of(model, x)
+    refused("in the hook", lambda: loss.backward(retain_graph=True), ArithmeticError)
+    refused("the last backward through 'OddMLP' did not end", lambda: loss_of(model, x), RuntimeError)
+    refused("the last backward through 'OddMLP' did not end", lambda: loss.backward(), RuntimeError)
+    model.set_all_reduce_hook(lambda gradients: None)
+    model.reset_iter_state()
+    loss_of(model, x).backward()
+    loss_of(whole, x).backward()
+    for mine, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(mine.grad.full_tensor(), expected.grad, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", ["buffers", "reductions", "a reduction of thawed parameters"])
+@on_ranks(1, 2)
+def test_what_cannot_be_made_is_made_by_the_next_forward(world: World, place: str) -> None:
+    """As after an error of memory, of which the program gets hold of some."""
+    torch.manual_seed(2)
+    whole = OddMLP().double()
+    model: Any = shard_blocks(copy.deepcopy(whole))
+    if "thawed" in place:
+        model.blocks[1].requires_grad_(False)
+        loss_of(model, batch(0)).backward()
+        model.blocks[1].requires_grad_(True)
+        model.zero_grad()
+    kind, name = (FlatGather, "_make_unsharded") if place == "buffers" else (GradientReduction, "__init__")
+    make, made = getattr(kind, name), list[Any]()
+
+    def fail(self: object, *args: Any) -> None:
+        made.append(self)
+        if "thawed" in place or len(made) == 2:
+            raise MemoryError("on purpose")
+        make(self, *args)
+
+    with mock.patch.object(kind, name, fail):
+        refused("on purpose", lambda: model(batch(0)), MemoryError)
+    if place == "buffers" and world.size > 1:
+        assert [gather.full.storage.nbytes() for gather in made] == [0, 0]
+    if "thawed" in place:
+        model.blocks[1].requires_grad_(False)
+        loss_of(model, batch(1)).backward()
+        model.blocks[1].requires_grad_(True)
+        model.zero_grad()
+    loss_of(model, batch(0)).backward()
+    loss_of(whole, batch(0)).backward()
+    for mine, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(mine.grad.full_tensor(), expected.grad, atol=1e-12)
 
 
 class Box:

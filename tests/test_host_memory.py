@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -243,6 +244,26 @@ def test_large_blocks_go_back_to_the_system_until_the_gradients_were_used(world:
         shardrt.fully_shard(nn.Linear(2, 2))
         model(x)
         assert calls[2:] == KEEPS
+
+
+@on_ranks(1, 2)
+def test_large_blocks_go_back_to_the_system_while_gradients_are_accumulated(world: World) -> None:
+    """Without synchronisation there are no sharded gradients yet, nor any state of an optimizer."""
+    with glibc_calls() as calls:
+        model: Any = nn.Linear(2, 2)
+        shardrt.fully_shard(model)
+        calls.clear()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model.set_requires_gradient_sync(False)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        model.set_requires_gradient_sync(True)
+        model(torch.ones(1, 2)).sum().backward()
+        assert calls == []
+        optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2))
+        assert calls == KEEPS
 
 
 @on_ranks(1)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardrt
 from ranks import on_ranks, settings_of
-from shardrt.comm import World
+from shardrt.comm import DeviceMesh, World
 from shardrt.fsdp import in_place
 from shardrt.fsdp.in_place import Given, LinearWeight
 from shardrt.fsdp.reduce import GradientReduction
@@ -35,6 +35,23 @@ def weight_of(rows: int, columns: int, place: torch.Tensor | None, dim: int = 0)
     made.given = given = Given()
     made.place = lambda weight: None if place is None or 0 in given else given.give(0, place)
     return made
+
+
+class Marked(torch.Tensor):
+    """With torch's own way of keeping the class."""
+
+
+def test_activations_keep_their_class() -> None:
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    grads = []
+    for kind in (LinearWeight, nn.Parameter):
+        weight = weight_of(7, 5, torch.empty(7, 5))
+        weight.__class__ = kind
+        out = F.linear(x.as_subclass(Marked), weight)
+        assert (type(out), type(weight)) == (Marked, kind)
+        out.square().sum().backward()
+        grads.append(weight.grad)
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (2, 3, 5), (1, 2, 3, 5), (0, 5)])
@@ -348,6 +365,39 @@ def test_all_ranks_reduce_from_the_same_kind_of_memory(world: World, streams: st
         assert weight.grad.eq(2.0).all()
         reduction._comm_buffer.leave(model.param_group.runtime.streams.compute)
         weight.grad = None
+
+
+@on_ranks(2)
+@uncompiled()
+@buckets_of(0)
+def test_gradients_are_in_place_after_partial_ones(world: World) -> None:
+    """Those of a microbatch that was not reduced over the replicas are added to the new gradients, in their place."""
+    whole: Any = OddMLP().double()
+    model: Any = shard_blocks(copy.deepcopy(whole), mesh=DeviceMesh(world.comm, (2, 1), ("replicate", "shard")))
+    moved, given = list[int](), list[int]()
+    copy_away, give = Given.copy_away, Given.give
+
+    def note(self: Given, *args: Any) -> None:
+        moved.extend(self._given)
+        copy_away(self, *args)
+
+    def note_given(self: Given, position: int, view: torch.Tensor) -> torch.Tensor:
+        given.append(position)
+        return give(self, position, view)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Given, "copy_away", note)
+        patch.setattr(Given, "give", note_given)
+        for reduces in (False, True):
+            given.clear()
+            model.set_requires_all_reduce(reduces)
+            loss_of(model, batch(world.rank)).backward()
+            assert given
+    assert not moved
+    for rank in range(2):
+        loss_of(whole, batch(rank)).backward()  # twice, and half of it each time
+    for mine, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(mine.grad.full_tensor(), expected.grad, atol=1e-12)
 
 
 @on_ranks(2)

@@ -18,6 +18,7 @@ from shardrt.comm import Event, Pool, World
 from shardrt.comm.streams import InlineStream
 from shardrt.fsdp import buffers
 from shardrt.fsdp.buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, Handoff, MemoryCounter, observing
+from shardrt.fsdp.host_memory import POOL
 from shardrt.fsdp.sharded_grads import observing_grads
 from toys import OddMLP, batch, buckets_of, loss_of, overlapping, shard_blocks, uncompiled
 
@@ -348,6 +349,21 @@ def test_summary(world: World) -> None:
     block_nbytes = model.blocks[0].param_group.nbytes
     peak = (model.param_group.nbytes + 2 * block_nbytes) / 1024  # the root, the block, the block's packed gradients
     assert buffers == f"buffers for gathered parameters and gradients: 0 B in use, {peak:.2f} KiB at most so far"
+
+
+@on_ranks(2)
+def test_a_summary_tells_what_is_in_use_from_what_the_allocator_holds(world: World) -> None:
+    def held() -> float:
+        found = re.search(r"of it ([\d.]+) (B|KiB|MiB|GiB) held", shardrt.memory_summary(model))
+        assert found is not None
+        return float(found[1]) * 1024.0 ** ("B", "KiB", "MiB", "GiB").index(found[2])
+
+    model = shardrt.fully_shard(torch.nn.Linear(1 << 11, 1 << 11))  # 16 MiB
+    POOL.trim()
+    before = held()
+    out = model(torch.ones(1, 1 << 11))
+    assert held() < before + 8 * 2**20
+    out.sum().backward()
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])

@@ -28,7 +28,7 @@ import toys
 from checkpoints import shared_folder
 from ranks import on_ranks, settings_of
 from shardrt import World
-from shardrt.comm import Communicator, RemoteError, Work
+from shardrt.comm import Communicator, DeviceMesh, RemoteError, Work
 from shardrt.comm.calls import CallList, CollectiveCall
 from shardrt.comm.dry import dry_world
 from shardrt.comm.streams import INLINE, CudaStream, InlineStream, Stream
@@ -266,6 +266,21 @@ def test_a_collective_that_is_not_seen_gives_its_name_to_no_other(world: World) 
     gathered = {name for _, names in timeline.events.order(GATHER) for name in names.split(", ")}
     assert gathered == {"OddMLP", "blocks.1", "blocks.2"}
     assert {arrow.target.subject for arrow in timeline.events.arrows} == gathered
+
+
+@on_ranks(2)
+def test_a_gather_without_a_collective_gives_its_name_to_no_other(world: World) -> None:
+    """Replicated blocks are cast on their rank alone, the parameters around them are gathered."""
+    policy = shardrt.MixedPrecisionPolicy(torch.bfloat16)
+    model = cast("Any", toys.OddMLP(layers=3))
+    for block in model.blocks:
+        shardrt.fully_shard(block, mesh=DeviceMesh(world.comm, (2, 1), ("replicate", "shard")), mp_policy=policy)
+    shardrt.fully_shard(model, mp_policy=policy)
+    made = Training(model, torch.ones(4, 5))
+    with shardrt.Timeline() as timeline:
+        made.step()
+        made.step()
+    assert {names for _, names in timeline.events.order(GATHER)} == {"OddMLP"}
 
 
 @on_ranks(1)

@@ -176,8 +176,8 @@ class ModuleCalls:
         """Enter `phase`; RuntimeError, which names the group, if that cannot follow the current one."""
         if phase not in _MOVES[self.phase]:
             raise RuntimeError(
-                f"'{group.name}' cannot go from {self.phase.name} to {phase.name} (rank {group.mesh.rank}): a forward was "
-                "cut short by an exception; call reset_iter_state() on the root to go on"
+                f"'{group.name}' cannot go from {self.phase.name} to {phase.name} (rank {group.mesh.rank}): an exception cut "
+                "a forward or a backward short; call reset_iter_state() on the root to go on"
             )
         self.phase = phase
 

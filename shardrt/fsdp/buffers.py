@@ -1,7 +1,8 @@
 """Flat storages: how they are allocated, freed and counted.
 
 A buffer's tensors are made once and keep pointing into its storage; allocating and releasing only exchanges its memory.
-So gathering and packing make no tensors, and a parameter that autograd saved is valid again once it is gathered again.
+So gathering makes no tensors, and packing only the gradients themselves; a parameter that autograd saved is valid again once it
+is gathered again.
 """
 
 from __future__ import annotations
@@ -175,7 +176,8 @@ _buffers: WeakKeyDictionary[FlatBuffer, None] = WeakKeyDictionary()  # in the or
 
 def allocated_buffers(device: torch.device) -> list[FlatBuffer]:
     """Each buffer of this process that is allocated on `device`, the oldest first."""
-    return [buffer for buffer in list(_buffers) if buffer._in_use and buffer._storage.device == device]
+    alive = [buffer for reference in _buffers.keyrefs() if (buffer := reference()) is not None]  # threads make others
+    return [buffer for buffer in alive if buffer._in_use and buffer._storage.device == device]
 
 
 def buffers_in_use(device: torch.device) -> list[tuple[BufferKind, Named, int]]:

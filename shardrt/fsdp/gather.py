@@ -162,6 +162,11 @@ class Gather(ABC):
         return self.custom is None
 
     @property
+    def is_local(self) -> bool:
+        """No collective follows: a single rank copies, or casts, its shards."""
+        return self._fills and self.comm.size == 1 and self.custom is None
+
+    @property
     def shard_device(self) -> torch.device:
         """Where the shards are, once they have values."""
         return torch.device("cpu") if self.offloads else self.mesh.device
@@ -184,7 +189,12 @@ class Gather(ABC):
         self._memory, self._group = context.memory, group
         self._pool = (settings.comm_memory and self.comm.pool()) or context.pool
         self.full, self._pairs = self._make_full(settings, group)
-        self._make_unsharded(context, group)
+        try:
+            self._make_unsharded(context, group)
+        except BaseException:
+            self.full.release()
+            self.full.seal()
+            raise
 
     @abstractmethod
     def _make_full(self, settings: Settings, group: Named) -> tuple[FlatBuffer, list[Pair]]:
@@ -212,8 +222,8 @@ class Gather(ABC):
         """Gather the shards of all ranks into `full`."""
         if self._fills:
             stream.submit(self._fill_own)
-            if self.comm.size == 1 and self.custom is None:
-                return Work(stream.record())
+        if self.is_local:
+            return Work(stream.record())
         for full_bytes, own_bytes in self._pairs:
             if self.custom is None:
                 work = self.comm.all_gather(full_bytes, own_bytes, stream=stream)

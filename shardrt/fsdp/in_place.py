@@ -22,7 +22,8 @@ is used again. The gradient itself may be kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from ..torch_internals import (
     same_storage,
     wanted,
 )
+from .trees import tensors_in
 
 Place = Callable[[nn.Parameter], torch.Tensor | None]  # makes a tensor that lies where the gradient goes, if it may
 
@@ -63,10 +65,26 @@ class LinearWeight(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         assert as_plain_tensors is not None, "computes_in_place() asks"
+        if any(kind is not LinearWeight for kind in types):  # they decide what it returns, and know parameters only
+            with _as_parameters([each for each in tensors_in([args, kwargs]) if type(each) is LinearWeight]):
+                return func(*args, **(kwargs or {}))
         with as_plain_tensors():
             if func is linear and not kwargs and _is_usual(*args):
                 return _linear(*args)
             return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _as_parameters(weights: Iterable[LinearWeight]) -> Iterator[None]:
+    """In the block, these are parameters like any others."""
+    for weight in weights:
+        weight.__class__ = nn.Parameter  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for weight in weights:
+            if type(weight) is nn.Parameter and "place" in weight.__dict__:  # nobody has taken it away meanwhile
+                weight.__class__ = LinearWeight
 
 
 def _is_usual(x: Any, weight: Any, bias: Any = None) -> bool:

@@ -304,11 +304,12 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any module's: between a forward and its backward as well, while the module has its full parameters."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for group in groups_of([child for child in cast(nn.Module, self).modules() if isinstance(child, FSDPModule)]):
-            for grad in [param.sharded.grad for param in group.params if param.sharded.grad is not None and not set_to_none]:
-                grad.zero_()
-            for param in group.params if set_to_none else ():
-                param.sharded.grad = None
+        groups = groups_of([child for child in cast(nn.Module, self).modules() if isinstance(child, FSDPModule)])
+        for sharded in [param.sharded for group in groups if group.visible.unsharded for param in group.params]:
+            if set_to_none:
+                sharded.grad = None
+            elif sharded.grad is not None:
+                sharded.grad.zero_()
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As any module's. Raises RuntimeError to torch's checkpoint helpers if they want what they cannot have (`dcp.py`).

@@ -78,7 +78,6 @@ class ParamGroup:
     gather_kind: type[Gather]  # of what is not quantised
     quantization_policy: QuantizationPolicy  # as given
     _coded: CodedReduction | None  # as the policy was given
-
     name: str  # the full names of its modules, once the root is known; written by rename()
 
     # Written by adopt(), of the group or of its parent.
@@ -238,9 +237,9 @@ class ParamGroup:
                 f"{self.mesh.rank}): run a backward with set_requires_gradient_sync(True) first"
             )
         assert self.runtime is not None, "attach() comes first"
-        self.trainable, self.reduction = trainable, None
+        self.trainable, self.reduction = [], None  # until all is made, so that the next iteration tries again if that fails
         for param in self.params:
-            param.unsharded.requires_grad_(param.sharded.requires_grad)
+            param.unsharded.requires_grad_(False)
         self.calls.unwatch_gradients()
         self.visible.set_linear(())
         self._sees_dtensors = any(isinstance(param.unsharded, DTensor) for param in trainable)
@@ -260,6 +259,9 @@ class ParamGroup:
             # Cost: a group around others would have its packed buffer for all of the backward.
             if self.runtime.is_large(self.nbytes) and not self.children:
                 self.visible.set_linear(give_places(trainable, self.reduction, self.calls, self._streams))
+        for param in trainable:
+            param.unsharded.requires_grad_()
+        self.trainable = trainable
 
     @property
     def sums_terms(self) -> bool:
@@ -285,7 +287,7 @@ class ParamGroup:
         else:
             with ranged("FSDP::all_gather", self), outside_transforms():
                 self._note("gather", self.name)
-                if trace.listener is not None:
+                if trace.listener is not None and not self.gather.is_local:
                     trace.listener.launch(Step.GATHER, (self,), joint=self.gather.joint)
                 self.ready = self.gather.launch(self._streams.gather)
 
@@ -366,7 +368,7 @@ class ParamGroup:
         return self.settings.sync_gradients and (self.reduction.needs_reduction or unused)
 
     def pack_grads(self) -> PackedGrads | None:
-        """Move the gradients of the unsharded parameters to a packed buffer. None if they are not reduced yet."""
+        """Move the gradients of the unsharded parameters to a packed buffer. None if nothing is to be reduced."""
         assert self.reduction is not None, "only trainable parameters get gradients"
         grads = [param.unsharded.grad for param in self.trainable]
         if self._sees_dtensors:
@@ -375,11 +377,6 @@ class ParamGroup:
         for param in self.trainable:
             param.unsharded.grad = None
         return packed
-
-    def sum_terms(self, packed: PackedGrads) -> None:
-        """Add up what tensor-parallel ranks have packed of parameters that `sums_terms` is about."""
-        assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.sum_terms(packed, self._streams.reduce)
 
     def reduce_grads(self, packed: PackedGrads) -> None:
         """Reduce what is packed over the shard ranks."""
@@ -392,7 +389,7 @@ class ParamGroup:
     def reset(self) -> None:
         """Idle and sharded again; the gradients of the failed iteration are dropped."""
         self.calls.reset()
-        for param in self.trainable:
+        for param in self.params:
             param.unsharded.grad = param.sharded.grad = None
         if self.reduction is not None:
             self.reduction.discard()

@@ -46,6 +46,10 @@ class QuantizedGather(FlatGather):
         return False
 
     @property
+    def is_local(self) -> bool:
+        return False
+
+    @property
     def _numel(self) -> int:
         """Elements of a segment."""
         return self.layout.segment_nbytes // self._dtypes[0].itemsize

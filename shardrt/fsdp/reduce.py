@@ -208,8 +208,7 @@ class GradientReduction:
         if not self._settings.sync_gradients:
             source = self._ordinary
         else:
-            fills_grads = self._publishes and self.held is Held.NOTHING and self.grads.are_missing
-            source = self._source(compute, fills_grads=fills_grads)
+            source = self._source(compute, fills_grads=self._publishes and self.grads.are_missing)
         if source.grads is not None:
             return source
         if self._comm_buffer is not None and self._settings.sync_gradients:
@@ -224,7 +223,8 @@ class GradientReduction:
         """End what place() has begun. compute: the stream that has allocated memory for it, to be freed."""
         early, self._early = self._early, None
         if early is not None:
-            self._given.copy_away([param.unsharded.grad for param in self.params], early.whole)
+            copy_away = partial(self._given.copy_away, [param.unsharded.grad for param in self.params], early.whole)
+            copy_away() if compute is None else compute.submit(copy_away)
         if early is self._ordinary and compute is not None:
             compute.submit(early.buffer.release)
         elif early is not None and early is self._in_comm_buffer and self._comm_buffer is not None:

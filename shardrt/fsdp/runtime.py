@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from enum import Enum, auto
 from typing import cast
 
 import torch
@@ -19,7 +20,7 @@ from .buffers import Handoff
 from .extension import split_hooked
 from .grad_layout import reduce_layout
 from .moves import warn_of_unwritten
-from .packed import PackedGrads
+from .packed import Held, PackedGrads
 from .param_group import ParamGroup
 from .policy import RootSettings
 from .prefetch import PrefetchQueue
@@ -28,6 +29,14 @@ from .reduce import GradientReduction
 from .trace import Step
 
 _ONLY_FORWARD = 4  # forwards without a backward after which none is expected
+
+
+class End(Enum):
+    """What became of the end of the last backward, which reduces what is left."""
+
+    REACHED = auto()  # or there was no backward
+    QUEUED = auto()  # autograd will call; or an exception has cut the backward short
+    FAILED = auto()
 
 
 class Runtime(context.Context):
@@ -48,7 +57,7 @@ class Runtime(context.Context):
     _reduced: set[ParamGroup]  # in this backward
     _forwards: int  # begun so far
     _first_written: int | None  # `_writes()` when the first backward ended
-    _end_queued: bool  # a backward is under way, and will call _end_backward()
+    _end: End
 
     def __init__(self, root: ParamGroup) -> None:
         groups = list(root.with_descendants())
@@ -62,7 +71,7 @@ class Runtime(context.Context):
         self._in_flight, self._reductions_in_flight = deque(), 1
         self._reduced = set()
         self._forwards, self._first_written = 0, None
-        self._end_queued = False
+        self._end = End.REACHED
         names = {module: name for name, module in root.modules[0].named_modules()}
         _rename(root, groups, names)
         registered.follow(root, groups)
@@ -72,10 +81,15 @@ class Runtime(context.Context):
         if root.mesh.rank == 0:
             warn_of_unwritten(names)
         self._tensor_parallel = any(param.outer is not None for group in self.groups for param in group.params)
-        self._attach()
-        self._unknown = registered.UnknownParams(root)
-        for group in self.groups:
-            group.refresh_trainable()
+        try:
+            self._attach()
+            self._unknown = registered.UnknownParams(root)
+            for group in self.groups:
+                group.refresh_trainable()
+        except BaseException:  # for example, out of memory: the next forward tries again
+            for group in self.groups:
+                group.detach()
+            raise
 
     def _attach(self) -> None:
         symmetric_windows.check_same_windows(self.root, self.groups)
@@ -93,11 +107,8 @@ class Runtime(context.Context):
 
     def begin_forward(self) -> None:
         """The root's forward starts."""
-        if self._end_queued:
-            raise RuntimeError(
-                f"the last backward through '{self.root.name}' did not end (rank {self.root.mesh.rank}): an exception "
-                "cut it short; call reset_iter_state() on the root to drop its gradients and go on"
-            )
+        if self._end is not End.REACHED:
+            raise self._did_not_end()
         for group in self.groups:
             registered.check_registered(group)
         self._unknown.warn()
@@ -123,7 +134,8 @@ class Runtime(context.Context):
         if self._first_written is None:
             return self._forwards > _ONLY_FORWARD
         reductions = [group.reduction for group in self.groups if group.reduction is not None]
-        return self._writes() != self._first_written or all(reduction.grads.are_missing for reduction in reductions)
+        waits = any(not each.grads.are_missing or each.held is not Held.NOTHING for each in reductions)  # for an optimizer
+        return self._writes() != self._first_written or not waits
 
     def _writes(self) -> int:
         """How often trainable shards were written: also by optimizers whose gradients stay, or are dropped after a forward."""
@@ -160,12 +172,20 @@ class Runtime(context.Context):
 
     def begin_backward(self) -> None:
         """The first gradient of a backward is ready: have autograd call back at its end."""
-        if not self._end_queued:
-            self._end_queued = True
+        if self._end is End.FAILED:
+            raise self._did_not_end()
+        if self._end is End.REACHED:
+            self._end = End.QUEUED
             for group in self.groups:
                 if group.visible.exposed:
                     group.visible.conceal()
             queue_backward_callback(self._end_backward)
+
+    def _did_not_end(self) -> RuntimeError:
+        return RuntimeError(
+            f"the last backward through '{self.root.name}' did not end (rank {self.root.mesh.rank}): an exception cut it "
+            "short; call reset_iter_state() on the root to drop its gradients and go on"
+        )
 
     def reduce(self, group: ParamGroup) -> None:
         """The gradients of `group` are due: pack and reduce them, small groups several at a time."""
@@ -216,7 +236,7 @@ class Runtime(context.Context):
             trace.listener.launch(Step.REDUCE, packed)
         streams.reduce.wait(streams.compute.record())
         for group in [group for group in packed if group.sums_terms] if self._tensor_parallel else ():
-            group.sum_terms(packed[group])
+            _reduction(group).sum_terms(packed[group], streams.reduce)
         joint = [group for group in packed if _reduction(group).launches_jointly]
         with _together(group.reduce_comm for group in joint):
             for group in joint:
@@ -248,11 +268,12 @@ class Runtime(context.Context):
 
     def _end_backward(self) -> None:
         """Reduce what is left, such as groups that waited for a gradient in vain, and let compute see all gradients."""
-        self._end_queued = False
+        self._end = End.FAILED  # until it has not
         if trace.listener is not None:
             trace.listener.end_backward(self.streams.compute)
         with ranged("FSDP::root_post_backward_callback"):
             self._finish_backward()
+        self._end = End.REACHED
 
     def _finish_backward(self) -> None:
         for group in self.groups:
@@ -287,7 +308,7 @@ class Runtime(context.Context):
 
     def reset(self) -> None:
         """Forget a failed iteration: wait for everything under way, and shard all groups again."""
-        self._end_queued = False
+        self._end = End.REACHED
         if trace.listener is not None:
             trace.listener.end_backward(self.streams.compute)
         self.prefetch = PrefetchQueue(self.streams.gather)  # what it has recorded may differ between ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ class Scaling(NamedTuple):
     after: float  # what was reduced is multiplied by it
 
     @classmethod
-    @cache
+    @lru_cache(maxsize=256)  # a divide factor may differ in every step
     def of(
         cls, dtype: torch.dtype, ranks: int, shard_ranks: int, divide_factor: float | None, sums: bool, encodes: bool
     ) -> Scaling:

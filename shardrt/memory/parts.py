@@ -76,7 +76,7 @@ def _storages(
     for buffer in allocated_buffers(device):
         yield Part(buffer.kind.value), buffer.storage
     for _, state in stepped:
-        yield from ((Part.OPTIMIZER, storage) for value in state.values() for storage in _own(value))
+        yield from ((Part.OPTIMIZER, storage) for value in list(state.values()) for storage in _own(value))
     if model is not None:
         yield from ((Part.SHARDS, storage) for tensor in (*model.parameters(), *model.buffers()) for storage in _own(tensor))
     yield from ((Part(kind), storage) for storage, kind in live.alive())

@@ -7,12 +7,13 @@ from contextlib import closing
 import torch
 from torch import nn
 
+from ..fsdp.buffers import allocated_buffers
 from ..fsdp.module import FSDPModule
 from ..fsdp.param_group import ParamGroup
 from ..fsdp.runtime import packed_nbytes
 from .account import MemoryAccount
 from .devices import measuring
-from .parts import Part
+from .parts import Claim, Part
 
 _HEAD = ("group", "ranks", "parameters", "shard", "gathered", "gradients", "padding", "now")
 
@@ -51,7 +52,8 @@ def _process(device: torch.device) -> list[str]:
     except RuntimeError:  # a dry world
         return []
     with closing(memory):
-        total, parts = memory.measure(())
+        used = allocated_buffers(device)
+        total, parts = memory.measure(Claim(Part(each.kind.value), each.storage.data_ptr(), each.nbytes) for each in used)
     of_which = f"{_size(parts[Part.HELD])} held by the allocator, {_size(parts[Part.WINDOWS])} of windows"
     return [f"{'GPU' if device.type == 'cuda' else 'process'}: {_size(total)}, of it {of_which}"]
 
