@@ -191,7 +191,7 @@ class Gather(ABC):
         self.full, self._pairs = self._make_full(settings, group)
         try:
             self._make_unsharded(context, group)
-        except BaseException:
+        except BaseException:  # views that were made would keep its memory
             self.full.release()
             self.full.seal()
             raise

@@ -78,6 +78,7 @@ class ParamGroup:
     gather_kind: type[Gather]  # of what is not quantised
     quantization_policy: QuantizationPolicy  # as given
     _coded: CodedReduction | None  # as the policy was given
+
     name: str  # the full names of its modules, once the root is known; written by rename()
 
     # Written by adopt(), of the group or of its parent.

@@ -47,6 +47,7 @@ class QuantizedGather(FlatGather):
 
     @property
     def is_local(self) -> bool:
+        """No: the codes of a single rank are gathered as well."""
         return False
 
     @property

@@ -268,7 +268,7 @@ class Runtime(context.Context):
 
     def _end_backward(self) -> None:
         """Reduce what is left, such as groups that waited for a gradient in vain, and let compute see all gradients."""
-        self._end = End.FAILED  # until it has not
+        self._end = End.FAILED  # unless all of it returns
         if trace.listener is not None:
             trace.listener.end_backward(self.streams.compute)
         with ranged("FSDP::root_post_backward_callback"):
