@@ -4,7 +4,7 @@ from .bootstrap import World, finalize, init, init_device_mesh, world
 from .calls import MismatchError, Op, PreMulSum, ReduceOp, RemoteError, Work
 from .communicator import Communicator
 from .environment import without_launcher_variables
-from .mesh import DeviceMesh
+from .mesh import DeviceMesh, current_mesh
 from .pool import Pool, new_pool
 from .streams import Event, Stream, current_stream, new_stream
 
@@ -21,6 +21,7 @@ __all__ = [
     "Stream",
     "Work",
     "World",
+    "current_mesh",
     "current_stream",
     "finalize",
     "init",

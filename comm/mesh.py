@@ -15,9 +15,10 @@ Gather, reduce and all-reduce have a communicator each ("roles"), so that they c
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -274,9 +275,23 @@ class DeviceMesh:
         while self._family.opened:
             self._family.opened.pop().close()
 
+    def __enter__(self) -> DeviceMesh:
+        """In the block, on this thread, the mesh is the default: `current_mesh()`."""
+        _entered.meshes = [*getattr(_entered, "meshes", ()), self]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _entered.meshes = _entered.meshes[:-1]
+
     def __deepcopy__(self, memo: object) -> DeviceMesh:
         """The mesh itself: copies of what refers to it are on the same ranks, with the same communicators."""
         return self
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"{self} cannot be pickled, nor a module that refers to it: its communicators are this process's; save "
+            "tensors, such as those of a state dict, and make a mesh where they are loaded"
+        )
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={extent}" for name, extent in zip(self.axis_names, self.shape, strict=True))
@@ -300,6 +315,17 @@ class DeviceMesh:
 
     def _coordinates_of(self, index: int) -> tuple[int, ...]:
         return tuple(index // stride % extent for stride, extent in zip(row_strides(self.shape, 1), self.shape, strict=True))
+
+
+_entered = threading.local()  # `meshes`: those whose blocks this thread is in, the innermost last
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the innermost `with mesh:` that this thread is in. Raises RuntimeError outside of one."""
+    meshes: list[DeviceMesh] = getattr(_entered, "meshes", [])
+    if not meshes:
+        raise RuntimeError("no mesh was given: pass one, or call this inside of `with mesh:`")
+    return meshes[-1]
 
 
 class _Factors(NamedTuple):

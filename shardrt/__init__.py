@@ -12,6 +12,8 @@ if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py")
 
 from . import checkpoint as checkpoint
 from . import parallel as parallel
+from . import tensor as tensor
+from .batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from .checkpoint import Run
 from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
 from .comm.version import __version__ as __version__
@@ -33,12 +35,10 @@ from .metrics import Metrics
 from .optim import clip_grad_norm_, offload_state_to_disk
 from .parallel.random import manual_seed
 from .replicas.check import check_replicas
-from .tensor import dispatch as dispatch  # the import installs DTensor's operation table
-from .tensor.dtensor import DTensor, distribute_tensor
+from .tensor import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
 from .tensor.local_ops import register_local_op
 from .tensor.local_optimizers import register_local_optimizer
 from .tensor.optimizer_state import shard_optimizer_state
-from .tensor.placement import FlatShard, Partial, RaggedShard, Replicate, Shard
 from .timeline.timeline import Timeline
 
 __all__ = [
@@ -60,11 +60,13 @@ __all__ = [
     "Run",
     "Shard",
     "ShardPlacementResult",
+    "SyncBatchNorm",
     "Timeline",
     "UnshardHandle",
     "World",
     "check_replicas",
     "clip_grad_norm_",
+    "convert_sync_batchnorm",
     "disable_fsdp_module_new_init",
     "distribute_tensor",
     "finalize",

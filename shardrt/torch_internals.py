@@ -4,10 +4,11 @@ One more is in `kernels/cuda.py`, which imports nothing of shardrt: `TensorGuard
 
 | function                         | private name                                   | without it                           |
 |----------------------------------|------------------------------------------------|--------------------------------------|
-| `in_backward`                    | `torch._C._current_graph_task_id`              | the stack is searched, slowly        |
+| `current_backward`               | `torch._C._current_graph_task_id`              | the stack is searched, slowly        |
 | `queue_backward_callback`        | `Variable._execution_engine`                   | RuntimeError at the first backward   |
 | `wanted`                         | `torch._C._will_engine_execute_node`           | always `Wanted.RETURNED`             |
 | `may_be_kept`                    | `Tensor._backward_hooks`                       | always                               |
+| `grad_hooks`                     | `Tensor._backward_hooks`                       | hooks are not called, with a warning |
 | `post_accumulate_grad_hooks`     | `Tensor._post_accumulate_grad_hooks`           | hooks are not called, with a warning |
 | `current_transform`              | `torch._C._functorch.peek_interpreter_stack`   | always: outputs are searched         |
 | `unwrap_transform`               | `get_unwrapped`, `is_functorch_wrapped_tensor` | torch's public, slower function      |
@@ -22,6 +23,7 @@ One more is in `kernels/cuda.py`, which imports nothing of shardrt: `TensorGuard
 | `compiler_in_use`                | `torch._dynamo.eval_frame.cached_backends`     | always                               |
 | `compiling`                      | `torch._C._dynamo.eval_frame`                  | wherever the compiler is in use      |
 | `init_group`                     | `torch.optim.Adam._init_group`                 | steps on `DTensor`s                  |
+| `clip_lists_of`                  | `torch.utils._foreach_utils`                   | torch clips one gradient at a time   |
 | `profiler_state`                 | `torch.autograd.profiler._is_profiler_enabled` | ranges are always recorded           |
 | `OpOverload`, `OpOverloadPacket` | `torch._ops`, for type checkers only           | the types of two operators           |
 | `tree_map` and two others        | `torch.utils._pytree`                          | tuples, lists and dicts              |
@@ -41,7 +43,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from operator import attrgetter
@@ -111,13 +113,18 @@ def backward_is_on_the_stack() -> bool:
     return False
 
 
-def _make_in_backward() -> Callable[[], bool]:
-    if (current := getattr(torch._C, "_current_graph_task_id", None)) is None:
-        return backward_is_on_the_stack
-    return lambda: current() != -1
+def _make_current_backward() -> Callable[[], int]:
+    current: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+    return current or (lambda: 0 if backward_is_on_the_stack() else -1)
 
 
-in_backward = _make_in_backward()
+# The number of the backward that runs in this thread, each another one; -1 outside.
+current_backward = _make_current_backward()
+
+
+def in_backward() -> bool:
+    """True if a backward runs in this thread."""
+    return current_backward() != -1
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -129,22 +136,23 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 def hooks_are_unknown(tensor: torch.Tensor) -> None:
-    """Replaces `post_accumulate_grad_hooks` where the hooks cannot be read: no hooks, and a warning."""
+    """Replaces `grad_hooks` and `post_accumulate_grad_hooks` where hooks cannot be read: no hooks, and a warning."""
     _warn_of_hooks()
 
 
 @functools.cache
 def _warn_of_hooks() -> None:
     _log.warning(
-        "torch %s does not show the hooks of register_post_accumulate_grad_hook: those on sharded parameters are not called "
-        "(logged once)",
+        "torch %s does not show the hooks of register_hook and register_post_accumulate_grad_hook: those on sharded parameters "
+        "are not called (logged once)",
         torch.__version__,
     )
 
 
-_HookGetter = Callable[[torch.Tensor], Mapping[int, Callable[[torch.Tensor], None]] | None]
+_HookGetter = Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]
 
-# A tensor's hooks, or None. Cost: called for each parameter in each step, so it is a function in C.
+# A tensor's hooks, or None. Cost: called for each parameter in each step, so they are functions in C.
+grad_hooks: _HookGetter = attrgetter("_backward_hooks") if hasattr(torch.Tensor, "_backward_hooks") else hooks_are_unknown
 post_accumulate_grad_hooks: _HookGetter = (
     attrgetter("_post_accumulate_grad_hooks") if hasattr(torch.Tensor, "_post_accumulate_grad_hooks") else hooks_are_unknown
 )
@@ -296,6 +304,12 @@ def hide_from_compiler(packages: Sequence[str]) -> None:
         add(package)
 
 
+@functools.cache
+def hide_package_from_compiler() -> None:
+    """Exclude the files of shardrt from torch.compile, once."""
+    hide_from_compiler(("shardrt", "shardrt.comm", "shardrt.kernels"))
+
+
 def compiler_in_use() -> bool:
     """Something in this process was given to torch.compile."""
     if (module := sys.modules.get("torch._dynamo.eval_frame")) is None:
@@ -322,6 +336,16 @@ def init_group(kind: type) -> Callable[..., Any] | None:
         return None
     kinds = {parameter.kind for parameter in inspect.signature(found).parameters.values()}
     return None if inspect.Parameter.KEYWORD_ONLY in kinds else found
+
+
+def clip_lists_of(kind: type[torch.Tensor]) -> None:
+    """Have torch's gradient clipping treat all tensors of this class at once, as it does plain ones.
+
+    Cost: without it, a collective for each gradient.
+    """
+    kinds = find("torch.utils._foreach_utils._foreach_supported_types")
+    if kinds is not None and kind not in kinds:
+        kinds.append(kind)
 
 
 def _make_profiler_state() -> Any:

@@ -1,6 +1,7 @@
 """Copies of sharded modules, and averages of weights: torch's `AveragedModel` and timm's moving average."""
 
 import copy
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,7 +79,7 @@ def adopt_as(new: nn.Module, sharded: nn.Module) -> None:
     values = new.state_dict()
     made = copy.deepcopy(sharded)
     made.load_state_dict(values)
-    new.__class__, new.__dict__ = type(made), made.__dict__
+    new.__class__, new.__dict__ = type(made), {**made.__dict__, "stands_for": [made]}  # to which its groups refer weakly
 
 
 @on_ranks(2)
@@ -143,6 +144,22 @@ def test_what_cannot_be_copied(world: World) -> None:
     block = copy.deepcopy(shard_blocks(OddMLP()).blocks[0])  # a block of a sharded model: the copy is a root
     block(torch.ones(2, 13)).sum().backward()
     assert block.scale.grad is not None
+
+
+@on_ranks(1, 2)
+def test_what_cannot_be_pickled(world: World) -> None:
+    """`torch.save` of a sharded module, or of one around it; a shallow copy, which would be a plain module."""
+    model: Any = shard_blocks(OddMLP())
+    for whole, name in ((model, "OddMLP"), (nn.ModuleDict({"net": model.blocks[1]}), "OddBlock")):
+        with pytest.raises(TypeError, match=rf"'{name}' is sharded and cannot be pickled.* rank {world.rank} "):
+            torch.save(whole, io.BytesIO())
+    with pytest.raises(TypeError, match=r"nor copied by copy.copy.*copy.deepcopy"):
+        copy.copy(model)
+    model(batch(0).float())
+    with pytest.raises(TypeError, match=r"'blocks.1' is sharded and cannot be pickled"):
+        torch.save(model.blocks[1], io.BytesIO())
+    with pytest.raises(TypeError, match=r"DeviceMesh\(dp=.* cannot be pickled"):
+        torch.save(world.mesh, io.BytesIO())
 
 
 def timm_update(average: nn.Module, model: nn.Module, decay: float, foreach: bool) -> None:

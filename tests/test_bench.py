@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import parity
-from bench import forecast, step
+from bench import forecast, published, step
 from bench.checkpoint_metadata import simulate
 from bench.host_time import HostTime, per_group
 from bench.step_results import Round, header, host_line, inside_and_waiting, part_rows, row, summarize
@@ -172,6 +172,14 @@ def test_forecasts_are_compared_with_steps() -> None:
     assert 0.1 < result["ratio"] < 10, "other load may be heavy, but not the wrong unit"
 
 
+QUICK = next(run for run in published.RUNS if (run.model, run.machine) == ("mpt-1b", "H100"))
+
+
+@pytest.mark.parametrize("run", [QUICK, *(pytest.param(run, marks=pytest.mark.all) for run in published.RUNS if run != QUICK)])
+def test_published_runs_are_forecast(run: published.Run) -> None:
+    assert published.forecast_rate(run) == pytest.approx(run.rate, rel=0.1)
+
+
 def test_the_model_of_a_forecast_is_the_one_that_is_measured() -> None:
     case = CASES["mlp"]
     found = forecast.forecast_step(case, 2, load_sheet("h100"))
@@ -248,7 +256,7 @@ def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
             found.append(path.name)
             assert not [line for line in lines[:first] if line.startswith(("import shardrt", "from shardrt"))], path
     benches = {"step.py", "overlap.py", "padding.py", "parallel.py", "checkpoint.py"}
-    benches |= {"quantized_gather.py", "quantized_training.py", "forecast.py", "growth.py", "peak.py"}
+    benches |= {"quantized_gather.py", "quantized_training.py", "forecast.py", "growth.py", "peak.py", "published.py"}
     assert benches | {"train.py", "gpu_check.py", "table.py"} == set(found)
 
 

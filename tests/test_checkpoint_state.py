@@ -19,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import shardrt
 from ranks import on_ranks
+from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, load, save
 from shardrt.checkpoint.dcp.metadata import read_stored
 from shardrt.checkpoint.names import joined
@@ -188,6 +189,45 @@ def test_objects_with_state(world: World, tmp_path: Path) -> None:
     assert (outer[0].state, outer[1]["again"].state) == ({"n": 1}, {"n": (1, 2)})
     with pytest.raises(CheckpointError, match=r"the checkpoint lacks 'position\.more'"):
         load(tmp_path / "saved", {"position": Position({"more": 1})})
+
+
+@on_ranks(1, 2)
+def test_arguments_in_the_order_of_dcp(world: World, tmp_path: Path) -> None:
+    """A folder and a state are told apart by their types and names; anything else is refused on every rank."""
+    folder, calls = tmp_path / "step-1", (checkpoint.save, lambda *a, **k: checkpoint.async_save(*a, **k).result())
+    for call in calls:
+        for value, (given, named) in enumerate(
+            [
+                (lambda state: (str(folder), state), {}),
+                (lambda state: (folder,), {"state": 1}),
+                (lambda state: (state,), {"checkpoint_id": folder}),
+                (lambda state: (), {"state_dict": 1, "checkpoint_id": str(folder), "process_group": None}),
+            ]
+        ):
+            state, loaded = {"value": value}, {"value": -1}
+            filled = [{name: each if item == 1 else item for name, item in named.items()} for each in (state, loaded)]
+            call(*given(state), **filled[0])
+            checkpoint.load(*given(loaded), **filled[1])
+            assert loaded == state
+    refused = "expected a folder and a state, as in {call}.'runs/a/step-100', state. or {call}.state, checkpoint_id="
+    for call in (checkpoint.save, checkpoint.async_save, checkpoint.load):
+        start = refused.format(call=call.__name__)
+        for given, named, found in (
+            ((), {}, "0 folders, 0 states"),
+            ((folder,), {}, "1 folders, 0 states"),
+            (({},), {}, "0 folders, 1 states"),
+            ((folder, {}), {"checkpoint_id": folder}, "2 folders, 1 states"),
+            (({}, {}), {}, "0 folders, 2 states"),
+            ((folder, {}, 3), {}, "1 folders, 1 states, and int"),
+            (({},), {"checkpoint_id": folder, "planner": object()}, "1 folders, 1 states, and planner="),
+        ):
+            with pytest.raises(CheckpointError, match=rf"TypeError: {call.__name__}: {start}.*found {found}"):
+                call(*given, **named)
+        with pytest.raises(CheckpointError, match="expected the state as a dict, found a list"):
+            call(folder, state=[])
+    if world.size > 1:
+        with pytest.raises(CheckpointError, match=r"rank 1 raised TypeError: save: .*found 0 folders, 1 states"):
+            checkpoint.save({}, checkpoint_id=None if world.rank else folder)
 
 
 @on_ranks(1)

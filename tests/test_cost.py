@@ -228,6 +228,25 @@ def test_an_operation_takes_its_overhead_and_its_roof() -> None:
     assert host.launch_seconds == 0
 
 
+@pytest.mark.parametrize(("is_causal", "part"), [(True, 2), (False, 1)])
+def test_attention_has_a_rate_of_its_own(is_causal: bool, part: int) -> None:
+    """Of the scores that it computes; flops are all of them, as MFU counts them."""
+    q, k, v = (meta(2, 8, 256, 16, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    with FusedAttention("cuda"):
+        (name, forward), *_, (last, backward) = (
+            each
+            for each in works(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).sum().backward())
+            if "attention" in each[0]
+        )
+    product = 2 * 2 * 8 * 256 * 256 * 16
+    assert (name, forward.flops, forward.scored) == ("_scaled_dot_product_flash_attention", 2 * product, 2 * product // part)
+    assert (last, backward.flops) == ("_scaled_dot_product_flash_attention_backward", 5 * product)
+    assert backward.scored == 5 * product // part
+    own = Costs(parse_sheet(SHEET.replace("[compute]\n", "[compute]\nattention = 0.25\n"), "test"))
+    assert own.kernel(forward._replace(nbytes=0)) == pytest.approx(2e-6 + 2 * product / part / 1e12)
+    assert Costs(parse_sheet(SHEET, "test")).kernel(forward._replace(nbytes=0)) == pytest.approx(2e-6 + 2 * product / 2e12)
+
+
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.bfloat16), ("cuda", torch.float32), ("cpu", torch.float32)])
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_attention_keeps_no_scores(device: str, dtype: torch.dtype, is_masked: bool) -> None:

@@ -14,6 +14,7 @@ import pytest
 import shardrt
 import shardrt.comm
 import shardrt.kernels
+import shardrt.tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -64,7 +65,9 @@ def test_python_blocks_compile(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [shardrt, shardrt.checkpoint, shardrt.comm, shardrt.kernels], ids=lambda module: module.__name__
+    "module",
+    [shardrt, shardrt.checkpoint, shardrt.comm, shardrt.kernels, shardrt.tensor],
+    ids=lambda module: module.__name__,
 )
 def test_the_reference_has_every_public_name(module: object) -> None:
     pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.rst"))
@@ -79,3 +82,38 @@ def test_pictures_are_those_that_the_script_makes(tmp_path: Path) -> None:
     made, kept = ({path.name: path.read_text() for path in folder.glob("*.svg")} for folder in (tmp_path, DOCS / "pictures"))
     assert made.keys() == kept.keys()
     assert made == kept, "run docs/pictures.py"
+
+
+# ---------------------------------------------------------------------- the index of errors
+
+
+def texts_of_the_code() -> list[str]:
+    """All strings of the package; "..." is in the place of what is formatted."""
+    found = []
+    for path in (path for folder in ("shardrt", "comm") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def has(text: str, pieces: list[str]) -> bool:
+    """Whether the text has the pieces, in this order."""
+    place = 0
+    for piece in (each.strip() for each in pieces):
+        place = text.find(piece, place)
+        if place < 0:
+            return False
+        place += len(piece)
+    return True
+
+
+def test_the_errors_of_the_index_are_in_the_code() -> None:
+    """The fixed words of each message, in this order, in one string of the code."""
+    messages = re.findall(r"^\| (`.*?`) \|", (DOCS / "errors.md").read_text(), re.MULTILINE)
+    pieces = [message.replace("` `", "...").strip("`").split("...") for message in messages]
+    texts = texts_of_the_code()
+    assert len(messages) >= 40
+    assert [message for message, each in zip(messages, pieces, strict=True) if not any(has(text, each) for text in texts)] == []

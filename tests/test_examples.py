@@ -13,12 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from ranks import rank_environment, start
 
 EXAMPLES = Path(__file__).parent.parent / "scripts" / "examples"
-ORIGINAL, OURS = EXAMPLES / "fsdp2_original.py", EXAMPLES / "from_fsdp2.py"
-SHORT = sorted(set(EXAMPLES.glob("*.py")) - {ORIGINAL, OURS})
+FSDP2, FROM_FSDP2 = EXAMPLES / "fsdp2_original.py", EXAMPLES / "from_fsdp2.py"
+DCP, FROM_DCP = EXAMPLES / "dcp_original.py", EXAMPLES / "from_dcp.py"
+ALONE, FROM_ALONE = EXAMPLES / "one_process.py", EXAMPLES / "from_one_process.py"
+PAIRS = {"fsdp2": (FSDP2, FROM_FSDP2, 10), "dcp": (DCP, FROM_DCP, 12), "one process": (ALONE, FROM_ALONE, 19)}
+SHORT = sorted(set(EXAMPLES.glob("*.py")) - {path for original, ours, _ in PAIRS.values() for path in (original, ours)})
 
 
 def run_example(path: Path, *options: str, ranks: int = 2) -> str:
@@ -31,11 +35,11 @@ def run_example(path: Path, *options: str, ranks: int = 2) -> str:
     return out
 
 
-def run_original(*options: str) -> list[float]:
+def run_original(path: Path, *options: str) -> list[float]:
     port, ranks = free_port(), []
     for rank in ("0", "1"):
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, os.fspath(ORIGINAL), *options]
+        command = [sys.executable, os.fspath(path), *options]
         environment = rank_environment() | variables
         ranks.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     outputs = [process.communicate(timeout=120.0) for process in ranks]
@@ -59,20 +63,72 @@ def losses(out: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss (\S+)", out)]
 
 
-# ---------------------------------------------------------------------- from FSDP2
+# ---------------------------------------------------------------------- from FSDP2, DCP and one process
 
 
-def test_eleven_lines_differ() -> None:
-    changes = list(difflib.ndiff(ORIGINAL.read_text().splitlines(), OURS.read_text().splitlines()))
-    assert max(sum(line.startswith(sign) for line in changes) for sign in "-+") == 11  # as the documents say
+@pytest.mark.parametrize(("original", "ours", "count"), PAIRS.values(), ids=PAIRS)
+def test_as_many_lines_differ_as_the_documents_say(original: Path, ours: Path, count: int) -> None:
+    changes = list(difflib.ndiff(original.read_text().splitlines(), ours.read_text().splitlines()))
+    assert max(sum(line.startswith(sign) for line in changes) for sign in "-+") == count
 
 
 def test_from_fsdp2_trains_as_the_original(tmp_path: Path) -> None:
     saved = os.fspath(tmp_path / "saved.pt")
-    expected = run_original("--steps", "4")
+    expected = run_original(FSDP2, "--steps", "4")
     assert len(expected) == 4
-    first = losses(run_example(OURS, "--steps", "2", "--save", saved))
-    assert first + losses(run_example(OURS, "--steps", "4", "--load", saved)) == expected
+    first = losses(run_example(FROM_FSDP2, "--steps", "2", "--save", saved))
+    assert first + losses(run_example(FROM_FSDP2, "--steps", "4", "--load", saved)) == expected
+
+
+def test_from_dcp_resumes_from_the_checkpoints_of_the_original(tmp_path: Path) -> None:
+    """The last checkpoint is of step 4."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    expected = run_original(DCP, os.fspath(folder), "--steps", "5")
+    assert len(expected) == 5
+    assert losses(run_example(FROM_DCP, os.fspath(folder), "--steps", "5")) == expected[4:]
+    assert losses(run_example(FROM_DCP, os.fspath(tmp_path / "ours"), "--steps", "3")) == expected[:3]
+
+
+def test_from_one_process_trains_as_the_original(tmp_path: Path) -> None:
+    """The same losses as printed, and weights that a plain process loads."""
+    files = tmp_path / "alone.pt", tmp_path / "sharded.pt"
+    command = [sys.executable, os.fspath(ALONE), os.fspath(files[0])]
+    alone = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=120.0, check=True).stdout
+    found = losses(run_example(FROM_ALONE, os.fspath(files[1])))
+    assert found == pytest.approx(losses(alone), abs=2e-4)
+    assert len(found) == 22
+    assert found[-1] < found[0] / 1.5
+    expected, saved = (torch.load(file) for file in files)
+    assert saved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-3)
+
+
+# ---------------------------------------------------------------------- the notebook
+
+CELLS = """
+import json, sys
+cells = json.load(open(sys.argv[1]))["cells"]
+names = {"__name__": "__main__"}
+for number, cell in enumerate(cells):
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+"""
+
+
+def test_the_notebook_runs() -> None:
+    """In one process, which starts a job of two ranks at the end."""
+    command = [sys.executable, "-c", CELLS, os.fspath(EXAMPLES / "ten_minutes.ipynb")]
+    ran = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=240.0, check=False)
+    assert ran.returncode == 0, ran.stderr
+    first, last = (float(loss) for loss in re.findall(r"^loss (\S+) -> (\S+)$", ran.stdout, re.MULTILINE)[0])
+    assert last < first / 2
+    assert "rank 0 of 1 on cpu" in ran.stdout
+    assert "step 30 with the same parameters: True" in ran.stdout
+    shards = re.findall(r"rank \d: step 30, (\d+) of 16801 elements", ran.stdout)
+    assert len(shards) == 2
+    assert sum(map(int, shards)) == 16801
 
 
 # ---------------------------------------------------------------------- one task each

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -334,6 +335,62 @@ def test_quantised_training_of_torchao(world: World, kind: str) -> None:
         train_beside(
             world, whole, model, importlib.import_module("shardrt.integrations.torchao").precompute_bitnet_scale_for_fsdp
         )
+
+
+def adapted(kind: str) -> Any:
+    """A base of two quantised layers, with adapters of PEFT; the same each time."""
+    torch.manual_seed(6)
+    base = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.LayerNorm(64))
+    package, bits = kind.split()
+    if package == "torchao":
+        quantization = importlib.import_module("torchao.quantization")
+        int8 = bits == "8"
+        quantization.quantize_(
+            base, quantization.Int8WeightOnlyConfig() if int8 else quantization.IntxWeightOnlyConfig(torch.int4)
+        )
+    else:
+        kinds = importlib.import_module("bitsandbytes").nn
+        for index in (0, 2):
+            sizes = base[index].in_features, base[index].out_features
+            made = (
+                kinds.Linear8bitLt(*sizes, has_fp16_weights=False)
+                if bits == "8"
+                else kinds.Linear4bit(*sizes, quant_type="nf4")
+            )
+            made.load_state_dict(base[index].state_dict())
+            base[index] = made.to("cpu")  # which quantises
+    peft = importlib.import_module("peft")
+    return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("kind", ["torchao 8", "torchao 4", "bitsandbytes 8", "bitsandbytes 4"])
+@on_ranks(2)
+def test_adapters_of_a_quantised_base(world: World, kind: str) -> None:
+    """Its weights cannot be sharded, which is said with their name; ignored, they stay, and the rest trains sharded."""
+    whole, model = adapted(kind), adapted(kind)
+    quantised = {name: param for name, param in model.named_parameters() if type(param) is not nn.Parameter}
+    assert [name.rpartition("model.")[2] for name in quantised] == ["0.base_layer.weight", "2.base_layer.weight"]
+    for _ in range(2):
+        expected = rf"parameter '0.base_layer.weight' is a \w+ of {kind.split()[0]}, .* ignored_params=\[p for p in model.par"
+        with pytest.raises(TypeError, match=expected):
+            shardrt.fully_shard(model.base_model.model)
+    for module in (*(model.base_model.model[index] for index in (0, 2)), model):
+        shardrt.fully_shard(module, ignored_params=quantised.values())
+    optimizers = [torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2) for each in (whole, model)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")
+        for step in range(3):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+            whole(x).sin().square().mean().backward()
+            model(x.chunk(world.size)[world.rank]).sin().square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for (name, value), param in zip(whole.named_parameters(), model.parameters(), strict=True):
+        if name in quantised:
+            assert param is quantised[name]
+        else:
+            torch.testing.assert_close(param.full_tensor(), value.detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,11 @@ from shardrt.fsdp.ranges import Named
 from shardrt.fsdp.sharded_grads import observing_grads
 from shardrt.parallel import parallelize_module
 from shardrt.plan.cost import Costs
-from shardrt.plan.factory import checkpoint_block
 from shardrt.plan.forecast import forecast
 from shardrt.plan.hardware import load_sheet
 from shardrt.plan.job import Job, Program
 from shardrt.plan.operations import Cost, Operations
+from shardrt.plan.recomputation import checkpoint_block
 from toys import OddMLP, buckets_of, shard_blocks
 
 Setup = Callable[[World], nn.Module]

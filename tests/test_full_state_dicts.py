@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import logging
 import re
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions as TorchOptions
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardrt
 import toys_tp
@@ -268,6 +270,88 @@ def test_wrappers_leave_names_as_they_are_and_extra_state_is_sent(world: World) 
     set_model_state_dict(nn.Sequential(Compiled(other)), {f"0.{k}": v for k, v in state.items()}, options=BROADCAST)
     assert other.step == 3
     check_equal(get_model_state_dict(other, options=FULL), dict(whole.state_dict()))
+
+
+class WithEverything(OddMLP):
+    """Beside sharded parameters: a plain one, buffers of which one has two names, a scalar parameter, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.plain, self.scalar = nn.Parameter(torch.ones(3)), nn.Parameter(torch.tensor(2.0))
+        mean = torch.zeros(4)
+        self.register_buffer("mean", mean)
+        self.register_buffer("same", mean)
+        self.extra: dict[str, Any] = {"seen": [1], "scale": torch.ones(2), "names": {"a"}}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def change_in_place(value: Any) -> None:
+    """Change whatever can be changed of nested values."""
+    if isinstance(value, dict):
+        for each in value.values():
+            change_in_place(each)
+    elif isinstance(value, set):
+        value.add("changed")
+    elif isinstance(value, list):
+        for each in value:
+            change_in_place(each)
+        value.append("changed")
+    elif isinstance(value, torch.Tensor):
+        value.detach().add_(1)
+
+
+def snapshot(state: Any) -> Any:
+    """A copy of nested values, with the shards of sharded tensors."""
+    if isinstance(state, dict):
+        return {key: snapshot(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [snapshot(value) for value in state]
+    local = state.to_local() if isinstance(state, shardrt.DTensor) else state
+    return local.clone() if isinstance(local, torch.Tensor) else copy.deepcopy(local)
+
+
+@pytest.mark.parametrize("chosen", ["full_state_dict", "cpu_offload", "full_state_dict cpu_offload"])
+@on_ranks(1, 2)
+def test_full_and_offloaded_state_dicts_are_copies(world: World, chosen: str) -> None:
+    """Nothing that happens to the model and the optimizer afterwards changes them."""
+    whole = WithEverything()
+    model = shard_blocks(whole, ignored_params={whole.plain})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+    optimizer.param_groups[0]["betas"], optimizer.param_groups[0]["of_user"] = [0.9, 0.99], {"history": [0.1]}
+    make_step(0, model, optimizer)
+    options = StateDictOptions(**dict.fromkeys(chosen.split(), True))
+    flat = dataclasses.replace(options, flatten_optimizer_state_dict=True)
+    states = [*get_state_dict(model, optimizer, options=options), get_optimizer_state_dict(model, optimizer, options=flat)]
+    if states[0]:
+        assert states[0]["mean"] is states[0]["same"]
+    before = [snapshot(state) for state in states]
+    make_step(1, model, optimizer)
+    change_in_place([each for group in optimizer.param_groups for key, each in group.items() if key != "params"])
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            (tensor.to_local() if isinstance(tensor, shardrt.DTensor) else tensor).add_(1)
+    change_in_place(whole.extra)
+    for state, expected in zip(states, before, strict=True):
+        check_equal(snapshot(state), expected)
+
+
+@on_ranks(1)
+def test_the_copy_of_a_tensor_subclass_is_one_too(world: World) -> None:
+    """State of 8-bit optimizers is of this kind; not every such class has an operation `clone`."""
+    parts = torch.ones(2), torch.zeros(2)
+    model = nn.Linear(2, 2)
+    codes: Any = TwoTensor(*parts)
+    model.register_buffer("codes", codes)
+    copied = get_model_state_dict(model, options=ON_RANK_0)["codes"]
+    for part in parts:
+        part.add_(3)
+    assert type(copied) is TwoTensor
+    check_equal([copied.a, copied.b], [torch.ones(2), torch.zeros(2)])
 
 
 @on_ranks(1, 2)

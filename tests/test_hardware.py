@@ -72,6 +72,7 @@ def test_a_rate_follows_its_points() -> None:
         ("float32 =", "bflaot16 = 1\nfloat32 =", "unknown key compute.flops.bflaot16; .* compute.flops.bfloat16"),
         ("[within]", "[collectives]\nall_gathr = 1\n[within]", "unknown key collectives.all_gathr; .* collectives.all_gather"),
         ("[compute.flops]", "[compute]\nfunctions = 0\n[compute.flops]", "compute.functions = 0: expected .* more than 0"),
+        ("[compute.flops]", "[compute]\nattention = 1.5\n[compute.flops]", "compute.attention = 1.5: expected more than 0"),
         ("operation = 2e-6", f"operation = 1{'0' * 400}", "overhead.operation = 10+: expected a number of at least 0"),
         ("[within]", "[withn]", "unknown key withn; the nearest one is within"),
         ("latency = 1e-6", "", "missing key within.latency"),

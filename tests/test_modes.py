@@ -1,15 +1,19 @@
 """Evaluation, inference and generation before, between and after training steps; several backwards through one forward."""
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import shardrt
 from ranks import on_ranks
+from shardrt import DTensor
 from shardrt.comm import World
-from toys import OddMLP, TiedGPT, batch, loss_of, shard_blocks, tokens, train_side_by_side
+from toys import OddMLP, TiedGPT, batch, buckets_of, compare, loss_of, shard_blocks, tokens, train_side_by_side
 
 TOLERANCE = 1e-12
 
@@ -50,6 +54,28 @@ def test_evaluation_between_forward_and_backward(world: World, reshard_after_for
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+@on_ranks(1, 2)
+def test_evaluation_between_backward_and_clipping(world: World, options: dict[str, bool]) -> None:
+    """`model.parameters()` are the sharded ones again, with gradients; in `unsharded` they stay the gathered ones."""
+    for bucket in (0, 1 << 20):
+        model = shard_blocks(OddMLP().double(), **options)
+        with buckets_of(bucket):
+            loss_of(model, batch(0)).backward()
+            with torch.no_grad():
+                model(batch(1))
+                model.blocks[0](torch.zeros(1, 13, dtype=torch.float64))
+            assert all(isinstance(param, DTensor) and param.grad is not None for param in model.parameters())
+            before = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            torch.testing.assert_close(norm, before)
+            after = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+            torch.testing.assert_close(after, torch.full_like(after, 1e-3), rtol=1e-2, atol=0)
+            with shardrt.unsharded(model), torch.no_grad():
+                model(batch(1))
+                assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
 @on_ranks(2, 3)
 def test_three_backwards_through_one_forward(world: World) -> None:
     """Through the whole graph, a part of it, and the whole graph again; then a usual step."""
@@ -86,3 +112,71 @@ def test_token_by_token(world: World) -> None:
             model.zero_grad()
     root = sharded.param_group
     assert root.runtime.memory.in_use == root.layout.nbytes * root.visible.unsharded
+
+
+class Energy(OddMLP):
+    """Recomputes its blocks, if it is told to; remembers the input of the first."""
+
+    recomputes = False
+    hidden: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return self.out(torch.tanh(x)).sum()
+
+
+def forces(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The loss of an energy and of its gradient."""
+    energy = model(x)
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    return energy + (force - 1).square().sum()
+
+
+def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Of the gradient at an activation between sharded modules."""
+    (grad,) = torch.autograd.grad(model(x), model.hidden, create_graph=True)
+    return grad.square().sum()
+
+
+def curvature(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A gradient of a gradient, which the loss differentiates a third time."""
+    (first,) = torch.autograd.grad(model(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    return second.square().sum()
+
+
+def between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A penalty between other forwards, as of a critic, and an evaluation."""
+    first = model(2 * x)
+    total = first + forces(model, x) + model(x - 1)
+    with torch.no_grad():
+        model(x)
+    return total + forces(model, x / 2)
+
+
+@pytest.mark.parametrize("loss", [forces, penalty, curvature, between])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}])
+@on_ranks(1, 2)
+def test_gradients_of_gradients(
+    world: World, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], options: dict[str, bool]
+) -> None:
+    """The graph of a backward needs the parameters, which stay gathered until it has been differentiated itself."""
+    for bucket, recomputes in ((0, False), (1 << 20, False), (0, True)):
+        whole = Energy().double()
+        whole.recomputes = recomputes
+        sharded = shard_blocks(copy.deepcopy(whole), **options)
+        for step in range(2):
+            x = batch(step).requires_grad_()
+            with buckets_of(bucket):
+                expected, found = loss(whole, x), loss(sharded, x)
+                torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+                expected.backward()
+                found.backward()
+            compare(whole, sharded, 1e-11, f"step {step}, buckets of {bucket}, recomputes {recomputes}")
+            groups = list(sharded.param_group.with_descendants())
+            assert all(group.ready is None or group.gather.resident for group in groups), "freed again"
+            for model in (whole, sharded):
+                torch.optim.SGD(model.parameters(), 1e-2).step()
+                model.zero_grad()

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -317,7 +318,7 @@ def test_parameters_stay_gathered_between_microbatches(world: World, options: di
         events.clear()
         for micro in range(3):
             x = batch(3 * step + micro)
-            model.set_is_last_backward(micro == 2)
+            model.blocks[micro].set_is_last_backward(micro == 2)  # for all under the root
             loss_of(whole, x).backward()
             loss_of(model, x.chunk(world.size)[world.rank]).backward()
         gathered = [event for event in events if not event.startswith("-")]
@@ -503,6 +504,163 @@ def test_a_module_called_twice_and_recomputed(world: World, reentrant: bool) -> 
     train_side_by_side(world, model, map(batch, range(4)), microbatches=2)
 
 
+class Around(nn.Module):
+    """Calls a module that others call as well."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(13, 13)
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(torch.tanh(self.linear(x)))
+
+
+class Sharing(OddMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Sequential(nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 13))
+        self.blocks = nn.ModuleList([Around(shared), Around(shared), *self.blocks, Around(shared)])
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_ranks(1, 2)
+def test_a_sharded_module_inside_of_several_sharded_ones(world: World, reshard: bool | None) -> None:
+    def shard(model: nn.Module) -> None:
+        shardrt.fully_shard(model.blocks[0].shared, reshard_after_forward=reshard)
+        shard_blocks(model, reshard_after_forward=reshard)
+
+    model = train_side_by_side(world, Sharing().double(), map(batch, range(3)), shard=shard, microbatches=2)
+    x = batch(4)
+    torch.testing.assert_close(copy.deepcopy(model)(x), model(x), rtol=0, atol=0)
+    assert len(list(model.param_group.with_descendants())) == 8
+
+
+def doubled(grad: torch.Tensor) -> torch.Tensor:
+    return grad * 2
+
+
+def negated(grad: torch.Tensor) -> None:
+    grad.neg_()
+
+
+HOOKED: list[dict[str, object]] = [
+    {},
+    {"mp_policy": shardrt.MixedPrecisionPolicy(reduce_dtype=torch.float64)},  # parameters of float32: cast after the reduction
+    {"offload_policy": "elsewhere"},
+]
+
+
+@pytest.mark.parametrize("options", HOOKED)
+@on_ranks(1, 2, 3)
+def test_hooks_of_parameters(world: World, options: dict[str, object]) -> None:
+    """Those of `register_hook` change the sharded gradient: registered before or after sharding, with gradients from before."""
+    options = {name: Elsewhere(pin_memory=False) if name == "offload_policy" else value for name, value in options.items()}
+    dtype, tolerance = (torch.float32, 1e-5) if "mp_policy" in options else (torch.float64, 1e-12)
+    for bucket in (0, 1 << 20):
+        whole = OddMLP().to(dtype)
+        copied = copy.deepcopy(whole)
+        handles = [model.inp.bias.register_hook(doubled) for model in (whole, copied)]
+        calls: list[torch.Tensor] = []
+        copied.out.bias.register_post_accumulate_grad_hook(calls.append)
+        sharded = shard_blocks(copied, **options)
+        for model in (whole, sharded):
+            for param in (model.blocks[0].up.weight, model.blocks[1].scale, model.out.weight):
+                param.register_hook(doubled)
+                param.register_hook(negated)
+        with buckets_of(bucket):
+            for step in range(4):
+                for model in (whole, sharded):
+                    loss_of(model, batch(step).to(dtype)).backward()
+                compare(whole, sharded, tolerance, f"step {step}, {options}, buckets of {bucket}")
+                if step == 1:
+                    whole.zero_grad()
+                    sharded.zero_grad()
+                if step == 2:
+                    for handle in handles:
+                        handle.remove()
+        assert len(calls) == 4
+        assert calls[0] is sharded.out.bias
+
+
+@on_ranks(1, 2)
+def test_hooks_that_return_something_else(world: World) -> None:
+    model = shard_blocks(OddMLP().double())
+    model.out.weight.register_hook(lambda grad: grad.to_local())
+    with pytest.raises(TypeError, match=rf"hook of 'out.weight'.*Tensor \(rank {world.rank}\); expected None or a DTensor"):
+        loss_of(model, batch(0)).backward()
+    model.reset_iter_state()
+
+
+@on_ranks(2)
+def test_attributes_of_parameters(world: World) -> None:
+    """What users mark parameters with, such as for an optimizer's groups, is on the sharded and the gathered ones as well."""
+    model = OddMLP().double()
+    model.inp.bias._no_weight_decay = True
+    shard_blocks(model)
+    seen = []
+    model.inp.register_forward_pre_hook(lambda module, args: seen.append(module.bias._no_weight_decay))
+    model(batch(0))
+    model.reset_iter_state()
+    model.float()
+    assert seen == [True]
+    assert [name for name, param in model.named_parameters() if getattr(param, "_no_weight_decay", False)] == ["inp.bias"]
+
+
+class InPlace(nn.Module):
+    """Writes to what sharded modules return, or, in them, to what they are given."""
+
+    def __init__(self, write: Callable[[torch.Tensor], object], *, inside: bool) -> None:
+        super().__init__()
+        self.write, self.inside = write, inside
+        self.inp = nn.Linear(5, 13)
+        self.blocks = nn.ModuleList(WritesInput(write) if inside else nn.Linear(13, 13) for _ in range(3))
+        self.out = nn.Linear(13, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+            if not self.inside:
+                self.write(x)
+        return self.out(x)
+
+
+class WritesInput(nn.Module):
+    def __init__(self, write: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.write = write
+        self.linear = nn.Linear(13, 13)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@on_ranks(1, 2)
+def test_operations_in_place_between_sharded_modules(world: World, inside: bool) -> None:
+    """A linear layer returns a view if its input has three dims: an operation in place takes its node out of the graph."""
+    writes: list[Callable[[torch.Tensor], object]] = [
+        torch.relu_,
+        lambda x: x.mul_(2),
+        lambda x: x[..., 1:4].mul_(3),
+        lambda x: x.view(-1, 13)[0].add_(1),
+    ]
+    for index, write in enumerate(writes):
+        for shape in ((4, 5), (2, 2, 5)):
+            x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+            whole = InPlace(write, inside=inside).double()
+            sharded = shard_blocks(copy.deepcopy(whole), reshard_after_forward=True)
+            for bucket in (0, 1 << 20):
+                with buckets_of(bucket):
+                    for model in (whole, sharded):
+                        model(x).square().mean().backward()
+                compare(whole, sharded, 1e-12, f"{index}, {shape}, buckets of {bucket}")
+                whole.zero_grad()
+                sharded.zero_grad()
+
+
 @on_ranks(1, 2, 3)
 def test_moved_and_cast_after_sharding(world: World) -> None:
     """To double and other dtypes with other layouts: ties are kept; parameters are new objects."""
@@ -669,3 +827,66 @@ def test_a_parameter_with_an_all_gather_extension(world: World, reshard: bool | 
     other[0].weight = nn.Parameter(Narrow(other[0].weight.detach().clone()))
     with pytest.raises(ValueError, match=r"'0.weight': Shard.dim=1. of a Narrow; expected Shard"):
         shardrt.fully_shard(other, shard_placement_fn=lambda param: shardrt.Shard(param.dim() - 1))
+
+
+@on_ranks(1, 2, 3)
+def test_the_same_batch_on_every_rank_is_reported(world: World) -> None:
+    """Once for each root, by rank 0, in the first forward in training; not if any rank has other values or none to compare."""
+
+    def first_steps(inputs: list[object], **options: object) -> list[str]:
+        """What is logged in forwards on these inputs and their backwards, of a new model."""
+        model = shardrt.fully_shard(Taking(), **options)
+        with mock.patch("shardrt.fsdp.same_batches._log.warning") as warning:
+            with torch.no_grad():
+                model(same)
+            model.eval()(same)
+            model.train()
+            for given in inputs:
+                model(given).backward()
+            model.to(torch.float32)(same).backward()
+        return [str(call.args[0]) for call in warning.mock_calls]
+
+    same, other = batch(0), batch(world.rank)
+    reports = world.rank == 0 and world.size > 1
+    for given in (same, {"x": [same], "labels": torch.arange(3)}, (torch.tensor(True), same[:, ::2].t())):
+        found = first_steps([given, same, same])
+        assert len(found) == reports
+        assert not reports or f"all {world.size} data-parallel ranks of 'Taking' got the same batch" in found[0]
+    differ = [
+        other,
+        [same, other.long()],
+        [same] * world.rank,
+        same[world.rank :],
+        same.to([torch.float64, torch.float32][0])[:0],
+    ]
+    for given in (*differ, 3.0, same.to("meta"), torch.eye(3).to_sparse(), None):
+        assert not first_steps([given, same]) or world.size == 1
+    assert not first_steps([same if world.rank else same.to_sparse()])
+    mesh = shardrt.DeviceMesh(world.comm).unflatten((world.size, 1), ("replicate", "shard"))
+    assert len(first_steps([same], mesh=mesh)) == reports
+    with settings_of(world, check_batches=False):
+        assert not first_steps([same])
+
+
+class Taking(nn.Linear):
+    """Takes anything."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3, dtype=torch.float64)
+
+    def forward(self, given: object) -> torch.Tensor:
+        return super().forward(torch.ones(2, 3, dtype=self.weight.dtype)).sum()
+
+
+@on_ranks(4)
+def test_tensor_parallel_ranks_share_a_batch(world: World) -> None:
+    """Only the data-parallel ranks are compared: each of the two columns, which have the same rows here."""
+    mesh = shardrt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for step, warned in ((0, True), (mesh["dp"].rank, False)):
+        model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)).double()
+        plan = {"0": shardrt.parallel.ColwiseParallel(), "1": shardrt.parallel.RowwiseParallel()}
+        shardrt.parallel.parallelize_module(model, mesh["tp"], plan)
+        shardrt.fully_shard(model, mesh=mesh["dp"])
+        with mock.patch("shardrt.fsdp.same_batches._log.warning") as warning:
+            model(batch(step)).sum().backward()
+        assert warning.called == (warned and mesh["dp"].rank == 0)

@@ -148,7 +148,7 @@ def test_registered_operators_run_on_local_shards(world: World) -> None:
     assert isinstance(maxima, shardrt.DTensor)
     assert maxima.spec == y.spec
     assert torch.equal(maxima.to_local(), ops.block_maxima(y.to_local()))
-    other = y.redistribute([shardrt.Replicate()])
+    other = y.redistribute([shardrt.Shard(1)])
     with pytest.raises(ValueError, match="shardrt_tests::decay on tensors with different placements"):
         ops.decay("one", x, other, table, 0.5)
     with pytest.raises(

@@ -442,3 +442,103 @@ def test_evaluation_and_exceptions_of_a_parallelized_model(world: World) -> None
     with masks(model) as found:
         model(tokens)
     assert all_equal(world, found["drop"])
+
+
+class Cut(nn.Module):
+    """Cuts the sequence by its own code before a norm and a dropout, and has a dropout on the whole before that."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.first, self.drop, self.norm, self.last = nn.Dropout(), nn.Dropout(), nn.LayerNorm(4), nn.Dropout()
+        self.mesh = mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = self.first(x).chunk(self.mesh.size, 1)[self.mesh.rank]
+        return self.last(self.norm(self.drop(part)))
+
+
+@pytest.mark.parametrize("called", ["forward", "another method"])
+@on_ranks(2)
+def test_a_sequence_that_the_user_has_cut(world: World, called: str) -> None:
+    """No boundary comes before the module that is sequence parallel, which may be the root."""
+    style, x = SequenceParallel(use_local_output=True), torch.ones(2, 64, 4)
+    for seeds in (lambda rank: 5, lambda rank: rank):
+        model = parallelize_module(Cut(world.mesh), world.mesh, {"drop": style, "norm": style})
+        root = parallelize_module(nn.Sequential(nn.Dropout()), world.mesh, style)
+        run = model if called == "forward" else model.forward
+        torch.manual_seed(seeds(world.rank))
+        seen = []
+        for _ in range(2):
+            with masks(model) as found:
+                run(x)
+            assert all_different(world, found["drop"])
+            assert all_different(world, found["last"])
+            assert all_equal(world, found["first"]) or called != "forward"
+            assert found not in seen
+            seen.append(found)
+            part = root(x[:, :32]) if called == "forward" else root.forward(x[:, :32])
+            assert all_different(world, (part != 0).flatten().tolist())
+        state = torch.get_rng_state()
+        model.eval()
+        run(x)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+class Noisy(nn.Module):
+    """Random functions whose probabilities are no attributes, on what each rank has a part of, and on what all have."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.down, self.kind, self.seen = nn.Linear(4, 64), nn.Linear(64, 64), kind, list[list[float]]()
+
+    def random(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "none":
+            return x
+        if self.kind == "dropout":
+            y = F.dropout(torch.ones_like(x), 0.5, self.training)
+        elif self.kind == "gumbel":
+            y = F.gumbel_softmax(torch.zeros_like(x))
+        else:
+            y = torch.randn_like(x)
+        self.seen.append(y.flatten().tolist())
+        return x * y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        return self.random(self.down(self.random(self.up(x))))
+
+
+@on_ranks(2)
+def test_random_functions_without_an_attribute(world: World) -> None:
+    """From the first forward in training on, also if one in evaluation came before; recomputation repeats the numbers."""
+    for kind in ("dropout", "gumbel", "noise", "none"):
+        model = Noisy(kind)
+        parallelize_module(model, world.mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        axis_of(world.mesh).regions.draws = False
+        torch.manual_seed(3)
+        state = torch.get_rng_state()
+        model.eval()
+        model.kind = "none"
+        model(torch.ones(2, 4))
+        model.kind = kind
+        model.train()
+        for step in range(3):
+            out = checkpoint(model, torch.ones(2, 4), use_reentrant=False) if step == 1 else model(torch.ones(2, 4))
+            sharded, replicated = list(model.seen) or ([float(world.rank)], [0.0])
+            assert all_different(world, sharded), kind
+            assert all_equal(world, replicated), kind
+            assert all_equal(world, out.tolist()), kind
+            out.sum().backward()
+            assert model.seen in ([sharded, replicated], []), kind
+        assert torch.equal(torch.get_rng_state(), state) is (kind == "none")
+
+
+@on_ranks(2)
+def test_randomness_that_begins_late_is_told(world: World) -> None:
+    model = Noisy("none")
+    parallelize_module(model, world.mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    axis_of(world.mesh).regions.draws = False
+    model(torch.ones(2, 4))
+    model.kind = "dropout"
+    with pytest.warns(UserWarning, match="drew no random numbers in its first forward"):
+        model(torch.ones(2, 4))

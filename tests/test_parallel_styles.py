@@ -566,7 +566,7 @@ def test_activations_as_dtensors(world: World) -> None:
     axis, x = axis_of(world.mesh), data(2, 5, 4)
     sharded = as_dtensor(axis, local_of(x, S1, world), S1, 5)
     assert ((sharded * 2 + sharded).redistribute([R]).to_local() == 3 * x).all()
-    for operation in (lambda t: t.view(-1, 4), lambda t: t @ t.new_ones(4, 4), lambda t: t.softmax(-1), lambda t: t[0]):
+    for operation in (lambda t: t.view(-1, 4), lambda t: t @ t.new_ones(4, 4), lambda t: t.softmax(1), lambda t: t[0]):
         with pytest.raises(NotImplementedError, match="needs elements of other ranks"):
             operation(sharded)
     layer, replicated = nn.Linear(4, 3).double(), as_dtensor(axis, x, R)
@@ -656,4 +656,21 @@ def test_functional_calls_and_modes_without_gradients(world: World) -> None:
     for m in (whole, model):
         doubled = {name: param * 2 for name, param in m.named_parameters()}
         torch.func.functional_call(m, doubled, (tokens_of(0),)).square().mean().backward()
+    compare(whole, model)
+
+
+@on_ranks(2)
+def test_hooks_of_parameters_change_their_gradients(world: World) -> None:
+    """Of split and replicated parameters, registered before or after; on gradients from before as well."""
+    torch.manual_seed(0)
+    whole = Transformer().double()
+    model = copy.deepcopy(whole)
+    for m in (whole, model):
+        m.layers[1].up.weight.register_hook(lambda grad: grad * 3)
+    parallelize_module(model, world.mesh, sequence_plan())
+    for m in (whole, model):
+        m.layers[0].down.weight.register_hook(lambda grad: grad * 2)
+        m.norm.weight.register_hook(lambda grad: grad * 2)
+        for step in range(2):
+            loss_of(m, tokens_of(step)).backward()
     compare(whole, model)

@@ -23,7 +23,7 @@ from shardrt.parallel import (
 from test_extension import PadsItself
 from toys_tp import Transformer, compare, full, loss_of, plain_plan, sequence_plan, tokens_of
 
-R, S1 = Replicate(), Shard(1)
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 class Named(ParallelStyle):
@@ -113,12 +113,48 @@ def test_what_is_refused(world: World) -> None:
     with pytest.raises(ValueError, match="src_data_rank=2"):
         parallelize_module(Transformer(), mesh, plain_plan(), src_data_rank=2)
     tied = Transformer()
-    with pytest.raises(ValueError, match=r"'head.weight' is shared with a module that splits it"):
-        parallelize_module(tied, mesh, {"tokens": RowwiseParallel(input_layouts=R)})
     with pytest.raises(ValueError, match="is shared with another module"):
         parallelize_module(tied, mesh, {"tokens": ColwiseParallel(), "head": ColwiseParallel()})
     assert not any(isinstance(param, DTensor) for param in tied.parameters())
-    parallelize_module(tied, mesh, {"tokens": RowwiseParallel(input_layouts=R), "head": ColwiseParallel()})
+    parallelize_module(tied, mesh, {"tokens": RowwiseParallel(input_layouts=R)})
+    for call in (lambda: tied(tokens_of(0)), lambda: fully_shard(tied, mesh=mesh), lambda: fully_shard(tied.head, mesh=mesh)):
+        with pytest.raises(ValueError, match=r"'(head\.)?weight' is shared with a module whose style splits it"):
+            call()
+    with pytest.raises(ValueError, match="is shared with another module"):
+        parallelize_module(tied.head, mesh, RowwiseParallel())
+
+
+@on_ranks(2, 4)
+def test_tied_weights_in_several_calls(world: World) -> None:
+    """As in torch's examples: the root's plan, then the layers', then the head's, and the tie set once more. Also in 2-D."""
+    plane = DeviceMesh(world.comm, (world.size // 2, 2), ("dp", "tp"))
+    mesh, plan = plane["tp"], sequence_plan()
+    torch.manual_seed(1)
+    whole = Transformer().double()
+    for sharded in (False, True):
+        first, model = copy.deepcopy(whole), copy.deepcopy(whole)
+        parallelize_module(model, mesh, {key: plan[key] for key in ("tokens", "norm")})
+        assert model.head.weight is model.tokens.weight
+        inner = {key: style for key, style in plan.items() if key.startswith("layers.")}
+        parallelize_module(model, mesh, inner)
+        parallelize_module(model.head, mesh, plan["head"])
+        model.head.weight = model.tokens.weight
+        assert isinstance(model.head.weight, DTensor)
+        assert model.head.weight.placements == (S0,)
+        if sharded:
+            for layer in model.layers:
+                fully_shard(layer, mesh=plane["dp"])
+            fully_shard(model, mesh=plane["dp"])
+            assert model.head.weight is model.tokens.weight
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (first, model)]
+        for step in range(3):
+            tokens = tokens_of(step, rows=4)
+            loss_of(first, tokens).backward()
+            loss_of(model, tokens.chunk(plane["dp"].size)[plane["dp"].rank] if sharded else tokens).backward()
+            compare(first, model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 @on_ranks(2)

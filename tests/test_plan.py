@@ -7,23 +7,28 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardrt.comm.dry import dry_world
 from shardrt.fsdp.module import FSDPModule
 from shardrt.fsdp.policy import MixedPrecisionPolicy, PrefetchPolicy, QuantizationPolicy
 from shardrt.plan import planning
 from shardrt.plan.__main__ import main
-from shardrt.plan.factory import blocks, check_meta, checkpoint_block, load_factory, make_program
+from shardrt.plan.factory import blocks, check_meta, load_factory, make_program
 from shardrt.plan.hardware import Curve, Memory, load_sheet
 from shardrt.plan.history import History
 from shardrt.plan.job import Job, PlanError
 from shardrt.plan.presets import PRESETS, preset_factory
+from shardrt.plan.recomputation import checkpoint_block, selective_contexts
 from shardrt.plan.report import Plan, lines
+from toys import uncompiled
 
 FACTORIES = """
 import torch
@@ -85,8 +90,25 @@ def sharded_by_itself(job):
     shardrt.fully_shard(model, mesh=job.mesh(), reshard_after_forward=False)
     return model
 
+def sharded_everywhere():
+    return shardrt.fully_shard(Stack())
+
+class Pair(Stack):
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return logits, logits.mean()
+
+def pair():
+    return Pair()
+
+def loss_of_pair(model, job):
+    return model(torch.zeros(job.batch, job.sequence, dtype=torch.int64))[1]
+
 def wide():
     return Stack(layers=1, width=1024)
+
+def wide_and_fixed():
+    return wide(), lambda model, job: model(torch.zeros(2, 5, dtype=torch.int64)).mean()
 
 def half():
     return Stack().bfloat16()
@@ -115,16 +137,19 @@ def no_blocks():
 
 number = 3
 """
+CAUSED = "try:\n    import no_such_package\nexcept ImportError as error:\n    raise RuntimeError('cannot start') from error\n"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def factories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a module `plan_factories`, which can be imported."""
+    """The folder of a module `plan_factories`, which can be imported. Forecasts are as in a process that compiles nothing."""
     folder = tmp_path_factory.mktemp("factories")
     (folder / "plan_factories.py").write_text(FACTORIES)
     (folder / "plan_broken.py").write_text("import no_such_package\n")
+    (folder / "plan_caused.py").write_text(CAUSED)
     sys.path.insert(0, str(folder))
-    yield folder
+    with uncompiled():
+        yield folder
     sys.path.remove(str(folder))
     sys.modules.pop("plan_factories", None)
 
@@ -156,6 +181,9 @@ def test_the_ranks_of_a_job() -> None:
         ({"ranks": 12, "tp": 8}, r"ranks=12 with tp=8 and replicas=1: expected a multiple of 8 x 1 = 8 ranks"),
         ({"ranks": 16, "tp": 4, "replicas": 3}, r"expected a multiple of 4 x 3 = 12"),
         ({"ranks": 8, "reshard_after_forward": 3}, r"reshard_after_forward=3: expected a divisor of the 8 ranks"),
+        ({"ranks": 8, "gradient_sync": "first"}, r"gradient_sync='first': expected one of every, last"),
+        ({"ranks": 8, "checkpoint_activations": "ops"}, r"checkpoint_activations='ops': expected True, False, \"op\" or"),
+        ({"ranks": 8, "checkpoint_activations": 0}, r"checkpoint_activations=0: expected True"),
         ({"ranks": 8, "optimizer": "lion"}, r"optimizer='lion': expected one of adamw, adam, sgd"),
         ({"ranks": 8, "tp": 8, "quantization_policy": QuantizationPolicy(reduce=torch.int8)}, r"nobody to send codes to"),
     ],
@@ -174,6 +202,7 @@ def test_jobs_that_cannot_be(options: dict[str, Any], message: str) -> None:
         ("plan_factories", "expected package.module:function"),
         ("no_such_module:make", "does not import: ModuleNotFoundError: No module named 'no_such_module'"),
         ("plan_broken:make", r"does not import: .*no_such_package.*plan_broken.py:1\)"),
+        ("plan_caused:make", r"does not import: RuntimeError: cannot start .*caused by ModuleNotFoundError: .*no_such_package"),
         ("plan_factories:mistyped", "plan_factories has no 'mistyped'"),
         ("plan_factories:number", "expected a function that returns a module, found int"),
     ],
@@ -242,6 +271,13 @@ def test_the_options_of_a_job_reach_the_groups() -> None:
         ("no_loss", {}, r"expected a step that returns the loss, a tensor of one element; found Tensor of shape \(1, 2, 11\)"),
         ("stack", {"sequence": None}, r"expected a sequence length \(--sequence\)"),
         ("stack", {"tp": 2}, r"no module is tensor-parallel, with tp=2"),
+        ("pair", {}, r"returns tuple of Tensor of shape \(1, 5, 11\), Tensor of shape \(\); .*--step package.module:function"),
+        ("sharded_by_itself", {"checkpoint_activations": "op"}, r"checkpoint_activations='op' has no effect, as the factory"),
+        ("sharded_by_itself", {"prefetch_policy": PrefetchPolicy(0)}, r"does not read job.prefetch_policy: use it there"),
+        ("sharded_everywhere", {"reshard_after_forward": False}, r"reshard_after_forward=False has no effect"),
+        ("sharded_everywhere", {"replicas": 2}, r"replicas=2 has no effect"),
+        ("sharded_everywhere", {"tp": 2}, r"no module is tensor-parallel, with tp=2"),
+        ("stack", {"checkpoint_activations": 4}, r"every 4th block is to be recomputed, of 3; expected at most 3"),
         ("no_blocks", {"checkpoint_activations": True}, r"no nn.ModuleList whose elements could be checkpointed"),
     ],
 )
@@ -270,6 +306,55 @@ def test_a_checkpointed_block_runs_again_in_the_backward() -> None:
     assert calls == [1, 1]
     for param, gradient in zip(block.parameters(), expected, strict=True):
         assert torch.equal(param.grad, gradient)
+
+
+class Matmuls(TorchDispatchMode):
+    """Lists the matrix multiplications that run, by the columns of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.columns.append(out.shape[-1])
+        return out
+
+
+def test_selective_recomputation_keeps_attention_and_every_second_product() -> None:
+    """The gradients are those of the plain block; of its four products, one runs again."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.mix, self.up, self.out = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = self.mix(self.into(x).sin()).cos()[:, None]
+            attended = F.scaled_dot_product_attention(heads, heads, heads)[:, 0].sin()
+            return cast("torch.Tensor", self.out(attended @ self.up.weight.T))
+
+    block, x = Block().double(), torch.randn(2, 3, 4, dtype=torch.float64)
+    block(x).sum().backward()
+    expected = {name: param.grad for name, param in block.named_parameters()}
+    block.zero_grad()
+    with Matmuls() as plain:
+        block(x).sum().backward()
+    block.zero_grad()
+    checkpoint_block(block, selective_contexts)
+    with Matmuls() as forward:
+        out = block(x).sum()
+    with Matmuls() as backward:
+        out.backward()
+    assert forward.columns == [8, 8, 16, 4]
+    again = list(backward.columns)
+    for column in plain.columns[4:]:
+        again.remove(column)
+    assert again == [8], "mix; the last one, which nobody needs, does not run again"
+    for name, param in block.named_parameters():
+        assert (param.grad is None) == (expected[name] is None)
+        assert param.grad is None or torch.equal(param.grad, expected[name])
 
 
 # ---------------------------------------------------------------------- the command
@@ -354,6 +439,50 @@ def test_options_change_the_forecast(capsys: pytest.CaptureFixture[str]) -> None
     assert sgd["memory"].get("optimizer", 0) == 0
 
 
+def test_each_micro_batch_reduces_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes are those of one micro-batch times their number; with one reduction for all, gradients wait unsharded."""
+    common = ("plan_factories:wide_and_fixed", "--json", "--ranks", "4", "--sequence", "5")
+    one, every, last = (
+        json.loads(run(capsys, *common, *more)[1])
+        for more in (("--no-search",), ("--micro-batches", "3"), ("--micro-batches", "3", "--gradient-sync", "last"))
+    )
+    assert every["received_within_nbytes"] == 3 * one["received_within_nbytes"]
+    reduced = 3 / 4 * sum(group["gathered_nbytes"] for group in one["groups"])
+    assert last["received_within_nbytes"] == every["received_within_nbytes"] - 2 * reduced
+    assert last["peak_nbytes"] > every["peak_nbytes"] + 0.5 * 4 * 1024 * 1024
+    for used, other in ((every, last), (last, every)):
+        assert used["other_gradient_sync"] == {key: other[key] for key in ("peak_nbytes", "fits", "step_seconds")}
+    assert one["other_gradient_sync"] is None
+    report = run(capsys, *common[:1], *common[2:], "--micro-batches", "3")[1]
+    assert "\ngradients             reduced in every micro-batch\n" in report
+    assert "--gradient-sync last, in the last micro-batch only: peak " in report
+
+
+def test_numbers_are_read_without_exponents() -> None:
+    """A rate of 48,572 tokens/s and rank, a step of 1,234 s, and links of 1,440 Gb/s."""
+    sheet, job = load_sheet("h100"), Job(1, batch=48_572, quantization_policy=QuantizationPolicy())
+    found = planning.Planner(load_factory("plan_factories:fixed"), "fixed", sheet, 8).forecast(job)
+    slow = dataclasses.replace(found, step_seconds=1.0, peak_at=found.peak_at._replace(seconds=1234.4))
+    report = "\n".join(lines(Plan("fixed", 10**17, job, sheet, 8, slow, pays_below=180e9)))
+    for expected in ("48.57 k rows/s, 48,570 on each rank", "; 1,230 s into", "up to 1,440 Gb/s", "100,000 T parameters"):
+        assert expected in report, expected
+
+
+def test_a_step_of_another_function(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that returns its loss too needs one."""
+    common = ("--ranks", "4", "--batch", "2", "--sequence", "5", "--no-search", "--json")
+    found = json.loads(run(capsys, "plan_factories:pair", "--step", "plan_factories:loss_of_pair", *common)[1])
+    plain = json.loads(run(capsys, "plan_factories:stack", *common)[1])
+    assert found["flops"] == plain["flops"]
+    for wrong, message in (
+        (("plan_factories:fixed",), "fixed: the factory returns a step of its own"),
+        (("--preset", "gpt2"), "--step with --preset: a preset has a step of its own"),
+    ):
+        code, _, err = run(capsys, *wrong, "--step", "plan_factories:loss_of_pair", *common)
+        assert code == 2
+        assert message in err
+
+
 def test_the_largest_batch_fits_and_the_next_one_does_not(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,12 +504,15 @@ def test_offloaded_shards_take_no_memory_of_the_device(capsys: pytest.CaptureFix
 
 
 def test_operations_are_those_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """The dtype of arithmetic; sizes that floats decide; any batch fits a step that looks at none."""
+    """The dtype of arithmetic; sizes that floats decide; a step that looks at no batch has no largest one."""
     common = ("--ranks", "4", "--sequence", "5")
     half = json.loads(run(capsys, "plan_factories:half", *common, "--no-search", "--json")[1])
     assert half["mfu"] == pytest.approx(half["model_flops"] / half["step_seconds"] / 989e12)
     assert run(capsys, "plan_factories:ranges", *common, "--no-search")[0] == 0
-    assert "largest batch         65,536 or more\n" in run(capsys, "plan_factories:fixed", *common)[1]
+    report = run(capsys, "plan_factories:fixed", *common)[1]
+    assert "largest batch" not in report
+    assert "the step does not read job.batch: --batch changes nothing but the rows and tokens counted here\n" in report
+    assert "note" not in run(capsys, "plan_factories:stack", *common)[1]
 
 
 def test_from_which_links_codes_pay() -> None:
@@ -466,12 +598,18 @@ STACK = ("plan_factories:stack", "--ranks", "8", "--sequence", "5", "--no-search
         ((*STACK, "--timeline", __file__), "test_plan.py: expected a folder"),
         (("plan_factories:nothing", "--ranks", "8"), "expected an nn.Module"),
         (("plan_factories:real", "--ranks", "8"), "parameter 'head.bias' is on cpu and holds data"),
+        (("--preset", "", "--ranks", "8"), "preset '': expected one of llama3-8b"),
+        ((*STACK, "--timeline", f"{__file__}/traces"), "error: [Errno 20] Not a directory: "),
         (("--preset", "llama4", "--ranks", "8"), "preset 'llama4': expected one of llama3-8b"),
         ((*STACK, "--ranks", "0"), "argument --ranks: 0: expected a whole number of at least 1"),
         ((*STACK, "--tp", "3"), "ranks=8 with tp=3 and replicas=1: expected a multiple of 3"),
         ((*STACK, "--sheet", "h1000"), "hardware sheet h1000: expected one of a100, b200, h100, h200, or a TOML file"),
         ((*STACK, "--reshard-after-forward", "3"), "expected a divisor of the 8 ranks"),
         ((*STACK, "--reshard-after-forward", "maybe"), "maybe: expected true, false or a number of ranks"),
+        ((*STACK, "--selective-ac", "mm"), "argument --selective-ac: mm: expected op, or a whole number of at least 1"),
+        ((*STACK, "--selective-ac", "2", "--checkpoint-activations"), "not allowed with argument --selective-ac"),
+        ((*STACK, "--step", "plan_factories:nobody"), "step plan_factories:nobody: plan_factories has no 'nobody'"),
+        ((*STACK, "--step", "step"), "step 'step': expected package.module:function"),
         ((*STACK, "--quantize-min-numel", "3"), "--quantize-min-numel without --quantize-gather or --quantize-reduce"),
         ((*STACK, "--full-precision-ranks", "2"), "--full-precision-ranks without --quantize-reduce"),
         ((*STACK, "--replicas", "8", "--quantize-gather", "int8"), "it has nobody to send codes to"),
@@ -540,6 +678,32 @@ def test_presets_are_forecast(
     assert found["fits"] is True
 
 
+def test_selective_recomputation_of_a_preset(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of Llama 3 8B, few tokens in all. Of the products q, k, v, o, gate, up and down, k, o and up run again."""
+    pytest.importorskip("transformers")
+    small = {**PRESETS["llama3-8b"].config, "num_hidden_layers": 2, "vocab_size": 256}
+    monkeypatch.setitem(PRESETS, "llama3-8b", dataclasses.replace(PRESETS["llama3-8b"], config=small))
+    common = ("--preset", "llama3-8b", "--ranks", "8", "--sequence", "8192")
+    options = ("--param-dtype", "bfloat16", "--no-search", "--json")
+    plain, full, op, second, tp = (
+        json.loads(run(capsys, *common, *options, *more)[1])
+        for more in (
+            (),
+            ("--checkpoint-activations",),
+            ("--selective-ac", "op"),
+            ("--selective-ac", "2"),
+            ("--selective-ac", "op", "--tp", "8"),
+        )
+    )
+    again = 2 * 2 * 8192 * (1024 * 4096 + 4096 * 4096 + 4096 * 14336)
+    assert op["flops"] - plain["flops"] == again
+    assert full["flops"] - plain["flops"] == 2 * (second["flops"] - plain["flops"]) > again
+    assert tp["flops"] - tp["model_flops"] == pytest.approx((op["flops"] - op["model_flops"]) / 8, rel=1e-6)
+    kept = [found["memory"]["activations"] for found in (full, op, plain)]
+    assert kept == sorted(set(kept))
+    assert full["memory"]["activations"] <= second["memory"]["activations"] < plain["memory"]["activations"]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -558,3 +722,19 @@ def test_presets_need_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(PlanError, match="preset gpt2 needs the package transformers: pip install transformers"):
         preset_factory("gpt2")
+
+
+def test_what_breaks_inside_transformers_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers raises it: from what has failed below."""
+
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            try:
+                raise ImportError("libcudart.so.12: cannot open shared object file")
+            except ImportError as error:
+                raise ModuleNotFoundError(f"Could not import module '{name}'.") from error
+
+    monkeypatch.setitem(sys.modules, "transformers", Lazy("transformers"))
+    with pytest.raises(PlanError, match=r"does not import: .*'GPT2Config'.*caused by ImportError: libcudart.so.12") as caught:
+        preset_factory("gpt2")
+    assert "pip install" not in str(caught.value)

@@ -325,6 +325,52 @@ def test_freezing_with_unreduced_gradients_is_refused(world: World) -> None:
     model.reset_iter_state()
 
 
+class Halves(nn.Module):
+    """Two networks in one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = OddMLP(), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@on_ranks(1, 2, 3)
+def test_halves_that_take_turns_accumulate_gradients(world: World) -> None:
+    """As two optimizers of a GAN do: what one half holds waits until that half requires gradients again."""
+    whole = Halves().double()
+    model = shardrt.fully_shard(copy.deepcopy(whole))
+    for turn, sync in enumerate((False, False, True, True)):
+        for each in (whole, model):
+            each.first.requires_grad_(turn % 2 == 0)
+            each.second.requires_grad_(turn % 2 == 1)
+        whole(batch(turn)).square().mean().backward()
+        model.set_requires_gradient_sync(sync)
+        model(batch(turn).chunk(world.size)[world.rank]).square().mean().backward()
+        if turn == 1:
+            with pytest.raises(RuntimeError, match="accumulated gradients that are not reduced"):
+                model.float()
+            model.requires_grad_(True)
+            with torch.no_grad():
+                model(batch(turn))
+            with pytest.raises(
+                RuntimeError, match=r"'Halves' \(rank \d\) changed while .* all 28 that these are of, 'first.inp.w"
+            ):
+                model(batch(turn))
+    compare(whole, model, 1e-12, "at the end")
+    assert not model.param_group.set_aside.holds(model.param_group.reduction)
+    model.requires_grad_(False)
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    for half in (model.first, model.second):
+        half.requires_grad_(True)
+        model(batch(0)).square().mean().backward()
+        half.requires_grad_(False)
+    model.reset_iter_state()
+    assert not model.param_group.set_aside.holds(model.param_group.reduction)
+
+
 @on_ranks(2, 3)
 def test_accumulated_gradients_are_reduced_without_new_ones(world: World) -> None:
     """A block that does not run in the backward with sync still reduces the gradients that it accumulated before."""

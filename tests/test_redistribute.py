@@ -12,7 +12,7 @@ from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, 
 from shardrt.comm import DeviceMesh, ReduceOp, Work, World
 from shardrt.comm.calls import CollectiveCall, Hook
 from shardrt.tensor.placement import Placement, Spec, local_shape
-from shardrt.tensor.redistribute import _plan
+from shardrt.tensor.redistribute import changes_in_order
 
 REDUCED = {
     ReduceOp.SUM: lambda stacked: stacked.sum(0),
@@ -152,7 +152,7 @@ def test_order_of_the_axes() -> None:
         ((S0, P, flat), (R, P, R), [(2, R), (0, R), (2, R)]),
         ((R, S0, S1), (S1, S0, S1), [(2, R), (0, S1), (2, S1)]),
     ]:
-        assert _plan(source, target) == expected, f"{source} to {target}"
+        assert changes_in_order(source, target) == expected, f"{source} to {target}"
 
 
 @on_ranks(4)

@@ -4,7 +4,7 @@ import copy
 import importlib
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -32,11 +32,17 @@ def replace_all(model: nn.Module, source: nn.Module, mesh: shardrt.DeviceMesh) -
         setattr(model.get_submodule(module), attribute, distributed(value.detach(), mesh, dim=-1 if value.dim() else 0))
 
 
-def train_alike(world: World, whole: nn.Module, sharded: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train_alike(
+    world: World,
+    whole: nn.Module,
+    sharded: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    draw: Callable[[int], torch.Tensor] = batch,
+) -> None:
     """Compare three steps; `optimizer` was made before the first forward."""
     reference = torch.optim.AdamW(whole.parameters(), lr=1e-2, eps=1e-3)
     for step in range(3):
-        x = batch(step)
+        x = draw(step)
         loss_of(whole, x).backward()
         loss_of(sharded, x.chunk(world.size)[world.rank]).backward()
         compare(whole, sharded, 1e-12, f"step {step}")
@@ -104,6 +110,39 @@ def test_ties_before_the_first_forward(world: World) -> None:
     refused("'tokens.weight' and 'head.weight' have become one since fully_shard", lambda: untied(tokens(0)), RuntimeError)
 
 
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("copies", [False, True])
+@on_ranks(2)
+def test_assigned_ties_are_one_parameter_again(world: World, copies: bool, meta: bool) -> None:
+    """Before the first forward, so that an optimizer that is made now steps once on it; also where each name has a copy."""
+    whole = TiedGPT().double()
+    source = shard_blocks(copy.deepcopy(whole))
+    state = {key: value.clone() if copies else value for key, value in source.state_dict().items()}
+    with torch.device("meta" if meta else "cpu"):
+        model = TiedGPT().double()
+    shard_blocks(model)
+    model.load_state_dict(state, assign=True)
+    assert model.head.weight is model.tokens.weight
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    train_alike(world, whole, model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), tokens)
+
+
+@on_ranks(2)
+def test_assigned_ties_that_differ_are_refused(world: World) -> None:
+    """On all ranks, also where the shards of one rank alone differ, or one name alone was assigned."""
+    expected = "'tokens.weight' and 'head.weight' were one when they were sharded and are two now"
+    model = shard_blocks(TiedGPT())
+    state = {key: value.clone() for key, value in shard_blocks(TiedGPT()).state_dict().items()}
+    if world.rank == 1:
+        state["head.weight"].to_local().add_(1)
+    model.load_state_dict(state, assign=True)
+    refused(expected, lambda: model(tokens(0)), RuntimeError)
+    del state["head.weight"]
+    model = shard_blocks(TiedGPT())
+    model.load_state_dict(state, assign=True, strict=False)
+    refused(expected, lambda: model(tokens(0)), RuntimeError)
+
+
 class Marked(torch.Tensor):
     """A subclass that its operations preserve."""
 
@@ -132,7 +171,8 @@ def test_what_cannot_be_registered(world: World) -> None:
     if world.rank == 1:
         model.out.bias = nn.Parameter(torch.ones(3))
     refused(r"parameter 'out.bias' was replaced .* \(on rank 1\)", lambda: model(batch(0).float()), RuntimeError)
-    model.out.bias = distributed(torch.ones(3), world.mesh) if world.rank == 1 else before
+    replaced = distributed(torch.ones(3), world.mesh)
+    model.out.bias = replaced if world.rank == 1 else before
     refused(
         "first forward of 'OddMLP': the ranks have different modules.*nothing.*out.bias: replaced by torch.float32",
         lambda: model(batch(0).float()),
@@ -307,7 +347,7 @@ def warnings_of_shardrt() -> Iterator[list[str]]:
 def test_parameters_added_later(world: World) -> None:
     """A warning names them once; an existing parameter of the model under another name raises an error."""
     ignoring = OddMLP(layers=8)
-    model, x = shard_blocks(ignoring, ignored_params=[ignoring.out.bias]), batch(0).float()
+    model, x = shard_blocks(ignoring, ignored_params=[ignoring.out.bias]), batch(world.rank).float()
     with warnings_of_shardrt() as messages:
         model(x).sum().backward()
         assert not messages
@@ -408,3 +448,57 @@ def test_replacements_are_checked_before_a_move(world: World) -> None:
     model.weight = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(RuntimeError, match=r"'weight' of .* was replaced after the first forward"):
         model.double()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.LBFGS])
+@on_ranks(1, 2)
+def test_an_optimizer_of_parameters_that_were_replaced(world: World, kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """It would update tensors that no module reads: its step is refused, whenever they were replaced."""
+    model = OddMLP().double()
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(model, batch(0))
+        loss.backward()
+        return loss
+
+    before = kind(model.parameters())
+    before.step(closure)
+    shard_blocks(model)
+    with pytest.raises(RuntimeError, match=rf"{kind.__name__}.step.*Parameter of shape .*rank {world.rank}.*after fully_shard"):
+        before.step(closure)
+    of_doubles = kind(model.parameters())
+    of_doubles.step(closure)
+    model.float()
+    with pytest.raises(RuntimeError, match=r"'inp.weight' \(RaggedShard.*rank .*another dtype"):
+        of_doubles.step()
+    model.double()
+    of_first = kind(model.parameters())
+    parallel = nn.Linear(4, 4)
+    mesh = shardrt.init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("tp",))
+    of_whole = torch.optim.SGD(parallel.parameters())
+    shardrt.parallel.parallelize_module(parallel, mesh, shardrt.parallel.ColwiseParallel())
+    with pytest.raises(RuntimeError, match="parallelize_module"):
+        of_whole.step()
+    of_first.step(closure)  # other replacements do not concern it
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_of_gathered_parameters(world: World) -> None:
+    """Between a forward and its backward a model has gathered parameters, which get no gradients in the end."""
+    model = shard_blocks(OddMLP().double())
+    loss = loss_of(model, batch(0))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"the gathered form of 'inp.weight'.*while the model is sharded"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+@on_ranks(2)
+def test_an_optimizer_of_a_sharded_parameter_that_was_replaced(world: World) -> None:
+    model = shard_blocks(OddMLP().double())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    loss_of(model, batch(0)).backward()
+    with pytest.raises(RuntimeError, match="not in the model any more"):
+        optimizer.step()

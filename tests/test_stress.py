@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardrt.comm.stress.jobs import Ending, Way
 from shardrt.comm.stress.options import parse
 from shardrt.comm.stress.problem import COLLECTIVES, Problem, bus_factor
 from shardrt.comm.stress.report import Table
+from shardrt.comm.stress.sweep import Result, Row, draw
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNTS = ((2, 0, 5), (1, 3, 0), (0, 0, 7))
@@ -235,11 +237,31 @@ def test_command_line() -> None:
         parse(["-b", "2K", "-e", "1K"])
 
 
-def test_entry_point() -> None:
+def test_the_plot_is_logarithmic_and_keeps_room_for_its_curves() -> None:
+    """Bandwidths differ by orders of magnitude. Of one rank all are 0, which no logarithmic axis has."""
+    timed = Result(1.0, 1.0, 0.5, 0, 1.0, 1.0, 1.0)
+    kinds = [(collective, dtype) for collective in COLLECTIVES for dtype in ("float32", "bfloat16", "int64", "uint8")]
+    for busbw, scale in ((0.5, "log"), (0.0, "linear")):
+        result = replace(timed, busbw=busbw)
+        rows = [
+            Row(name, size, size, dtype, "sum", -1, result, None, None, None) for name, dtype in kinds for size in (64, 4096)
+        ]
+        figure = draw(rows)
+        figure.draw_without_rendering()
+        (axes,), (legend,) = figure.axes, figure.legends
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", scale)
+        assert len(legend.get_texts()) == len(kinds)
+        assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == min(len(kinds), 40)
+        assert legend.get_window_extent().height < figure.bbox.height
+        assert axes.get_window_extent().width > 0.5 * figure.bbox.width
+
+
+@pytest.mark.parametrize("script", ["shardrt-stress", "shardrt-timeline"])
+def test_entry_point(script: str) -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     scripts = dict(line.strip().split(" = ") for line in config["options.entry_points"]["console_scripts"].split("\n") if line)
-    module, function = scripts["shardrt-stress"].split(":")
+    module, function = scripts[script].split(":")
     code = f"import sys; from {module} import {function}; print('mpi4py.MPI' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=rank_environment(), capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"  # shardrt.init() must be what starts MPI

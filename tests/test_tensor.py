@@ -10,6 +10,7 @@ from torch import nn
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import DeviceMesh, World
+from shardrt.tensor.dtensor import DTensor
 from shardrt.tensor.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard
 from toys import OddMLP, batch, compare, loss_of, shard_blocks, without_scalars
 
@@ -125,8 +126,8 @@ def test_copies_between_sharded_and_plain_tensors(world: World) -> None:
 def test_undefined_operations_raise(world: World) -> None:
     sharded = shardrt.fully_shard(nn.Linear(7, 5))
     weight, bias = (param.detach() for param in sharded.parameters())
-    with pytest.raises(NotImplementedError, match=r"aten.embedding.*shapes \[\(5, 7\).*full_tensor"):
-        nn.functional.embedding(torch.tensor([1]), weight)
+    with pytest.raises(NotImplementedError, match=r"aten.native_group_norm.*shapes \[\(5, 7\).*full_tensor"):
+        nn.functional.group_norm(weight, 1)
     with pytest.raises(ValueError, match="with different placements"):
         weight + bias
     with pytest.raises(ValueError, match="and a sharded tensor of shape"):
@@ -189,6 +190,56 @@ def test_clip_grad_norm(world: World, norm_type: float) -> None:
         compare(whole, sharded, 1e-12, "clipped")
     with pytest.raises(ValueError, match="norm_type=0"):
         shardrt.clip_grad_norm_(sharded.parameters(), 1.0, 0)
+
+
+def on_several_meshes(world: World, whole: nn.Module) -> nn.Module:
+    """A copy with sharded, hybrid-sharded, replicated and plain parameters of two dtypes."""
+    model = copy.deepcopy(whole)
+    hybrid = DeviceMesh(world.comm, (world.size // 2, 2), ("replicate", "shard"))
+    replicas = DeviceMesh(world.comm, (world.size, 1), ("replicate", "shard"))
+    for module, mesh in ((model.blocks[0], hybrid), (model.blocks[1], replicas), (model.blocks[2], hybrid["shard"])):
+        shardrt.fully_shard(module, mesh=mesh)
+    shardrt.replicate(model.inp)
+    return shardrt.fully_shard(model, ignored_params={model.out.bias})
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@on_ranks(2, 4)
+def test_torchs_clip_grad_norm(world: World, foreach: bool | None) -> None:
+    """On any placement and on several meshes at once; on one mesh with a single collective."""
+    whole = OddMLP()
+    whole.blocks[1].double()
+    draw = torch.Generator().manual_seed(1)
+    grads = [torch.randn(param.shape, generator=draw).to(param.dtype) for param in whole.parameters()]
+    for model in (shard_blocks(copy.deepcopy(whole)), on_several_meshes(world, whole)):
+        for norm_type, max_norm in ((2.0, 0.5), (1.0, 1e9), (3.0, 0.5), (float("inf"), 0.5)):
+            for param, sharded, grad in zip(whole.parameters(), model.parameters(), grads, strict=True):
+                param.grad, mine = grad.clone(), grad.clone()
+                if isinstance(sharded, DTensor):
+                    mine = shardrt.distribute_tensor(mine, sharded.device_mesh, sharded.placements)
+                sharded.grad = mine
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm, norm_type)
+            found = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type, foreach=foreach)
+            torch.testing.assert_close(found, expected)
+            for param, sharded in zip(whole.parameters(), model.parameters(), strict=True):
+                full = sharded.grad.full_tensor() if isinstance(sharded.grad, DTensor) else sharded.grad
+                torch.testing.assert_close(full, param.grad)
+
+
+@on_ranks(2)
+def test_torchs_clipping_costs_a_collective(world: World) -> None:
+    """For the whole model; all ranks see a gradient that is not finite on one."""
+    model = shard_blocks(OddMLP())
+    loss_of(model, batch(0).float().chunk(world.size)[world.rank]).backward()
+    before = world.mesh.communicator("tensor")._number
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    assert world.mesh.communicator("tensor")._number == before + 1
+    if world.rank == 1:
+        for param in model.parameters():
+            param.grad.to_local().fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
 # ---------------------------------------------------------------------- several axes, replicas, partial values

@@ -518,7 +518,7 @@ def test_jobs_are_in_the_order_of_utc(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_merge_of_nothing_is_refused(paths: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "folder").mkdir()
     assert main(["merge", *(str(tmp_path / path) for path in paths), "-o", str(tmp_path / "out.json")]) == 2
-    assert capsys.readouterr().err.startswith("python -m shardrt.timeline: ")
+    assert capsys.readouterr().err.startswith("shardrt-timeline: ")
     assert not (tmp_path / "out.json").exists()
 
 

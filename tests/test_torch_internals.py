@@ -35,6 +35,7 @@ NAMES = [  # as owner, name
     "torch._dynamo.eval_frame.cached_backends",
     "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     "torch.optim.Adam._init_group",
+    "torch.utils._foreach_utils._foreach_supported_types",
     "torch._C._disabled_torch_function_impl",
     "torch.autograd.grad_mode._unsafe_preserve_version_counter",
     "torch._dynamo.trace_rules.add",
@@ -117,7 +118,8 @@ def test_in_backward() -> None:
         for in_backward in ways:
             assert not in_backward()
             assert during_backward(in_backward) is True
-    assert lacking.in_backward is lacking.backward_is_on_the_stack
+    assert lacking.current_backward() == -1
+    assert during_backward(lacking.current_backward) == 0
 
 
 def test_in_backward_in_a_thread_of_autograd() -> None:
@@ -157,7 +159,7 @@ def test_post_accumulate_grad_hooks(caplog: pytest.LogCaptureFixture, monkeypatc
     with caplog.at_level(logging.WARNING, logger="shardrt"):
         assert lacking.post_accumulate_grad_hooks(tensor) is None
         assert lacking.post_accumulate_grad_hooks(tensor) is None
-    assert caplog.text.count("hooks of register_post_accumulate_grad_hook") == 1
+    assert caplog.text.count("register_post_accumulate_grad_hook") == 1
 
 
 def test_preserve_version() -> None:
@@ -411,10 +413,12 @@ def test_a_step_without_the_private_names() -> None:
         "torch._dynamo",
         "torch._ops",
         "torch._C.Disable",
+        "torch._C._disabled_torch_function_impl",  # by `register_hook` of a subclass
         "torch.autograd.forward_ad",
         "torch._C._functorch.get_",
         "torch._C._functorch.is_",
         "torch.utils._python",
+        "torch.utils._foreach",
     )
     deleted = [name for name in NAMES if not name.startswith(needed_by_torch)]
     script = ALONE.format(root=str(ROOT), names=deleted)
@@ -534,3 +538,13 @@ def test_init_group() -> None:
     assert torch_internals.init_group(ByName) is None
     with without("torch.optim.Adam._init_group"):
         assert torch_internals.init_group(torch.optim.Adam) is None
+
+
+def test_clip_lists_of() -> None:
+    """The number of collectives is in test_tensor.py."""
+    kinds = torch_internals.find("torch.utils._foreach_utils._foreach_supported_types")
+    assert kinds.count(DTensor) == 1
+    torch_internals.clip_lists_of(DTensor)
+    assert kinds.count(DTensor) == 1
+    with without("torch.utils._foreach_utils._foreach_supported_types") as made:
+        made.clip_lists_of(DTensor)

@@ -152,9 +152,12 @@ def test_clipping_in_other_norms(world: World) -> None:
     model = shard(parallelize(copy.deepcopy(whole), tp), dp)
     for each in (whole, model):
         loss_of(each, words(0)).backward()
-    for order in (1.0, 3.0, float("inf")):
-        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5, order)
-        torch.testing.assert_close(shardrt.clip_grad_norm_(model.parameters(), 0.5, order), expected)
+    for clip in (shardrt.clip_grad_norm_, nn.utils.clip_grad_norm_):
+        for order in (1.0, 2.0, 3.0, float("inf")):
+            for max_norm in (0.5, 0.3):
+                expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm, order)
+                torch.testing.assert_close(clip(model.parameters(), max_norm, order), expected)
+        compare(whole, model, 1e-12, "clipped")
 
 
 @on_ranks(4)
@@ -436,6 +439,58 @@ def test_bad_meshes_are_refused(world: World) -> None:
     partial = nn.Linear(4, 6)
     partial.weight = nn.Parameter(shardrt.DTensor.from_local(partial.weight.detach(), tp, [Partial()]))
     refused(world, "expected it sharded between rows, or replicated", lambda: shardrt.fully_shard(partial, mesh=dp))
+
+
+@on_ranks(2, 4)
+def test_the_mesh_that_parameters_are_parallelized_over_is_refused(world: World) -> None:
+    """Cut by a style or whole under one, and plain beside them; before anything is changed."""
+    _, tp = meshes(world, 2)
+    for plan in ({"up": ColwiseParallel()}, {"norm": SequenceParallel()}, {"down": RowwiseParallel()}):
+        for name in ("up", "norm", "down"):
+            model = parallelize_module(Block(4, 6), tp, plan)
+            child = model.get_submodule(name)
+            before = dict(child.named_parameters())
+            refused(world, "parameter 'weight' is a DTensor on, or repl", lambda c=child: shardrt.fully_shard(c, mesh=tp))
+            refused(world, "expected one on another axis of the same mesh", lambda c=child: shardrt.fully_shard(c, mesh=tp))
+            assert not isinstance(child, shardrt.FSDPModule)
+            assert all(param is before[key] for key, param in child.named_parameters())
+    moved = distribute_weight(nn.Linear(4, 6), tp, Shard(1))  # by the caller, who cuts it otherwise: no style is in the way
+    shardrt.fully_shard(moved, mesh=tp)
+    assert moved.weight.placements != (Shard(1),)
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))
+
+
+@on_ranks(4)
+def test_a_head_that_reads_a_part_of_the_sequence(world: World) -> None:
+    """Refused by name without a style, since its gradients would be terms; with those that the message names it trains."""
+    dp, tp = meshes(world, 2)
+    torch.manual_seed(1)
+    whole, x = Headed().double(), torch.randn(4, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole(x).square().mean().backward()
+    gathered = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True)
+    column = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    for style in (None, SequenceParallel(use_local_output=True), column, gathered):
+        plan = {"norm": SequenceParallel()} if style is None else {"norm": SequenceParallel(), "head": style}
+        model = parallelize_module(copy.deepcopy(whole), tp, plan)
+        shardrt.fully_shard(model.head, mesh=dp)
+        shardrt.fully_shard(model, mesh=dp)
+        model.zero_grad()
+        part = x.chunk(2)[dp.rank].chunk(2, 1)[tp.rank]
+        if style is None:
+            with pytest.raises(NotImplementedError, match=r"in the forward of 'head' \(\w*Linear\).*SequenceParallel\(\) if"):
+                model(part)
+            continue
+        loss = model(part).square().mean() / (2 if isinstance(style, SequenceParallel) else 1)
+        loss.backward()
+        compare(whole, model, 1e-12, "")
 
 
 @on_ranks(4)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ranks import on_ranks
 from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
-from shardrt.comm import World
+from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import cross_entropy, loss_parallel
 from shardrt.parallel.vocabulary import masked_embedding
 
@@ -222,7 +222,7 @@ def test_bad_arguments_of_cross_entropy(world: World) -> None:
     with pytest.raises(ValueError, match=r"with a weight of shape \(3,\): expected \(8,\)"):
         cross_entropy(local, target, mesh, weight=torch.ones(3))
     for placement in (Shard(0), Replicate(), FlatShard(1, (ROWS * 8,) + (0,) * (world.size - 1))):
-        with pytest.raises(ValueError, match="expected their last dim to be sharded, over a 1-D mesh"):
+        with pytest.raises(ValueError, match="expected their last dim to be sharded, over one axis"):
             cross_entropy(distribute_tensor(drawn(ROWS, 8), mesh, [placement]), target)
     with pytest.raises(ValueError, match=r"expected the same target on every rank \(Replicate\)"):
         cross_entropy(local, distribute_tensor(target, mesh, [Shard(0)]), mesh)
@@ -343,3 +343,63 @@ def test_the_context_of_loss_parallel(world: World) -> None:
         assert torch.equal(doubled.full_tensor(), logits * 2)
     assert vars(DTensor)["__torch_function__"] is outside
     torch.testing.assert_close(found, F.cross_entropy(logits, labels))
+
+
+@on_ranks(2, 4)
+def test_logits_on_a_mesh_of_several_axes(world: World) -> None:
+    """Classes over one axis, rows over the other or whole there; the sums are those over all rows, and nothing is gathered."""
+    classes_at = {"tp": 1, "dp": 0}
+    mesh = DeviceMesh(world.comm, (world.size // 2, 2), ("dp", "tp"))
+    for name, role in itertools.product(mesh.axis_names, ("tp", "loss")):
+        mesh[name].communicator(role)
+    for shape, rows_dim, dim in (((6, V), 0, 1), ((3, V, 2), 0, 1), ((3, V, 4), 2, 1), ((2, V), None, 1)):
+        for axis in classes_at.values():
+            for reduction in ("none", "sum", "mean"):
+                given: list[Any] = [Shard(dim), Shard(dim)]
+                given[1 - axis] = Replicate() if rows_dim is None else Shard(rows_dim)
+                logits, target = drawn(*shape), classes(*shape[:1], *shape[2:], total=V)
+                target[0] = -100
+                options: dict[str, Any] = {"reduction": reduction}
+                if axis:
+                    options |= {"weight": torch.linspace(0.5, 2, V, dtype=torch.float64), "label_smoothing": 0.1}
+                whole = logits.clone().requires_grad_()
+                expected = F.cross_entropy(whole, target, **options)
+                tensor = distribute_tensor(logits, mesh, given).requires_grad_()
+                rows = [Replicate() if p == Shard(dim) else p for p in given]
+                rows = [Shard(p.dim - (p.dim > dim)) if isinstance(p, Shard) else p for p in rows]
+                labels = distribute_tensor(target, mesh, rows)
+                with loss_parallel():
+                    with calls(world) as made:
+                        loss = F.cross_entropy(input=tensor, target=labels, **options)
+                    again = F.cross_entropy(tensor, target, **options)
+                batch = mesh.shape[1 - axis] if rows_dim is not None else 1
+                assert made == ["all_reduce"] * (2 if batch == 1 or reduction == "none" else 3), (made, shape, axis)
+                for found in (loss, again):
+                    assert (type(found) is DTensor) is (reduction == "none" and rows_dim is not None)
+                    found = found.full_tensor() if isinstance(found, DTensor) else found
+                    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+                scale = drawn(*expected.shape, seed=4)
+                if isinstance(loss, DTensor):
+                    (loss * distribute_tensor(scale, mesh, rows)).sum().backward()
+                else:
+                    (loss * scale).sum().backward()
+                (expected * scale).sum().backward()
+                assert isinstance(tensor.grad, DTensor)
+                assert tensor.grad.placements == tuple(given)
+                torch.testing.assert_close(tensor.grad.full_tensor(), whole.grad, rtol=1e-12, atol=1e-14)
+    mesh.close()
+
+
+@on_ranks(4)
+def test_logits_on_a_mesh_of_several_axes_that_are_refused(world: World) -> None:
+    mesh = DeviceMesh(world.comm, (2, 2), ("dp", "tp"))
+    logits, target = drawn(4, V), classes(4, total=V)
+    tensor = distribute_tensor(logits, mesh, [Shard(0), Shard(1)])
+    with loss_parallel():
+        with pytest.raises(ValueError, match=r"expected a DTensor of .*Shard.*or the whole target"):
+            F.cross_entropy(tensor, target[:2])
+        with pytest.raises(ValueError, match=r"expected a DTensor of .*Shard.*or the whole target"):
+            F.cross_entropy(tensor, distribute_tensor(target, mesh, [Replicate(), Shard(0)]))
+        with pytest.raises(ValueError, match="expected their last dim to be sharded, over one axis"):
+            F.cross_entropy(distribute_tensor(logits, mesh, [Shard(1), Shard(1)]), target)
+    mesh.close()

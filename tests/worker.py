@@ -1,5 +1,6 @@
 """A rank of a test job: runs the bodies that it receives until the connection closes. Started by `ranks.Job`.
 
+With SHARDRT_TEST_BUCKET_BYTES=1 every group is a large one, gathered and reduced by itself, as those of real models are.
 With SHARDRT_TEST_DEVICE=cuda each rank uses a GPU; under fake_cuda/run.py, a race between streams fails the test.
 """
 
@@ -16,6 +17,7 @@ from multiprocessing.connection import Client
 import torch
 
 import shardrt
+from shardrt.fsdp import context
 
 
 def main() -> None:
@@ -24,6 +26,7 @@ def main() -> None:
     device = os.environ.get("SHARDRT_TEST_DEVICE", "cpu")
     world = shardrt.init(device)
     torch.set_num_threads(1)
+    context.BUCKET_BYTES = int(os.environ.get("SHARDRT_TEST_BUCKET_BYTES", context.BUCKET_BYTES))
     with open(os.path.join(folder, f"stacks-{world.rank}"), "w") as stacks, Client(address) as connection:
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         connection.send((world.rank, os.getpid()))

@@ -25,6 +25,8 @@ from .options import Options
 from .problem import BLOCKED, ROOTED, Problem, bus_factor, ops_for
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from .peers import Peer
 
 
@@ -56,6 +58,9 @@ class Row:
     peer_us: float | None  # the peer's median, out of place
     ratio: float | None  # shardrt's median divided by the peer's
 
+
+_LINES = ("-", "--", ":", "-.")  # of curves with the same colour
+_COLOURS, _IN_A_COLUMN = 10, 45  # of matplotlib's cycle; entries of the legend
 
 _SIDE = f"{'time':>8} {'algbw':>7} {'busbw':>7} {'#wrong':>7}"
 HEADER = f"""\
@@ -229,8 +234,12 @@ def _write(options: Options, summary: Mapping[str, object], rows: Sequence[Row])
     if options.json is not None:
         versions = {"version": __version__, "torch": torch.__version__}
         options.json.write_text(json.dumps({**versions, **summary, "rows": [asdict(row) for row in rows]}, indent=1))
-    if options.plot is None:
-        return
+    if options.plot is not None:
+        draw(rows).savefig(options.plot)
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """Bus bandwidth by size, a curve for each collective, dtype and operation, on logarithmic axes. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -238,9 +247,15 @@ def _write(options: Options, summary: Mapping[str, object], rows: Sequence[Row])
     curves: dict[str, list[Row]] = {}
     for row in rows:
         curves.setdefault(f"{row.collective} {row.type} {row.redop}".removesuffix(" none"), []).append(row)
-    for label, points in curves.items():
-        axes.plot([row.size for row in points], [row.out_of_place.busbw for row in points], marker=".", label=label)
+    for index, (label, points) in enumerate(curves.items()):
+        style = _LINES[index // _COLOURS % len(_LINES)]
+        sizes, speeds = [row.size for row in points], [row.out_of_place.busbw for row in points]
+        axes.plot(sizes, speeds, linestyle=style, linewidth=1, marker=".", markersize=4, label=label)
     axes.set_xscale("log", base=2)
+    if any(row.out_of_place.busbw > 0 for row in rows):  # of a single rank all are 0
+        axes.set_yscale("log")
+    axes.grid(which="major", linewidth=0.3)
     axes.set(xlabel="size (bytes)", ylabel="bus bandwidth out of place (GB/s)")
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(options.plot)
+    columns = -(-len(curves) // _IN_A_COLUMN)
+    figure.legend(loc="outside right upper", fontsize="xx-small", ncols=columns, handlelength=1.5, frameon=False)
+    return figure

@@ -101,7 +101,7 @@ def main() -> None:
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / options.accumulate
             loss.backward()
             total += loss.detach()
-        shardrt.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         total = world.sum(total)

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequen
 from functools import partial
 from operator import setitem
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 from zlib import crc32
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ..comm import Communicator
 from ..comm.bootstrap import world
 from ..tensor.dtensor import DTensor
+from .arguments import Folder, folder_and_state
 from .contents import Contents
 from .dcp.metadata import read_stored
 from .errors import CheckpointError, agreed
@@ -34,9 +35,14 @@ from .trees import has_inside, has_state, placed
 _log = logging.getLogger("shardrt")
 
 
-def load(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
+@overload
+def load(folder: Folder, state: dict[str, Any]) -> None: ...
+@overload
+def load(state_dict: dict[str, Any], *, checkpoint_id: Folder) -> None: ...
+def load(*given: Any, **named: Any) -> None:
     """Load the checkpoint in `folder` into `state`, on any number of ranks and with any placements. Collective.
 
+    Called as `load(folder, state)`, or as torch.distributed.checkpoint's `load(state_dict, checkpoint_id=folder)`.
     state: as for `save`. Tensors of modules, of optimizers and of the state itself keep their memory, dtype and placements, and
     get the values; other objects get theirs by `load_state_dict`, and values are replaced in their dicts and lists.
     A module with parameters on the meta device gets memory first; its optimizers go on with the new parameters. What an
@@ -49,6 +55,7 @@ def load(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
     of the state, if a shape differs, or if a file is damaged or cannot be read, which names file and tensor. The state may be
     partly loaded then.
     """
+    folder, state = folder_and_state("load", given, named)
     comm, path = world().comm, Path(folder)
     with agreed(comm):
         contents = Contents(path, read_stored(path))

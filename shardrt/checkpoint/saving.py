@@ -15,13 +15,14 @@ import os
 import threading
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from ..comm.bootstrap import at_finalize, world
 from ..comm.communicator import Communicator
 from ..comm.streams import Stream, current_stream, new_stream, observe
+from .arguments import Folder, folder_and_state
 from .errors import CheckpointError, agreed
 from .plan import Item
 from .sources import Copies, Direct, Source, sources
@@ -76,6 +77,10 @@ class AsyncSave:
             self._task.wait(_WAIT_S)
             is_committed = self.poll()
 
+    def result(self) -> None:
+        """`wait`, by the name that it has in the future of torch.distributed.checkpoint. Collective, which that is not."""
+        self.wait()
+
     def interrupt(self) -> None:
         """Let the save fail if this rank still writes: what it writes may change from now on. `poll` then raises."""
         if self._phase is Phase.WRITING:
@@ -105,9 +110,14 @@ class AsyncSave:
             raise
 
 
-def save(folder: str | os.PathLike[str], state: dict[str, Any], *, keep: int | None = None) -> None:
+@overload
+def save(folder: Folder, state: dict[str, Any], *, keep: int | None = None) -> None: ...
+@overload
+def save(state_dict: dict[str, Any], *, checkpoint_id: Folder, keep: int | None = None) -> None: ...
+def save(*given: Any, keep: int | None = None, **named: Any) -> None:
     """Save `state` in `folder`, in the format of torch.distributed.checkpoint. Collective; returns when it is committed.
 
+    Called as `save(folder, state)`, or as that package's `save(state_dict, checkpoint_id=folder)`.
     state: modules, optimizers, objects with `state_dict`, tensors, and values, by the name that their keys begin with.
     folder: the same on every rank, on a file system that all ranks share. A checkpoint that is there is replaced in one step;
     a folder with anything else is refused.   keep: delete all but so many of the newest checkpoints beside it that are
@@ -119,7 +129,7 @@ def save(folder: str | os.PathLike[str], state: dict[str, Any], *, keep: int | N
     Raises: CheckpointError on every rank, with the reason, if one of them cannot write or refuses its part of the state: what
     was there before is as it was. It also raises the error of a save before that has not been raised yet.
     """
-    saving = _begin(folder, state, keep, is_copied=False)
+    saving = _begin(*folder_and_state("save", given, named), keep, is_copied=False)
     try:
         saving.wait()
     except KeyboardInterrupt:
@@ -127,7 +137,11 @@ def save(folder: str | os.PathLike[str], state: dict[str, Any], *, keep: int | N
         raise
 
 
-def async_save(folder: str | os.PathLike[str], state: dict[str, Any], *, keep: int | None = None) -> AsyncSave:
+@overload
+def async_save(folder: Folder, state: dict[str, Any], *, keep: int | None = None) -> AsyncSave: ...
+@overload
+def async_save(state_dict: dict[str, Any], *, checkpoint_id: Folder, keep: int | None = None) -> AsyncSave: ...
+def async_save(*given: Any, keep: int | None = None, **named: Any) -> AsyncSave:
     """Save `state` as `save` does, but return when it has been copied: the disk is written in a thread. Collective.
 
     What is saved are the values at the call: on a GPU, those of the work submitted before it. Call `poll` of what it returns
@@ -139,10 +153,10 @@ def async_save(folder: str | os.PathLike[str], state: dict[str, Any], *, keep: i
     Cost: the copy, and 20 us for each name. The first call also pays for fresh pages.
     Raises: as `save` does; and the error of the save before, if that failed and has not raised it yet.
     """
-    return _begin(folder, state, keep, is_copied=True)
+    return _begin(*folder_and_state("async_save", given, named), keep, is_copied=True)
 
 
-def _begin(folder: str | os.PathLike[str], state: dict[str, Any], keep: int | None, *, is_copied: bool) -> AsyncSave:
+def _begin(folder: Folder, state: dict[str, Any], keep: int | None, *, is_copied: bool) -> AsyncSave:
     global _background
     end_previous()
     prepared, items = prepare(world(), folder, state, keep)

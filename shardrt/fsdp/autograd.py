@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum, auto
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import Group
 from ..torch_internals import current_transform, unwrap_transform
 
@@ -128,7 +130,8 @@ class TensorWatcher:
         grad_hook = GradHook.find(node) if node is not None else None
         if grad_hook is None or grad_hook is not self._newest_output or grad_hook.ended_call is not None:
             # Other code may use this input too, and its gradient would wait for theirs. That of an alias does not.
-            tensor = tensor.view_as(tensor)
+            # A view of a DTensor is one of all of its elements, which other ranks have.
+            tensor = torch.ops.aten.alias(tensor) if isinstance(tensor, DTensor) else tensor.view_as(tensor)
             assert tensor.grad_fn is not None
             grad_hook = GradHook.at(tensor.grad_fn)
         grad_hook.on_post_backward(call, callback)
@@ -142,6 +145,22 @@ class TensorWatcher:
                 if grad_hook.ended_call is not call:  # an input that is passed on does not begin the module's backward
                     self._newest_output = grad_hook
                     grad_hook.on_pre_backward(callback)
+                    if (base := tensor._base) is not None and (below := _below_views(node, base.grad_fn, call)) is not None:
+                        GradHook.at(below).on_pre_backward(callback)
+
+
+def _below_views(node: Node, origin: Node | None, call: ForwardCall) -> Node | None:
+    """`origin`, the node of the tensor of which an output of `call`, that of `node`, is a view. None if it is an input's.
+
+    Hazard: an in-place operation on a view takes the view's own nodes out of the graph, and their hooks with them. (F.linear of
+    an input with three dims returns a view.)
+    """
+    below: Node | None = node
+    while below is not None and below is not origin:
+        below = below.next_functions[0][0] if below.next_functions else None
+        if below is not None and (found := GradHook.find(below)) is not None and found.ended_call is call:
+            return None
+    return below
 
 
 def _of_every_level(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -159,11 +178,11 @@ class ModuleCalls:
     running: bool  # one of the modules is in its forward; written by `module.run_forward` alone
     forward_call: ForwardCall  # of the module that runs, or ran last; written by `hooks.pre_forward` alone
     open_calls: set[ForwardCall]  # whose backward is under way
-    _modules: Sequence[nn.Module]
-    _not_run: set[object]  # modules that have not run since all of them had
+    _modules: Sequence[ref[nn.Module]]
+    _not_run: set[ref[nn.Module]]  # modules that have not run since all of them had
     _watches: list[RemovableHandle]  # on the gradients of the trainable parameters, if they are watched
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[ref[nn.Module]]) -> None:
         self.phase = Phase.IDLE
         self.running = False
         self.forward_call = ForwardCall()
@@ -185,11 +204,11 @@ class ModuleCalls:
         """No module has run yet. Only needed for several modules."""
         self._not_run.update(self._modules)
 
-    def all_have_run(self, module: object) -> bool:
+    def all_have_run(self, module: nn.Module) -> bool:
         """`module` has run. Returns: whether the group's other modules had run before it."""
         if len(self._modules) == 1:
             return True
-        self._not_run.discard(module)
+        self._not_run.discard(ref(module))
         if self._not_run:
             return False
         self._not_run.update(self._modules)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import nn
 
+from ..batch_norm import check_converted
 from ..comm import DeviceMesh
 from ..tensor.group_registry import group_of
 from ..tensor.replicated import renew_marks
 from .extension import check_methods
 from .module import FSDPModule
+from .param import Slot
 
 Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]  # holder, attribute, full name; several if tied
 
@@ -22,7 +25,7 @@ class Found(NamedTuple):
 
     owners: Owners
     buffers: list[tuple[nn.Module, str, torch.Tensor]]
-    ignored: set[tuple[nn.Module, str]]
+    ignored: set[Slot]
 
 
 def check_mesh(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> None:
@@ -44,13 +47,13 @@ def collect(modules: tuple[nn.Module, ...], mesh: DeviceMesh, ignored: set[nn.Pa
     for module in modules:
         _check_module(module)
     _check_apart(modules)
-    _check_inside(modules)
     for position, module in enumerate(modules):
         for name, holder in _outside_sharded(module, str(position) if len(modules) > 1 else ""):
+            check_converted(name, holder)
             renew_marks(holder)
             for attribute, param in holder._parameters.items():
                 if param in ignored:
-                    found.ignored.add((holder, attribute))
+                    found.ignored.add((ref(holder), attribute))
                 elif param is not None:
                     full_name = f"{name}.{attribute}" if name else attribute
                     _check_param(full_name, param, modules, mesh)
@@ -85,22 +88,6 @@ def _check_apart(modules: tuple[nn.Module, ...]) -> None:
         for outer in modules:
             if outer is not module and any(inner is module for inner in outer.modules()):
                 raise ValueError(f"'{kind}' is inside '{type(outer).__name__}', which is in the same list: leave it out")
-
-
-def _check_inside(modules: tuple[nn.Module, ...]) -> None:
-    inside = {
-        group: name
-        for module in modules
-        for name, child in module.named_modules()
-        if isinstance(child, FSDPModule)
-        for group in child.param_groups
-    }
-    for group, name in inside.items():
-        if group.parent is not None and group.parent not in inside:
-            raise ValueError(
-                f"'{name}' in '{kinds_of(modules)}' is part of '{group.root.name}' already, which was sharded around it: a "
-                "sharded module has one root"
-            )
 
 
 def _outside_sharded(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -1,10 +1,12 @@
-"""How `torch.distributed.checkpoint.state_dict` works with sharded modules.
+"""How other packages' helpers for checkpoints work with sharded modules. They are found in the call stack.
 
-Its functions (`get_model_state_dict`, `set_optimizer_state_dict` and so on) pass tensors of classes they do not know through
-unchanged. Sharded state dicts therefore work in both directions, and whole ones can be loaded if every rank has them. Two
-options cannot work and raise an error that names the function of `shardrt.checkpoint` which takes them:
-`full_state_dict=True` when getting, which would return sharded tensors, and `broadcast_from_rank0=True`, which needs a process
-group.
+Functions of `torch.distributed.checkpoint.state_dict` (`get_model_state_dict`, `set_optimizer_state_dict` and so on) pass
+tensors of classes they do not know through unchanged. Sharded state dicts therefore work in both directions, and whole ones can
+be loaded if every rank has them. Two options cannot work and raise an error that names the function of `shardrt.checkpoint`
+which takes them: `full_state_dict=True` when getting, which would return sharded tensors, and `broadcast_from_rank0=True`,
+which needs a process group.
+`save_pretrained` of Hugging Face models writes what `state_dict()` returns, and needs whole tensors: an error says what
+gathers them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from types import FrameType
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
+_HUGGING_FACE = ("transformers.", "peft.", "diffusers.")
 
 
 def check_state_dict_options(module: str, rank: int, caller: FrameType) -> None:
@@ -34,4 +37,19 @@ def check_state_dict_options(module: str, rank: int, caller: FrameType) -> None:
         raise RuntimeError(
             f"{function}(full_state_dict=True) on the sharded module '{module}' (rank {rank}): it would return sharded "
             f"tensors; call shardrt.checkpoint.{function} with the same arguments"
+        )
+
+
+def check_not_pretrained(module: str, rank: int, caller: FrameType) -> None:
+    """Raise RuntimeError if `caller`, which reads a state dict, was called by `save_pretrained` of a Hugging Face model."""
+    frame: FrameType | None = caller
+    while frame is not None and not (
+        frame.f_code.co_name == "save_pretrained" and frame.f_globals.get("__name__", "").startswith(_HUGGING_FACE)
+    ):
+        frame = frame.f_back
+    if frame is not None:
+        raise RuntimeError(
+            f"save_pretrained of the sharded '{module}' (rank {rank}): its state dict has shards, not whole tensors; call "
+            "shardrt.checkpoint.save_safetensors(model, folder) on every rank, and model.config.save_pretrained(folder); or "
+            "shard the model with shardrt.integrations.transformers.shard_model, whose save_pretrained gathers"
         )

@@ -92,8 +92,18 @@ def _methods_of(tensor: torch.Tensor) -> list[str]:
 
 
 def check_methods(name: str, tensor: torch.Tensor) -> None:
-    """TypeError for a tensor with one of the methods only, or with one that takes other arguments."""
+    """TypeError for a tensor with one of the methods only, or with one that takes other arguments.
+
+    Also for one without them whose elements are not all that it is: quantised weights of torchao and of bitsandbytes, whose
+    scales are other tensors of it, or attributes of the parameter, which a gather of rows would lose.
+    """
     found = _methods_of(tensor)
+    if not found and _is_more_than_elements(tensor):
+        raise TypeError(
+            f"parameter '{name}' is a {type(tensor).__name__} of {type(tensor).__module__.partition('.')[0]}, which consists "
+            "of more than its elements and does not say how it is gathered: keep such parameters whole on every rank, with "
+            "fully_shard(..., ignored_params=[p for p in model.parameters() if type(p) is not nn.Parameter])"
+        )
     if len(found) == 1:
         raise TypeError(
             f"parameter '{name}' has {found[0]} alone: an all-gather extension has both of {' and '.join(_METHODS)}"
@@ -103,6 +113,12 @@ def check_methods(name: str, tensor: torch.Tensor) -> None:
             f"fsdp_pre_all_gather of parameter '{name}' takes {_signature(tensor)}; expected (mesh) or (mesh, outer_size, "
             "outer_stride, module, mp_policy)"
         )
+
+
+def _is_more_than_elements(tensor: torch.Tensor) -> bool:
+    if type(tensor).__module__.partition(".")[0] == "bitsandbytes":
+        return True
+    return hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, DTensor)
 
 
 def _signature(tensor: torch.Tensor) -> inspect.Signature:
@@ -366,4 +382,4 @@ def _split(group: ParamGroup, param: ShardedParam) -> None:
     cast(Any, group.modules[0]).param_groups[0].adopt([made])
     for module in group.modules:
         cast(Any, module).param_groups += (made,)
-    hook_state_dicts({owner.module for owner in param.owners}, made)
+    hook_state_dicts([param], made)

@@ -22,7 +22,7 @@ from .extension import ExtensionGather, has_methods
 from .gather import FlatGather, Gather
 from .host_memory import POOL
 from .module import FSDPModule
-from .param import Owner, ShardedParam, registry
+from .param import Owner, ShardedParam, Slot
 from .param_group import GroupSettings, ParamGroup
 from .policy import (
     UNQUANTISED,
@@ -138,7 +138,7 @@ class _Planned(NamedTuple):
 
     parts: list[_Part]
     buffers: list[tuple[nn.Module, str, torch.Tensor]]
-    ignored: frozenset[tuple[nn.Module, str]]
+    ignored: frozenset[Slot]
 
 
 def _plan(
@@ -157,6 +157,7 @@ def _plan(
         policies.check()
         found = collect(modules, mesh, ignored)
         resolved = {param: resolve_placement(owned[0][2], param, *given) for param, owned in found.owners.items()}
+        _check_not_parallelized(found.owners, resolved)
         whole = {param: wanted for param, wanted in resolved.items() if not has_methods(wanted.local)}
         quantised = {param for param, wanted in whole.items() if policies.takes(param, wanted.mesh, wanted.placement)}
     except Exception as caught:  # the user's function may raise anything, on one rank alone
@@ -190,7 +191,7 @@ def _divide(
 
 
 def _sharded_param(original: nn.Parameter, owned: Sequence[tuple[nn.Module, str, str]], placed: Placed) -> ShardedParam:
-    owners = [Owner(holder, attribute, registry(holder)) for holder, attribute, _ in owned]
+    owners = [Owner.of(holder, attribute) for holder, attribute, _ in owned]
     dim = 0 if placed.placement is None else placed.placement.dim % max(1, original.dim())
     rows_only = placed.placement is not None
     return ShardedParam(owned[0][2], original, owners, dim, rows_only=rows_only, outer=placed.outer, part=placed.local)
@@ -201,7 +202,7 @@ def _make_group(
     part: _Part,
     policies: Policies,
     reshard_after_forward: bool | int | None,
-    ignored: frozenset[tuple[nn.Module, str]],
+    ignored: frozenset[Slot],
 ) -> ParamGroup:
     """Shard the parameters of a part. Each original is free as soon as it is sharded, unless the caller holds it."""
     kind, mesh, quantization, params = part
@@ -211,7 +212,7 @@ def _make_group(
     group = ParamGroup(modules, params, mesh, mixed_precision, offload, settings, kind, quantization, ignored=ignored)
     for original in [original for reference in originals if (original := reference()) is not None]:
         set_group(original, group)
-    hook_state_dicts({owner.module for param in params for owner in param.owners}, group)
+    hook_state_dicts(params, group)
     return group
 
 
@@ -283,6 +284,19 @@ def _everyone_after_error(modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> D
     return mesh
 
 
+def _check_not_parallelized(owners: Owners, resolved: dict[nn.Parameter, Placed]) -> None:
+    """Raise ValueError for a parameter of which a module needs just this part: it cannot be cut otherwise on its own mesh."""
+    for param, placed in resolved.items():
+        if unstyled := [full for module, name, full in owners[param] if name in vars(module).get("tp_unstyled", ())]:
+            raise ValueError(
+                f"parameter '{unstyled[0]}' is shared with a module whose style splits it: give the module of "
+                f"'{unstyled[0]}' a style as well, by parallelize_module before fully_shard"
+            )
+        on_own_mesh = placed.outer is None and isinstance(param, DTensor)
+        if on_own_mesh and any(name in vars(module).get("tp_parameters", ()) for module, name, _ in owners[param]):
+            raise _misfit(owners[param][0][2], placed.mesh, placed.mesh, "it is parallelized over these ranks already")
+
+
 def _join_meshes(found: Found, resolved: dict[nn.Parameter, Placed]) -> None:
     """Check that every parameter's two meshes fit, before anything is changed. Collective."""
     for param, placed in resolved.items():
@@ -295,11 +309,15 @@ def _product(name: str, outer: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
     try:
         return outer.product(mesh)
     except ValueError as error:
-        raise ValueError(
-            f"parameter '{name}' is a DTensor on, or replicated over, {outer}, inside of which it cannot be sharded over "
-            f"{mesh}: {error}; expected one on another axis of the same mesh, or a plain parameter, such as "
-            "nn.Parameter(param.full_tensor())"
-        ) from error
+        raise _misfit(name, outer, mesh, str(error)) from error
+
+
+def _misfit(name: str, outer: DeviceMesh, mesh: DeviceMesh, why: str) -> ValueError:
+    return ValueError(
+        f"parameter '{name}' is a DTensor on, or replicated over, {outer}, inside of which it cannot be sharded over "
+        f"{mesh}: {why}; expected one on another axis of the same mesh, or a plain parameter, such as "
+        "nn.Parameter(param.full_tensor())"
+    )
 
 
 def _describe(owners: Owners, resolved: dict[nn.Parameter, Placed]) -> list[str]:

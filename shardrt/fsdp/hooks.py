@@ -20,8 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import nn
 
 from ..torch_internals import in_backward, outside_transforms
 from . import trace
@@ -43,6 +45,8 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not in_backward():
         if group is runtime.root:
             runtime.begin_forward()
+            if runtime.first_batch.due:
+                runtime.first_batch.compare(args, kwargs)
         else:
             check_registered(group)
         group.calls.move(Phase.FORWARD, group)
@@ -71,11 +75,12 @@ def _watch_inputs(
     watch = partial(runtime.watcher.watch_input, call, partial(_post_backward, group, call))
     args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs) if kwargs else kwargs
     if call.inputs == 0:
-        group.calls.watch_gradients((param.unsharded for param in group.trainable), partial(_on_gradient, group))
+        # Hazard: Python's garbage collector cannot see these hooks: a reference in them keeps the model alive for ever.
+        group.calls.watch_gradients((param.unsharded for param in group.trainable), partial(_on_gradient, ref(group)))
     return args, kwargs
 
 
-def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
+def post_forward(group: ParamGroup, module: nn.Module, output: Any) -> Any:
     """The module has run. Returns: its output, ready for backward."""
     runtime = group.runtime
     assert isinstance(runtime, Runtime), "pre_forward comes first"
@@ -95,12 +100,12 @@ def post_forward(group: ParamGroup, module: object, output: Any) -> Any:
         used_next, last = runtime.prefetch.forward_ends(group), group.calls.all_have_run(module)
         if group.reshards_after_forward:
             _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
-            if last and not used_next:
+            if last and not used_next and not runtime.keeps_gathered:
                 group.finish_forward()
         if group is runtime.root:
             runtime.end_forward()
         elif group.visible.unsharded and runtime.root.calls.phase is Phase.IDLE:  # called beside the root
-            group.visible.expose()
+            group.leave_unsharded()
     return output
 
 
@@ -136,7 +141,8 @@ def start(group: ParamGroup) -> Runtime:
     if group.parent is not None:
         raise RuntimeError(
             f"forward of '{group.name}' before that of its root (rank {group.mesh.rank}): it is part of "
-            f"'{group.root.name}', which was sharded after it; run the first forward through that module"
+            f"'{group.root.name}', which was sharded after it; run the first forward through that module, or register the "
+            "method that calls this one, by register_fsdp_forward_method"
         )
     # What is made now outlives the caller's mode: inference, torch.func's transforms, forward-mode AD.
     with torch.inference_mode(False), torch.no_grad(), outside_transforms():
@@ -166,7 +172,9 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
         trace.listener.begin(Step.BACKWARD, group, runtime.streams.compute)
 
 
-def _on_gradient(group: ParamGroup, unsharded: torch.Tensor) -> None:
+def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
+    group = reference()
+    assert group is not None, "the graph refers to it, at the outputs of its modules"
     if group.reduction_due(Progress.GRADIENT_READY):
         runtime = group.runtime
         assert isinstance(runtime, Runtime), "a forward comes first"
@@ -189,7 +197,7 @@ def _post_backward(group: ParamGroup, call: ForwardCall) -> None:
         runtime.reduce(group)
     if over and not group.calls.open_calls and not repeats and group.calls.phase is Phase.BACKWARD:
         group.calls.move(Phase.IDLE, group)
-        group.finish_backward()
+        group.finish_backward(is_needed=runtime.keeps_gathered)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

@@ -98,8 +98,10 @@ class FSDPModule:
             settings.all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """On the root. When more backwards follow (False), the end of one does not wait for its last reductions."""
-        self._root_settings("set_is_last_backward").is_last_backward = is_last_backward
+        """When more backwards follow (False), the end of one does not wait for its last reductions. For all under one root."""
+        settings = self.param_group.root.root_settings
+        assert settings is not None, "it has no parent"
+        settings.is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Keep parameters gathered between forward and backward (False), or free and gather them again (True)."""
@@ -357,7 +359,7 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
         first.calls.running = False
     for group in reversed(module.param_groups):
         with ranged("FSDP::post_forward", group):
-            output = hooks.post_forward(group, module, output)
+            output = hooks.post_forward(group, cast(nn.Module, module), output)
     return output
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
@@ -49,16 +50,17 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
     if not sharded:
         raise ValueError(f"unsharded('{type(module).__name__}'): no module in it is sharded; call fully_shard first")
-    kept = {group: group.settings.reshard_after_forward for group in groups_of(sharded)}
+    kept = {group: replace(group.settings) for group in groups_of(sharded)}
     for group in kept:
-        group.settings.reshard_after_forward = False
+        group.settings.reshard_after_forward, group.settings.user_has_unsharded = False, True
     try:
         for handle in [child.unshard(async_op=True) for child in sharded]:
             cast(UnshardHandle, handle).wait()
         yield
     finally:
-        for group, reshard_after_forward in kept.items():
-            group.settings.reshard_after_forward = reshard_after_forward
+        for group, before in kept.items():
+            group.settings.reshard_after_forward = before.reshard_after_forward
+            group.settings.user_has_unsharded = before.user_has_unsharded
         for group in groups_of(sharded):  # the first gather may have made some
             group.reshard()
 

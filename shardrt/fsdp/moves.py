@@ -25,7 +25,6 @@ from torch import nn
 from ..tensor.dtensor import DTensor
 from .autograd import Phase
 from .host_memory import POOL
-from .packed import Held
 from .param import ShardedParam
 from .param_group import ParamGroup
 from .registered import check_replacements, reshard_and_repair
@@ -113,7 +112,7 @@ def _check_between_iterations(group: ParamGroup) -> None:
                 f"'{each.name}' is running (rank {rank}): another dtype or device, by to(), half(), to_empty() "
                 "and the like, comes between iterations; after an exception call reset_iter_state() on the root first"
             )
-        if each.reduction is not None and each.reduction.held is not Held.NOTHING:
+        if each.set_aside.holds(each.reduction):
             raise RuntimeError(
                 f"'{each.name}' has accumulated gradients that are not reduced (rank {rank}): before another "
                 "dtype or device, by to(), half(), to_empty() and the like, run a backward with "

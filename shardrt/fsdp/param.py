@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
+from weakref import ref
 
 import torch
 from torch import nn
@@ -14,23 +15,43 @@ from ..comm import DeviceMesh, malloc
 from ..kernels import round_trip
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
+from ..tensor.replaced import note_gathered, note_replaced
 from ..torch_internals import same_storage
 from .buffers import FlatBuffer
 from .layout import Layout
 from .tensor_parallel import OuterSharding
 
+Slot = tuple[ref[nn.Module], str]  # where a parameter is registered: module and attribute
+
 
 class Owner(NamedTuple):
-    """A module that registers a parameter; writing to `registry` replaces it there."""
+    """A module that registers a parameter; writing to `registry` replaces it there.
 
-    module: nn.Module
+    Groups refer to modules weakly: the hooks in an autograd graph refer to groups, which the garbage collector cannot see, and
+    a module may refer to the graph, as one that remembers its loss does. It would never be freed.
+    """
+
+    reference: ref[nn.Module]
     attribute: str
     registry: dict[str, nn.Parameter | None] | Attributes
+
+    @classmethod
+    def of(cls, module: nn.Module, attribute: str) -> Owner:
+        """The module, which registers a parameter under this name."""
+        # Cost: setattr on a module takes 2 us, and a step registers every parameter four times. Modules that override
+        # __setattr__ (recurrent layers keep a list of their weights) still get it.
+        is_usual = type(module).__setattr__ is nn.Module.__setattr__
+        return cls(ref(module), attribute, module._parameters if is_usual else Attributes(module))
+
+    @property
+    def module(self) -> nn.Module | None:
+        """None if it was removed from the model, and nobody else refers to it."""
+        return self.reference()
 
     @property
     def registered(self) -> nn.Parameter | None:
         """What is registered there now."""
-        return self.module._parameters.get(self.attribute)
+        return self.registry.get(self.attribute)
 
 
 class ShardedParam:
@@ -122,6 +143,7 @@ class ShardedParam:
         before = self.before
         if before is None or (before.dtype, before.device) != (sharded.dtype, sharded.device):
             self.sharded = nn.Parameter(sharded, requires_grad=self.original.requires_grad)
+            note_replaced(self.original if before is None else before, self.sharded)
         else:
             self.sharded = before
             before._local_tensor, before.spec = sharded._local_tensor, sharded.spec  # type: ignore[attr-defined]
@@ -146,6 +168,8 @@ class ShardedParam:
 
     def replace_sharded(self, sharded: nn.Parameter) -> None:
         """The sharded parameter is this object from now on, which other code has registered."""
+        if sharded is not self.sharded:
+            note_replaced(self.sharded, sharded)
         self.sharded = sharded
 
     def clone_spec(self) -> ShardedParam:
@@ -159,8 +183,8 @@ class ShardedParam:
     def copied(self, memo: dict[int, Any]) -> ShardedParam:
         """The parameter of a deep copy, before shard(). memo: that of `copy.deepcopy`, with copies of the modules."""
         alias = memo[id(self.sharded)]
-        holders = [(copy.deepcopy(owner.module, memo), owner.attribute) for owner in self.owners]
-        owners = [Owner(holder, attribute, registry(holder)) for holder, attribute in holders]
+        holders = [(holder, owner.attribute) for owner in self.owners if (holder := owner.module) is not None]
+        owners = [Owner.of(copy.deepcopy(holder, memo), attribute) for holder, attribute in holders]
         made = ShardedParam(self.name, alias, owners, self.dim, rows_only=self.rows_only, outer=self.outer)
         made.before = alias
         return made
@@ -175,11 +199,12 @@ class ShardedParam:
         view = full.view(dtype, offset, self.shape, outermost_stride(self.shape, self.dim))
         if self.outer is not None:
             view = self.outer.extensions.post_unflatten_transform(view, self.outer.spec)
-        self.unsharded = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+        self.use_unsharded(view)
 
     def use_unsharded(self, made: torch.Tensor) -> None:
-        """The module will compute with this tensor, which an all-gather extension has made."""
+        """The module will compute with this tensor, a view of what is gathered or made by an all-gather extension."""
         self.unsharded = nn.Parameter(made, requires_grad=self.sharded.requires_grad)
+        note_gathered(self.unsharded, self.sharded)
 
     @torch.no_grad()
     def keep_writes(self) -> None:
@@ -273,23 +298,15 @@ class Attributes:
     """A module's parameters as a mapping."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module, self._params = ref(module), module._parameters
 
     def __setitem__(self, attribute: str, param: nn.Parameter | None) -> None:
-        setattr(self._module, attribute, param)
+        if (module := self._module()) is not None:
+            setattr(module, attribute, param)
 
     def get(self, attribute: str) -> nn.Parameter | None:
         """What is registered under that name."""
-        return self._module._parameters.get(attribute)
-
-
-def registry(module: nn.Module) -> dict[str, nn.Parameter | None] | Attributes:
-    """Where to register a parameter of `module`."""
-    # Cost: setattr on a module takes 2 us, and a step registers every parameter four times. Modules that override
-    # __setattr__ (recurrent layers keep a list of their weights) still get it.
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        return module._parameters
-    return Attributes(module)
+        return self._params.get(attribute)
 
 
 def placement_of(index: int, layout: Layout) -> ResolvedShard:

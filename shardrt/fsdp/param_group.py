@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import nn
@@ -34,8 +35,8 @@ from .autograd import ModuleCalls, Progress
 from .context import Context, Streams
 from .gather import AllGather, FlatGather, Gather, subgroup
 from .layout import Layout
-from .packed import Held, PackedGrads
-from .param import ShardedParam
+from .packed import PackedGrads
+from .param import ShardedParam, Slot
 from .places import give_places
 from .policy import UNQUANTISED, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, RootSettings, Settings
 from .quantized_gather import QuantizedGather
@@ -43,16 +44,21 @@ from .quantized_reduce import CodedReduction
 from .ranges import ranged
 from .reduce import GradientReduction
 from .resident import RESIDENT
+from .set_aside import SetAside
 from .trace import Step
 from .visible import VisibleParams
 
 
 @dataclass(slots=True)
 class GroupSettings(Settings):
-    """The settings of a group, with the groups to gather ahead of it. None: those that the recorded order names."""
+    """The settings of a group.
+
+    forward_prefetch, backward_prefetch: the groups to gather ahead of it. None: those that the recorded order names.
+    """
 
     forward_prefetch: list[ParamGroup] | None = None
     backward_prefetch: list[ParamGroup] | None = None
+    user_has_unsharded: bool = False  # inside of `unsharded`, which writes it
 
 
 class ParamGroup:
@@ -62,7 +68,6 @@ class ParamGroup:
     """
 
     # Written by the constructor.
-    modules: Sequence[nn.Module]
     device_mesh: DeviceMesh
     mesh: DeviceMesh  # its last axis: the ranks that the parameters are sharded over
     replicas: DeviceMesh | None  # its first of two axes: the ranks that hold the same shards
@@ -70,7 +75,7 @@ class ParamGroup:
     offload_policy: OffloadPolicy
     offloads: bool  # the shards are on the host, the mesh on another device
     settings: GroupSettings  # its fields are written by the setters of FSDPModule, and by `unsharded`
-    ignored: frozenset[tuple[nn.Module, str]]
+    ignored: frozenset[Slot]
     gather_comm: Communicator
     reduce_comm: Communicator
     all_reduce_comm: Communicator | None
@@ -78,6 +83,7 @@ class ParamGroup:
     gather_kind: type[Gather]  # of what is not quantised
     quantization_policy: QuantizationPolicy  # as given
     _coded: CodedReduction | None  # as the policy was given
+    _modules: Sequence[ref[nn.Module]]
 
     name: str  # the full names of its modules, once the root is known; written by rename()
 
@@ -105,6 +111,7 @@ class ParamGroup:
     ready: Work | None  # done when the parameters are gathered; None while sharded; written by unshard() and reshard()
     trainable: list[ShardedParam]  # written by refresh_trainable() and detach()
     reduction: GradientReduction | None  # of the trainable parameters; written with them
+    set_aside: SetAside  # gradients of parameters that are not trainable now
     _sees_dtensors: bool  # the modules do, by an extension of the user's; written with them
     _versions: list[int]  # of the shards at the last invalidate_stale(); others now mean that shards have changed since
 
@@ -119,10 +126,10 @@ class ParamGroup:
         gather_kind: type[Gather] = FlatGather,
         quantization_policy: QuantizationPolicy = UNQUANTISED,
         *,
-        ignored: frozenset[tuple[nn.Module, str]] = frozenset(),
+        ignored: frozenset[Slot] = frozenset(),
         root_settings: RootSettings | None = None,
     ) -> None:
-        self.modules = modules
+        self._modules = [ref(module) for module in modules]
         self.device_mesh = mesh
         self.mesh = mesh if len(mesh.shape) == 1 else mesh[mesh.axis_names[1]]
         self.replicas = None if len(mesh.shape) == 1 else mesh[mesh.axis_names[0]]
@@ -134,8 +141,8 @@ class ParamGroup:
         self.name = type(modules[0]).__name__
         self.parent, self.children = None, []
         self.root_settings = RootSettings() if root_settings is None else root_settings
-        self.calls = ModuleCalls(modules)
-        self.runtime, self.ready = None, None
+        self.calls = ModuleCalls(self._modules)
+        self.runtime, self.ready, self.set_aside = None, None, SetAside()
         self.trainable, self.reduction, self._versions = [], None, []
         # Made here, where every rank is: in a pipeline, ranks of a later stage wait for the output of this one.
         for param in params:
@@ -151,6 +158,11 @@ class ParamGroup:
         self._take(params)
 
     # ------------------------------------------------------------------ set-up
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Those that were sharded together, but for those that are gone."""
+        return [module for reference in self._modules if (module := reference()) is not None]
 
     def _take(self, params: Sequence[ShardedParam]) -> None:
         """Plan the layout of these parameters and keep this rank's shards of them."""
@@ -224,19 +236,15 @@ class ParamGroup:
         """An iteration starts."""
         self.refresh_trainable()
         self.invalidate_stale()
-        if len(self.modules) > 1:
+        if len(self._modules) > 1:
             self.calls.begin_iteration()
 
     def refresh_trainable(self) -> None:
         """Follow the sharded parameters' `requires_grad`, which the user may change between iterations."""
         trainable = [param for param in self.params if param.sharded.requires_grad]
-        if trainable == self.trainable:
+        if trainable == self.trainable or (not torch.is_grad_enabled() and self.set_aside.holds(self.reduction)):
             return
-        if self.reduction is not None and self.reduction.held is not Held.NOTHING:
-            raise RuntimeError(
-                f"requires_grad of parameters of '{self.name}' changed while it holds accumulated gradients (rank "
-                f"{self.mesh.rank}): run a backward with set_requires_gradient_sync(True) first"
-            )
+        found = self.set_aside.exchange(f"'{self.name}' (rank {self.mesh.rank})", self.reduction, trainable)
         assert self.runtime is not None, "attach() comes first"
         self.trainable, self.reduction = [], None  # until all is made, so that the next iteration tries again if that fails
         for param in self.params:
@@ -245,7 +253,7 @@ class ParamGroup:
         self.visible.set_linear(())
         self._sees_dtensors = any(isinstance(param.unsharded, DTensor) for param in trainable)
         if trainable:
-            self.reduction = GradientReduction(
+            self.reduction = found or GradientReduction(
                 self.params,
                 self.layout,
                 self.reduce_comm,
@@ -335,12 +343,25 @@ class ParamGroup:
         else:
             self.reshard_to_subgroup(ranks)
 
-    def finish_backward(self) -> None:
-        """A backward has used the parameters for the last time: reshard, or by the settings only let the modules see shards."""
+    def leave_unsharded(self) -> None:
+        """A forward is over, and the parameters stay gathered: the user can reach them, or sees shards, which have gradients.
+
+        Without gradients no backward follows, after which the user would see shards again.
+        """
+        if torch.is_grad_enabled() or self.settings.user_has_unsharded:
+            self.visible.expose()
+        else:
+            self.visible.show_sharded()
+
+    def finish_backward(self, *, is_needed: bool) -> None:
+        """A backward has used the parameters for the last time: reshard, or by the settings only let the modules see shards.
+
+        is_needed: not for the last time, since that backward has made a graph, which refers to them.
+        """
         if self.ready is None:
             return
         with ranged("FSDP::post_backward_reshard", self):
-            if self.settings.reshard_after_backward:
+            if self.settings.reshard_after_backward and not is_needed:
                 self.reshard()
             else:
                 self.visible.show_sharded()
@@ -394,5 +415,6 @@ class ParamGroup:
             param.unsharded.grad = param.sharded.grad = None
         if self.reduction is not None:
             self.reduction.discard()
+        self.set_aside.discard()
         self.gather.drop_post_forward_shard(self._streams.gather)
         self.reshard()

@@ -85,7 +85,7 @@ class Order:
 def _small_beside(one: ParamGroup, other: ParamGroup, largest: int) -> bool:
     """Both are of the same modules, one of them quantised and one small, such as the biases beside quantised matrices."""
     quantised = bool(one.quantization or other.quantization)
-    return quantised and one.modules is other.modules and min(one.nbytes, other.nbytes) <= largest
+    return quantised and one.modules == other.modules and min(one.nbytes, other.nbytes) <= largest
 
 
 class PrefetchQueue:

@@ -371,7 +371,7 @@ class GradientReduction:
         if packed.result is Result.SCRATCH:
             stream.submit(partial(grads.fold, packed.new, packed.fresh, packed.older))
         if packed.new is not None:
-            grads.assign(packed.new, packed.fresh)
+            grads.assign(packed.new, packed.fresh, stream)
         grads.call_hooks(packed.positions, stream)
         self._accumulated, self._partial_positions = None, _NONE  # Hazard: not before: if a hook raises, streams use the memory
 

@@ -7,6 +7,7 @@
 | a forward                | anything but the group's parameters          | an error, before a gather (`check_registered`) |
 | a forward of the root    | parameters that no group has                 | a warning, once (`UnknownParams`)              |
 | `load_state_dict`        | what would load nothing, or plain parameters | an error (`hook_state_dicts`)                  |
+|                          | a parameter for each name of a tied one      | one is registered under all (`_after_load`)    |
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from ..batch_norm import check_converted
 from ..comm import DeviceMesh
 from ..comm.fingerprint import name_ranks
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
+from .dcp import check_not_pretrained
 from .param import Owner, ShardedParam
 from .param_group import ParamGroup
 
@@ -94,7 +97,8 @@ def follow(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
 
 def _full_name(names: dict[nn.Module, str], owner: Owner) -> str:
     """The name under the root; the attribute alone if the module is no longer there."""
-    prefix = names.get(owner.module)
+    module = owner.module
+    prefix = None if module is None else names.get(module)
     return f"{prefix}.{owner.attribute}" if prefix else owner.attribute
 
 
@@ -154,7 +158,7 @@ def _check_replacement(group: ParamGroup, param: ShardedParam, found: nn.Paramet
 
 
 def _same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether two parameters share one tensor, as load_state_dict(assign=True) makes of tied parameters."""
+    """Whether two parameters share one tensor."""
     if not isinstance(one, DTensor) or not isinstance(other, DTensor) or one.spec != other.spec:
         return False
     parts = one._local_tensor, other._local_tensor
@@ -277,18 +281,22 @@ class UnknownParams:
         self._seen = -1
 
     def warn(self) -> None:
-        """Log such parameters, each once. Raises RuntimeError for a group's parameter under another name."""
+        """Log such parameters, each once.
+
+        Raises RuntimeError for a group's parameter under another name, ValueError for torch's `nn.SyncBatchNorm`.
+        """
         if self._seen == _registrations:
             return
-        self._seen = _registrations
         groups = list(self._root.with_descendants())
-        places = {(owner.module, owner.attribute) for group in groups for param in group.params for owner in param.owners}
+        owners = [owner for group in groups for param in group.params for owner in param.owners]
+        places = {(owner.reference, owner.attribute) for owner in owners if owner.module is not None}
         places.update(place for group in groups for place in group.ignored)
         own = {id(tensor): param for group in groups for param in group.params for tensor in (param.sharded, param.unsharded)}
         added = []
         for prefix, module in self._root.modules[0].named_modules():
+            check_converted(prefix, module)
             for attribute, found in module._parameters.items():
-                if found is None or (module, attribute) in places or attribute in _reported.get(module, ()):
+                if found is None or (ref(module), attribute) in places or attribute in _reported.get(module, ()):
                     continue
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 if id(found) in own:
@@ -299,6 +307,7 @@ class UnknownParams:
                 if group_of(found) is None:  # else of a sharded module that was put in later, with a root of its own
                     _reported.setdefault(module, set()).add(attribute)
                     added.append(name)
+        self._seen = _registrations  # not before: what is refused once is refused at every forward
         if added and self._root.device_mesh.rank == 0:
             _log.warning(
                 f"parameters registered after fully_shard of '{self._root.name}': {_listed(added)}; they are not sharded, and "
@@ -314,15 +323,18 @@ def _listed(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------------- load_state_dict
 
 
-def hook_state_dicts(holders: Iterable[nn.Module], group: ParamGroup) -> None:
-    """Have `state_dict()` and `load_state_dict()` of modules that hold parameters of `group` see the shards."""
-    for holder in holders:
+def hook_state_dicts(params: Iterable[ShardedParam], group: ParamGroup) -> None:
+    """Have `state_dict()` and `load_state_dict()` of modules that hold these parameters of `group` see the shards."""
+    modules = {owner.module for param in params for owner in param.owners}
+    for holder in [module for module in modules if module is not None]:
         # Partials, not closures: a deepcopy of the module finds the group in them.
         holder.register_state_dict_pre_hook(functools.partial(_before_save, group))
         holder.register_load_state_dict_pre_hook(functools.partial(_before_load, group))
+        holder.register_load_state_dict_post_hook(functools.partial(_after_load, group))
 
 
 def _before_save(group: ParamGroup, *_: object) -> None:
+    check_not_pretrained(group.root.name, group.mesh.rank, sys._getframe(1))
     reshard_and_repair(group)
 
 
@@ -335,6 +347,30 @@ def _before_load(
     for param in group.params if not assign else ():
         if param.outer is not None:
             _shard_loaded(param, module, state_dict, prefix)
+
+
+def _after_load(group: ParamGroup, *_: object) -> None:
+    """Tie again what `assign=True` has untied: it registers a parameter for each name.
+
+    Hazard: an optimizer that is made before the first forward would have the parameter twice.
+    """
+    for param in group.params if group.runtime is None else ():
+        first, *others = (owner.registered for owner in param.owners)
+        if first is not param.sharded and others and all(_same_values(first, other) for other in others):
+            for owner in param.owners:
+                owner.registry[owner.attribute] = first
+
+
+def _same_values(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether two parameters have the same values here; where those of other ranks differ, the first forward is refused."""
+    if one is other or _same_memory(one, other):
+        return True
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor) or one.spec != other.spec:
+        return False
+    parts = one._local_tensor, other._local_tensor
+    if one.dtype != other.dtype or any(part.is_meta or type(part) is not torch.Tensor for part in parts):
+        return False
+    return torch.equal(*parts)
 
 
 def _shard_loaded(param: ShardedParam, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:

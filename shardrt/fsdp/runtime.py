@@ -26,6 +26,7 @@ from .policy import RootSettings
 from .prefetch import PrefetchQueue
 from .ranges import ranged
 from .reduce import GradientReduction
+from .same_batches import FirstBatch
 from .trace import Step
 
 _ONLY_FORWARD = 4  # forwards without a backward after which none is expected
@@ -46,6 +47,7 @@ class Runtime(context.Context):
     groups: list[ParamGroup]  # all under the root, from the outside in
     prefetch: PrefetchQueue
     watcher: TensorWatcher
+    first_batch: FirstBatch
     _settings: RootSettings
     _tensor_parallel: bool  # some of the parameters are
     _unknown: registered.UnknownParams
@@ -58,6 +60,10 @@ class Runtime(context.Context):
     _forwards: int  # begun so far
     _first_written: int | None  # `_writes()` when the first backward ended
     _end: End
+    makes_graph: bool  # the newest backward was one with create_graph=True; written by begin_backward()
+    # Such a graph needs the gathered parameters, until the end of a backward that makes none; written by begin_backward(),
+    # _finish_backward() and reset()
+    keeps_gathered: bool
 
     def __init__(self, root: ParamGroup) -> None:
         groups = list(root.with_descendants())
@@ -67,12 +73,14 @@ class Runtime(context.Context):
         self._settings = root.root_settings
         self.prefetch = PrefetchQueue(self.streams.gather)
         self.watcher = TensorWatcher()
+        self.first_batch = FirstBatch(root)
         self._to_reduce, self._to_reduce_nbytes = {}, 0
         self._in_flight, self._reductions_in_flight = deque(), 1
         self._reduced = set()
         self._forwards, self._first_written = 0, None
-        self._end = End.REACHED
+        self._end, self.makes_graph, self.keeps_gathered = End.REACHED, False, False
         names = {module: name for name, module in root.modules[0].named_modules()}
+        _check_one_root(root, names)
         _rename(root, groups, names)
         registered.follow(root, groups)
         self.groups = split_hooked(root)
@@ -145,10 +153,11 @@ class Runtime(context.Context):
     def end_forward(self) -> None:
         """The root's forward is over: free what was gathered ahead and not used."""
         for group in self.groups:
-            if not (group.visible.unsharded and (torch.is_grad_enabled() or not group.reshards_after_forward)):
+            stays = self.keeps_gathered or torch.is_grad_enabled() or not group.reshards_after_forward
+            if group.visible.unsharded and stays:
+                group.leave_unsharded()
+            elif not self.keeps_gathered:
                 group.reshard()
-            else:
-                group.visible.expose()
         if not torch.is_grad_enabled() and any(group.offloads for group in self.groups):
             self.streams.gather.synchronize()  # the caller may write to the shards, on the host
 
@@ -175,7 +184,8 @@ class Runtime(context.Context):
         if self._end is End.FAILED:
             raise self._did_not_end()
         if self._end is End.REACHED:
-            self._end = End.QUEUED
+            self._end, self.makes_graph = End.QUEUED, torch.is_grad_enabled()
+            self.keeps_gathered |= self.makes_graph
             for group in self.groups:
                 if group.visible.exposed:
                     group.visible.conceal()
@@ -288,7 +298,8 @@ class Runtime(context.Context):
             if group.calls.phase is Phase.BACKWARD:
                 group.calls.end_backward(group)
             if group.ready is not None:
-                group.finish_backward()
+                group.finish_backward(is_needed=self.makes_graph)
+        self.keeps_gathered = self.makes_graph
         if self._first_written is None:
             self._first_written = self._writes()
         if self._settings.is_last_backward:
@@ -308,7 +319,7 @@ class Runtime(context.Context):
 
     def reset(self) -> None:
         """Forget a failed iteration: wait for everything under way, and shard all groups again."""
-        self._end = End.REACHED
+        self._end, self.keeps_gathered = End.REACHED, False
         if trace.listener is not None:
             trace.listener.end_backward(self.streams.compute)
         self.prefetch = PrefetchQueue(self.streams.gather)  # what it has recorded may differ between ranks
@@ -335,6 +346,17 @@ def packed_nbytes(group: ParamGroup) -> int:
         return 0
     segment = reduce_layout(group.layout, range(len(group.params)), group.mesh.rank).segment_numel
     return group.mesh.size * segment * group.mp_policy.reduction_dtype(param.dtype for param in group.params).itemsize
+
+
+def _check_one_root(root: ParamGroup, names: dict[nn.Module, str]) -> None:
+    """RuntimeError for a sharded module under the root that is part of another root, of a module that is not under this one."""
+    for module, name in names.items():
+        for group in getattr(module, "param_groups", ()):
+            if not names.keys() & group.root.modules:
+                raise RuntimeError(
+                    f"'{name}' in '{root.name}' is part of '{group.root.name}' already, which was sharded around it (rank "
+                    f"{root.mesh.rank}): a sharded module has one root; call fully_shard on a module around both"
+                )
 
 
 def _rename(root: ParamGroup, groups: Iterable[ParamGroup], names: dict[nn.Module, str]) -> None:

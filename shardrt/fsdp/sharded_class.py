@@ -10,12 +10,13 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
+from weakref import ref
 
 from torch import nn
 
 from ..tensor.dtensor import DTensor
-from ..torch_internals import hide_from_compiler
+from ..torch_internals import hide_package_from_compiler
 from . import registered
 from .autograd import Phase
 from .module import FSDPModule, plain_class
@@ -48,13 +49,7 @@ def _change_class(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) ->
 def _sharded_class(kind: type) -> type:
     """One for all modules of a class: torch.compile makes its code anew for each class, and eight times at most."""
     hide_package_from_compiler()
-    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": deepcopy})
-
-
-@functools.cache
-def hide_package_from_compiler() -> None:
-    """Exclude the files of shardrt from torch.compile, once."""
-    hide_from_compiler(("shardrt", "shardrt.comm", "shardrt.kernels"))
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": deepcopy, "__reduce_ex__": refuse_pickling})
 
 
 # ---------------------------------------------------------------------- copies
@@ -86,8 +81,19 @@ def deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         copies = tuple(memo[id(child)] for child in modules)
         _change_class(copies, [_set_up(group, copies, memo) for group in calls[modules]])
     for group in groups:  # a root inside of another stays one
-        memo[id(group)].adopt([memo[id(child)] for child in group.children])
+        memo[id(group)].adopt([memo[id(child)] for child in group.children if id(child) in memo])  # others were removed
     return made
+
+
+def refuse_pickling(module: FSDPModule, protocol: object) -> NoReturn:
+    """Raise TypeError: for `torch.save` of a sharded module, or of one around it, and for `copy.copy`."""
+    group = module.param_group
+    raise TypeError(
+        f"'{group.name}' is sharded and cannot be pickled, since rank {group.mesh.rank} holds only its shards, nor copied by "
+        "copy.copy(): save a state dict, by shardrt.checkpoint.save(folder, {'model': model}), or whole, by torch.save() of "
+        "shardrt.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on "
+        "rank 0; copy it by copy.deepcopy()"
+    )
 
 
 def _check(groups: Sequence[ParamGroup], inside: set[nn.Module]) -> None:
@@ -137,7 +143,8 @@ def _set_up(group: ParamGroup, modules: Sequence[nn.Module], memo: dict[int, Any
     params, settings = [param.copied(memo) for param in group.params], _settings(group.settings, memo)
     options = (group.device_mesh, group.mp_policy, group.offload_policy, settings, group.gather_kind, group.quantization_policy)
     root_settings = None if group.root_settings is None else replace(group.root_settings, post_optim_event=None)
-    ignored = copy.deepcopy(group.ignored, memo)
+    holders = [(holder, attribute) for module, attribute in group.ignored if (holder := module()) is not None]
+    ignored = frozenset((ref(copy.deepcopy(holder, memo)), attribute) for holder, attribute in holders)
     made.__init__(modules, params, *options, ignored=ignored, root_settings=root_settings)  # type: ignore[misc]
     return made
 

@@ -18,6 +18,7 @@ from ..comm import Stream
 from ..kernels import add_into, pack_into
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import ResolvedShard
+from ..tensor.replaced import hooked, user_hooks
 from ..torch_internals import post_accumulate_grad_hooks
 from .buffers import BufferKind, FlatBuffer, MemoryCounter
 from .grad_layout import ReduceLayout
@@ -135,7 +136,21 @@ class ShardedGrads:
         if new is not None:
             pack_into([new.parts[p] for p in fresh], [self._scratch_views[p] for p in fresh])
         # Cost: gradients on the host are added there, once they have arrived.
-        add_into(list(older.values()), [self._scratch_views[p].to(local.device) for p, local in older.items()])
+        add_into(list(older.values()), [self._added(p, local) for p, local in older.items()])
+
+    def _added(self, position: int, older: torch.Tensor) -> torch.Tensor:
+        """What is added to this rank's part of an earlier gradient."""
+        reduced = self._scratch_views[position].to(older.device)
+        return self.hooked(position, reduced.to(older.dtype)) if user_hooks(self._sharded[position]) else reduced
+
+    def hooked(self, position: int, part: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a new gradient, as the parameter's hooks change it."""
+        return hooked(self._sharded[position], self._params[position].sharded_like(part)).to_local()
+
+    def _change(self, position: int, part: torch.Tensor) -> None:
+        changed = self.hooked(position, part)
+        if changed is not part:
+            part.copy_(changed)
 
     def older(self, position: int) -> torch.Tensor:
         """This rank's part of a gradient from before.
@@ -149,16 +164,23 @@ class ShardedGrads:
             sharded.grad = param.sharded_like(param.part_of(whole, sharded.spec).clone())  # type: ignore[attr-defined]
         return sharded.grad.to_local()
 
-    def assign(self, new: NewGrads, fresh: Sequence[int]) -> None:
-        """Make these the parameters' gradients."""
+    def assign(self, new: NewGrads, fresh: Sequence[int], stream: Stream) -> None:
+        """Make these the parameters' gradients, as hooks change them on the stream that makes them."""
         for position in fresh:
+            if user_hooks(self._sharded[position]):
+                self._arrive(position, stream)
+                stream.submit(partial(self._change, position, new.parts[position]))
             self._sharded[position].grad = self._params[position].sharded_like(new.parts[position])
 
     def call_hooks(self, positions: Iterable[int], stream: Stream) -> None:
         """Call the parameters' post-accumulate-grad hooks on the stream that makes the gradients."""
         for position in positions:
             if hooks := post_accumulate_grad_hooks(self._sharded[position]):
-                if self._params[position].local.device != stream.device:
-                    stream.synchronize()  # offloaded: the hook reads it on the host
+                self._arrive(position, stream)
                 for hook in tuple(hooks.values()):
                     stream.submit(partial(hook, self._sharded[position]))
+
+    def _arrive(self, position: int, stream: Stream) -> None:
+        """A hook is about to read the gradient: if it is offloaded, on the host."""
+        if self._params[position].local.device != stream.device:
+            stream.synchronize()

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..comm import Stream
 from ..kernels import add_into
+from ..tensor.replaced import user_hooks
 from .param import ShardedParam
 from .policy import Settings
 from .ranges import Named
@@ -83,6 +84,8 @@ class UnpackedGrads:
             param, sharded = self._params[position], self._sharded[position]
             if grad.dim() == 0:
                 grad = grad.view(1)  # as the local tensor of a scalar is
+            if user_hooks(sharded):
+                grad = earlier.hooked(position, grad)
             if sharded.grad is None:
                 sharded.grad = param.sharded_like(grad)
             else:

@@ -112,6 +112,7 @@ class VisibleParams:
                     watched.keep_writes()
         self.exposed = False
         # Cost: operations on a subclass take 0.2 us longer, so inside forward and backward the parameters are plain.
+        # Hazard: a weight whose forward had a place keeps it in a recomputation: selective checkpoints compare operations.
         for param in self._plain:
-            param.__class__ = nn.Parameter
+            param.__class__ = LinearWeight if "place" in param.__dict__ else nn.Parameter
             del param.sharded  # type: ignore[attr-defined]  # which cannot be pickled

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import accelerate
 import torch
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from accelerate.utils import recursively_apply
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
-from .. import comm
+from .. import checkpoint, comm
 from ..comm import ReduceOp, without_launcher_variables
 from ..optim import clip_grad_norm_
 from ..torch_internals import tree_leaves
-from .world import check_sharded, full_state_dict, gather, no_gradient_sync, reduce
+from .world import check_sharded, full_state_dict, gather_rows, no_gradient_sync, reduce
 
 _OPERATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.AVG, "max": ReduceOp.MAX}
 
@@ -26,10 +28,10 @@ class Accelerator(accelerate.Accelerator):
 
     Shard the model with `fully_shard` before you create the optimizer. `prepare` leaves both unchanged, splits the batches
     among the ranks, and applies autocast. `gather`, `reduce`, `pad_across_processes`, `gather_for_metrics`, `no_sync`,
-    `accumulate`, `clip_grad_norm_`, `wait_for_everyone` and `get_state_dict` span the ranks.
-    `prepare` raises ValueError for a trainable parameter that is not sharded.
-    These raise RuntimeError: `save_state` and `load_state`, other plugins for distributed training, and an existing process
-    group.
+    `accumulate`, `clip_grad_norm_`, `wait_for_everyone`, `get_state_dict`, `save_state` and `load_state` span the ranks.
+    `prepare` raises ValueError for a trainable parameter that is not sharded, and for a data loader that has not the same
+    number of batches on every rank.
+    These raise RuntimeError: other plugins for distributed training, and an existing process group.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -92,8 +94,8 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def gather(self, tensor: Any) -> Any:
-        """The ranks' tensors concatenated along dim 0; a 0-dim tensor counts as one row. Collective."""
-        return recursively_apply(lambda one: gather(torch.atleast_1d(one)).flatten(0, 1), tensor, error_on_other_type=True)
+        """The ranks' tensors concatenated along dim 0, in which they may differ; a 0-dim tensor is one row. Collective."""
+        return recursively_apply(gather_rows, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather tensors without the samples that fill the last batch. Raises RuntimeError for other objects. Collective."""
@@ -106,12 +108,22 @@ class Accelerator(accelerate.Accelerator):
         return super().gather_for_metrics(input_data)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """Split the batches among the ranks, as Accelerate does. A shuffling sampler gets one seed on all ranks."""
-        sampler = getattr(data_loader, "sampler", None)
-        if isinstance(sampler, RandomSampler):
-            seed = int(torch.randint(2**62, ()) if sampler.generator is None else sampler.generator.initial_seed())
-            sampler.generator = torch.Generator().manual_seed(comm.world().comm.exchange(seed)[0])
-        return super().prepare_data_loader(data_loader, *args, **kwargs)
+        """Split the batches among the ranks, as Accelerate does. All ranks draw rows in the order of rank 0."""
+        if not getattr(data_loader, "_is_accelerate_prepared", False):
+            _share_order(data_loader)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        sampler, batches = _sampler_of(prepared), getattr(prepared, "batch_sampler", None)
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.initial_seed = comm.world().comm.exchange(sampler.initial_seed)[0]
+        if isinstance(batches, BatchSamplerShard) and not (batches.even_batches or batches.drop_last or batches.split_batches):
+            count = len(batches.batch_sampler)
+            if count % self.num_processes:
+                raise ValueError(
+                    f"even_batches=False on rank {self.process_index}: {count} batches cannot be shared equally by "
+                    f"{self.num_processes} ranks, which have to run as many steps each; leave even_batches=True, or give "
+                    "drop_last=True"
+                )
+        return prepared
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, mean or maximum of the ranks' tensors. Collective."""
@@ -152,15 +164,147 @@ class Accelerator(accelerate.Accelerator):
         """The full state dict on rank 0, an empty one on other ranks. Collective."""
         return full_state_dict(self.unwrap_model(model) if unwrap else model, keep=self.is_main_process)
 
-    def save_state(self, *args: object, **kwargs: object) -> NoReturn:
-        raise RuntimeError(
-            f"save_state on rank {self.process_index}: save get_state_dict(model), which gathers from all ranks, instead"
-        )
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
+        """Save what was prepared, and what was registered for checkpointing, with `shardrt.checkpoint.save`. Collective.
 
-    def load_state(self, *args: object, **kwargs: object) -> NoReturn:
-        raise RuntimeError(
-            f"load_state on rank {self.process_index}: load a full state dict with model.load_state_dict() instead"
-        )
+        That is models, optimizers, schedulers, the loss scale, random numbers (but numpy's), and where data loaders are.
+        output_dir: a folder that all ranks share. With `ProjectConfiguration(automatic_checkpoint_naming=True)` it is the next
+        one of the project's, of which `total_limit` are kept.   safe_serialization: has no effect.   Returns: the folder.
+        Raises ValueError for a next one that exists, for other options and for hooks of `register_save_state_pre_hook`;
+        otherwise as `checkpoint.save`.
+        """
+        folder, keep = self._state_folder(output_dir, "save_state", options, self._save_model_state_pre_hook)
+        if self.project_configuration.automatic_checkpoint_naming and any(comm.world().comm.exchange(folder.exists())):
+            raise ValueError(
+                f"save_state on rank {self.process_index}: '{folder}' exists already; call load_state() first, or set "
+                "project_configuration.iteration to the number of the next one"
+            )
+        checkpoint.save(folder, self._checkpointed(), keep=keep)
+        self.project_configuration.iteration += 1
+        return str(folder)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
+        """Load what `save_state` has saved, on any number of ranks, into what was prepared in the same order. Collective.
+
+        input_dir: None: the newest one of `ProjectConfiguration(automatic_checkpoint_naming=True)`.
+        Raises ValueError for other options and for hooks of `register_load_state_pre_hook`; otherwise as `checkpoint.load`.
+        """
+        if load_kwargs is not None:
+            options["load_kwargs"] = load_kwargs
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            found = checkpoint.latest(Path(self.project_dir or ".") / "checkpoints")
+            input_dir = None if found is None else str(found)
+        folder, _ = self._state_folder(input_dir, "load_state", options, self._load_model_state_pre_hook)
+        checkpoint.load(folder, self._checkpointed())
+        number = folder.name.removeprefix("checkpoint_")
+        if self.project_configuration.automatic_checkpoint_naming and number.isdecimal():
+            self.project_configuration.iteration = int(number) + 1
+
+    def _state_folder(self, given: str | None, name: str, options: Any, hooks: Any) -> tuple[Path, int | None]:
+        """The folder, and how many of its kind are kept. Raises ValueError for what is not supported."""
+        if options or hooks:
+            what = ", ".join(options) if options else "hooks of models' states"
+            raise ValueError(
+                f"{name} on rank {self.process_index}: expected no {what}; use shardrt.checkpoint directly for others"
+            )
+        project = self.project_configuration
+        if name == "save_state" and project.automatic_checkpoint_naming:
+            return Path(self.project_dir or ".") / "checkpoints" / f"checkpoint_{self.save_iteration}", project.total_limit
+        if given is None:
+            raise ValueError(f"{name} on rank {self.process_index}: expected a folder, found None")
+        return Path(given), None
+
+    def _checkpointed(self) -> dict[str, Any]:
+        """Everything with a state, by names that do not depend on the ranks."""
+        named: list[tuple[str, list[Any]]] = [
+            ("model", [self.unwrap_model(model) for model in self._models]),
+            ("optimizer", [getattr(wrapper, "optimizer", wrapper) for wrapper in self._optimizers]),
+            ("scheduler", [getattr(wrapper, "scheduler", wrapper) for wrapper in self._schedulers]),
+            ("loader", [_Position(loader) for loader in self._dataloaders]),
+            ("registered", list(self._custom_objects)),
+            ("scaler", [] if self.scaler is None else [self.scaler]),
+        ]
+        state = {f"{kind}_{number}": value for kind, values in named for number, value in enumerate(values)}
+        return {**state, "step": _Step(self), "random": checkpoint.RandomState()}
+
+
+class _Step:
+    """The number of batches that `accumulate` has counted, for a checkpoint."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+
+
+class _Position:
+    """The epoch of a prepared data loader and the seed of its order, for a checkpoint."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._sampler = loader, _sampler_of(loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        generator = getattr(self._sampler, "generator", None)
+        seed = getattr(self._sampler, "initial_seed", None)
+        return {
+            "epoch": getattr(self._loader, "iteration", 0),
+            "seed": seed if isinstance(seed, int) else None,
+            "generator": generator.get_state().tolist() if isinstance(generator, torch.Generator) else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if hasattr(self._loader, "iteration"):
+            self._loader.iteration = state["epoch"]
+        if state["seed"] is not None and hasattr(self._sampler, "initial_seed"):
+            self._sampler.initial_seed = state["seed"]
+        if state["generator"] is not None and isinstance(
+            generator := getattr(self._sampler, "generator", None), torch.Generator
+        ):
+            generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
+# ---------------------------------------------------------------------- data
+
+
+class _SharedOrder(Sampler[Any]):
+    """A sampler of which all ranks get the order that rank 0 draws. Cost: each epoch sends the order to every rank."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        world = comm.world()
+        return iter(world.comm.exchange(list(self._sampler) if world.rank == 0 else [])[0])
+
+
+def _sampler_of(loader: Any) -> Any:
+    """What draws the rows of a prepared loader."""
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+
+
+def _share_order(data_loader: DataLoader[Any]) -> None:
+    """Let a loader that is not prepared yet draw the same rows on every rank, in the order of rank 0. Collective."""
+    sampler, batches = getattr(data_loader, "sampler", None), getattr(data_loader, "batch_sampler", None)
+    if isinstance(sampler, RandomSampler):
+        seed = int(torch.randint(2**62, ()) if sampler.generator is None else sampler.generator.initial_seed())
+        sampler.generator = torch.Generator().manual_seed(comm.world().comm.exchange(seed)[0])
+    elif (
+        type(batches) is BatchSampler
+        and not isinstance(sampler, (SequentialSampler, _SharedOrder))
+        and hasattr(sampler, "__len__")
+    ):
+        batches.sampler = _SharedOrder(sampler)
 
 
 def check_no_process_group(who: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,9 +13,12 @@ from lightning.fabric.utilities import rank_zero_only
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
+from torch import nn
 
 from .. import comm
+from ..batch_norm import convert_sync_batchnorm
 from ..comm import ReduceOp
+from ..fsdp.module import FSDPModule
 from ..fsdp.module_functions import register_fsdp_forward_method, unsharded
 from ..optim import clip_grad_norm_
 from .world import (
@@ -39,9 +42,32 @@ def shard_module(module: LightningModule, **options: Any) -> None:
     """`fully_shard` the repeated blocks of `module`, then `module`. In place, collective.
 
     Blocks are the modules of a class that occurs more than once in an `nn.ModuleList` or `nn.Sequential`.
+    With manual optimization (`automatic_optimization=False`) a training step may have several forwards, backwards and steps of
+    optimizers, which begin and end with each network: then not `module` is sharded, but each network in it.
     options: those of `fully_shard`.
+    Raises ValueError with manual optimization for a parameter of `module` itself.
     """
-    shard_blocks(module, repeated_blocks(module), **options)
+    blocks = repeated_blocks(module)
+    if module.automatic_optimization:
+        shard_blocks(module, blocks, **options)
+        return
+    for name, _ in module.named_parameters(recurse=False):
+        raise ValueError(
+            f"parameter '{name}' of '{type(module).__name__}' itself (rank {comm.world().rank}), which is not sharded with "
+            "automatic_optimization=False, but the networks in it: put the parameter into a module, or shard by a function of "
+            "your own, ShardedStrategy(shard)"
+        )
+    for network in _networks(module):
+        shard_blocks(network, [block for block in blocks if any(block is inner for inner in network.modules())], **options)
+
+
+def _networks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules with parameters in `module` that have a forward."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _networks(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 class ShardedStrategy(ParallelStrategy):
@@ -120,6 +146,8 @@ class ShardedStrategy(ParallelStrategy):
         Raises ValueError for a trainable parameter that is not sharded.
         """
         module = self._module
+        if self._layer_sync:  # of Trainer(sync_batchnorm=True); its own conversion is to torch's, which needs a process group
+            convert_sync_batchnorm(module)
         if not is_sharded(module):
             self._shard(module)
         check_sharded(module)
@@ -137,6 +165,15 @@ class ShardedStrategy(ParallelStrategy):
             clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
         vars(plugin)["clip_grad_by_norm"] = clip  # replaces the method
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """RuntimeError if a sharded module has not noticed a change of `requires_grad`, as `toggle_optimizer` makes.
+
+        It would, at its next forward: but in a training step that is one forward of the whole module there is none.
+        """
+        super().pre_backward(closure_loss)
+        if not self._module.automatic_optimization and isinstance(self._module, FSDPModule):
+            _check_trainable(self._module)
 
     def block_backward_sync(self) -> Any:
         return no_gradient_sync(self._module)
@@ -187,6 +224,17 @@ class ShardedStrategy(ParallelStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _check_trainable(module: FSDPModule) -> None:
+    for group in module.param_group.with_descendants():
+        for param in group.params:
+            if param.sharded.requires_grad != (param in group.trainable):
+                raise RuntimeError(
+                    f"requires_grad of parameter '{param.name}' changed within a forward of '{group.root.name}' (rank "
+                    f"{group.mesh.rank}), which would not follow it: with automatic_optimization=False shard the networks in "
+                    "the module, as ShardedStrategy() does, not the module itself"
+                )
 
 
 class _WorldEnvironment(ClusterEnvironment):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +14,18 @@ import transformers
 from accelerate import PartialState
 from accelerate.state import SharedDict
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from .. import comm
 from ..comm import without_launcher_variables
 from .accelerate import Accelerator, check_no_process_group
-from .world import full_optimizer_state, full_state_dict, is_sharded, load_full_optimizer_state, shard_blocks
+from .evaluation import OwnRows, exact_evaluation, own_average
+from .pretrained import make_methods_collective
+from .world import Originals, full_optimizer_state, full_state_dict, is_sharded, load_full_optimizer_state, shard_blocks
 
-_UNSUPPORTED = ("fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size")
+_UNSUPPORTED = ("fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size", "eval_use_gather_object")
 
 
 def shard_model(model: nn.Module, **options: Any) -> None:
@@ -35,6 +41,7 @@ def shard_model(model: nn.Module, **options: Any) -> None:
             "fully_shard on its blocks and on the model, before or in ShardedTrainer.shard_model()"
         )
     shard_blocks(model, [module for module in model.modules() if type(module).__name__ in names], **options)
+    make_methods_collective(model)
 
 
 class ShardedTrainerMixin:
@@ -46,8 +53,9 @@ class ShardedTrainerMixin:
     - Rank 0 logs, and saves full models and optimizer states, which `from_pretrained` and any number of ranks can load.
 
     Every rank must create the same model and call the same methods of the trainer in the same order: most are collective.
+    An optimizer in `optimizers` may be made of the model before it is sharded: it gets the sharded parameters.
     Raises RuntimeError if torch.distributed has a process group; ValueError for arguments that select other ways to distribute
-    training, and for auto_find_batch_size.
+    training, or that make several ranks compute something else than one process, and for an optimizer of other parameters.
     """
 
     args: Any
@@ -60,6 +68,13 @@ class ShardedTrainerMixin:
     current_flos: Any
     _tr_loss: torch.Tensor
     _globalstep_last_logged: int
+    _originals: Originals | None = None  # of a model that the constructor has sharded
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.optimizer is not None:
+            (self._originals or Originals(self.model)).replace_in(self._plain_optimizer(), self.model)
+        self._originals = None
 
     def shard_model(self, model: nn.Module) -> None:
         """Shard `model` in place. Override it to shard differently, or with options of `fully_shard`."""
@@ -72,6 +87,7 @@ class ShardedTrainerMixin:
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = Accelerator
         self.accelerator._join_world()
+        self.gather_function = self.accelerator.gather_for_metrics
         if self.model is not None:
             self._shard(self.model)
 
@@ -84,9 +100,50 @@ class ShardedTrainerMixin:
         if is_sharded(model):
             return
         name = type(model).__name__
+        self._originals = Originals(model)
         self.shard_model(model)
+        make_methods_collective(model)
         # The Trainer decides by this name whether labels are shifted.
         model._get_name = lambda: name  # type: ignore[method-assign]
+
+    # ------------------------------------------------------------------ data
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **options: Any) -> Any:
+        """As the Trainer's. A stream to evaluate is read whole first, since its end tells which rows are repeated."""
+        if isinstance(dataset, IterableDataset) and not options.get("is_training") and comm.world().size > 1:
+            dataset = list(dataset)
+        return super()._get_dataloader(dataset, *args, **options)  # type: ignore[misc]
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return _for_all_ranks(super()._get_train_sampler(*args, **kwargs))  # type: ignore[misc]
+
+    def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return _for_all_ranks(super()._get_eval_sampler(*args, **kwargs))  # type: ignore[misc]
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        _check_layer_drop(self.model)
+        _seed_other_ranks()
+        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+
+    # ------------------------------------------------------------------ losses
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """The mean over the ranks of their numbers of items: gradients are averaged, so that no loss need be multiplied."""
+        count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        if count is None or not self.args.average_tokens_across_devices:
+            return count
+        return torch.as_tensor(count, dtype=torch.float64, device=device) / comm.world().size
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # The Trainer would multiply the loss by the number of ranks, also of a model that does not divide by the items.
+        with own_average(self.args):
+            loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        return loss
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        own = OwnRows(dataloader)
+        with exact_evaluation(self, own):
+            return super().evaluation_loop(own, *args, **kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------------------------ logs
 
@@ -141,6 +198,61 @@ class ShardedTrainer(ShardedTrainerMixin, transformers.Trainer):
     """`transformers.Trainer` that trains a sharded model. See `ShardedTrainerMixin`."""
 
 
+# ---------------------------------------------------------------------- what several ranks must have alike, and what not
+
+
+def _for_all_ranks(sampler: Any) -> Any:
+    """A sampler that groups rows by length, for batches of all ranks; any other as it is."""
+    if isinstance(sampler, LengthGroupedSampler):
+        sampler = copy.copy(sampler)  # which may be asked for again
+        sampler.batch_size *= comm.world().size
+    return sampler
+
+
+def _seed_other_ranks() -> None:
+    """Let the other ranks draw other random numbers than rank 0, which goes on as one process would. Collective."""
+    world = comm.world()
+    state = bytes(torch.get_rng_state().tolist()) if world.rank == 0 else b""
+    seeded_by = hashlib.blake2b(world.comm.exchange(state)[0] + world.rank.to_bytes(8, "little"), digest_size=4)
+    if world.rank:
+        transformers.set_seed(int.from_bytes(seeded_by.digest(), "little"))
+
+
+def _check_layer_drop(model: nn.Module) -> None:
+    """Raise ValueError for a model that would leave out layers on one rank while others gather their parameters."""
+    if comm.world().size == 1:
+        return
+    for name, module in model.named_modules():
+        for holder in (module, getattr(module, "config", None)):  # such as config.encoder_layerdrop
+            for attribute, rate in vars(holder).items() if holder is not None else ():
+                if attribute.endswith("layerdrop") and isinstance(rate, (int, float)) and rate > 0:
+                    raise ValueError(
+                        f"ShardedTrainer on rank {comm.world().rank}: {attribute} of '{name or type(model).__name__}' is "
+                        f"{rate}; expected 0.0, because ranks gather a layer's parameters together: make the model with "
+                        f"{attribute}=0.0"
+                    )
+
+
+def _check_batches(args: transformers.TrainingArguments) -> None:
+    """Raise ValueError for arguments with which several ranks would compute something else than one process."""
+    rank, who = comm.world().rank, "ShardedTrainer"
+    if not args.average_tokens_across_devices:
+        raise ValueError(
+            f"{who} on rank {rank}: average_tokens_across_devices=False divides the loss of each rank by its own number of "
+            "tokens, so that tokens weigh differently and training differs from one process; leave it True"
+        )
+    if getattr(args.accelerator_config, "split_batches", False):
+        raise ValueError(
+            f"{who} on rank {rank}: split_batches=True in accelerator_config divides the per_device batch sizes by the "
+            "number of ranks, of which the Trainer knows nothing; leave it False, and give each rank's batch size"
+        )
+    if args.batch_eval_metrics and "inputs" in args.include_for_metrics:
+        raise ValueError(
+            f"{who} on rank {rank}: batch_eval_metrics gives compute_metrics the inputs of this rank beside the predictions of "
+            "all; remove 'inputs' from include_for_metrics, or batch_eval_metrics"
+        )
+
+
 # ---------------------------------------------------------------------- ranks
 
 
@@ -157,6 +269,8 @@ def _join_world(args: transformers.TrainingArguments) -> None:
     unsupported = [name for name in _UNSUPPORTED if getattr(args, name, None)]
     if unsupported:
         raise ValueError(f"ShardedTrainer on rank {world.rank}: expected no {', '.join(unsupported)} in TrainingArguments")
+    if world.size > 1:
+        _check_batches(args)
     with without_launcher_variables():
         args.device  # noqa: B018  # creates the cached state now, before Accelerate chooses a device
         state = _WorldState(cpu=world.device.type == "cpu")

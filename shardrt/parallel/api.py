@@ -14,14 +14,14 @@ from torch import nn
 from ..comm import DeviceMesh
 from ..fsdp.extension import has_methods
 from ..fsdp.module import FSDPModule
-from ..fsdp.sharded_class import hide_package_from_compiler
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
 from ..tensor.replicated import Mark, remember_mark, replicas_mesh
+from ..torch_internals import hide_package_from_compiler
 from . import checks
 from .axis import axis_of
 from .modules import Bound, ParallelizedModule, give_class
-from .parameters import Split, check_shared, make_equal
+from .parameters import Split, check_shared, keep_ties, make_equal
 from .styles import ColwiseParallel, ParallelStyle
 
 Plan = Mapping[str, Any]  # a style, or a plan for what lies inside
@@ -48,7 +48,8 @@ def parallelize_module(
     may be a pattern of `fnmatch` ("layers.*.attention.w[qkv]"), and "" is `module` itself.
     src_data_rank: the rank of the mesh whose parameters all others take; None: each rank keeps its own, which must fit.
     strict: a key that matches no module is an error; False: a warning, as in torch.
-    Parameters of styled modules become `DTensor`s on the mesh. All others stay plain, equal on all ranks of the mesh. Apply
+    Parameters of styled modules become `DTensor`s on the mesh, also in other modules that share them: those need a style by the
+    first forward, or `fully_shard`, which raise ValueError else. All others stay plain, equal on all ranks of the mesh. Apply
     `fully_shard` afterwards.
     Raises, on every rank, before anything is changed: ValueError for a key that matches nothing, a mesh with several axes, a
     rank that is not in the mesh, modules that are sharded or parallelized already, parameters on another mesh, ranks with
@@ -66,6 +67,7 @@ def parallelize_module(
     entries = _agreed(module, device_mesh, parallelize_plan, src_data_rank, strict)
     hide_package_from_compiler()
     made = _apply(module, device_mesh, entries, src_data_rank)
+    keep_ties(made)
     _replicate_others(made, device_mesh, src_data_rank)
     axis.regions.watch(made)
     axis.first = True
@@ -193,7 +195,7 @@ def _check(module: nn.Module, entries: list[_Entry], mesh: DeviceMesh) -> None:
         splits += style.splits(child)
         if isinstance(style, ColwiseParallel) and isinstance(child, nn.Linear) and name:
             checks.whole_heads(module.get_submodule(name.rpartition(".")[0]), name, child, mesh.size)
-    check_shared(module, splits)
+    check_shared(splits)
 
 
 def _check_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:

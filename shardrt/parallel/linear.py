@@ -10,21 +10,31 @@ sum. Row-wise, `in` is split: x is sharded, y a term of a sum; the bias is added
 | row              | matmul, all-reduce            | gradients of x and of the weight                                         |
 | row, `dim`       | matmul, reduce-scatter        | all-gather, gradients of x and of the weight                             |
 
+With create_graph=True the backwards are operations that autograd records, and no communication runs beside a matmul.
+
 `gathered_column` keeps only this rank's part of x between forward and backward: Megatron-LM's `layers.py`
 (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ..tensor.placement import Shard
 from .axis import Axis, owned
 from .pieces import gather_matmul, matmul_scatter
-from .relayout import Terms, Twin
+from .relayout import (
+    PARTIAL,
+    Terms,
+    Twin,
+    gathered_with_summed_gradient,
+    relayout,
+    with_summed_gradient,
+)
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -77,14 +87,16 @@ class _Column(torch.autograd.Function):
         return owned(F.linear(x, weight, bias))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         rows = _rows(grad)
-        # The first reader's term is summed into, so it is a tensor of its own.
-        ctx.terms.add((rows @ weight).view(*grad.shape[:-1], weight.shape[1]))
+        term = (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
+        has_graph = torch.is_grad_enabled()
+        if not has_graph:
+            ctx.terms.add(term)  # the first reader's is summed into: it is a tensor of its own
         _, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        return None, rows.t() @ _rows(x) if needs_weight else None, rows.sum(0) if needs_bias else None, None
+        grad_weight = rows.t() @ _rows(x) if needs_weight else None
+        return term if has_graph else None, grad_weight, rows.sum(0) if needs_bias else None, None
 
 
 class _GatheredColumn(torch.autograd.Function):
@@ -106,12 +118,13 @@ class _GatheredColumn(torch.autograd.Function):
         return owned(F.linear(axis.gather(x, dim, total), weight, bias))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         axis, dim = ctx.axis, ctx.dim
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = _rows(grad)
+        if torch.is_grad_enabled():
+            return *_GatheredColumn._with_graph(ctx, grad, rows), rows.sum(0) if needs_bias else None, None, None, None, None
         gathered = axis.start_gather(x, dim, ctx.total) if needs_weight else None
         reduced = None
         if needs_x:
@@ -119,6 +132,18 @@ class _GatheredColumn(torch.autograd.Function):
         grad_weight = None if gathered is None else rows.t() @ _rows(gathered.result())
         grad_bias = rows.sum(0) if needs_bias else None
         return None if reduced is None else reduced.result(), grad_weight, grad_bias, None, None, None, None
+
+    @staticmethod
+    def _with_graph(ctx: Any, grad: torch.Tensor, rows: torch.Tensor) -> Gradients:
+        """The gradients of x and of the weight."""
+        axis, dim = ctx.axis, ctx.dim
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = relayout(axis, (rows @ weight).view(*grad.shape[:-1], weight.shape[1]), PARTIAL, Shard(dim))
+        if ctx.needs_input_grad[1]:
+            grad_weight = rows.t() @ _rows(gathered_with_summed_gradient(axis, x, dim, ctx.total))
+        return grad_x, grad_weight
 
 
 class _Row(torch.autograd.Function):
@@ -144,12 +169,16 @@ class _Row(torch.autograd.Function):
         return owned(out if bias is None else out.add_(bias))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        axis, dim = ctx.axis, ctx.dim
         x, weight = ctx.saved_tensors
         grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
-        if ctx.dim is not None and (x is not None or weight is not None):
-            grad = ctx.axis.gather(grad, ctx.dim, ctx.total)
+        has_graph = torch.is_grad_enabled()
+        if dim is None:
+            grad = with_summed_gradient(axis, grad) if has_graph else grad
+        elif x is not None or weight is not None:
+            gather = axis.gather if not has_graph else functools.partial(gathered_with_summed_gradient, axis)
+            grad = gather(grad, dim, ctx.total)
         rows = _rows(grad)
         grad_x = None if weight is None else (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
         return grad_x, None if x is None else rows.t() @ _rows(x), grad_bias, None, None, None

@@ -22,8 +22,8 @@ import torch
 from torch.nn import functional as F
 
 from ..tensor.dtensor import DTensor, dtensor_of
-from ..tensor.placement import Shard
-from .vocabulary import cross_entropy, shards_dim
+from ..tensor.placement import Shard, Sharded
+from .vocabulary import cross_entropy, shards
 
 
 @contextmanager
@@ -50,7 +50,8 @@ _outside: Callable[..., Any] = DTensor.__torch_function__
 
 def _torch_function(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     handler = _HANDLERS.get(func)
-    if handler is not None and args and type(args[0]) is DTensor and _is_sharded(args[0]):
+    first = args[0] if args else (kwargs or {}).get("input")
+    if handler is not None and type(first) is DTensor and (func is F.cross_entropy or _is_sharded(first)):
         out = handler(func, *args, **(kwargs or {}))
         if out is not NotImplemented:
             return out
@@ -64,7 +65,7 @@ def _is_sharded(tensor: DTensor) -> bool:
 
 def _cross_entropy(
     func: Any,
-    logits: DTensor,
+    input: DTensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: bool | None = None,
@@ -73,15 +74,15 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    dim = 1 if len(logits.spec.shape) > 1 else 0
-    if not shards_dim(logits.spec, dim):
+    dims = len(input.spec.shape)
+    dim = min(1, dims - 1)
+    if not any(shards(placement, dim) for placement in input.spec.placements):
         return NotImplemented
     if size_average is not None or reduce is not None:
         raise NotImplementedError("cross_entropy of sharded classes with size_average or reduce: use reduction")
     return cross_entropy(
-        logits.to_local().movedim(dim, -1),
+        _permuted(input, [*range(dim), *range(dim + 1, dims), dim]),
         target,
-        logits.spec.mesh,
         weight=weight,
         ignore_index=ignore_index,
         reduction=reduction,
@@ -102,7 +103,7 @@ def _wrapped(local: torch.Tensor, like: DTensor, dim: int) -> DTensor:
 
 
 def _classes_are_last(logits: DTensor) -> bool:
-    return shards_dim(logits.spec, len(logits.spec.shape) - 1)
+    return shards(logits.spec.placements[0], len(logits.spec.shape) - 1)
 
 
 def _view(func: Any, logits: DTensor, *sizes: Any, **kwargs: Any) -> Any:
@@ -169,9 +170,14 @@ def _transpose(func: Any, logits: DTensor, dim0: int, dim1: int) -> Any:
 def _permute(func: Any, logits: DTensor, *dims: Any) -> Any:
     count = len(logits.spec.shape)
     order = [dim % count for dim in (dims[0] if isinstance(dims[0], Sequence) else dims)]
-    placement = logits.spec.placements[0]
-    assert isinstance(placement, Shard), "checked by the caller"
-    return _wrapped(logits.to_local().permute(order), logits, order.index(placement.dim))
+    return _permuted(logits, order)
+
+
+def _permuted(tensor: DTensor, order: Sequence[int]) -> DTensor:
+    spec = tensor.spec
+    placements = tuple(replace(p, dim=order.index(p.dim)) if isinstance(p, Sharded) else p for p in spec.placements)
+    shape = torch.Size(spec.shape[dim] for dim in order)
+    return dtensor_of(tensor.to_local().permute(*order), replace(spec, placements=placements, shape=shape))
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

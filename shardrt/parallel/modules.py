@@ -22,7 +22,8 @@ from ..torch_internals import in_backward
 from . import checks
 from .axis import Axis, parts
 from .linear import column, gathered_column, row
-from .partial_grads import visible
+from .parameters import check_ties
+from .partial_grads import run_exposed, visible
 from .relayout import PARTIAL, REPLICATE, as_dtensor, local_of, relayout, shared_gather, twin_of
 from .vocabulary import masked_embedding
 
@@ -52,14 +53,23 @@ class Bound:
             checks.same_data(self.axis, value, self.name)
         return local_of(self.axis, value, self.source, self.name)
 
+    def begin(self, module: nn.Module) -> None:
+        """Draw random numbers from here on as the output lies."""
+        if not self.axis.depth:
+            self.axis.outside(self, training=module.training)
+        self.enter_region(module)
+
+    def enter_region(self, module: nn.Module) -> None:
+        if self.axis.regions.enabled and module.training:
+            self.axis.enter_region(self.target)
+
     def finish(self, out: torch.Tensor, module: nn.Module, total: int | None = None) -> torch.Tensor:
         """The output as the caller sees it. total: the size of the dim that `target` splits, if known."""
-        axis, target = self.axis, self.target
-        if not axis.depth:
-            axis.outside(self, training=module.training)
-        if axis.regions.enabled and module.training:
-            axis.enter_region(target)
-        return out if self.local_output else as_dtensor(axis, out, target, total)
+        self.begin(module)
+        return self.seen(out, total)
+
+    def seen(self, out: torch.Tensor, total: int | None) -> torch.Tensor:
+        return out if self.local_output else as_dtensor(self.axis, out, self.target, total)
 
 
 # ---------------------------------------------------------------------- split weights
@@ -193,8 +203,10 @@ class SequenceParallelModule(InFront):
             local, source, total = tp.read(input)
             args, kwargs = with_input(args, kwargs, name, relayout(tp.axis, local, source, tp.target, total))
             total = total if source == tp.target else None
+        tp.begin(self)  # type: ignore[arg-type]  # no boundary may have come before, of an input that the caller has cut
         out = run_exposed(self, super().forward, args, kwargs, terms=True)  # type: ignore[misc]
-        return tp.finish(out, self, total)  # type: ignore[arg-type]
+        tp.enter_region(self)  # type: ignore[arg-type]
+        return tp.seen(out, total)
 
 
 class OwnForwardModule(InFront):
@@ -226,19 +238,6 @@ def with_input(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with another input."""
     return ((value, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: value})
-
-
-def run_exposed(module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, terms: bool = False) -> Any:
-    """Run a forward with plain local tensors in the place of the registered parameters. terms: see `visible`."""
-    registries = [child._parameters for child in module.modules()]
-    saved = [(params, name, p) for params in registries for name, p in params.items() if p is not None]
-    for params, name, param in saved:
-        params[name] = visible(param, terms=terms)
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        for params, name, param in saved:
-            params[name] = param
 
 
 # ---------------------------------------------------------------------- arguments and results
@@ -335,6 +334,7 @@ class ParallelizedModule:
     tp_root: Axis | None = None  # a container's slice has none
     tp_outermost: bool = False
     tp_first: bool = False  # until it has run once as the outermost one
+    tp_known: bool = False  # whether it draws random numbers is known
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Fill a copy that `deepcopy` makes."""
@@ -352,9 +352,10 @@ class ParallelizedModule:
         if not recomputing:
             self.tp_outermost = True
             if first:
+                check_ties(self)  # type: ignore[arg-type]
                 checks.same_tokens(axis, self, args, kwargs)  # type: ignore[arg-type]
         if self.tp_outermost:
-            axis.regions.begin(training=self.training, first=first)  # type: ignore[attr-defined]
+            known = axis.regions.begin(training=self.training, first=first, known=self.tp_known)  # type: ignore[attr-defined]
         axis.depth = 1
         try:
             out = super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -364,6 +365,7 @@ class ParallelizedModule:
             self.tp_first = axis.first = False
         if self.tp_outermost:
             axis.regions.end(training=self.training)  # type: ignore[attr-defined]
+            self.tp_known |= known
         return out
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
-from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import DeviceMesh, current_stream
 from ..tensor.dtensor import DTensor
+from ..tensor.group_registry import group_of
 from ..tensor.placement import Partial, Placement, Shard, Spec
+from ..tensor.replaced import note_replaced, replacement
 from ..tensor.replicated import Mark, mark_replicated, remember_mark
 from .axis import axis_of, parts
 
 PARTIAL_GRADIENT = (Partial(),)
-# The parallel parameter that replaced a plain one: modules that shared the plain one share this.
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # torch.Tensor -> ReferenceType[DTensor]
 
 
 class Split(NamedTuple):
@@ -45,13 +43,14 @@ def split_parameter(split: Split, mesh: DeviceMesh, src_data_rank: int | None) -
     src_data_rank: the rank whose values are taken; None: each rank's own.
     """
     (module, name, placement, grad_placements), param = split, split.param
-    if (made := replacement(param)) is None:
+    if (made := _made(split)) is None:  # else modules that shared the plain one share this
         spec = Spec.of(mesh, (placement,), param.shape)
         local = _local(param, spec, src_data_rank)
         made = cast(DTensor, nn.Parameter(DTensor(local, spec), requires_grad=param.requires_grad))
         made.grad_placements = grad_placements
-        _replaced[param] = ref(made)
+        note_replaced(param, made)
     module._parameters[name] = made  # type: ignore[assignment]
+    module.__dict__.get("tp_unstyled", {}).pop(name, None)
     if not (names := module.__dict__.setdefault("tp_parameters", set())):
         module.register_load_state_dict_pre_hook(_refuse_whole)
     names.add(name)
@@ -70,10 +69,37 @@ def _refuse_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, me
             )
 
 
-def replacement(param: torch.Tensor) -> DTensor | None:
+def _parallel(param: torch.Tensor) -> DTensor | None:
     """The parallel parameter that has replaced a plain one that other modules still have."""
-    found: ReferenceType[Any] | None = _replaced.get(param)
-    return None if found is None else found()
+    found = replacement(param)
+    return None if found is None or group_of(found) is not None else found
+
+
+def _made(split: Split) -> DTensor | None:
+    """The parallel parameter that there is already, since another module shares it."""
+    param = split.param
+    if isinstance(param, DTensor) and split.name in split.module.__dict__.get("tp_unstyled", ()):
+        return param
+    return _parallel(param)
+
+
+def keep_ties(module: nn.Module) -> None:
+    """Give modules without a style the parallel parameters in the place of those that they shared: they may get one later."""
+    for prefix, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            if param is not None and (made := _parallel(param)) is not None:
+                owner._parameters[name] = made
+                owner.__dict__.setdefault("tp_unstyled", {})[name] = f"{prefix}.{name}".lstrip(".")
+
+
+def check_ties(module: nn.Module) -> None:
+    """Raise ValueError if a module without a style would compute with a part of a parameter that it shares."""
+    for owner in module.modules():
+        for full_name in owner.__dict__.get("tp_unstyled", {}).values():
+            raise ValueError(
+                f"parameter '{full_name}' is shared with a module whose style splits it: give the module of '{full_name}' a "
+                "style as well, such as RowwiseParallel for an embedding and ColwiseParallel for a head"
+            )
 
 
 def _local(param: torch.Tensor, spec: Spec, src_data_rank: int | None) -> torch.Tensor:
@@ -98,30 +124,19 @@ def _local(param: torch.Tensor, spec: Spec, src_data_rank: int | None) -> torch.
     return out.narrow(dim, 0, rows[axis.rank]).contiguous()
 
 
-def check_shared(module: nn.Module, splits: Sequence[Split]) -> None:
-    """Raise ValueError unless modules that share a parameter distribute it alike."""
+def check_shared(splits: Sequence[Split]) -> None:
+    """Raise ValueError unless styled modules that share a parameter distribute it alike."""
     shared: dict[int, tuple[Any, Any]] = {}
     first = {(id(split.module), split.name): split for split in reversed(splits)}
     for split in first.values():
         asked = (split.placement,), split.grad_placements
-        made = replacement(split.param)
+        made = _made(split)
         found = shared.setdefault(id(split.param), asked if made is None else (made.spec.placements, made.grad_placements))
         if found != asked:
             raise ValueError(
                 f"parameter '{split.name}' of a {type(split.module).__name__} is shared with another module, which has it as "
                 f"{found[0]}: expected {asked[0]}; give both modules styles that split it alike"
             )
-    for prefix, owner in module.named_modules():
-        for name, param in owner._parameters.items():
-            if param is None or (id(owner), name) in first:
-                continue
-            if (made := replacement(param)) is not None or id(param) in shared:
-                full_name = f"{prefix}.{name}".lstrip(".")
-                raise ValueError(
-                    f"parameter '{full_name}' is shared with a module that splits it as "
-                    f"{shared[id(param)][0] if made is None else made.spec.placements}: give the module of '{full_name}' a "
-                    "style as well, such as RowwiseParallel for an embedding and ColwiseParallel for a head"
-                )
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ import torch
 
 from ..comm import ReduceOp, current_stream
 from ..tensor.dtensor import DTensor
+from ..tensor.replaced import hooked, user_hooks
 from ..torch_internals import post_accumulate_grad_hooks, queue_backward_callback
 from .axis import Axis, axis_of
 from .relayout import with_summed_gradient
@@ -49,6 +50,8 @@ class Leaf:
         param = self.param()
         if param is None:
             return
+        if user_hooks(param):
+            grad = hooked(param, DTensor(grad, param.spec))._local_tensor
         before: torch.Tensor | None = param.grad
         if before is None:
             param.grad = self._wrapped(grad, param)
@@ -93,6 +96,19 @@ def visible(param: torch.Tensor | None, *, terms: bool = False) -> torch.Tensor 
     return leaf.tensor
 
 
+def run_exposed(module: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, terms: bool = False) -> Any:
+    """Run a forward with plain local tensors in the place of the registered parameters. terms: see `visible`."""
+    registries = [child._parameters for child in module.modules()]
+    saved = [(params, name, p) for params in registries for name, p in params.items() if p is not None]
+    for params, name, param in saved:
+        params[name] = visible(param, terms=terms)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for params, name, param in saved:
+            params[name] = param
+
+
 class _Backward:
     """A backward that runs, and its leaves with a complete gradient. The engine calls this at its end.
 
@@ -134,7 +150,7 @@ def _publish(leaves: list[Leaf]) -> None:
     for leaf in leaves:
         grad, leaf.tensor.grad = leaf.tensor.grad, None
         if grad is not None:
-            gradients[leaf] = grad
+            gradients[leaf] = grad.detach()  # create_graph=True makes a graph, which would keep the activations
     _reduce({leaf: grad for leaf, grad in gradients.items() if leaf.axis is not None and leaf.axis.size > 1})
     for leaf, grad in gradients.items():
         leaf.publish(grad)

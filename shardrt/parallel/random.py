@@ -15,11 +15,17 @@ Therefore regions survive whatever saves and restores the generator: recomputati
 in the middle of a region, `fork_rng`, and resuming. An exception leaves its region behind, and the next `begin` ends it. How
 many numbers a rank draws in a region has no effect on the next one.
 
+Whether anything is random is seen by the probabilities among the modules' attributes, and by a probe: in a model's first
+forward in training the regions are entered in any case, and if no rank has drawn a number at its end, the generator goes back
+to where it was. So functions with a constant probability and noise are found too.
+
 The rule, equal masks where replicated and different ones where sharded, is Megatron-LM's (`tensor_parallel/random.py`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import warnings
 from weakref import WeakKeyDictionary
 
 import torch
@@ -72,6 +78,7 @@ class RandomRegions:
 
     mesh: the tensor parallel one, 1-D.
     enabled: whether anything is random, as `begin` found it; without, no method changes anything.
+    draws: whether a model was seen to draw numbers whose probability is no attribute.
     A module that is not in training enters no region.
     Cost: a switch takes 2 to 3 us, without communication or a host sync.
     """
@@ -79,8 +86,9 @@ class RandomRegions:
     def __init__(self, mesh: DeviceMesh) -> None:
         if mesh.size > _RANK:
             raise ValueError(f"random regions on {mesh}: expected at most {_RANK} ranks")
-        self.enabled = False
+        self.enabled = self.draws = False
         self._mesh = mesh
+        self._probe: _Probe | None = None
         self._attributes: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
     def watch(self, module: nn.Module) -> None:
@@ -89,28 +97,51 @@ class RandomRegions:
             for owner, name in random_attributes(module):
                 self._attributes.setdefault(owner, set()).add(name)
 
-    def begin(self, *, training: bool, first: bool = False) -> None:
+    def begin(self, *, training: bool, first: bool = False, known: bool = True) -> bool:
         """Start the forward of the outermost parallelized module, in a replicated region if it is in training.
 
         It is a new one: what a single rank drew in between has no effect.
-        first: whether the module has not run yet.
-        Cost: an exchange on the host in the first forward, and after each seeding.
+        first: whether the module has not run yet.   known: whether it is known if it draws numbers.
+        Returns: whether it will be known at the end.
+        Cost: an exchange on the host in the first forward, and after each seeding; where nothing is random, two copies of the
+        generator's state, 5 us.
         """
-        self.enabled = self._any_random()
+        generator = default_generator(self._mesh.device)
+        self._probe, self.enabled = None, self._any_random()
+        if training and not self.enabled and self._mesh.size > 1:
+            self._probe = _Probe(generator, known)
+            self.enabled = not known
         if self.enabled and training:
-            generator = default_generator(self._mesh.device)
             if first or _region(generator) is None:
                 self._agree(generator)
             if (region := _region(generator)) is not None:
-                generator.manual_seed(_seed(region[0] + 1, 0))
+                self._seed(generator, region[0] + 1, 0)
+        return not known and self._probe is not None
 
     def end(self, *, training: bool) -> None:
-        """End that forward, in a replicated region if it was in training."""
+        """End that forward, in a replicated region if it was in training. Collective where `begin` returned True."""
+        generator = default_generator(self._mesh.device)
+        if self._probe is not None:
+            self._end_probe(self._probe, generator)
         if self.enabled:
-            generator = default_generator(self._mesh.device)
             if training and _region(generator) is None:
                 generator.manual_seed(_seed(_draw(generator), 0))
             self.enter_replicated()
+
+    def _end_probe(self, probe: _Probe, generator: torch.Generator) -> None:
+        self._probe = None
+        probe.look(generator)
+        if not probe.known:
+            self.enabled = self.draws = any(self._mesh.exchange(probe.drew))
+            if not self.draws:
+                generator.set_state(probe.before)
+        elif probe.drew:
+            warnings.warn(
+                "a parallelized module that drew no random numbers in its first forward in training does now: ranks of "
+                f"{self._mesh} drew the same ones where their activations are different parts; keep the probability in an "
+                "attribute of the module, with 'drop' in its name",
+                stacklevel=4,
+            )
 
     def outside(self, *, training: bool) -> None:
         """What `begin` does once, for a module that runs outside of the forward of a parallelized one."""
@@ -123,9 +154,11 @@ class RandomRegions:
         """From here on, the ranks draw different numbers. Nothing changes if they do already."""
         if self.enabled:
             generator = default_generator(self._mesh.device)
-            counter, rank = _region(generator) or (_draw(generator), 0)
-            if rank == 0:
-                generator.manual_seed(_seed(counter + 1, self._mesh.rank + 1))
+            if (region := _region(generator)) is None or region[1] == 0:
+                if self._probe is not None:
+                    self._probe.look(generator)
+                counter = _draw(generator) if region is None else region[0]
+                self._seed(generator, counter + 1, self._mesh.rank + 1)
 
     def enter_replicated(self) -> None:
         """From here on, the ranks draw the same numbers. Nothing changes if they do already."""
@@ -133,7 +166,14 @@ class RandomRegions:
             generator = default_generator(self._mesh.device)
             counter, rank = _region(generator) or (0, 0)
             if rank > 0:
-                generator.manual_seed(_seed(counter, 0))
+                if self._probe is not None:
+                    self._probe.look(generator)
+                self._seed(generator, counter, 0)
+
+    def _seed(self, generator: torch.Generator, counter: int, rank: int) -> None:
+        generator.manual_seed(_seed(counter, rank))
+        if self._probe is not None:
+            self._probe.mark = _state(generator)
 
     def counter(self) -> int | None:
         """That of the region that the generator is in, the same on all ranks of the mesh; None before the first forward."""
@@ -151,13 +191,32 @@ class RandomRegions:
         return _draw(copy)
 
     def _any_random(self) -> bool:
-        return any(getattr(owner, name) > 0 for owner, names in self._attributes.items() for name in names)
+        return self.draws or any(getattr(owner, name) > 0 for owner, names in self._attributes.items() for name in names)
 
     def _agree(self, generator: torch.Generator) -> None:
         """Have the ranks draw the same numbers: rank 0's, if theirs differ. Collective."""
         found = self._mesh.exchange(self.fingerprint())
         if len(set(found)) > 1:
-            generator.manual_seed(_seed(found[0], 0))
+            self._seed(generator, found[0], 0)
+
+
+class _Probe:
+    """Sees whether a forward draws numbers. before: the generator's state when it began.   known: see `RandomRegions.begin`."""
+
+    __slots__ = ("before", "drew", "known", "mark")
+
+    def __init__(self, generator: torch.Generator, known: bool) -> None:
+        self.before, self.mark = generator.get_state(), _state(generator)
+        self.drew, self.known = False, known
+
+    def look(self, generator: torch.Generator) -> None:
+        self.drew = self.drew or self.mark != _state(generator)
+
+
+def _state(generator: torch.Generator) -> bytes:
+    """The generator's state, read without operations of torch, which a mode that watches them would see."""
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -20,6 +20,9 @@ its memory and whose gradient is partial. All readers of one tensor share one tw
 | sharded    | twin       | all-gather     | reduce-scatter |
 
 These are the functions f, g and their sequence-parallel forms of Megatron-LM (Shoeybi et al. 2019, Korthikanti et al. 2022).
+
+Gradients of gradients: in a backward with create_graph=True, each boundary's backward is a boundary again, with its two columns
+exchanged. A gradient of a partial tensor is then read as a twin, and the gradient of a twin is partial, as in the tables.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ from typing import Any
 
 import torch
 
+from ..comm import Communicator, ReduceOp, current_stream
 from ..tensor.dtensor import DTensor, dtensor_of
 from ..tensor.placement import Partial, Placement, Replicate, Shard, Spec
 from ..tensor.redistribute import change_axis
-from ..torch_internals import in_backward
+from ..torch_internals import current_backward, in_backward
 from .axis import Axis, Pending, owned
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -93,6 +97,23 @@ def with_summed_gradient(axis: Axis, local: torch.Tensor) -> torch.Tensor:
     return local if axis.size == 1 else _Relayout.apply(local, _as_is, axis.all_reduce)
 
 
+def gathered_with_summed_gradient(axis: Axis, local: torch.Tensor, dim: int, total: int) -> torch.Tensor:
+    """All parts of `dim`, `total` long: a replicated tensor whose gradient on each rank is a term of a sum."""
+    if axis.size == 1:
+        return local
+    return _Relayout.apply(local, lambda part: axis.gather(part, dim, total), lambda terms: axis.reduce_scatter(terms, dim))
+
+
+def summed_with_summed_gradient(axis: Axis, terms: torch.Tensor) -> torch.Tensor:
+    """The sum over the ranks: a replicated tensor whose gradient on each rank is a term of a sum."""
+    return terms if axis.size == 1 else _Relayout.apply(terms, axis.all_reduce, axis.all_reduce)
+
+
+def all_reduced(comm: Communicator, terms: torch.Tensor) -> torch.Tensor:
+    """The sum over the ranks of a communicator, of which each has a term: partial to replicated."""
+    return terms if comm.size == 1 else _Relayout.apply(terms, functools.partial(_summed, comm), _as_is)
+
+
 class Twin:
     """A replicated tensor as its readers with split weights see it. version: of the tensor, when the twin was made.
 
@@ -115,14 +136,16 @@ class Terms:
     A reader's backward calls `add` and returns no gradient. The last one starts the reduction, and computes the gradient of its
     weight beside it. If a reader's backward does not run, the reduction starts when the boundary's does.
     Sum and reduction are in the readers' dtype (under autocast: its), or in the wider one of two.
+    With create_graph=True readers return their gradients instead, so that autograd sums them.
     """
 
-    __slots__ = ("axis", "closed", "dim", "left", "pending", "readers", "recomputed", "sum")
+    __slots__ = ("axis", "backward", "closed", "dim", "left", "pending", "readers", "recomputed", "sum")
 
     def __init__(self, axis: Axis, dim: int | None) -> None:
         self.axis, self.dim = axis, dim  # dim: of the reduce-scatter; None: an all-reduce
         self.readers = self.left = 0
         self.closed, self.recomputed = False, in_backward()
+        self.backward = -1  # the one that `sum`, `left` and `pending` belong to
         self.sum: torch.Tensor | None = None
         self.pending: Pending | None = None
 
@@ -132,6 +155,7 @@ class Terms:
 
     def add(self, grad: torch.Tensor) -> None:
         """Add a reader's gradient, a contiguous tensor of its own."""
+        self._forget_other_backward()
         found = self.sum
         if found is None:
             self.sum = grad
@@ -144,8 +168,11 @@ class Terms:
 
     def take(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """The reduced gradient. grad: of readers that are not ours, such as a subclass's own forward."""
+        self._forget_other_backward()
         axis, found, pending = self.axis, self.sum, self.pending
         self.closed, self.sum, self.pending, self.left = True, None, None, self.readers
+        if torch.is_grad_enabled():
+            return None if grad is None else relayout(axis, grad, PARTIAL, REPLICATE if self.dim is None else Shard(self.dim))
         done = None if pending is None else pending.result()
         if pending is not None:
             found = grad
@@ -156,16 +183,24 @@ class Terms:
         reduced = axis.all_reduce(found) if self.dim is None else axis.reduce_scatter(found, self.dim)
         return reduced if done is None else done + reduced
 
+    def _forget_other_backward(self) -> None:
+        """Drop what a backward left that failed, or that needed readers' gradients but not the boundary's."""
+        if self.backward != (running := current_backward()):
+            if self.pending is not None:
+                self.pending.result()
+            self.backward, self.sum, self.pending, self.left = running, None, None, self.readers
+
 
 class _Relayout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, there: Change, back: Change) -> torch.Tensor:
-        ctx.back = back
+        ctx.there, ctx.back = there, back
         return owned(there(local))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if torch.is_grad_enabled():
+            return _Relayout.apply(grad, ctx.back, ctx.there), None, None
         return ctx.back(grad), None, None
 
 
@@ -177,7 +212,6 @@ class _Share(torch.autograd.Function):
         return tensor.detach()  # not a view: writes to the tensor stay possible, and are noticed where it was saved
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         reduced = ctx.terms.take(grad)
         return reduced if reduced is None else reduced.to(ctx.dtype), None
@@ -192,14 +226,14 @@ class _SharedGather(torch.autograd.Function):
         return full, full.detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad: torch.Tensor | None, grad_of_twin: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, None, None]:
         reduced = ctx.terms.take(grad_of_twin)
         if grad is None:
             return reduced if reduced is None else reduced.to(ctx.dtype), None, None
-        own = ctx.terms.axis.cut(grad, ctx.terms.dim)
+        axis, dim = ctx.terms.axis, ctx.terms.dim
+        own = relayout(axis, grad, REPLICATE, Shard(dim)) if torch.is_grad_enabled() else axis.cut(grad, dim)
         return own if reduced is None else own + reduced.to(ctx.dtype), None, None
 
 
@@ -245,6 +279,12 @@ def _exchange_row(axis: Axis, local: torch.Tensor, source: Any, target: Any, tot
 
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _summed(comm: Communicator, terms: torch.Tensor) -> torch.Tensor:
+    out, stream = terms.clone(memory_format=torch.contiguous_format), current_stream(comm.device)
+    comm.all_reduce(out, out, ReduceOp.SUM, stream=stream).wait(stream)
+    return out
 
 
 _ROWS = {

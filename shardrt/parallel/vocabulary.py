@@ -13,16 +13,17 @@ Legend: N ranks; M rows of logits (tokens); V classes in all, C on this rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..comm import Communicator, DeviceMesh, ReduceOp, current_stream
-from ..tensor.dtensor import DTensor
-from ..tensor.placement import Replicate, Shard, Spec
+from ..tensor.dtensor import DTensor, dtensor_of
+from ..tensor.placement import Placement, Replicate, Shard, Spec
+from .axis import axis_of
+from .relayout import all_reduced, summed_with_summed_gradient, with_summed_gradient
 
 _BLOCK_NUMEL, _HOST_BLOCK_NUMEL = 2**24, 2**18  # Cost: so many float32 are temporary memory; on a CPU they fit in its cache
 
@@ -72,51 +73,79 @@ def cross_entropy(
     """`F.cross_entropy` of logits whose classes are sharded over a mesh. Collective; the same result on every rank.
 
     logits: this rank's (..., C), floating-point; ranks have consecutive classes in rank order, any number of them, also none.
-    Or a `DTensor` whose last dim is sharded over a 1-D mesh.
-    target: (...) classes, integers from 0 to V - 1 or `ignore_index`, the same on every rank.
+    Or a `DTensor` whose last dim is sharded over one axis of its mesh, with other dims sharded or replicated over the others.
+    target: (...) classes, integers from 0 to V - 1 or `ignore_index`, the same on every rank; or a `DTensor`, whose dims are
+    sharded as those of the logits.
     mesh: 1-D; with a `DTensor` None or its own mesh.
     weight: (V,) a factor for each class, the same on every rank.   label_smoothing: from 0 to 1.
     reduction: "none", "sum" or "mean", which divides by the sum of the weights of the targets that are not ignored.
     Returns: a plain tensor of the logits' dtype (float32 under autocast); (...) for "none", else a scalar. Everything between
-    is float32, or float64 for float64 logits.
+    is float32, or float64 for float64 logits. If other dims of the logits are sharded, "sum" and "mean" are over all rows, and
+    "none" is a `DTensor` sharded as the target.
     Cost: 2 all-reduces of M + N and 2 M numbers (3 M with label smoothing), and none in the backward, for which the logits
-    are kept. Not twice differentiable.
+    are kept. If other dims are sharded, one of 2 numbers more. A gradient of its gradient takes a few all-reduces of M numbers,
+    and tensors of the size of the logits.
     Raises IndexError for targets outside of the classes, on every rank; on a GPU the device asserts instead, as in torch.
     Raises ValueError for shapes, meshes and options that do not fit, NotImplementedError for targets that are probabilities.
     """
+    rows_spec = batch = None
     if isinstance(logits, DTensor):
-        mesh, logits = _mesh_of_classes(logits, mesh), logits.to_local()
+        mesh, rows_spec = _mesh_of_classes(logits, mesh)
+        target, batch = _rows_of_target(target, rows_spec), rows_spec.shard_mesh
+        logits = logits.to_local()
     target, weight = _replicated(target, "target"), None if weight is None else _replicated(weight, "weight")
     if mesh is None or mesh.ndim != 1:
         raise ValueError(f"cross_entropy on {mesh}: expected the mesh of one axis that shards the classes, such as mesh['tp']")
     _check_arguments(logits, target, reduction, label_smoothing)
     rows = logits.reshape(-1, logits.shape[-1]) if logits.shape[-1] else logits.reshape(target.numel(), 0)
-    options = _Options(mesh.communicator("tp"), weight, ignore_index, label_smoothing)
+    options = _Options(mesh, weight, ignore_index, label_smoothing)
     losses, factors = _CrossEntropy.apply(rows, target.reshape(-1).long(), options)
     autocast = not logits.is_meta and torch.is_autocast_enabled(logits.device.type)
     dtype = losses.dtype if autocast else logits.dtype
     if reduction == "none":
-        return losses.view(target.shape).to(dtype)
-    total = losses.sum()
-    return (total if reduction == "sum" else total / factors.sum()).to(dtype)
+        losses = losses.view(target.shape).to(dtype)
+        return losses if rows_spec is None or batch is None else dtensor_of(losses, rows_spec)
+    sums = torch.stack([losses.sum(), factors.sum()])
+    total, count = sums if batch is None else all_reduced(batch.communicator("loss"), sums)
+    return (total if reduction == "sum" else total / count).to(dtype)
 
 
 # ---------------------------------------------------------------------- checks
 
 
-def _mesh_of_classes(logits: DTensor, mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh that shards the last dim. Raises ValueError if it is another than `mesh`, or none."""
-    spec = logits.spec
-    if mesh not in (None, spec.mesh) or not shards_dim(spec, logits.dim() - 1):
+def _mesh_of_classes(logits: DTensor, mesh: DeviceMesh | None) -> tuple[DeviceMesh, Spec]:
+    """The axis that shards the last dim, and how the rows lie on the whole mesh. Raises ValueError for others."""
+    spec, dim = logits.spec, logits.dim() - 1
+    others = [placement for placement in spec.placements if not shards(placement, dim)]
+    known = all(type(placement) in (Shard, Replicate) for placement in others)
+    if mesh not in (None, spec.mesh) or len(others) != len(spec.placements) - 1 or not known:
         where = "" if mesh is None else f" on {mesh}"
-        raise ValueError(f"cross_entropy{where} of logits of {spec}: expected their last dim to be sharded, over a 1-D mesh")
-    return spec.mesh
+        raise ValueError(
+            f"cross_entropy{where} of logits of {spec}: expected their last dim to be sharded, over one axis of their mesh, "
+            "and the others sharded or replicated over other axes"
+        )
+    name = next(name for name, p in zip(spec.mesh.axis_names, spec.placements, strict=True) if shards(p, dim))
+    rows = tuple(Replicate() if shards(placement, dim) else placement for placement in spec.placements)
+    return spec.mesh[name], replace(spec, placements=rows, shape=spec.shape[:dim])
 
 
-def shards_dim(spec: Spec, dim: int) -> bool:
-    """Whether a tensor lies on a 1-D mesh, with this dim sharded in rank order."""
-    placement = spec.placements[0]
-    return len(spec.placements) == 1 and isinstance(placement, Shard) and placement.dim == dim
+def shards(placement: Placement, dim: int) -> bool:
+    """Whether a placement shards this dim in rank order."""
+    return isinstance(placement, Shard) and placement.dim == dim
+
+
+def _rows_of_target(target: torch.Tensor, rows: Spec) -> torch.Tensor:
+    """This rank's rows of a target."""
+    if isinstance(target, DTensor) and target.spec.mesh is rows.mesh and target.spec.placements == rows.placements:
+        return target.to_local()
+    if not isinstance(target, DTensor) and rows.shard_mesh is None:
+        return target
+    if isinstance(target, DTensor) or target.shape != rows.shape:
+        found = target.spec if isinstance(target, DTensor) else f"a plain tensor of shape {tuple(target.shape)}"
+        raise ValueError(
+            f"cross_entropy with a target of {found}: expected a DTensor of {rows}, or the whole target, the same on every rank"
+        )
+    return rows.local_shard(target).contiguous()
 
 
 def _replicated(value: torch.Tensor, what: str) -> torch.Tensor:
@@ -160,7 +189,7 @@ def _out_of_range(values: torch.Tensor, limit: int | torch.Tensor, what: str) ->
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    comm: Communicator
+    mesh: DeviceMesh
     weight: torch.Tensor | None  # (V,)
     ignore_index: int
     smoothing: float
@@ -206,7 +235,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: _Options
     ) -> tuple[torch.Tensor, torch.Tensor]:  # logits (M, C), target (M,)
-        comm, smoothing = options.comm, options.smoothing
+        comm, smoothing = options.mesh.communicator("tp"), options.smoothing
+        ctx.mesh = options.mesh
         maxima, columns = _maxima(logits, comm)
         weight = _class_weights(options.weight, columns)
         targets = _Targets.of(target, columns, weight, options.ignore_index)
@@ -227,8 +257,9 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.masked_fill_(targets.ignored, 0), targets.factors
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor, None, None]:
+        if torch.is_grad_enabled():
+            return _gradient_with_graph(ctx, grad), None, None
         logits, maxima, index, elsewhere, ignored, hard, scale, spread = ctx.saved_tensors
         made = torch.empty_like(logits)
         grad = grad.masked_fill(ignored, 0)
@@ -243,6 +274,23 @@ class _CrossEntropy(torch.autograd.Function):
             if out is None:
                 made[rows] = block
         return made, None, None
+
+
+def _gradient_with_graph(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of the logits, (M, C), by operations that autograd records. grad: (M,)."""
+    logits, maxima, index, elsewhere, ignored, hard, scale, spread = ctx.saved_tensors
+    axis = axis_of(ctx.mesh)
+    grad = with_summed_gradient(axis, grad.masked_fill(ignored, 0))
+    exponentials = (logits.to(maxima.dtype) - maxima).exp()
+    sums = summed_with_summed_gradient(axis, exponentials.sum(1))
+    factors = (scale * sums).masked_fill(ignored, 0).detach()
+    made = exponentials * (grad * factors / sums).unsqueeze(1)
+    if spread is not None:
+        made = made - torch.outer(grad * ctx.share, spread)
+    if logits.shape[1]:
+        at_target = -(grad * hard).masked_fill(elsewhere, 0)
+        made = made.scatter_add(1, index, at_target.unsqueeze(1))
+    return made.to(logits.dtype)
 
 
 def _maxima(logits: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, _Columns]:

@@ -155,7 +155,11 @@ class Costs:
         sheet = self.sheet
         overhead = self.host_seconds(work) if self._is_host else sheet.overhead.kernel if work.is_launched else 0.0
         flops = sheet.compute.flops.get(str(work.dtype).removeprefix("torch."), sheet.compute.flops["float32"])
-        arithmetic = work.flops / flops.rate(work.flops / max(1, work.nbytes)) / sheet.compute.fraction if work.flops else 0.0
+        arithmetic = 0.0
+        if work.scored and sheet.compute.attention is not None:
+            arithmetic = work.scored / max(flops.rates) / sheet.compute.attention
+        elif work.flops:
+            arithmetic = work.flops / flops.rate(work.flops / max(1, work.nbytes)) / sheet.compute.fraction
         arithmetic = max(arithmetic, work.functions / sheet.compute.functions)
         memory = sheet.memory.bandwidth.seconds(work.nbytes) / sheet.memory.fraction
         self.spent[Bound.OVERHEAD] += overhead

@@ -6,7 +6,6 @@ A factory is `package.module:function`. It takes nothing, or the `Job`, and retu
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import os
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ..fsdp.fully_shard import fully_shard
 from ..fsdp.module import FSDPModule
@@ -29,32 +27,49 @@ from ..parallel.modules import ParallelizedModule
 from ..tensor.dtensor import DTensor
 from .hardware import SheetError
 from .hugging_face import fit_to_meta, is_hugging_face
-from .job import Job, PlanError, Program
+from .job import Job, ObservedJob, PlanError, Program
+from .recomputation import checkpoint_blocks
 
 Step = Callable[[nn.Module, Job], torch.Tensor]
 
 
-def load_factory(name: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names. Modules of the current directory are found as well.
+def load_factory(name: str, step: str | None = None) -> Callable[..., Any]:
+    """The factory that `package.module:function` names. Modules of the current directory are found as well.
 
+    step: names a step in the same way, for a factory that returns a module alone.
     Raises PlanError for a name of another form, a module that does not import, and what is no function of it.
     """
+    factory = _load(name, "factory", "a function that returns a module")
+    if step is None:
+        return factory
+    one_micro_batch = _load(step, "step", "a function step(model, job) that returns the loss")
+
+    def with_step(job: Job) -> tuple[Any, Any]:
+        made = factory(job) if _takes_a_job(factory) else factory()
+        if isinstance(made, tuple):
+            raise PlanError(f"{name}: the factory returns a step of its own; expected a module, with --step {step}")
+        return made, one_micro_batch
+
+    return with_step
+
+
+def _load(name: str, what: str, expected: str) -> Callable[..., Any]:
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise PlanError(f"factory {name!r}: expected package.module:function")
+        raise PlanError(f"{what} {name!r}: expected package.module:function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise PlanError(f"factory {name}: the module does not import: {_told(error)}") from error
+        raise PlanError(f"{what} {name}: the module does not import: {describe(error)}") from error
     factory: Any = module
     for part in attribute.split("."):
         if not hasattr(factory, part):
-            raise PlanError(f"factory {name}: {module_name} has no {attribute!r}")
+            raise PlanError(f"{what} {name}: {module_name} has no {attribute!r}")
         factory = getattr(factory, part)
     if not callable(factory):
-        raise PlanError(f"factory {name}: expected a function that returns a module, found {type(factory).__name__}")
+        raise PlanError(f"{what} {name}: expected {expected}, found {type(factory).__name__}")
     return factory
 
 
@@ -62,13 +77,20 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
     """The program of a factory, in the world of `job.ranks` ranks that is current.
 
     A model with modules that are sharded is taken as it is. Of another one the elements of each nn.ModuleList are sharded, then
-    the model. Raises PlanError if the factory raises, returns no module, or makes tensors that hold data.
+    the model. Raises PlanError if the factory raises, returns no module, or makes tensors that hold data, and when the program
+    runs, for what the job asks for and nobody has read.
     """
+    job = ObservedJob.of(job)
     with torch.device("meta"):
         model, step = _call(factory, job, name)
     check_meta(model, name)
     if is_hugging_face(model):
         fit_to_meta(model)
+    if job.tp > 1 and not _is_tensor_parallel(model):
+        raise PlanError(
+            f"{name}: no module is tensor-parallel, with tp={job.tp}: call shardrt.parallel.parallelize_module with "
+            'job.mesh()["tp"] in the factory'
+        )
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         shard_model(model, job, name)
     model.train()
@@ -78,9 +100,10 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
             loss = step(model, job)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise PlanError(f"{name}: expected a step that returns the loss, a tensor of one element; found {_kind(loss)}")
+        _check_reads(job, name)
         return loss
 
-    return Program(model, one_micro_batch)
+    return Program(model, one_micro_batch, job.reads)
 
 
 def _call(factory: Callable[..., Any], job: Job, name: str) -> tuple[nn.Module, Step]:
@@ -104,6 +127,32 @@ def _takes_a_job(factory: Callable[..., Any]) -> bool:
     )
 
 
+def _is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether some module has been parallelised, or some parameter is distributed over an axis "tp"."""
+    params = (param for param in model.parameters() if isinstance(param, DTensor))
+    return any(isinstance(module, ParallelizedModule) for module in model.modules()) or any(
+        "tp" in param.device_mesh.axis_names for param in params
+    )
+
+
+def _check_reads(job: ObservedJob, name: str) -> None:
+    """Raise PlanError for what is not the default, and that neither the factory nor `shard_model` has read."""
+    reads, default = set(job.reads), Job(job.ranks)
+    for field in _TAKES_EFFECT:
+        value = getattr(job, field)
+        if field not in reads and value != getattr(default, field):
+            raise PlanError(
+                f"{name}: {field}={value!r} has no effect, as the factory has sharded the model itself and does not read "
+                f"job.{field}: use it there (job.shard_options() are the keywords of fully_shard), or leave the option out"
+            )
+
+
+_TAKES_EFFECT = (
+    *("tp", "replicas", "reshard_after_forward", "mp_policy", "offload_policy", "quantization_policy", "prefetch_policy"),
+    "checkpoint_activations",
+)
+
+
 def check_meta(model: nn.Module, name: str) -> None:
     """Raise PlanError unless all parameters and buffers are on the meta device, naming the first that is not."""
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -121,21 +170,17 @@ def check_meta(model: nn.Module, name: str) -> None:
 def shard_model(model: nn.Module, job: Job, name: str) -> None:
     """Shard the elements of each nn.ModuleList, then the model.
 
-    Raises PlanError for a model without tensor parallelism if the job has it, and without blocks to checkpoint.
+    Raises PlanError for a model with too few blocks to checkpoint.
     """
-    if job.tp > 1 and not any(isinstance(module, ParallelizedModule) for module in model.modules()):
-        raise PlanError(
-            f"{name}: no module is tensor-parallel, with tp={job.tp}: call shardrt.parallel.parallelize_module with "
-            'job.mesh()["tp"] in the factory'
-        )
     options = job.shard_options()
-    found = list(blocks(model))
-    for block in found:
-        if job.checkpoint_activations:
-            checkpoint_block(block)
-        fully_shard(block, **options)
-    if job.checkpoint_activations and not found:
+    found, again = list(blocks(model)), job.checkpoint_activations
+    if again and not found:
         raise PlanError(f"{name}: no nn.ModuleList whose elements could be checkpointed; expected one, of the model's blocks")
+    if isinstance(again, int) and again > len(found) > 0:
+        raise PlanError(f"{name}: every {again}th block is to be recomputed, of {len(found)}; expected at most {len(found)}")
+    checkpoint_blocks(found, again)
+    for block in found:
+        fully_shard(block, **options)
     fully_shard(model, **options)
     model.set_prefetch_policy(job.prefetch_policy)  # type: ignore[operator]
 
@@ -149,30 +194,26 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from blocks(child)
 
 
-def checkpoint_block(block: nn.Module) -> None:
-    """Keep only the inputs of a block, and run its forward again in the backward. Call it before `fully_shard`."""
-    inner = block.forward
-
-    @functools.wraps(inner)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    block.forward = recomputed
-
-
 # ---------------------------------------------------------------------- a step
 
 
 def language_model_step(model: nn.Module, job: Job) -> torch.Tensor:
     """The mean cross-entropy of (batch, sequence) int64 tokens. What the model returns are logits, or has them as `logits`.
 
-    Raises PlanError without `job.sequence`.
+    Raises PlanError without `job.sequence`, and for a model that returns something else.
     """
     if job.sequence is None:
         raise PlanError("expected a sequence length (--sequence), since the factory returns no step of its own")
     tokens = torch.zeros((job.batch, job.sequence), dtype=torch.int64)
     out = model(tokens)
-    return token_loss(getattr(out, "logits", out), torch.zeros_like(tokens))
+    logits = getattr(out, "logits", out)
+    if not isinstance(logits, torch.Tensor) or logits.dim() < 2:
+        raise PlanError(
+            f"the model returns {_kind(logits)}; expected logits, a tensor of shape (batch, sequence, vocabulary), or an "
+            "object that has them as `logits`. For others give --step package.module:function, or return (model, step) from "
+            "the factory: step(model, job) returns the loss"
+        )
+    return token_loss(logits, torch.zeros_like(tokens))
 
 
 def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -193,16 +234,17 @@ def told(what: str) -> Iterator[None]:
     except (PlanError, SheetError):
         raise
     except (Exception, SystemExit) as error:
-        raise PlanError(f"{what} {_told(error)}") from error
+        raise PlanError(f"{what} {describe(error)}") from error
 
 
-def _told(error: BaseException) -> str:
-    """The error in one line, with the last line of code outside of installed packages that it came through."""
+def describe(error: BaseException) -> str:
+    """The error in one line, and what caused it, with the last line of code outside of installed packages it came through."""
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(Path(frame.filename))]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
+    cause = f", caused by {describe(error.__cause__)}" if error.__cause__ is not None else ""
+    return f"{type(error).__name__}: {text}{place}{cause}" if text else f"{type(error).__name__}{place}{cause}"
 
 
 def _is_own(path: Path) -> bool:
@@ -214,4 +256,6 @@ def _is_own(path: Path) -> bool:
 
 def _kind(value: object) -> str:
     kind = type(value).__name__
+    if isinstance(value, tuple) and value:
+        return f"{kind} of {', '.join(map(_kind, value))}"
     return f"{kind} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else kind

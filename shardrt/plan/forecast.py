@@ -149,7 +149,7 @@ def _train(program: Program, job: Job, groups: list[ParamGroup], operations: Ope
     for micro_batch in range(1, job.micro_batches + 1):
         for module in roots:
             assert isinstance(module, FSDPModule), "it has a group"
-            module.set_requires_gradient_sync(micro_batch == job.micro_batches)
+            module.set_requires_gradient_sync(job.gradient_sync == "every" or micro_batch == job.micro_batches)
         before = operations.flops
         loss = program.step()
         forward_flops += operations.flops - before

@@ -13,6 +13,8 @@
 
     [compute]
     fraction = 0.75             of the rates below, what matrix multiplications achieve
+    attention = 0.5             of the rates, what fused attention achieves on the scores that it computes, which are half of
+                                them under a causal mask; without this key, all scores take the time of other matrices
     functions = 2e9             elements/s of square roots, exponentials and the like, where they are slower than memory
     [compute.flops]             per second, of dense matrices; a dtype without a rate has float32's
     float32 = 67e12
@@ -97,6 +99,7 @@ class Compute:
 
     flops: Mapping[str, Curve]
     fraction: float = 1.0
+    attention: float | None = None
     functions: float = math.inf
 
 
@@ -220,7 +223,7 @@ def _read_texts(value: object, key: str) -> tuple[str, ...]:
 def _read_number(value: object, key: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 1023
     number = float(value) if is_number else math.nan  # type: ignore[arg-type]
-    if key.endswith(".fraction") and not 0 < number <= 1:
+    if (key.endswith(".fraction") or key == "compute.attention") and not 0 < number <= 1:
         raise _wrong(key, "more than 0 and at most 1", value)
     if key == "compute.functions" and not 0 < number < math.inf:
         raise _wrong(key, "a number of more than 0", value)
@@ -269,6 +272,7 @@ _READERS: dict[object, Callable[[object, str], object]] = {
     str: _read_text,
     int: _read_whole,
     float: _read_number,
+    float | None: _read_number,
     Curve: _read_curve,
     tuple[str, ...]: _read_texts,
     Mapping[str, Curve]: partial(_read_named, Curve, _DTYPES),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
 }
 
+GRADIENT_SYNCS = ("every", "last")  # micro-batches that reduce
+
 
 class PlanError(ValueError):
     """What was asked for cannot be forecast: a wrong factory, sheet or combination of options."""
@@ -30,9 +32,13 @@ class Job:
 
     ranks: of the whole job, `replicas` * `shards` * `tp`.   tp: ranks of tensor parallelism, neighbours.
     replicas: of the sharded model (hybrid sharding).   batch, sequence: rows and tokens of a micro-batch of
-    each rank of the data-parallel mesh.   micro_batches: forwards and backwards of a step, of which the last one reduces.
-    optimizer: one of `OPTIMIZERS`.   checkpoint_activations: recompute each block in the backward.
-    Raises PlanError for numbers below 1, parts that do not divide the ranks, an unknown optimizer, and codes that no rank gets.
+    each rank of the data-parallel mesh.   micro_batches: forwards and backwards of a step.
+    gradient_sync: which of them reduce gradients. "every" is what FSDP2 does unless it is told otherwise; "last" is
+    `set_requires_gradient_sync(False)` until the last one: fewer reductions, and unsharded gradients are kept in between.
+    optimizer: one of `OPTIMIZERS`.   checkpoint_activations: what the backward computes again, of the blocks: True: all of each
+    block; a number n: all of every n-th one; "op": each block but for attention and every second matrix multiplication.
+    Raises PlanError for numbers below 1, parts that do not divide the ranks, an unknown optimizer or other name, and codes that
+    no rank gets.
     """
 
     ranks: int
@@ -41,13 +47,14 @@ class Job:
     batch: int = 1
     sequence: int | None = None
     micro_batches: int = 1
+    gradient_sync: str = "every"
     optimizer: str = "adamw"
     reshard_after_forward: bool | int | None = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     quantization_policy: QuantizationPolicy = field(default_factory=QuantizationPolicy)
     prefetch_policy: PrefetchPolicy = field(default_factory=PrefetchPolicy)
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool | int | str = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "tp", "replicas", "batch", "micro_batches", "sequence"):
@@ -64,8 +71,12 @@ class Job:
         kept = self.reshard_after_forward
         if isinstance(kept, int) and not isinstance(kept, bool) and (kept < 1 or self.shards % kept):
             raise PlanError(f"reshard_after_forward={kept}: expected a divisor of the {self.shards} ranks sharded over")
-        if self.optimizer not in OPTIMIZERS:
-            raise PlanError(f"optimizer={self.optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
+        for name, known in (("optimizer", OPTIMIZERS), ("gradient_sync", GRADIENT_SYNCS)):
+            if getattr(self, name) not in known:
+                raise PlanError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
+        again = self.checkpoint_activations
+        if again != "op" if isinstance(again, str) else (again < 1 and again is not False):
+            raise PlanError(f'checkpoint_activations={again!r}: expected True, False, "op" or a number of at least 1')
         codes_over_replicas = self.quantization_policy.reduce is not None and self.replicas > 1
         if self.quantization_policy and self.shards == 1 and not codes_over_replicas:
             raise PlanError(f"{self.quantization_policy} with one rank to shard over: it has nobody to send codes to")
@@ -98,9 +109,39 @@ class Job:
         }
 
 
+class ObservedJob(Job):
+    """A job, as a factory and its step get it, that knows which of its fields have been read.
+
+    What nobody reads has no effect, which whoever has asked for it is to be told.
+    """
+
+    reads: set[str] = set()  # noqa: RUF012  # of one that `dataclasses.replace` has made: nobody asks it
+
+    @classmethod
+    def of(cls, job: Job) -> ObservedJob:
+        """The same job; nothing has been read."""
+        made = cls.__new__(cls)
+        for name in _FIELDS:
+            object.__setattr__(made, name, getattr(job, name))
+        object.__setattr__(made, "reads", set())
+        return made
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _FIELDS:
+            self.reads.add(name)
+        return super().__getattribute__(name)
+
+
+_FIELDS = frozenset(each.name for each in fields(Job))
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A sharded model on the meta device, made in the world that it is forecast for."""
+    """A sharded model on the meta device, made in the world that it is forecast for.
+
+    reads: the fields of the job that the factory and the step have read so far.
+    """
 
     model: nn.Module
     step: Callable[[], torch.Tensor]  # the forward of one micro-batch: the loss, which has yet to go backward
+    reads: Set[str] = frozenset()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
-from .job import OPTIMIZERS, Job, PlanError
+from .job import GRADIENT_SYNCS, OPTIMIZERS, Job, PlanError
 from .presets import PRESETS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -55,8 +55,22 @@ def _add_step(group: Any) -> None:
     group.add_argument("--batch", type=at_least(1), default=1, metavar="N", help="rows of a micro-batch on each rank")
     group.add_argument("--sequence", type=at_least(1), metavar="N", help="tokens of a row (default: the preset's)")
     group.add_argument("--micro-batches", type=at_least(1), default=1, metavar="N", help="accumulated in a step")
+    group.add_argument(
+        "--gradient-sync",
+        choices=GRADIENT_SYNCS,
+        default="every",
+        help="micro-batches that reduce gradients; last: unsharded ones are kept until then (default: every, as of FSDP2)",
+    )
     group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    group.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in the backward")
+    again = group.add_mutually_exclusive_group()
+    again.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in the backward")
+    again.add_argument(
+        "--selective-ac",
+        type=_selective,
+        metavar="op|N",
+        help="op: recompute blocks, but keep attention and every second matrix product; N: recompute every N-th block",
+    )
+    group.add_argument("--step", metavar="package.module:function", help="step(model, job) returns the loss of a micro-batch")
 
 
 def _add_policies(group: Any) -> None:
@@ -103,10 +117,20 @@ def _reshard(text: str) -> bool | int:
     return int(text)
 
 
+def _selective(text: str) -> str | int:
+    if text == "op":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected op, or a whole number of at least 1")
+    return int(text)
+
+
 def job_of(options: argparse.Namespace) -> Job:
     """The job that the options describe. Raises PlanError for options that contradict each other."""
     if (options.factory is None) == (options.preset is None):
         raise PlanError("expected either a factory, package.module:function, or --preset")
+    if options.preset is not None and options.step is not None:
+        raise PlanError("--step with --preset: a preset has a step of its own")
     preset = PRESETS.get(options.preset)
     return Job(
         ranks=options.ranks,
@@ -116,7 +140,8 @@ def job_of(options: argparse.Namespace) -> Job:
         sequence=options.sequence or (preset.sequence if preset is not None else None),
         micro_batches=options.micro_batches,
         optimizer=options.optimizer,
-        checkpoint_activations=options.checkpoint_activations,
+        gradient_sync=options.gradient_sync,
+        checkpoint_activations=options.selective_ac or options.checkpoint_activations,
         reshard_after_forward=options.reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(DTYPES.get(options.param_dtype), DTYPES.get(options.reduce_dtype)),
         offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ PICTURES = (".png", ".svg", ".pdf")
 class Planner:
     """Forecasts jobs of one model on one machine.
 
-    numel: parameters of the whole model; 0 before the first forecast.
+    numel: parameters of the whole model; 0 before the first forecast.   reads: what the last forecast's factory and step have
+    read of the job.
     """
 
     def __init__(self, factory: Callable[..., Any], name: str, sheet: Sheet, ranks_per_node: int) -> None:
@@ -40,6 +41,7 @@ class Planner:
         self.sheet = sheet
         self.ranks_per_node = ranks_per_node
         self.numel = 0
+        self.reads: Set[str] = frozenset()
 
     def forecast(
         self, job: Job, sheet: Sheet | None = None, timeline: Timeline | None = None, history: History | None = None
@@ -81,6 +83,7 @@ class Planner:
     def _make(self, job: Job) -> Program:
         program = make_program(self.factory, job, self.name)
         self.numel = sum(param.numel() for param in program.model.parameters())
+        self.reads = program.reads
         return program
 
 
@@ -90,13 +93,30 @@ def plan_of(options: argparse.Namespace) -> Plan:
     Raises ValueError: a PlanError, a SheetError or one of a policy; OSError for a file that cannot be written.
     """
     job, sheet = job_of(options), load_sheet(options.sheet)
-    name = options.preset or options.factory
-    factory = preset_factory(name) if options.preset else load_factory(name)
+    is_preset = options.preset is not None
+    name = options.preset if is_preset else options.factory
+    factory = preset_factory(name) if is_preset else load_factory(name, options.step)
     planner = Planner(factory, name, sheet, options.ranks_per_node or sheet.ranks_per_node)
     found = _recorded(planner, job, options.plot, options.timeline)
-    largest = None if options.no_search else planner.largest_batch(job, found, sheet.memory.nbytes)
-    pays = planner.pays_below(job) if job.quantization_policy and not options.no_search else None
-    return Plan(name, planner.numel, job, sheet, planner.ranks_per_node, found, largest, pays)
+    plan = Plan(name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=_unread(job, planner.reads))
+    return plan if options.no_search else _searched(plan, planner)
+
+
+def _unread(job: Job, reads: Set[str]) -> tuple[str, ...]:
+    """The sizes that the job states and the step does not look at."""
+    sizes = ("batch",) if job.sequence is None else ("batch", "sequence")
+    return tuple(size for size in sizes if size not in reads)
+
+
+def _searched(plan: Plan, planner: Planner) -> Plan:
+    """The plan with what more forecasts say."""
+    job = plan.job
+    largest = planner.largest_batch(job, plan.forecast, plan.sheet.memory.nbytes) if "batch" not in plan.unread else None
+    pays = planner.pays_below(job) if job.quantization_policy else None
+    other = None
+    if job.micro_batches > 1:
+        other = planner.forecast(replace(job, gradient_sync="last" if job.gradient_sync == "every" else "every"))
+    return replace(plan, largest_batch=largest, pays_below=pays, other_sync=other)
 
 
 def _recorded(planner: Planner, job: Job, plot: Path | None, timeline: Path | None) -> Forecast:
@@ -107,6 +127,8 @@ def _recorded(planner: Planner, job: Job, plot: Path | None, timeline: Path | No
         check_plot(plot)
     if timeline is not None and timeline.exists() and not timeline.is_dir():
         raise PlanError(f"--timeline {timeline}: expected a folder")
+    if timeline is not None:
+        timeline.mkdir(parents=True, exist_ok=True)  # an OSError in the step would be one of the step
     recorded, history = Timeline(timeline), History()
     found = planner.forecast(job, timeline=recorded, history=history)
     if plot is not None:

@@ -18,7 +18,7 @@ from ..parallel import (
     parallelize_module,
 )
 from ..tensor.placement import Replicate, Shard
-from .factory import Step, shard_model, token_loss
+from .factory import Step, describe, shard_model, token_loss
 from .hugging_face import fit_to_meta, quiet
 from .job import Job, PlanError
 
@@ -75,8 +75,8 @@ PRESETS = {
 def preset_factory(name: str) -> Callable[[Job], tuple[nn.Module, Step]]:
     """The factory of a preset, whose model is sharded, and tensor-parallel if the job is.
 
-    Raises PlanError for an unknown name, and without transformers. The factory raises PlanError for a sequence beyond the
-    model's context, and for tensor parallelism that the model has no plan for.
+    Raises PlanError for an unknown name, and if transformers is missing or does not import. The factory raises PlanError for a
+    sequence beyond the model's context, and for tensor parallelism that the model has no plan for.
     """
     if name not in PRESETS:
         raise PlanError(f"preset {name!r}: expected one of {', '.join(PRESETS)}")
@@ -103,8 +103,10 @@ def _classes(name: str, preset: Preset) -> tuple[Callable[..., Any], Callable[..
             import transformers
 
             return getattr(transformers, f"{preset.kind}Config"), getattr(transformers, f"{preset.kind}{preset.head}")
-    except ImportError as error:
-        raise PlanError(f"preset {name} needs the package transformers: pip install transformers") from error
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+            raise PlanError(f"preset {name} needs the package transformers: pip install transformers") from error
+        raise PlanError(f"preset {name}: transformers is installed, and does not import: {describe(error)}") from error
 
 
 def _step(model: nn.Module, job: Job) -> torch.Tensor:

@@ -21,9 +21,11 @@ _LABEL, _NUMBER = 22, 12  # widths of columns
 class Plan:
     """What was forecast.
 
-    name: of the model.   numel: its parameters.   largest_batch: that fits, 0 if none does; None if not looked for.
+    name: of the model.   numel: its parameters.   unread: sizes of the job that the step does not look at.
+    largest_batch: that fits, 0 if none does; None if not looked for.
     pays_below: bytes/s and rank of the slowest links up to which 8-bit codes make a step shorter, infinity for any links,
         0 if they do not at a hundredth of the sheet's; None if not looked for.
+    other_sync: the forecast with gradients reduced in the other micro-batches; None with one micro-batch, or if not looked for.
     """
 
     name: str
@@ -34,11 +36,17 @@ class Plan:
     forecast: Forecast
     largest_batch: int | None = None
     pays_below: float | None = None
+    unread: tuple[str, ...] = ()
+    other_sync: Forecast | None = None
 
     @property
     def fits(self) -> bool:
         """Whether a rank has enough memory."""
-        return self.forecast.peak_nbytes <= self.sheet.memory.nbytes
+        return self.has_room(self.forecast)
+
+    def has_room(self, forecast: Forecast) -> bool:
+        """Whether a rank has enough memory for that."""
+        return forecast.peak_nbytes <= self.sheet.memory.nbytes
 
     @property
     def tokens(self) -> int:
@@ -89,7 +97,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         if forecast.memory[kind]:
             yield _row(f"  {kind}", _gib(forecast.memory[kind]), "" if kind in _ALWAYS else "at its own peak")
     verdict = "fits in" if plan.fits else "does NOT fit in"
-    when = f"{peak.seconds:.3g} s into the step{f', at {peak.group}' if peak.group else ''}"
+    when = f"{_significant(peak.seconds, 3)} s into the step{f', at {peak.group}' if peak.group else ''}"
     yield _row("  peak of the sum", _gib(forecast.peak_nbytes), f"{verdict} {_gib(plan.sheet.memory.nbytes)}; {when}")
     gathered = _gib(sum(group.gathered_nbytes for group in forecast.groups))
     fsdp2 = _gib(forecast.fsdp2_padding_nbytes)
@@ -118,12 +126,31 @@ def _time(forecast: Forecast) -> Iterator[str]:
 def _results(plan: Plan) -> Iterator[str]:
     unit = "tokens/s" if plan.job.sequence else "rows/s"
     rate = plan.tokens_per_second
-    yield _text("throughput", f"{_short(rate)} {unit}, {rate / plan.job.ranks:,.4g} on each rank; MFU {plan.mfu:.1%}")
+    each = _significant(rate / plan.job.ranks, 4)
+    yield _text("throughput", f"{_short(rate)} {unit}, {each} on each rank; MFU {plan.mfu:.1%}")
     yield _text("bound by", plan.forecast.bound)
+    if plan.job.micro_batches > 1:
+        yield from _reductions(plan)
+    for size in plan.unread:
+        yield _text("note", f"the step does not read job.{size}: --{size} changes nothing but the rows and tokens counted here")
     if plan.largest_batch is not None:
         more = " or more" if plan.largest_batch == MOST else ""
         yield _text("largest batch", f"{plan.largest_batch:,}{more}" if plan.largest_batch else "none fits")
     yield from _advice(plan)
+
+
+_SYNCS = {"every": "every micro-batch", "last": "the last micro-batch only"}
+
+
+def _reductions(plan: Plan) -> Iterator[str]:
+    """Which micro-batches reduce, and what it costs if others do."""
+    used = plan.job.gradient_sync
+    yield _text("gradients", f"reduced in {_SYNCS[used]}")
+    if plan.other_sync is not None:
+        other = "last" if used == "every" else "every"
+        verdict = "fits" if plan.has_room(plan.other_sync) else "does NOT fit"
+        costs = f"peak {_gib(plan.other_sync.peak_nbytes)} GiB, {verdict}; step {_seconds(plan.other_sync.step_seconds)} s"
+        yield _text("", f"--gradient-sync {other}, in {_SYNCS[other]}: {costs}")
 
 
 def _advice(plan: Plan) -> Iterator[str]:
@@ -133,7 +160,8 @@ def _advice(plan: Plan) -> Iterator[str]:
         yield _text("8-bit codes", "do not pay, nor would they on links a hundredth as fast")
     elif plan.pays_below is not None:
         where = "across nodes" if several_nodes else "in the node"
-        links = "any links" if math.isinf(plan.pays_below) else f"links of up to {plan.pays_below * 8 / 1e9:,.3g} Gb/s a rank"
+        speed = f"links of up to {_significant(plan.pays_below * 8 / 1e9, 3)} Gb/s a rank"
+        links = "any links" if math.isinf(plan.pays_below) else speed
         yield _text("8-bit codes", f"pay on {links} {where}")
     elif not plan.job.quantization_policy and plan.forecast.exposed_seconds > 0.1 * plan.forecast.step_seconds:
         codes = ", --quantize-gather int8, --quantize-reduce int8" if several_nodes else ""
@@ -160,8 +188,14 @@ def _short(number: float) -> str:
     """As 405.9 G."""
     for factor, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= factor:
-            return f"{number / factor:,.4g}{unit}"
-    return f"{number:,.4g}"
+            return f"{_significant(number / factor, 4)}{unit}"
+    return _significant(number, 4)
+
+
+def _significant(number: float, digits: int) -> str:
+    """So many digits, and zeros: 48,570, not 4.857e+04."""
+    rounded = float(f"{number:.{digits}g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (digits - 1) else f"{rounded:,.{digits}g}"
 
 
 # ---------------------------------------------------------------------- JSON
@@ -187,6 +221,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
         "largest_batch": plan.largest_batch,
+        "unread": plan.unread,
+        "other_gradient_sync": plan.other_sync
+        and {
+            "peak_nbytes": plan.other_sync.peak_nbytes,
+            "fits": plan.has_room(plan.other_sync),
+            "step_seconds": plan.other_sync.step_seconds,
+        },
         # JSON has no infinity.
         "quantization_pays_below_bytes_per_second": plan.pays_below and min(plan.pays_below, sys.float_info.max),
     }

@@ -19,7 +19,8 @@ class Work(NamedTuple):
     """What an operation does.
 
     flops: of matrices.   functions: elements of roots, exponentials and the like.   nbytes: read and written.
-    dtype: of the arithmetic.   is_launched: a kernel runs.
+    dtype: of the arithmetic.   is_launched: a kernel runs.   scored: of the flops, those that fused attention spends time on:
+    half of them under a causal mask.
     """
 
     flops: int
@@ -27,6 +28,7 @@ class Work(NamedTuple):
     dtype: torch.dtype
     is_launched: bool = True
     functions: int = 0
+    scored: int = 0
 
 
 _ATEN = torch.ops.aten
@@ -70,7 +72,17 @@ def work_of(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, objec
         return Work(0, 0, dtype, is_launched=False)
     flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
     functions = next(_tensors(args)).numel() if packet in _FUNCTIONS else 0
-    return Work(flops, _given_nbytes(func, args, kwargs, out) + _new_nbytes(func, out), dtype, functions=functions)
+    nbytes = _given_nbytes(func, args, kwargs, out) + _new_nbytes(func, out)
+    return Work(flops, nbytes, dtype, functions=functions, scored=_scored(func, args, kwargs, flops))
+
+
+def _scored(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], flops: int) -> int:
+    names = [argument.name for argument in func._schema.arguments]
+    if not flops or "is_causal" not in names:
+        return 0
+    position = names.index("is_causal")
+    is_causal = args[position] if position < len(args) else kwargs.get("is_causal", False)
+    return flops // 2 if is_causal else flops
 
 
 def _given_nbytes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> int:

@@ -186,7 +186,8 @@ def _sharded(param: torch.Tensor) -> torch.Tensor:
 def _ignored(model: nn.Module) -> set[int]:
     modules = (module for module in model.modules() if isinstance(module, FSDPModule))
     places = {place for module in modules for group in module.param_groups for place in group.ignored}
-    return {id(holder._parameters.get(attribute)) for holder, attribute in places}
+    holders = [(holder, attribute) for module, attribute in places if (holder := module()) is not None]
+    return {id(holder._parameters.get(attribute)) for holder, attribute in holders}
 
 
 def _replicating(spec: Spec) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 
 | operations                                           | run on                                         | communication        |
 |------------------------------------------------------|------------------------------------------------|----------------------|
-| elementwise (torch's `pointwise` tag), copies, `zeros_like` and the like | the local shards           | none                 |
+| elementwise (torch's `pointwise` tag, `UNTAGGED`), copies, `zeros_like` and the like | the local shards | none |
 | `_foreach_*`, `_fused_*` in `FOREACH_AND_FUSED`      | the local shards                               | none (norm: a sum's) |
 | sum, mean, norm, max, min, any, all over all elements | the local shards, then over the ranks         | all-reduce, a scalar |
+| `mse_loss` and other `LOSSES` of two tensors         | the same, element by element before that       | the same             |
 | `GradScaler`'s unscaling of gradients                | the local shards, then over the ranks          | the same, each mesh  |
 | `normal_`, `uniform_`, `rand_like` and the like      | blocks, for any number of ranks (`random.py`)  | broadcast of a seed  |
 | indexing, slices, shapes: `w[0]`, `split`, `view`, `t` | the full tensor; the result is a view (`views.py`) | all-gather |
@@ -13,12 +14,13 @@
 | any other                                            | raises NotImplementedError with its name       |                      |
 
 - Replicas count once.
+- Operands of one elementwise operation may lie differently where that needs no communication: see `elementwise.py`.
 - On a `Partial` tensor, only copies, and sums if its reduction is linear, run on the local shards. Operations on full tensors
   reduce it first. All others raise.
 - Plain tensors may take part if all ranks pass the same values and they expand to the global shape: each rank uses its shard.
   In lists of sharded and plain tensors, plain ones are processed as usual.
-- Activations (`Spec.gathers` is False) are never gathered: operations that would raise NotImplementedError. On those that are
-  replicated any operation runs; if a plain tensor takes part, the result is plain.
+- Activations (`Spec.gathers` is False) are never gathered: operations that would raise NotImplementedError. `activations.py`
+  has those that run on them besides.
 - Results of reductions and of operations on full tensors are plain tensors, the same on every rank.
 """
 
@@ -29,11 +31,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..torch_internals import tree_leaves
-from .activations import run_on_activations
+from ..torch_internals import clip_lists_of
+from .activations import activations_in, run_gathered, run_on_activations
 from .dtensor import RULES, DTensor, Rule
-from .operands import first_element, local_shards, raise_undefined, run_on_full_tensors, specs_of
-from .placement import Partial, Spec
+from .elementwise import UNTAGGED, check_partial, copy, elementwise, new_empty_strided, on_local_shards
+from .losses import LOSSES, loss, loss_backward
+from .operands import first_element, local_shards, raise_undefined, specs_of
 from .random import RANDOM, broadcast_indices, broadcast_seed, fill
 from .reductions import TO_SCALAR, foreach_norm, to_scalar, unscale, vector_norm
 from .views import gathered_view, new_empty, random_like
@@ -61,12 +64,14 @@ _COPIES = {
 # Elements of the result depend on several elements of the arguments.
 _ON_FULL_TENSORS = (
     "_cdist_forward _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd _local_scalar_dense _log_softmax "
-    "_pdist_forward _softmax _unique2 _unsafe_view addmm addmv all allclose amax amin aminmax any argmax argmin argsort "
-    "baddbmm bincount bmm bucketize cat constant_pad_nd count_nonzero cummax cummin cumprod cumsum diag_embed diagonal_copy "
-    "dist dot flip gather histc histogram index index_select isin kthvalue linalg_cholesky_ex linalg_eig linalg_inv_ex "
-    "linalg_lu_factor_ex linalg_pinv linalg_qr logcumsumexp logsumexp masked_select max mean median min mm mode mv nanmedian "
-    "nansum new_full new_ones new_zeros nonzero prod renorm repeat repeat_interleave roll rot90 searchsorted sort stack std "
-    "std_mean sum take topk trace tril triu unique_consecutive unique_dim var var_mean vdot"
+    "_log_softmax_backward_data _pdist_forward _softmax _softmax_backward_data _unique2 _unsafe_view addmm addmv all "
+    "allclose amax amin aminmax any argmax argmin argsort baddbmm bincount bmm bucketize cat constant_pad_nd count_nonzero "
+    "cummax cummin cumprod cumsum diag_embed diagonal_copy dist dot embedding flip gather glu glu_backward histc histogram "
+    "index index_put index_select isin kthvalue linalg_cholesky_ex linalg_eig linalg_inv_ex linalg_lu_factor_ex linalg_pinv "
+    "linalg_qr logcumsumexp logsumexp masked_scatter masked_select masked_select_backward max mean median min mm mode mv "
+    "nanmedian nansum native_layer_norm native_layer_norm_backward new_full new_ones new_zeros nonzero prod renorm repeat "
+    "repeat_interleave roll rot90 searchsorted sort stack std std_mean sum take topk trace tril triu unique_consecutive "
+    "unique_dim var var_mean vdot"
 )
 # Elements of the mutated tensor depend on others, or on their own indices.
 _IN_PLACE_ON_FULL_TENSORS = (
@@ -85,27 +90,16 @@ FOREACH_AND_FUSED = (
     | {f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")}
     | {"_foreach_norm"}
 )  # fmt: skip
-# Operations on `Partial` tensors that commute with every reduction, and those that commute with linear ones.
-_PARTIAL_COPIES = {
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.copy_.default,
-    aten.empty_like.default,
-    aten.zero_.default,
-    aten.zeros_like.default,
-}
-_PARTIAL_SUMS = {aten.add.Tensor, aten.add_.Tensor, aten.neg.default, aten.neg_.default, aten.sub.Tensor, aten.sub_.Tensor}
 
 
 def _find_rule(func: Any) -> Rule:
     """The rule for one overload. Called once per overload."""
     rule = _row_of(func)
-    if rule not in (gathered_view, run_on_full_tensors, raise_undefined, random_like, _index_put):
+    if rule not in (gathered_view, raise_undefined, random_like, _index_put):
         return rule
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor) and not value.spec.gathers]
+        found = activations_in(args, kwargs)
         return run_on_activations(func, args, kwargs, found) if found else rule(func, args, kwargs)
 
     return run
@@ -125,59 +119,14 @@ def _row_of(func: Any) -> Rule:
         return _random
     if name.startswith(("_foreach_", "_fused_")):
         return _on_lists if name in FOREACH_AND_FUSED else raise_undefined
-    if func in _COPIES or (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags):
-        return _elementwise
+    tagged = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    if func in _COPIES or tagged or name in UNTAGGED.split():
+        return elementwise
     if func.is_view:
         return gathered_view
     if name in (_IN_PLACE_ON_FULL_TENSORS if func._schema.is_mutable else _ON_FULL_TENSORS).split():
-        return run_on_full_tensors
+        return run_gathered
     return raise_undefined
-
-
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fast path of `_on_local_shards`: sharded tensors of one spec, numbers and 0-dim tensors."""
-    spec: Spec | None = None
-    local_args = []
-    for arg in args:
-        if type(arg) is DTensor:
-            spec = arg.spec if spec is None else spec
-            if arg.spec is not spec:
-                return _on_local_shards(func, args, kwargs)
-            local_args.append(arg._local_tensor)
-        elif isinstance(arg, torch.Tensor) and arg.dim() != 0:
-            return _on_local_shards(func, args, kwargs)
-        else:
-            local_args.append(arg)
-    if spec is None or spec.partial or type(args[0]) is not DTensor or "out" in kwargs:
-        return _on_local_shards(func, args, kwargs)
-    out = func(*local_args, **kwargs)
-    if isinstance(out, torch.Tensor):
-        return args[0] if out is local_args[0] else DTensor(out, spec)
-    return [DTensor(shard, spec) for shard in out]  # frexp has two results
-
-
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy the local shards and keep their memory format: `channels_last` describes full tensors only."""
-    if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
-        kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
-    return _elementwise(func, args, kwargs)
-
-
-def _on_local_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run on the local shards; the result has the spec of the first sharded argument."""
-    (spec,) = specs = specs_of((*args, *kwargs.values()) if kwargs else args)
-    destination = kwargs.get("out", args[0])
-    if func._schema.is_mutable and not isinstance(destination, DTensor):
-        return run_on_full_tensors(func, args, kwargs)  # the mutated tensor is plain and needs all values
-    if spec.partial:
-        _check_partial(func, args, kwargs)
-    local_args = [local_shards(arg, specs, func) for arg in args]
-    local_kwargs = {key: local_shards(value, specs, func) for key, value in kwargs.items()}
-    out = func(*local_args, **local_kwargs)
-    if isinstance(out, torch.Tensor):
-        mutated = local_kwargs.get("out", local_args[0])
-        return destination if out is mutated else DTensor(out, spec)
-    return [DTensor(shard, spec) for shard in out]  # frexp has two results
 
 
 def _on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,9 +139,9 @@ def _on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _split_mixed_lists(func, args, kwargs)
     destination = kwargs.get("out", args[0])
     if func._schema.is_mutable and not isinstance(first_element(destination), DTensor):
-        return run_on_full_tensors(func, args, kwargs)  # the mutated tensors are plain and need all values
+        return run_gathered(func, args, kwargs)  # the mutated tensors are plain and need all values
     if any(spec.partial for spec in specs):
-        _check_partial(func, args, kwargs)
+        check_partial(func, args, kwargs)
     local_args = [arg if type(arg) is torch.Tensor else local_shards(arg, specs, func) for arg in args]
     local_kwargs = {
         key: value if type(value) is torch.Tensor else local_shards(value, specs, func) for key, value in kwargs.items()
@@ -224,24 +173,15 @@ def _split_mixed_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return [results[position] for position in range(count)] if results else None
 
 
-def _check_partial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise NotImplementedError unless the operation commutes with the pending reductions."""
-    if func in _PARTIAL_COPIES:
-        return
-    summed = func in _PARTIAL_SUMS and all(isinstance(arg, DTensor) for arg in args)
-    if not summed or not all(p.linear for arg in args for p in arg.placements if isinstance(p, Partial)):
-        raise_undefined(func, args, kwargs)
-
-
 def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x[mask] = scalar` is elementwise. Other indices refer to the full tensor; those of rank 0 are used on every rank."""
     target, indices, values = args[:3]
     mask = indices[0]
     masked = len(indices) == 1 and isinstance(mask, DTensor) and mask.dtype == torch.bool
     if masked and isinstance(target, DTensor) and mask.spec == target.spec and values.dim() == 0:
-        return _on_local_shards(func, args, kwargs)
+        return on_local_shards(func, args, kwargs)
     mesh = next(value.spec.mesh for value in (target, *indices, values) if isinstance(value, DTensor))
-    return run_on_full_tensors(func, (target, broadcast_indices(mesh, indices), *args[2:]), kwargs)
+    return run_gathered(func, (target, broadcast_indices(mesh, indices), *args[2:]), kwargs)
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -261,13 +201,16 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _BY_NAME: dict[str, Rule] = {
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
     "_foreach_norm": foreach_norm,
-    "_to_copy": _copy,
-    "clone": _copy,
+    "_to_copy": copy,
+    "clone": copy,
     "index_put_": _index_put,
     "linalg_vector_norm": vector_norm,
     "new_empty": new_empty,
+    "new_empty_strided": new_empty_strided,
     "rand_like": random_like,
     "randint_like": random_like,
     "randn_like": random_like,
 }
+_BY_NAME |= dict.fromkeys(LOSSES, loss) | {f"{name}_backward": loss_backward for name in LOSSES}
 RULES.find = _find_rule
+clip_lists_of(DTensor)

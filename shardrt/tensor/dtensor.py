@@ -1,22 +1,25 @@
 """`DTensor`: a tensor that is distributed over a mesh, with autograd and optimizer support.
 
-It has the global shape and holds this rank's local shard. `dispatch.py` has the table of the operations that are defined on it.
+It has the global shape, and holds this rank's local shard. `dispatch.py` has the table of the operations that it takes.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import is_grad_enabled
 from torch.autograd.graph import increment_version
 
-from ..comm import DeviceMesh, ReduceOp
+from ..comm import DeviceMesh, ReduceOp, current_mesh
 from ..torch_internals import OpOverload, disabled_torch_function
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
 from .redistribute import check_replicas, redistribute
+from .strides import with_stride, with_stride_of
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -37,24 +40,27 @@ RULES = Rules()
 class DTensor(torch.Tensor):
     """A tensor of which every rank of a mesh holds a local shard: `to_local()` returns it, `full_tensor()` the full tensor.
 
-    `shape` is the global shape, `dtype` and `device` are those of the local shard. Created by `fully_shard`,
-    `distribute_tensor` and `from_local`.
-    `from_local`, `to_local`, `redistribute` and `full_tensor` are differentiable. A gradient has the placements of its tensor,
-    with `Replicate` in the place of `Partial`.
+    `shape` is the global shape, `dtype` and `device` are those of the local shard. `stride()` is that of the whole tensor it is
+    made from, or of a contiguous one. Created by `fully_shard`, `distribute_tensor`, `from_local`, and `shardrt.tensor.zeros`
+    and the like.
+    `from_local`, `to_local`, `redistribute` and `full_tensor` are differentiable. The gradient of a leaf has the placements of
+    the leaf, with `Replicate` in the place of `Partial`.
     An operation that is not defined on sharded tensors raises NotImplementedError.
     """
 
-    __slots__ = ("_local_tensor", "spec")  # Cost: a for-loop optimizer creates two per parameter and step
+    __slots__ = ("_grad_hook", "_local_tensor", "spec")  # Cost: a for-loop optimizer creates two per parameter and step
+    _grad_hook: Any  # of a leaf that has required a gradient, see `_set_requires_grad`
     _local_tensor: torch.Tensor
     spec: Spec
     full_name: str | None = None  # a sharded parameter's name in the root module
     # On a parameter: each rank's gradient is only a term of what these placements say, until it is reduced. None: it is whole.
     grad_placements: tuple[Placement, ...] | None = None
+    tp_leaf: object | None = None  # what a tensor-parallel forward reads in its place; written by shardrt.parallel
     gathered_spec: Spec | None = None  # of what a module sees of a sharded parameter, if that is not all of it
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, spec: Spec) -> DTensor:
-        made = torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=local.dtype, device=local.device)
+        made = torch.Tensor._make_wrapper_subclass(cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device)
         made._local_tensor = local
         made.spec = spec
         return made
@@ -74,63 +80,86 @@ class DTensor(torch.Tensor):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
-        device_mesh: DeviceMesh,
-        placements: Sequence[Placement],
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
         shape: Sequence[int] | None = None,
         *,
         run_check: bool = False,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """The tensor whose local shard on this rank is `local_tensor`; they share memory.
 
-        local_tensor: on the mesh's device, any dtype, of the shape that the placements give this rank.
-        placements: one for each mesh axis.
+        local_tensor: plain, any dtype, on the mesh's or the meta device, of the shape that the placements give this rank.
+        device_mesh: None: that of the `with mesh:` around the call.   placements: one for each mesh axis; None: `Replicate`.
         shape: the global shape; None: all ranks have local shards of the same shape.
-        stride: the global stride; only that of a contiguous tensor is accepted.
+        stride: what `stride()` of the result says: that of a dense tensor. None: its dims in the order of the local tensor's.
         run_check: compare replicas, which must hold the same bits. Collective; without it there is no communication.
+        grad_placements: those that the gradient of `local_tensor` has, of which each rank gets its shard. None: those of the
+            tensor, with `Replicate` in the place of `Partial`.
         Cost: of `run_check` a broadcast along each replicated axis, and an all-reduce.
         The gradient of `local_tensor` is its shard of the gradient. Through `Partial("sum")` it is the full gradient, through
         `Partial("avg")` the full gradient divided by the number of ranks; other reductions raise NotImplementedError.
         Raises ValueError for placements that do not fit the mesh or the shape, for a local tensor of another shape or device,
-        for another stride, and on every rank for replicas that differ. Raises TypeError for what is not a `Placement`.
+        for a stride that leaves gaps, for `grad_placements` that give another local shape, and on every rank for replicas that
+        differ. Raises TypeError for what is not a `Placement` and for a `DTensor`, RuntimeError without a mesh.
         """
-        global_shape = _shape_from_equal_shards(local_tensor.shape, device_mesh, placements) if shape is None else shape
-        spec = Spec.of(device_mesh, placements, global_shape)
-        expected = local_shape(device_mesh, spec.placements, spec.shape)
-        if local_tensor.shape != expected or local_tensor.device != device_mesh.device:
+        mesh = current_mesh() if device_mesh is None else device_mesh
+        placements = (Replicate(),) * mesh.ndim if placements is None else placements
+        if isinstance(local_tensor, DTensor):
+            raise TypeError(f"from_local on rank {mesh.rank} of a DTensor of {local_tensor.spec}: expected a plain tensor")
+        global_shape = _shape_from_equal_shards(local_tensor.shape, mesh, placements) if shape is None else shape
+        spec = Spec.of(mesh, placements, global_shape)
+        expected = local_shape(mesh, spec.placements, spec.shape)
+        if local_tensor.shape != expected or local_tensor.device not in (mesh.device, torch.device("meta")):
             raise ValueError(
-                f"from_local on rank {device_mesh.rank}: expected a local shard of shape {tuple(expected)} on "
-                f"{device_mesh.device}, by {spec}; found {tuple(local_tensor.shape)} on {local_tensor.device}; pass the global "
-                "shape if the local shards differ"
+                f"from_local on rank {mesh.rank}: expected a local shard of shape {tuple(expected)} on {mesh.device}, by "
+                f"{spec}; found {tuple(local_tensor.shape)} on {local_tensor.device}; pass the global shape if the local "
+                "shards differ"
             )
-        if stride is not None and tuple(stride) != torch.empty(spec.shape, device="meta").stride():
-            raise ValueError(
-                f"from_local with stride {tuple(stride)} of shape {tuple(spec.shape)}: expected that of a contiguous tensor"
-            )
+        if stride is not None:
+            spec = with_stride(spec, stride)
+        elif local_tensor.dim() == len(spec.shape):
+            spec = with_stride_of(spec, local_tensor)
+        grad_spec = None if grad_placements is None else _checked_grad_spec(spec, grad_placements, expected)
         if run_check:
             check_replicas(local_tensor.detach(), spec)
-        return _FromLocal.apply(local_tensor, spec)
+        return _FromLocal.apply(local_tensor, spec, grad_spec)
 
     def to_local(self, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's local shard; it shares memory with the tensor. No communication.
+        """This rank's local shard; it shares memory with the tensor, so writes to it change the tensor. No communication.
 
         Its shape: (..., rows, ...) for a `RaggedShard` or `Shard`, 1-D for a `FlatShard`, the global shape for a `Replicate`
         and for a `Partial`, where it is this rank's term of the reduction.
+        It is contiguous, but for a shard of a sharded module's parameter along another dim than 0: that is a view of the
+        group's flat buffer, which holds this dim outermost. `.contiguous()` makes a copy, which writes do not reach.
         grad_placements: the placements of the gradient, of which each rank's local gradient is the shard; None: those of the
-        tensor, with `Replicate` in the place of `Partial`. Raises ValueError for those that do not fit the mesh or the shape.
+        tensor, with `Replicate` in the place of `Partial`. Raises ValueError for those that do not fit the mesh or the shape,
+        and for those that give this rank another shape than its local shard's.
         """
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor
-        spec = _grad_spec(self.spec) if grad_placements is None else Spec.of(self.spec.mesh, grad_placements, self.shape)
-        return _ToLocal.apply(self, spec)
+        if grad_placements is None:
+            return _ToLocal.apply(self, self.spec.of_gradient())
+        return _ToLocal.apply(self, _checked_grad_spec(self.spec, grad_placements, self._local_tensor.shape))
 
     def redistribute(
-        self, device_mesh: DeviceMesh | Sequence[Placement] | None = None, placements: Sequence[Placement] | None = None
+        self,
+        device_mesh: DeviceMesh | Sequence[Placement] | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """The same tensor with other placements on the same mesh; `self` if it has them already. Collective.
 
         Accepts the placements alone, or the tensor's mesh and the placements. placements: one for each mesh axis; None:
         `Replicate` on each.
+        async_op: makes no difference: the collectives run in the order of the current stream, as what uses the result does. A
+            GPU's host waits for none; MPI's calls block.
+        forward_dtype: of the values that are sent, and of the result; None: the tensor's.
+        backward_dtype: of the gradient that is sent; None: the tensor's, which the gradient gets in the end in any case.
         Cost: for each axis that changes, as in the table of `redistribute.py`. To change an outer axis of a dim that inner axes
         shard too, those are gathered first.
         Raises ValueError for another mesh, and for placements that do not fit the mesh or the shape.
@@ -139,8 +168,10 @@ class DTensor(torch.Tensor):
             device_mesh, placements = None, device_mesh
         if device_mesh is not None and device_mesh is not self.spec.mesh:
             raise ValueError(f"redistribute to {device_mesh} of a tensor of {self.spec}: expected its own mesh")
-        spec = Spec.of(self.spec.mesh, self.spec.replicated if placements is None else placements, self.shape)
-        return self if spec == self.spec else _Redistribute.apply(self, spec)
+        spec = self.spec.moved(self.spec.replicated if placements is None else placements)
+        if spec == self.spec and forward_dtype in (None, self.dtype):
+            return self
+        return _Redistribute.apply(self, spec, forward_dtype, backward_dtype)
 
     def full_tensor(self, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The full tensor, of the global shape, on every rank; it shares memory with a replicated tensor. Collective.
@@ -150,6 +181,11 @@ class DTensor(torch.Tensor):
         Cost: an all-gather for each sharded axis, an all-reduce for each partial one.
         """
         return self.redistribute(self.spec.replicated).to_local(grad_placements)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """As torch's."""
+        self.requires_grad = requires_grad
+        return self
 
     @property
     def data(self) -> torch.Tensor:
@@ -228,21 +264,6 @@ def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
     return _FromLocal.apply(local, spec)
 
 
-def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A new leaf tensor on the mesh with the values of `tensor`. No communication; not differentiable.
-
-    tensor: the full tensor, the same on every rank; any shape, dtype and device.   placements: one for each mesh axis.
-    Through a `Partial`, each rank holds the term that `Partial.local_shard` gives it.
-    Cost: a copy of the local shard, on the mesh's device.
-    Raises ValueError for placements that do not fit the mesh or the shape, TypeError for what is not a `Placement`.
-    """
-    spec = Spec.of(device_mesh, placements, tensor.shape)
-    shard = spec.local_shard(tensor.detach())
-    made = DTensor(shard.to(device_mesh.device, copy=True, memory_format=torch.contiguous_format), spec)
-    made.requires_grad = tensor.requires_grad
-    return made
-
-
 def _shape_from_equal_shards(local: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
     shape = list(local)
     for placement, size in zip(placements, mesh.shape, strict=False):
@@ -256,37 +277,57 @@ def _shape_from_equal_shards(local: torch.Size, mesh: DeviceMesh, placements: Se
 # ---------------------------------------------------------------------- autograd: gradients have the global shape
 
 
-def _grad_spec(spec: Spec) -> Spec:
-    """The spec of a gradient: that of its tensor, with `Replicate` in the place of `Partial`."""
-    if not spec.partial:
-        return spec
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
-    return Spec(spec.mesh, placements, spec.shape)
+def _checked_grad_spec(spec: Spec, placements: Sequence[Placement], local: torch.Size) -> Spec:
+    """The spec of the gradient of a local tensor of shape `local`. Raises ValueError if it gives the gradient another shape."""
+    made = spec.moved(placements)
+    if (found := local_shape(made.mesh, made.placements, made.shape)) != local:
+        raise ValueError(
+            f"grad_placements {tuple(placements)} of a shard by {spec}, on rank {spec.mesh.rank}: expected those that give its "
+            f"gradient the shape {tuple(local)}, found {tuple(found)}"
+        )
+    return made
 
 
 def _redistribute_grad(grad: torch.Tensor, spec: Spec) -> DTensor:
     """The gradient with the placements of `spec`. A plain one is the full gradient, the same on every rank."""
     if not isinstance(grad, DTensor):
-        return DTensor(spec.local_shard(grad).contiguous(), spec)
+        if not (grad.requires_grad and torch.is_grad_enabled()):
+            return DTensor(spec.local_shard(grad).contiguous(), spec)
+        return _Redistribute.apply(_FromLocal.apply(grad, replace(spec, placements=spec.replicated)), spec)
     return grad if grad.spec == spec else _Redistribute.apply(grad, spec)
+
+
+def _set_requires_grad(tensor: DTensor, value: bool) -> None:
+    """Set `requires_grad`. From then on a leaf's gradients get the leaf's placements, as autograd's other nodes give them.
+
+    Some operations make plain gradients, or sharded ones of what is replicated: sums, matrix products, mixed operands.
+    """
+    torch.Tensor.requires_grad.__set__(tensor, value)  # type: ignore[attr-defined]
+    if value and tensor.is_leaf and not hasattr(tensor, "_grad_hook"):
+        leaf = ref(tensor)  # Hazard: a hook that held the tensor would keep it alive
+        tensor._grad_hook = tensor.register_hook(lambda grad: _leaf_grad(grad, leaf()))
+
+
+def _leaf_grad(grad: torch.Tensor, leaf: DTensor | None) -> torch.Tensor:
+    return grad if leaf is None else _redistribute_grad(grad, leaf.spec.of_gradient())
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
-        ctx.spec = spec
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec, grad_spec: Spec | None = None) -> DTensor:
+        ctx.spec, ctx.grad_spec = spec, grad_spec
         return DTensor(local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ranks = 1
-        for placement, size in zip(ctx.spec.placements, ctx.spec.mesh.shape, strict=True):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ranks, spec = 1, ctx.spec
+        for placement, size in zip(spec.placements, spec.mesh.shape, strict=True):
             if isinstance(placement, Partial):
                 if not placement.linear:
                     raise NotImplementedError(f"the gradient of from_local with {placement}: expected a sum or an average")
                 ranks *= size if placement.reduce_op is ReduceOp.AVG else 1
-        local = _redistribute_grad(grad, _grad_spec(ctx.spec)).to_local()
-        return local if ranks == 1 else local / ranks, None
+        local = _redistribute_grad(grad, ctx.grad_spec or spec.of_gradient()).to_local()
+        return local if ranks == 1 else local / ranks, None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -303,13 +344,16 @@ class _ToLocal(torch.autograd.Function):
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, spec: Spec) -> DTensor:
-        ctx.source = tensor.spec
-        return DTensor(redistribute(tensor._local_tensor, tensor.spec, spec.placements), spec)
+    def forward(
+        ctx: Any, tensor: DTensor, spec: Spec, dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None
+    ) -> DTensor:
+        ctx.source, ctx.dtype, ctx.grad_dtype = tensor.spec, tensor.dtype, grad_dtype or tensor.dtype
+        return DTensor(redistribute(tensor._local_tensor.to(dtype or tensor.dtype), tensor.spec, spec.placements), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:
-        return _redistribute_grad(grad, _grad_spec(ctx.source)), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        moved = _redistribute_grad(grad.to(ctx.grad_dtype), ctx.source.of_gradient())
+        return moved.to(ctx.dtype), None, None, None
 
 
 # ---------------------------------------------------------------------- methods that skip the dispatcher
@@ -344,6 +388,8 @@ def _without_dispatcher(name: str) -> Callable[..., torch.Tensor]:
 
     return call
 
+
+DTensor.requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[assignment, attr-defined]
 
 for _name in (*_IN_PLACE, *_OUT_OF_PLACE):
     setattr(DTensor, _name, _without_dispatcher(_name))

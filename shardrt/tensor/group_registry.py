@@ -18,7 +18,10 @@ class Group(Protocol):
 
     name: str
     mesh: DeviceMesh
-    modules: Sequence[nn.Module]
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Those that were sharded together."""
 
 
 _groups: WeakIdKeyDictionary = WeakIdKeyDictionary()  # torch.Tensor -> ReferenceType[Group]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch.autograd.graph import increment_version
 from ..torch_internals import tree_map
 from .dtensor import DTensor
 from .group_registry import group_of
-from .placement import Spec
-from .redistribute import redistribute
+from .placement import FlatShard, Replicate, Sharded, Spec, local_shape
+from .redistribute import changes_in_order, redistribute
 
 
 def raise_undefined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,14 +79,16 @@ def local_shards(value: Any, specs: list[Spec], func: Any) -> Any:
 
 
 def local_shard(value: torch.Tensor, spec: Spec, func: Any) -> torch.Tensor:
-    """This rank's shard, by `spec`, of a sharded tensor or of a plain one that expands to the global shape.
+    """This rank's shard, by `spec`, of a sharded tensor or of a plain one that expands to the global shape. No communication.
 
-    A 0-dim plain tensor is returned unchanged. Raises ValueError for another mesh, other placements, or a shape that does not
-    expand.
+    A 0-dim plain tensor is returned unchanged. Raises ValueError for another mesh, placements from which other ranks' elements
+    are needed, or a shape that does not expand.
     """
     if isinstance(value, DTensor):
         if value.spec is spec or value.spec == spec:
             return value._local_tensor
+        if (cut := _cut_locally(value, spec)) is not None:
+            return cut
         difference = "with different placements" if value.spec.mesh is spec.mesh else "on different meshes"
         raise ValueError(f"{func} on tensors {difference}: {value.spec} and {spec}; use redistribute() or full_tensor()")
     if value.dim() == 0:
@@ -97,6 +100,41 @@ def local_shard(value: torch.Tensor, spec: Spec, func: Any) -> torch.Tensor:
             f"{func}: a plain tensor of shape {tuple(value.shape)} and a sharded tensor of shape {tuple(spec.shape)}; "
             "expected a plain tensor that expands to the shape of the sharded one"
         ) from error
+
+
+def _cut_locally(value: DTensor, spec: Spec) -> torch.Tensor | None:
+    """This rank's shard by `spec` of a tensor that lies otherwise, or expands. None if it needs other ranks' elements."""
+    mesh, source = spec.mesh, broadcast_spec(value.spec, spec.shape)
+    if source is None or source.mesh is not mesh:
+        return None
+    local = value._local_tensor
+    if source.placements == spec.placements:
+        return local
+    steps = changes_in_order(source.placements, spec.placements)
+    if any(not isinstance(source.placements[axis], Replicate) or not isinstance(new, Sharded) for axis, new in steps):
+        return None
+    local = local.expand(local_shape(mesh, source.placements, spec.shape))
+    for axis, new in steps:
+        local = new.resolve(local.shape, mesh.shape[axis]).local_shard(local, mesh.coordinates[axis])
+    return local
+
+
+def broadcast_spec(spec: Spec, shape: torch.Size) -> Spec | None:
+    """The spec of a tensor that is expanded to `shape`. None if it does not expand, or if a split dim changes its size."""
+    shift = len(shape) - len(spec.shape)
+    if spec.shape == shape:
+        return spec
+    if shift < 0 or any(size not in (1, shape[dim + shift]) for dim, size in enumerate(spec.shape)):
+        return None
+    placements = []
+    for placement in spec.placements:
+        if isinstance(placement, Sharded):
+            dim = placement.dim + shift
+            if isinstance(placement, FlatShard) or not spec.shape or shape[dim] != spec.shape[placement.dim]:
+                return None
+            placement = replace(placement, dim=dim)
+        placements.append(placement)
+    return replace(spec, placements=tuple(placements), shape=shape, stride=None)
 
 
 def gather_full(value: Any) -> Any:

@@ -29,6 +29,18 @@ class Placement:
 
     __slots__ = ()
 
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether the axis splits the tensor, along `dim` if one is given: by rows, or in a `FlatShard` by elements."""
+        return isinstance(self, Sharded) and dim in (None, self.dim)
+
+    def is_replicate(self) -> bool:
+        """Whether every rank of the axis has all of the tensor."""
+        return isinstance(self, Replicate)
+
+    def is_partial(self, reduce_op: ReduceOp | str | None = None) -> bool:
+        """Whether the ranks of the axis have terms of a reduction; of this one, if one is given."""
+        return isinstance(self, Partial) and reduce_op in (None, self.reduce_op, self.reduce_op.value)
+
     def resolve(self, shape: torch.Size, size: int) -> Placement:
         """The placement with explicit counts for a tensor of `shape` on `size` ranks. Raises ValueError if it does not fit."""
         return self
@@ -186,12 +198,15 @@ class Spec:
     partial: whether a placement is `Partial`.
     shard_mesh: the submesh of the axes that shard the tensor; None if no axis does.
     gathers: whether operations that need other ranks' elements gather them; activations are never gathered unasked.
+    stride: what `DTensor.stride()` says, that of a dense tensor of the global shape; None: that of a contiguous one. It says
+        nothing of the local shard's memory.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # one for each mesh axis
     shape: torch.Size  # the global shape
     gathers: bool = field(default=True, repr=False, compare=False, kw_only=True)
+    stride: tuple[int, ...] | None = field(default=None, repr=False, compare=False, kw_only=True)
     partial: bool = field(init=False, repr=False, compare=False)
     shard_mesh: DeviceMesh | None = field(init=False, repr=False, compare=False)
 
@@ -224,6 +239,17 @@ class Spec:
         if len(set(ops)) > 1 and not all(op.linear for op in ops):
             raise ValueError(f"placements {placements}: the order of several kinds of reductions matters; expected one kind")
         return cls(mesh, tuple(checked), global_shape)
+
+    def moved(self, placements: Sequence[Placement]) -> Spec:
+        """The spec of the same tensor with other placements, which are checked as those of `of`."""
+        spec = Spec.of(self.mesh, placements, self.shape)
+        return replace(spec, gathers=self.gathers, stride=self.stride)
+
+    def of_gradient(self) -> Spec:
+        """The spec of the tensor's gradient: `Replicate` in the place of `Partial`."""
+        if not self.partial:
+            return self
+        return replace(self, placements=tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements))
 
     def __deepcopy__(self, memo: object) -> Spec:
         """The spec itself: it does not change, and operations compare specs by identity first."""

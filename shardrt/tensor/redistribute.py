@@ -53,7 +53,7 @@ def redistribute(local: torch.Tensor, source: Spec, target: Sequence[Placement])
     if source.placements != tuple(target):
         local = plain(local)
     local = local.to(mesh.device)  # offloaded shards are on the host
-    for axis, placement in _plan(source.placements, target):
+    for axis, placement in changes_in_order(source.placements, target):
         if placements[axis] != placement:
             old, placements[axis] = placements[axis], REPLICATE
             comm = mesh[mesh.axis_names[axis]].communicator("tensor")
@@ -84,7 +84,7 @@ def check_replicas(local: torch.Tensor, spec: Spec) -> None:
         raise ValueError(f"from_local, run_check: replicas of {spec} hold different values; pass the same values on each")
 
 
-def _plan(source: Sequence[Placement], target: Sequence[Placement]) -> list[tuple[int, Placement]]:
+def changes_in_order(source: Sequence[Placement], target: Sequence[Placement]) -> list[tuple[int, Placement]]:
     """The changes in order: (axis, its new placement)."""
     changing: list[int] = []
     gathered_first: list[tuple[int, Placement]] = []

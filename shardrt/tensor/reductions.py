@@ -9,8 +9,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..comm import DeviceMesh, ReduceOp, current_stream
+from .activations import run_gathered
 from .dtensor import DTensor
-from .operands import local_shards, raise_undefined, run_on_full_tensors, specs_of
+from .operands import local_shards, raise_undefined, specs_of
 from .redistribute import plain
 
 aten = torch.ops.aten
@@ -62,7 +63,7 @@ def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     other = len(args) > 3 or kwargs.get("keepdim") or kwargs.get("dtype") is not None
     if other or (dim is not None and len(dim) != args[0].dim()):
-        return run_on_full_tensors(func, args, kwargs)
+        return run_gathered(func, args, kwargs)
     return _norms(func, [args[0]], order)[0]
 
 

@@ -1,4 +1,4 @@
-"""python -m shardrt.timeline merge FOLDER-OR-FILES... -o MERGED.json
+"""shardrt-timeline merge FOLDER-OR-FILES... -o MERGED.json
 
 Exit code: 0; 1 if a file was left out; 2 if none remained, or for wrong arguments.
 """
@@ -14,7 +14,7 @@ from .merge import merge
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m shardrt.timeline", description="Timelines of shardrt.Timeline.")
+    parser = argparse.ArgumentParser(prog="shardrt-timeline", description="Timelines of shardrt.Timeline.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     merging = commands.add_parser("merge", help="one file of several ranks, or of a run and its forecast, for Perfetto")
     merging.add_argument("paths", type=Path, nargs="+", metavar="FOLDER-OR-FILE", help="of a folder, all its *.json")

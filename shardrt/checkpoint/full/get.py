@@ -18,6 +18,7 @@ from ...tensor.local_optimizers import steps_locally
 from ...tensor.optimizer_state import shard_optimizer_state
 from ..names import ParameterNames, cleaner
 from ..optimizers import OF_RANK, Whole, optimizer_state
+from .copies import copied
 from .options import StateDictOptions
 
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -29,9 +30,10 @@ def get_model_state_dict(
     """The model's state dict by its names in the whole model, without what `torch.compile` and the like add. Collective.
 
     submodules: return what is in these modules only.   options: `StateDictOptions`, or torch's.
-    Returns sharded tensors that share the model's memory; full or offloaded ones may share memory with tensors that are not
-    sharded.
-    Cost: with full_state_dict, an all-gather for each sharded tensor, tied ones once.
+    Returns sharded tensors that share the model's memory. With full_state_dict or cpu_offload everything is a copy: neither
+    training nor a change of extra state reaches it.
+    Cost: with full_state_dict, an all-gather for each sharded tensor, tied ones once. The copies: on one rank, and of tensors
+    that are on the host already, they take as much memory again.
     """
     chosen, clean = StateDictOptions.of(options), cleaner(model)
     state = {clean(name): value for name, value in model.state_dict(keep_vars=True).items()}
@@ -51,7 +53,7 @@ def get_optimizer_state_dict(
     submodules: change nothing, as in torch's function.
     Returns {"state": {name: {"exp_avg": tensor, ...}}, "param_groups": [{"lr": 0.1, ..., "params": [name, ...]}]}, or, with
     flatten_optimizer_state_dict, one flat dict. The state is what there is: unlike torch's function, no step makes it.
-    options, and what tensors share memory with: as for `get_model_state_dict`.
+    options, and what is a copy: as for `get_model_state_dict`.
     Raises: CheckpointError for a parameter that is not the model's; RuntimeError, on every rank, for full_state_dict with
     state of a local optimizer (`shardrt.register_local_optimizer`) that depends on where shards begin.
     """
@@ -125,29 +127,27 @@ def _inside(
 @torch.no_grad()
 def _collected(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     """The state with tensors as the options want them. Collective if they are to be full."""
-    if not options.full_state_dict:
-        return mapped(state, lambda value: _detached(value, offload=options.cpu_offload))
-    kept = not options.cpu_offload or world().rank == 0
-    seen: dict[int, torch.Tensor] = {}  # tied tensors stay tied
+    full, offload = options.full_state_dict, options.cpu_offload
+    if not (full or offload):
+        return mapped(state, _detached)
+    kept = not (full and offload) or world().rank == 0
+    seen: dict[int, Any] = {}  # tied tensors stay tied
 
-    def full(value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return _detached(value, offload=options.cpu_offload)
-        if id(value) not in seen:
-            gathered = value.full_tensor()
-            seen[id(value)] = _detached(gathered, offload=options.cpu_offload) if kept else gathered.new_empty(0)
-        return seen[id(value)]
+    def copy_of(value: Any) -> Any:
+        key = id(value)  # the state keeps it alive
+        if key not in seen:
+            made = copied(value.value if isinstance(value, Whole) else value, full=full, offload=offload)
+            seen[key] = made if kept else None
+        return seen[key]
 
-    collected = mapped(state, full)
+    collected = mapped(state, copy_of)
     return collected if kept else {}
 
 
-def _detached(value: Any, *, offload: bool) -> Any:
+def _detached(value: Any) -> Any:
     if isinstance(value, Whole):
         value = value.value
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().cpu() if offload else value.detach()
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 # ---------------------------------------------------------------------- optimizers that step on local shards

@@ -12,8 +12,8 @@ _FQN_MODIFIERS = "_fqn_modifiers"
 class StateDictOptions:
     """What `get_state_dict` returns and `set_state_dict` takes, with torch's names and defaults.
 
-    full_state_dict: full tensors, as a single process has them, in the place of sharded ones.
-    cpu_offload: tensors on the host; with full_state_dict, rank 0 alone gets them, and all other ranks an empty dict.
+    full_state_dict: full tensors, as a single process has them, in the place of sharded ones; copies.
+    cpu_offload: copies of the tensors, on the host; with full_state_dict, rank 0 alone gets them, all others an empty dict.
     ignore_frozen_params: leave out parameters that do not require a gradient.
     keep_submodule_prefixes: with `submodules`, names in the whole model; False: names in the submodule.
     strict: raise for names that the model, the optimizer or the state dict lacks.
