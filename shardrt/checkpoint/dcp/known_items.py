@@ -31,7 +31,7 @@ def known_item(read: ReadBytes, dtype: torch.dtype, sizes: tuple[int, ...], leng
         return None
     end = start + nbytes
     if nbytes > BLOCK:
-        return StoredItem(dtype, sizes, strides, start, start, nbytes, 0, end + _CRCS)
+        return StoredItem(dtype, sizes, strides, start, start, nbytes, None, end + _CRCS)
     return StoredItem(dtype, sizes, strides, start, start, nbytes, int.from_bytes(read(end + 4, 4), "little"), None)
 
 

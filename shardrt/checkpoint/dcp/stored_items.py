@@ -25,8 +25,9 @@ class StoredItem:
     """One tensor of a file. Positions are bytes from the start of the item.
 
     The element at `index` lies at `start + dtype.itemsize * sum(index * strides)`.
-    data_start, data_nbytes, crc: the memory that the archive stores, and its CRC-32: it may be more than the tensor's, if the
-    tensor was a part of a larger storage.
+    data_start, data_nbytes: the memory that the archive stores: it may be more than the tensor's, if the tensor was a part of a
+    larger storage.
+    crc: the CRC-32 of all of that memory; None if the writer has computed none, or if it is not needed.
     crcs_start: where the CRC-32 of each 16 KiB of that memory begin, 4 bytes each, little-endian; None in items of other
     writers, and of 16 KiB and less.
     """
@@ -37,7 +38,7 @@ class StoredItem:
     start: int
     data_start: int
     data_nbytes: int
-    crc: int
+    crc: int | None
     crcs_start: int | None
 
 
@@ -111,7 +112,7 @@ def read_item(read: ReadBytes, length: int, where: str) -> StoredItem:
         begin + tensor.offset * itemsize,
         begin,
         stored.nbytes,
-        stored.crc,
+        stored.crc if source.has_crcs else None,
         None if crcs is None else source.data_start(crcs, BLOCK_CRCS),
     )
 
@@ -121,6 +122,7 @@ class _Source:
 
     def __init__(self, read: ReadBytes, length: int, where: str) -> None:
         self.length, self._read, self._where = length, read, where
+        self.has_crcs = True
         self._first = self._checked(0, min(length, _EDGE))
         self._last_start = max(0, length - _EDGE)
         self._last = self._first if length <= _EDGE else self._checked(self._last_start, length - self._last_start)
@@ -155,7 +157,7 @@ class _Source:
         if record.nbytes > _PICKLE_LIMIT:
             raise self.error(f"record '{name}' has {record.nbytes} bytes; expected {_PICKLE_LIMIT} at most for one tensor")
         found = self.span(self.data_start(record, name), record.nbytes)
-        if record.crc and zlib.crc32(found) != record.crc:  # 0: torch.save was told to compute none
+        if self.has_crcs and zlib.crc32(found) != record.crc:
             raise self.error(f"the checksum of record '{name}' is {zlib.crc32(found):08x}, not {record.crc:08x}; it is damaged")
         return found
 
@@ -183,6 +185,8 @@ def _directory(source: _Source) -> tuple[dict[str, _Record], str]:
     if nbytes > _PICKLE_LIMIT:
         raise source.error(f"an archive whose directory has {nbytes} bytes; expected one tensor")
     records = _records(source, source.span(start, nbytes), count)
+    # Hazard: one that is 0 has to be compared as well, since what was lost on the disk is often read as zeros.
+    source.has_crcs = any(record.crc for record in records.values())  # none after torch.serialization.set_crc32_options(False)
     roots = [name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")]
     if len(roots) != 1:
         raise source.error(f"expected an archive with one tensor; found the records {', '.join(records)[:200]}")
