@@ -536,6 +536,20 @@ def test_a_sharded_module_inside_of_several_sharded_ones(world: World, reshard: 
     assert len(list(model.param_group.with_descendants())) == 8
 
 
+class Layered(nn.Linear):
+    def param_groups(self) -> list[dict[str, object]]:
+        """As some models have it, for their optimizer."""
+        return [{"params": [self.weight]}, {"params": [self.bias], "weight_decay": 0.0}]
+
+
+@on_ranks(1, 2)
+def test_a_submodule_with_param_groups_of_its_own(world: World) -> None:
+    head = Layered(5, 3)
+    model = shardrt.fully_shard(nn.Sequential(nn.Linear(4, 5), head))
+    assert model(torch.ones(2, 4, device=world.device)).shape == (2, 3)
+    assert len(head.param_groups()) == 2
+
+
 def doubled(grad: torch.Tensor) -> torch.Tensor:
     return grad * 2
 

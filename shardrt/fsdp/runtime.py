@@ -351,8 +351,9 @@ def packed_nbytes(group: ParamGroup) -> int:
 def _check_one_root(root: ParamGroup, names: dict[nn.Module, str]) -> None:
     """RuntimeError for a sharded module under the root that is part of another root, of a module that is not under this one."""
     for module, name in names.items():
-        for group in getattr(module, "param_groups", ()):
-            if not names.keys() & group.root.modules:
+        found = vars(module).get("param_groups")  # other modules may have a method or a list of that name
+        for group in found if isinstance(found, tuple) else ():
+            if isinstance(group, ParamGroup) and not names.keys() & group.root.modules:
                 raise RuntimeError(
                     f"'{name}' in '{root.name}' is part of '{group.root.name}' already, which was sharded around it (rank "
                     f"{root.mesh.rank}): a sharded module has one root; call fully_shard on a module around both"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import find_batch_size
+from accelerate.utils import find_batch_size, recursively_apply
 
 from .. import comm
 
@@ -36,7 +36,7 @@ class OwnRows:
         for batch in self._loader:
             loaded = find_batch_size(batch) or 0
             kept = self._own(loaded)
-            self.spare = first_rows(batch, loaded, 1) if kept < loaded and kept == 0 else None
+            self.spare = first_rows(batch, loaded, 1) if kept == 0 < loaded else None
             yield batch if kept == loaded else first_rows(batch, loaded, kept)
 
     def _own(self, loaded: int) -> int:
@@ -88,7 +88,8 @@ def exact_evaluation(trainer: Any, loader: OwnRows) -> Iterator[None]:
     def prepare_some(logits: Any, labels: Any) -> Any:
         if loader.spare is None:
             return prepare(logits, labels)
-        return first_rows(prepare(_one_row(logits), _one_row(labels)), 1, 0)
+        rows = (recursively_apply(lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), each) for each in (logits, labels))
+        return first_rows(prepare(*rows), 1, 0)
 
     trainer.prediction_step = exact_step
     if prepare is not None:
@@ -109,15 +110,6 @@ def own_average(args: Any) -> Iterator[None]:
         yield
     finally:
         args.average_tokens_across_devices = before
-
-
-def _one_row(tensors: Any) -> Any:
-    """A row of zeros instead of none."""
-    if isinstance(tensors, torch.Tensor):
-        return tensors.new_zeros(1, *tensors.shape[1:])
-    if isinstance(tensors, Mapping):
-        return {key: _one_row(value) for key, value in tensors.items()}
-    return type(tensors)(_one_row(each) for each in tensors) if isinstance(tensors, (list, tuple)) else tensors
 
 
 def _counted(trainer: Any, inputs: Any) -> int:

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from ..comm import DeviceMesh, current_stream
+from ..tensor.distribute import received
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
-from ..tensor.placement import Partial, Placement, Shard, Spec
+from ..tensor.placement import Partial, Placement, Spec
 from ..tensor.replaced import note_replaced, replacement
 from ..tensor.replicated import Mark, mark_replicated, remember_mark
-from .axis import axis_of, parts
+from .axis import axis_of
 
 PARTIAL_GRADIENT = (Partial(),)
 
@@ -103,25 +104,11 @@ def check_ties(module: nn.Module) -> None:
 
 
 def _local(param: torch.Tensor, spec: Spec, src_data_rank: int | None) -> torch.Tensor:
-    axis, placement, full = axis_of(spec.mesh), spec.placements[0], param.detach()
-    if not full.is_meta:
-        full = full.to(axis.mesh.device)
-    if src_data_rank is None or full.is_meta or axis.size == 1:
-        return spec.local_shard(full).clone(memory_format=torch.contiguous_format)
-    stream = current_stream(axis.mesh.device)
-    if not isinstance(placement, Shard):
-        out = full.clone(memory_format=torch.contiguous_format)
-        axis.comm.broadcast(out, out, src_data_rank, stream=stream).wait(stream)
-        return out
-    dim, rows = placement.dim, parts(full.shape[placement.dim], axis.size)
-    blocks, chunk = None, (*full.shape[:dim], rows[0], *full.shape[dim + 1 :])
-    if axis.rank == src_data_rank:
-        blocks = full.new_zeros((axis.size, *chunk))
-        for block, part in zip(blocks, full.split(rows, dim), strict=True):
-            block.narrow(dim, 0, part.shape[dim]).copy_(part)
-    out = full.new_empty(chunk)
-    axis.comm.scatter(out, blocks, src_data_rank, stream=stream).wait(stream)
-    return out.narrow(dim, 0, rows[axis.rank]).contiguous()
+    mesh, full = spec.mesh, param.detach()
+    if src_data_rank is None or full.is_meta or mesh.size == 1:
+        device = full.device if full.is_meta else mesh.device
+        return spec.local_shard(full).to(device, copy=True, memory_format=torch.contiguous_format)
+    return received(full, spec, src_data_rank, "tp")
 
 
 def check_shared(splits: Sequence[Split]) -> None:

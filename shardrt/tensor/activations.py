@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -64,7 +64,8 @@ def run_on_activations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     return tree_map_only(torch.Tensor, lambda values: _with_shape(values, spec, spec.placements, values.shape), out)
 
 
-def refuse(func: Any, activations: Sequence[DTensor]) -> None:
+def refuse(func: Any, activations: Sequence[DTensor]) -> NoReturn:
+    """Raise NotImplementedError for an operation that needs other ranks' elements of one of the activations."""
     found = next(value for value in activations if any(not isinstance(p, Replicate) for p in value.placements))
     raise NotImplementedError(
         f"{func}{_caller()} on an activation of shape {tuple(found.shape)}, {found.placements}: its result needs elements of "

@@ -61,7 +61,7 @@ def distribute_tensor(
         local = spec.local_shard(full).to(device, copy=True, memory_format=torch.contiguous_format)
     else:
         assert src_data_rank is not None
-        local = _received(full, spec, src_data_rank)
+        local = received(full, spec, src_data_rank)
     made = DTensor(local, with_stride_of(spec, full))
     made.requires_grad = tensor.requires_grad
     return made
@@ -156,8 +156,11 @@ def _difference(mesh: DeviceMesh, everyone: Sequence[_Given]) -> str:
     raise AssertionError("the ranks agree")
 
 
-def _received(full: torch.Tensor, spec: Spec, source: int) -> torch.Tensor:
-    """This rank's shard of the source's tensor, a new contiguous tensor on the mesh's device. Collective."""
+def received(full: torch.Tensor, spec: Spec, source: int, role: str = "tensor") -> torch.Tensor:
+    """This rank's shard of the source's tensor, a new contiguous tensor on the mesh's device. Collective.
+
+    role: of the communicators that it goes through.
+    """
     mesh, local, shape = spec.mesh, full, spec.shape
     for axis, placement in enumerate(spec.placements):
         resolved = placement.resolve(shape, mesh.shape[axis])
@@ -165,7 +168,7 @@ def _received(full: torch.Tensor, spec: Spec, source: int) -> torch.Tensor:
         if mesh.shape[axis] == 1 or not shape.numel():
             local = resolved.local_shard(local, mesh.coordinates[axis])
         else:
-            comm = mesh[mesh.axis_names[axis]].communicator("tensor")
+            comm = mesh[mesh.axis_names[axis]].communicator(role)
             local = _sent_along(comm, local, shape, resolved, source)
         shape = mine
     return local.to(mesh.device, copy=local.data_ptr() == full.data_ptr(), memory_format=torch.contiguous_format).contiguous()
