@@ -67,8 +67,11 @@ class Backend(ABC):
         for this one. Never blocks."""
 
     @abstractmethod
-    def leave(self) -> None:
-        """Make no more comparisons until `rejoin`: ranks that wait for this one raise Interrupted. Never blocks."""
+    def leave(self, *, in_call: bool = False) -> None:
+        """Make no more comparisons until `rejoin`: ranks that wait for this one raise Interrupted. Never blocks.
+
+        in_call: an exception has taken this rank out of the middle of a call.
+        """
 
     @abstractmethod
     def rejoin(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeVar
@@ -139,8 +139,8 @@ class Hook:
     """Observes the calls of communicators; see `Communicator.hooks`. A group is one list of calls.
 
     `called` runs on the caller's thread; `before` and `after` run in the stream's order, around the calls (on CUDA: around
-    enqueueing them; `work.event` passes when they have run). If `before` raises, the calls do not run and `after` is skipped.
-    Control calls (`BLOCKING`) have `before` and `after` only.
+    enqueueing them; `work.event` passes when they have run). If a `before` raises, the calls do not run, and each `after` is
+    called, maybe without its `before`. Control calls (`BLOCKING`) have `before` and `after` only.
     """
 
     def called(self, calls: CallList, work: Work) -> None:
@@ -157,11 +157,16 @@ class Hook:
 
 
 class Interrupted(RuntimeError):
-    """A call waits for ranks that have left the block of an `agree()` through an exception, which that `agree()` raises."""
+    """A call waits for ranks that make no more calls until an `agree()` has ended.
+
+    They have left its block through an exception, which it raises; or an exception, such as a signal handler's, has taken them
+    out of the middle of a call (`in_call`), and they have handled it.
+    """
 
     def __init__(self, comm: str, ranks: Sequence[int], in_call: bool = False) -> None:
-        self.in_call = in_call  # in the middle of a call of this communicator, which every rank has begun
-        super().__init__(f"{comm}: {name_ranks(ranks)} left a block of agree() through an exception, and made no call here")
+        self.in_call = in_call
+        left = "left a call through an exception" if in_call else "left a block of agree() through an exception"
+        super().__init__(f"{comm}: {name_ranks(ranks)} {left}, and made no call here; an agree() of all ranks ends this")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +181,20 @@ class Failure:
     @classmethod
     def of(cls, error: Exception, rank: int) -> Failure:
         """The exception that is being handled, of this rank."""
-        return cls(rank, f"{type(error).__name__}: {error}", traceback.format_exc(), _is_consequence(error))
+        return cls(rank, f"{type(error).__name__}: {error}", traceback.format_exc(), any(map(_is_consequence, causes(error))))
 
 
-def _is_consequence(error: BaseException | None) -> bool:
-    seen = set[int]()  # the causes may form a circle
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception, what it was raised from, or while that was handled, and so on."""
+    seen = set[int]()  # they may form a circle
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, Interrupted) or (isinstance(error, RemoteError) and error.failure.is_consequence):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
+
+
+def _is_consequence(error: BaseException) -> bool:
+    return isinstance(error, Interrupted) or (isinstance(error, RemoteError) and error.failure.is_consequence)
 
 
 class SharedError(RuntimeError):

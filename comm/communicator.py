@@ -243,10 +243,13 @@ class Communicator(ControlPlane):
             self._newest_collective = work.event
 
     def _perform(self, calls: CallList) -> None:
-        for before in self._before:
-            before(calls)
         try:
+            for before in self._before:
+                before(calls)
             self._launch(calls[0].stream, calls)
+        except BaseException as error:
+            self._cut_short(error)
+            raise
         finally:
             for after in self._after:
                 after(calls)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from time import sleep
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 
 from .backend import Backend
-from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError
+from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes
 from .fingerprint import fingerprint_of
 from .pool import Pool
 from .streams import INLINE, PAST, Event, Stream
@@ -22,7 +22,20 @@ from .streams import INLINE, PAST, Event, Stream
 T = TypeVar("T")
 
 _POLL_S = 0.0002
+_SIGNAL_S = 0.05  # for a signal to all ranks, such as Ctrl-C, to come here as well: its exception then comes first
 _open: dict[ControlPlane, None] = {}  # this process's communicators that are not closed, in the order they were made
+_left: set[ControlPlane] = set()  # those in a call of which an exception has cut this rank short, until it rejoins
+
+
+class _End(NamedTuple):
+    """What a rank says at the end of a block of `agree()`.
+
+    depth: of the block, 1 for the outermost.   has_left: whether an exception has taken it out of a call.
+    """
+
+    depth: int
+    failure: Failure | None
+    has_left: bool
 
 
 class ControlPlane:
@@ -39,6 +52,7 @@ class ControlPlane:
         self.backend = backend
         self._set_hooks(hooks)
         self._number = 0  # of the next call
+        self._depth = 0  # of blocks of `agree()` that this rank is in
         self._newest: tuple[Stream, Event] | None = None  # call
         self._newest_collective: Event = PAST
         self._pool: Pool | None = None
@@ -64,7 +78,7 @@ class ControlPlane:
         Blocks the caller, and raises, as exchange. Cost: a comparison of 63 bits while they agree.
         """
         with self._control_call("exchange"):
-            return self.backend.compare(fingerprint_of(repr(value)), lambda: value)
+            return self.compare(fingerprint_of(repr(value)), lambda: value)
 
     def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
         """None if `fingerprint`, of 63 bits, is the same on every rank; else every rank's `describe()`, in rank order.
@@ -72,7 +86,11 @@ class ControlPlane:
         `describe` returns something picklable. Blocks until every rank has called it; call it in the order of the collectives.
         """
         self.check_open("compare")
-        return self.backend.compare(fingerprint, describe)
+        try:
+            return self.backend.compare(fingerprint, describe)
+        except BaseException as error:
+            self._cut_short(error)
+            raise
 
     def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
         """Send each rank a number; returns those received, in rank order. Blocks; call it in the order of the collectives."""
@@ -133,40 +151,70 @@ class ControlPlane:
         calls that are compared across ranks (`comm.monitor.check`), or pass through the node's shared memory; otherwise the
         watchdog ends the job. A stream whose thread was in such a call, or in a send or receive, has failed then:
         `Stream.recover` lets it go on.
+
+        Blocks may be nested: the error is raised at the end of each, up to the outermost that a rank has failed in.
+        An exception that takes a rank out of a call counts as well where the block handles it. If that was before the block,
+        all ranks go on together at its end.
         """
         self.check_open("agree")
-        failure, cause = None, None
+        failure, error, shared = None, None, None
+        self._depth += 1
+        depth, left = self._depth, set(_left)
         try:
             yield
+            if not _left <= left:
+                raise Interrupted(str(self), [self.rank], in_call=True)
             if self._newest is not None:
                 self._newest[1].synchronize()
-        except Exception as error:
-            failure, cause = Failure.of(error, self.rank), error
+        except Exception as raised:
+            error, failure, newest = raised, Failure.of(raised, self.rank), self._newest
             self._tell_hooks(failure)
-            newest = self._newest
             self._leave_parts()
-            if (shared := self._shared_error(error, newest)) is not None:
-                self._rejoin_parts()
-                raise shared from None if shared in (error, error.__cause__) else error
-        try:
-            answers = self._failures(failure)
-        except SharedError:  # the others are in a call of the block: every rank raises it
-            self._rejoin_parts()
-            raise
-        if (remote := RemoteError.first(answers, self)) is not None:
-            self._rejoin_parts()
-            raise remote from cause
+            shared = self._shared_error(raised, newest)
+            failure = shared.failure if isinstance(shared, RemoteError) else failure
+        finally:
+            self._depth -= 1
+        failures = self._meet(depth, failure)
+        if shared is not None:
+            raise shared from (shared.__cause__ if shared in causes(error) else error)
+        if (remote := RemoteError.first(failures, self)) is not None:
+            raise remote from error
 
-    def _failures(self, own: Failure | None) -> list[Failure | None]:
-        """Every rank's failure."""
+    def _meet(self, depth: int, failure: Failure | None) -> list[Failure | None]:
+        """Wait for every rank at the end of a block, `depth` blocks deep; returns the ranks' failures.
+
+        A rank that has failed in an outer block meets the others at the end of their inner ones first, once for each. Those
+        raise its failure there, and so come to the end of the outer one.
+        Raises: SharedError, if others have failed with it in a call of the block that this rank does not make.
+        """
+        shared = None
+        while True:
+            try:
+                ends = self._exchange_ends(_End(depth, failure, bool(_left) and not _left.isdisjoint((*self._parts(), self))))
+            except SharedError as error:  # it takes the others to their ends of the block
+                shared = shared or error
+                continue
+            if any(end.failure is not None or end.has_left for end in ends):
+                self._rejoin_parts()
+            outermost = min(end.depth for end in ends)
+            if outermost < depth or all(end.depth == depth for end in ends):
+                break
+            self._tell_hooks(failure)
+        failures = [end.failure for end in ends]
+        if shared is not None and failure is None and any(failures):
+            raise shared
+        return failures
+
+    def _exchange_ends(self, own: _End) -> list[_End]:
+        # Cost: a plain tuple is pickled in a third of the time.
         try:
-            with self.watched("agree", own):
-                return self.backend.exchange(own)
+            with self.watched("agree", own.failure):
+                return [_End._make(end) for end in self.backend.exchange(tuple(own))]
         except Interrupted as error:
-            if not error.in_call:  # a rank has left the block of an outer agree()
+            if not error.in_call:  # a rank has left the block of an agree() of a larger communicator
                 raise
-            with self.watched("rejoin"):
-                return self.backend.exchange(own or Failure.of(error, self.rank))
+        with self.watched("rejoin"):
+            return [_End._make(end) for end in self.backend.exchange(tuple(own))]
 
     def align(self, numbers: Iterable[int]) -> None:
         """Continue from the highest of the ranks' call numbers: a rank that failed has made fewer calls."""
@@ -206,6 +254,7 @@ class ControlPlane:
                 self.backend.close()
             self.is_closed = True
             del _open[self]
+            _left.discard(self)
 
     def check_open(self, name: str) -> None:
         """Raise RuntimeError after close(). name: of the call, for the message."""
@@ -242,6 +291,18 @@ class ControlPlane:
             if staying:
                 sleep(_POLL_S)
 
+    def _cut_short(self, error: BaseException) -> None:
+        """An exception has taken this rank out of a call. It leaves, unless other ranks are the cause.
+
+        Hazard: otherwise its next call would meet the one that the others are in, and they would take what it sends for that.
+        """
+        if isinstance(error, (Interrupted, SharedError)):
+            sleep(_SIGNAL_S)
+        elif self.size > 1:
+            self.backend.stop_transfers()
+            self.backend.leave(in_call=True)
+            _left.add(self)
+
     def _rejoin_parts(self) -> None:
         """Let the parts' ranks make their next call together. Collective: no rank is in the block any more."""
         self._leave_parts()
@@ -250,6 +311,7 @@ class ControlPlane:
                 part.backend.rejoin()
                 numbers = part.backend.exchange(part._number)
             part.align(numbers)
+            _left.discard(part)
         self._tell_hooks(None)
 
     def _set_hooks(self, hooks: Sequence[Hook]) -> None:
@@ -264,13 +326,13 @@ class ControlPlane:
             hook.failed(failure)
 
     def _shared_error(self, error: Exception, newest: tuple[Stream, Event] | None) -> SharedError | None:
-        """The error that every rank raises: `error`, or that of the thread of this rank's newest call. None otherwise."""
-        found: list[BaseException | None] = [error, error.__cause__]
+        """The error that every rank raises: one that led to `error`, or that of the thread of this rank's newest call."""
+        found = list(causes(error))
         if newest is not None and not self.is_async:
             try:
                 newest[1].synchronize()
             except RuntimeError as failure:
-                found.append(failure.__cause__)
+                found += causes(failure)
         return next((each for each in found if isinstance(each, SharedError) and each.comm is self), None)
 
     def _is_drained(self) -> bool:

@@ -148,7 +148,7 @@ class DryBackend(Backend):
     def stop_transfers(self) -> None:
         """Nothing runs."""
 
-    def leave(self) -> None:
+    def leave(self, *, in_call: bool = False) -> None:
         """Nobody waits."""
 
     def rejoin(self) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
 from mpi4py import MPI
 
+from checkpoints import shared_folder
 from ranks import on_ranks, run_script
+from shardrt import checkpoint
 from shardrt.comm import Communicator, ReduceOp, RemoteError, World, new_stream
 from shardrt.comm.backends.mpi import MpiBackend
 from shardrt.comm.calls import Failure, Interrupted
@@ -261,6 +263,69 @@ def test_a_training_step_is_repeated(world: World) -> None:
 
     for one, other in zip(train({}), train({0: "forward", 1: "backward", 3: "middle"}), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("is_caught", [False, True], ids=["raised", "caught"])
+@pytest.mark.parametrize("is_checked", [True, False], ids=["checked", "unchecked"])
+@on_ranks(2, 3)
+def test_blocks_within_blocks(world: World, is_checked: bool, is_caught: bool) -> None:
+    """Rank 1 fails between any two ends. Each block that it has failed in, or that is around it, raises on every rank."""
+    comm = Communicator(MpiBackend(MPI.COMM_WORLD.Dup(), "all", 0), world.comm.hooks if is_checked else ())
+
+    found = set[tuple[int, str]]()
+
+    def run(failing: int) -> list[int]:
+        """The depths of the blocks that raise, if rank 1 fails in the place of this number."""
+        raised, places = list[int](), iter(range(5))
+
+        def place() -> None:
+            if next(places) == failing and world.rank == 1:
+                raise ArithmeticError("on purpose")
+
+        def block(depth: int) -> None:
+            try:
+                with comm.agree():
+                    place()
+                    if depth < 3:
+                        block(depth + 1)
+                        place()
+            except RemoteError as error:
+                found.add((error.failure.rank, error.failure.error))
+                raised.append(depth)
+                if not is_caught:
+                    raise
+
+        with suppress(RemoteError):
+            block(1)
+        return raised
+
+    # The depth of each place, and of the ends at which the others meet rank 1 first.
+    for failing, (depth, deepest) in enumerate([(1, 3), (2, 3), (3, 3), (2, 2), (1, 1)]):
+        first, last = (depth if world.rank == 1 else deepest), (depth if is_caught else 1)
+        assert run(failing) == list(range(first, last - 1, -1)), failing
+        all_reduce(comm)
+        assert len(set(comm.exchange(comm._number))) == 1
+    assert run(5) == []
+    assert found == {(1, "ArithmeticError: on purpose")}
+    comm.close()
+
+
+@on_ranks(2)
+def test_a_save_in_a_block(world: World) -> None:
+    """Rank 1 fails before it, so that the other waits in the save; then also where it handles that."""
+    with shared_folder(world) as folder:
+
+        def save(is_caught: bool) -> None:
+            if world.rank == 1:
+                raise ArithmeticError("on purpose")
+            with suppress(*[checkpoint.CheckpointError] * is_caught):
+                checkpoint.save(folder / "step-1", {"value": 1})
+
+        for is_caught in (False, True):
+            with pytest.raises(RemoteError, match=r"^rank 1 raised ArithmeticError: on purpose"):
+                world.comm.agree()(save)(is_caught)
+        world.comm.agree()(checkpoint.save)(folder / "step-2", {"value": 2})
+        assert [path.name for path in folder.iterdir()] == ["step-2"]
 
 
 def test_waits_that_cannot_be_interrupted() -> None:

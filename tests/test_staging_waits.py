@@ -13,6 +13,7 @@ import torch
 
 from shardrt.comm import ReduceOp
 from shardrt.comm.backends import shared_memory
+from shardrt.comm.backends.meeting import QUIT
 from shardrt.comm.backends.shared_memory import SharedMemoryExchange, WindowOffset
 from shardrt.comm.backends.staging import StagedCollectives
 from shardrt.comm.bootstrap import _has_cores
@@ -87,7 +88,10 @@ class Rank:
         try:
             call()
             self.exchange.barrier(7)
-        except (ArithmeticError, Interrupted) as error:
+        except ArithmeticError as error:  # as `Communicator` does
+            self.exchange.leave(QUIT)
+            return type(error).__name__
+        except Interrupted as error:
             return type(error).__name__
         finally:
             self.exchange.leave()

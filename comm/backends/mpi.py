@@ -23,7 +23,7 @@ from ..fingerprint import name_ranks
 from ..ranks import evenly_spaced
 from ..streams import Stream
 from .host_reduce import reduce_rows
-from .meeting import MessageMeeting
+from .meeting import LEFT, QUIT, MessageMeeting
 from .messages import copy, flat, memory, message, messages, start_receiving, start_sending
 from .node_algorithms import NodeAlgorithms
 from .pairs import Pairs
@@ -56,8 +56,9 @@ class MpiBackend(Backend):
         super().__init__(name, comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
         self.ranks = evenly_spaced(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
         self._comm = comm
+        self._was_cut_short = False  # a call, by an exception on this rank, since the last `rejoin`
         with ExitStack() as made:  # is undone if something fails
-            made.callback(comm.Free)
+            made.callback(lambda: self._comm.Free())
             self._control = comm.Dup()  # apart, so that the caller may use it while a stream's thread sends or receives
             made.callback(self._control.Free)
             self._pairs = Pairs(self._control, name)  # its messages and control calls do not meet
@@ -72,7 +73,12 @@ class MpiBackend(Backend):
                 made.callback(self._shared_memory.close)
                 if has_cores and _EXCHANGE_NBYTES // (self.size - 1) >= _MIN_SLOT_NBYTES:
                     self._algorithms.stage_in(self._shared_memory)
-            self._meeting = self._shared_memory or MessageMeeting(comm, str(self))
+            self._meeting: SharedMemoryExchange | MessageMeeting
+            if self._shared_memory is not None:
+                self._meeting = self._shared_memory
+            else:
+                self._meeting = MessageMeeting(comm, str(self))
+                made.callback(self._meeting.close)
             self._made = made.pop_all()
         MpiBackend._open_count += 1
 
@@ -80,8 +86,13 @@ class MpiBackend(Backend):
         return self._control.allgather(value)
 
     def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
-        same = self.size == 1 or self._meeting.barrier(fingerprint)
-        return None if same else self._comm.allgather(describe())
+        if self.size == 1:
+            return None
+        if self._meeting.barrier(fingerprint):
+            return None
+        # Hazard: an exception may have taken a rank out of its wait in the barrier when others had read its fingerprint.
+        self._meeting.barrier(0)
+        return self._comm.allgather(describe())
 
     def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
         received = array("q", bytes(8 * self.size))
@@ -91,13 +102,21 @@ class MpiBackend(Backend):
     def stop_transfers(self) -> None:
         self._pairs.leave()
 
-    def leave(self) -> None:
-        self._meeting.leave()
+    def leave(self, *, in_call: bool = False) -> None:
+        self._was_cut_short |= in_call
+        self._meeting.leave(QUIT if in_call else LEFT)
 
     def rejoin(self) -> None:
         self._pairs.rejoin()
         self._algorithms.rejoin()
-        self._meeting.rejoin(max(self._control.allgather(self._meeting.reached)))
+        reached, cut_short = zip(*self._control.allgather((self._meeting.reached, self._was_cut_short)), strict=True)
+        self._meeting.rejoin(max(reached))
+        if any(cut_short):
+            # Hazard: a message of a call that was cut short may still come. MPI would take it for one of a later call, or of
+            # another communicator that gets the number of one that is freed: those that were used stay open.
+            self._comm = self._control.Dup()
+            self._algorithms.use(self._comm)
+            self._was_cut_short = False
 
     def split(self, color: int | None, key: int, name: str) -> MpiBackend | None:
         made, problem = None, ""

@@ -128,8 +128,8 @@ class NcclBackend(Backend):
     def stop_transfers(self) -> None:
         self._host.stop_transfers()
 
-    def leave(self) -> None:
-        self._host.leave()
+    def leave(self, *, in_call: bool = False) -> None:
+        self._host.leave(in_call=in_call)
 
     def rejoin(self) -> None:
         self._host.rejoin()

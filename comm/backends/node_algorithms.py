@@ -54,23 +54,32 @@ class NodeAlgorithms:
         self.nodes = len(set(numbers))
         self.is_one_node = self.nodes == 1
         regular = not self.is_one_node and _are_equal_runs(numbers)
-        self._across: MPI.Comm | None = None
-        with ExitStack() as made:  # is undone if something fails
-            # The ranks of this node, and the ranks of this local rank on all nodes, in the order of their nodes.
-            self._local = comm.Split(node, self._rank) if regular else comm
-            if regular:
-                made.callback(self._local.Free)
-                self._across = comm.Split(self._local.Get_rank(), self._rank)
-                made.callback(self._across.Free)
-            self._made = made.pop_all()
+        self._node = node if regular else None
+        self.windows: NodeWindows | None = None
+        self.use(comm)
         self._per_node = self._local.Get_size()
         self.ranks_per_node = self._per_node if self.is_one_node or regular else None
         self._local_rank = self._local.Get_rank()
-        self.windows = NodeWindows(self._local) if self.is_one_node or regular else None
+        if self.is_one_node or regular:
+            self.windows = NodeWindows(self._local)
         self._staged: StagedCollectives | None = None
         # Whom to send to and whom to receive from within the node, so that every rank pairs with every other in turn.
         shifts = range(1, self._per_node)
         self._partners = [((self._local_rank + s) % self._per_node, (self._local_rank - s) % self._per_node) for s in shifts]
+
+    def use(self, comm: MPI.Comm) -> None:
+        """Send messages over `comm` from now on; communicators that were made of another one stay open. Collective."""
+        # The ranks of this node, and the ranks of this local rank on all nodes, in the order of their nodes.
+        self._local, self._across = comm, None
+        with ExitStack() as made:  # is undone if something fails
+            if self._node is not None:
+                self._local = comm.Split(self._node, self._rank)
+                made.callback(self._local.Free)
+                self._across = comm.Split(self._local.Get_rank(), self._rank)
+                made.callback(self._across.Free)
+            self._made = made.pop_all()
+        if self.windows is not None:
+            self.windows.use(self._local)
 
     def stage_in(self, exchange: SharedMemoryExchange) -> None:
         """Let large tensors in ordinary memory pass through this exchange of all ranks, which are on one node."""

@@ -86,6 +86,10 @@ class NodeWindows:
             _warn_of_no_space()
         return everywhere
 
+    def use(self, comm: MPI.Comm) -> None:
+        """Allocate over `comm`, which has the same ranks, from now on."""
+        self._comm = comm
+
     def find(self, tensor: torch.Tensor) -> WindowOffset | None:
         """The window offset of `tensor`; None if it is in no window."""
         address = tensor.data_ptr()
@@ -189,7 +193,11 @@ class SharedMemoryExchange:
         """
         if self._left:
             raise Interrupted(self._label, [self._rank], self._left == QUIT)
-        barrier, turn = self._arrive(fingerprint)
+        self.reached = barrier = self.reached + 1
+        turn = _turn(barrier)
+        self._own[turn] = fingerprint
+        self._fence()
+        self._own[0] = barrier
         same = True
         for words in self._others:
             if words[0] < barrier:
@@ -205,11 +213,18 @@ class SharedMemoryExchange:
     def leave(self, word: int = LEFT) -> None:
         """Reach the next barrier without waiting in it; it is no barrier, and raises Interrupted on those that wait in it.
 
-        A rank that an exception has taken out of the wait in a barrier overwrites its fingerprint of the one before, which
-        others may not have read yet: these raise Interrupted there.
+        With QUIT, an exception may have taken this rank out of the wait in the barrier that it has reached: the others raise
+        Interrupted there as well. Those that have not read this rank's fingerprint of the barrier before, which is
+        overwritten, raise it there.
         """
         if not self._left:
-            self._arrive(word)
+            barrier = self.reached
+            self.reached = barrier + 1
+            if word == QUIT:
+                self._own[_turn(barrier)] = word
+            self._own[_turn(barrier + 1)] = word
+            self._fence()
+            self._own[0] = barrier + 1
             self._left = word
 
     def rejoin(self, reached: int) -> None:
@@ -219,14 +234,6 @@ class SharedMemoryExchange:
         """
         self.reached = self._own[0] = reached
         self._left = 0
-
-    def _arrive(self, fingerprint: int) -> tuple[int, int]:
-        self.reached = barrier = self.reached + 1
-        turn = 1 + (barrier & 1)
-        self._own[turn] = fingerprint
-        self._fence()
-        self._own[0] = barrier
-        return barrier, turn
 
     def _who_left(self, turn: int) -> list[int]:
         return [at + (at >= self._rank) for at, words in enumerate(self._others) if words[turn] in (LEFT, QUIT)]
@@ -285,6 +292,11 @@ class SharedMemoryExchange:
             self._comm.Iprobe()
             if words[0] >= barrier:
                 return
+
+
+def _turn(barrier: int) -> int:
+    """The place of a barrier's fingerprint among a rank's words."""
+    return 1 + (barrier & 1)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

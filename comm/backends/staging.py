@@ -21,7 +21,6 @@ import torch
 
 from ..calls import Op
 from .host_reduce import reduce_rows
-from .meeting import QUIT
 from .shared_memory import SharedMemoryExchange, aligned_down
 
 _Place = tuple[int, int]  # address and bytes: slicing tensors takes a tenth of the time of a chunk
@@ -34,8 +33,8 @@ class StagedCollectives:
     """Collectives through `exchange`, which it borrows: it takes no memory of its own.
 
     Each returns False, on every rank and having done nothing, if this call is to go by messages.
-    Raises: Interrupted, if another rank has raised in the middle of the call. Either one has then left `exchange`: the ranks go
-    on together after `agree()`.
+    Raises: Interrupted, if another rank has raised in the middle of the call, and so left `exchange`. Either one goes on after
+    `agree()`.
     """
 
     def __init__(self, exchange: SharedMemoryExchange, rank: int, size: int) -> None:
@@ -78,12 +77,8 @@ class StagedCollectives:
             self._pause -= 1
             return False
         self._deadline = inf  # ranks may come to their first meeting at different times
-        try:
-            for begin in range(0, max(nbytes for _, nbytes in places), step):
-                run_chunk(begin)
-        except BaseException:  # a signal handler has raised it
-            self._exchange.leave(QUIT)
-            raise
+        for begin in range(0, max(nbytes for _, nbytes in places), step):
+            run_chunk(begin)
         return True
 
     def _meet(self) -> None:

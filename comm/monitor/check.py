@@ -36,7 +36,8 @@ class CallCheck(Hook):
         if comm.size == 1 or calls[0].name in _NEVER_COMPARED or not own.shared:
             return
         try:
-            answers = comm.compare(own.fingerprint, lambda: _answer(calls[0], own.shared))
+            # The number as well: a rank that an exception has kept from making a call would make the same one a second time.
+            answers = comm.compare(own.fingerprint ^ calls[0].number, lambda: _answer(calls[0], own.shared))
             if answers is not None:
                 _raise_mismatch(calls[0], answers)
             for call in calls:
@@ -82,12 +83,13 @@ def _raise_mismatch(call: CollectiveCall, answers: Sequence[Answer]) -> NoReturn
     if (error := RemoteError.first((failure for _, _, failure in answers), call.comm)) is not None:
         raise error
     ranks = defaultdict(list)
+    numbers = [number - 1 for number, _, _ in answers]
     for rank, (_, shared, _) in enumerate(answers):
-        ranks[shared].append(rank)
+        ranks[shared if len(set(numbers)) == 1 else f"#{numbers[rank]} {shared}"].append(rank)
     raise MismatchError(
-        f"the ranks of '{call.comm.name}' have made different calls at #{call.number}: "
+        f"the ranks of '{call.comm.name}' have made different calls at #{min(numbers)}: "
         + "; ".join(f"{name_ranks(members)}: {shared}" for shared, members in ranks.items())
         + f" (reported on rank {call.comm.rank}). None of them ran. Every rank must make the same calls in the same order: "
-        "look for a branch, a loop count or a shape that depends on the rank",
+        "look for a branch, a loop count, a shape or a handled exception that depends on the rank",
         call.comm,
     )

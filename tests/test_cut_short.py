@@ -1,0 +1,229 @@
+"""A signal handler's exception takes a rank out of a call, and the rank handles it: no rank gets a wrong result."""
+
+from __future__ import annotations
+
+import linecache
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import shardrt.comm
+from checkpoints import shared_folder
+from ranks import on_ranks
+from shardrt.comm import Communicator, MismatchError, ReduceOp, RemoteError, World
+from shardrt.comm.backends.mpi import MpiBackend
+from shardrt.comm.calls import Interrupted
+from shardrt.comm.streams import INLINE
+from toys import OddMLP, batch, shard_blocks
+
+pytestmark = pytest.mark.mpi
+
+COMM = str(Path(shardrt.comm.__file__).parent)
+SMALL, LARGE = 1 << 13, (1 << 13) + 1  # elements of 32 KiB, and more: by one exchange in shared memory, or in chunks
+
+Call = Callable[[Communicator, float], float]
+
+
+def all_reduce(comm: Communicator, value: float, numel: int) -> float:
+    inp = torch.full((numel,), value)
+    comm.all_reduce(inp, inp, ReduceOp.SUM, stream=INLINE)
+    assert inp.eq(inp[0]).all()
+    return float(inp[0])
+
+
+def all_gather(comm: Communicator, value: float) -> float:
+    out = torch.zeros(3 * comm.size)
+    comm.all_gather(out, torch.full((3,), value), stream=INLINE)
+    assert out.eq(out[0]).all()
+    return float(out.sum() / 3)
+
+
+def reduce_scatter(comm: Communicator, value: float) -> float:
+    out = torch.zeros(3)
+    comm.reduce_scatter(out, torch.full((3 * comm.size,), value), ReduceOp.SUM, stream=INLINE)
+    return float(out[2])
+
+
+def broadcast(comm: Communicator, value: float) -> float:
+    out = torch.zeros(3)
+    comm.broadcast(out, torch.full((3,), value), 0, stream=INLINE)
+    return float(out[0] * comm.size)
+
+
+def grouped(comm: Communicator, value: float) -> float:
+    one, two = torch.full((3,), value), torch.full((5,), value)
+    with comm.group():
+        comm.all_reduce(one, one, ReduceOp.SUM, stream=INLINE)
+        comm.all_reduce(two, two, ReduceOp.SUM, stream=INLINE)
+    assert one[0] == two[4]
+    return float(one[0])
+
+
+CALLS: dict[str, Call] = {
+    "all_reduce": lambda comm, value: all_reduce(comm, value, 4),
+    "32 KiB": lambda comm, value: all_reduce(comm, value, SMALL),
+    "more": lambda comm, value: all_reduce(comm, value, LARGE),
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "broadcast": broadcast,
+    "group": grouped,
+    "exchange": lambda comm, value: sum(comm.exchange(value)),
+}
+
+
+@contextmanager
+def communicator(world: World, node: int = 0) -> Iterator[Communicator]:
+    comm = Communicator(MpiBackend(MPI.COMM_WORLD.Dup(), "part", node), world.comm.hooks)
+    yield comm
+    comm.close()
+
+
+def outcome(comm: Communicator, call: Call, value: float) -> str:
+    try:
+        return "right" if call(comm, value) == comm.size * value else "wrong"
+    except (TimeoutError, Interrupted, MismatchError, RemoteError) as error:
+        return type(error).__name__
+
+
+def alarm(*_: object) -> None:
+    raise TimeoutError("on purpose")
+
+
+@pytest.mark.parametrize("name", CALLS)
+@on_ranks(2, 3)
+def test_a_signal_while_the_rank_waits(world: World, name: str) -> None:
+    """Rank 1 leaves the call, and so do the others, until an agree() has ended."""
+    call = CALLS[name]
+    with communicator(world) as comm:
+        for _ in range(2):
+            assert outcome(comm, call, 1.0) == "right"
+            world.comm.exchange(None)
+            if world.rank == 1:
+                signal.signal(signal.SIGALRM, alarm)
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+            else:
+                time.sleep(0.2)
+            found = [outcome(comm, call, value) for value in (2.0, 3.0, 4.0)]
+            assert found == [*(["TimeoutError"] if world.rank == 1 else ["Interrupted"]), "Interrupted", "Interrupted"]
+            with comm.agree():
+                pass
+            assert outcome(comm, call, 5.0) == "right"
+            assert len(set(comm.exchange(comm._number))) == 1
+
+
+@on_ranks(2, 3)
+def test_messages_of_a_call_that_was_cut_short(world: World) -> None:
+    """A broadcast that rank 1 has not received is none of the next ones."""
+    with communicator(world, node=world.rank) as comm:
+        for _ in range(2):
+            world.comm.exchange(None)
+            if world.rank == 1:
+                signal.signal(signal.SIGALRM, alarm)
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+            else:
+                time.sleep(0.2)
+            found = [outcome(comm, broadcast, 2.0), outcome(comm, broadcast, 3.0)]
+            assert found == [("TimeoutError" if world.rank == 1 else "right"), "Interrupted"]
+            with comm.agree():
+                pass
+            for name in ("broadcast", "all_reduce", "more"):
+                assert outcome(comm, CALLS[name], 5.0) == "right"
+
+
+@on_ranks(2, 3)
+def test_all_ranks_are_interrupted_and_save(world: World) -> None:
+    """As by Ctrl-C, at about the same time, anywhere in a step; then they train on."""
+    torch.manual_seed(5)
+    model: Any = shard_blocks(OddMLP())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def train() -> None:
+        number = 0
+        while True:
+            number += 1
+            loss = model(batch(number).float().chunk(world.size)[world.rank]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            world.mean(loss.detach())
+
+    signal.signal(signal.SIGALRM, interrupt)
+    with shared_folder(world) as folder:
+        for trial in range(10):
+            world.barrier()
+            signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.0017 * trial + 0.0003 * world.rank)
+            with pytest.raises(KeyboardInterrupt):
+                train()
+            shardrt.checkpoint.save(folder / f"step-{trial}", {"model": model, "optimizer": optimizer})
+            model.reset_iter_state()
+            optimizer.zero_grad()
+            saved = [parameter.full_tensor() for parameter in model.parameters()]
+            shardrt.checkpoint.load(folder / f"step-{trial}", {"model": model, "optimizer": optimizer})
+            for before, parameter in zip(saved, model.parameters(), strict=True):
+                assert torch.equal(before, parameter.full_tensor())
+
+
+class Interruption:
+    """Raises TimeoutError before line `number` of the communication layer. seen: the lines that ran.
+
+    They count once a call has its number: before, the rank has not made the call.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number, self.seen, self.is_called = number, 0, False
+
+    def __enter__(self) -> Interruption:
+        sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter_frame(self, frame: FrameType, event: str, argument: object) -> Any:
+        self.is_called |= frame.f_code is Communicator._run.__code__
+        return self._line if self.is_called and frame.f_code.co_filename.startswith(COMM) else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        # At the end of a `with` block, Python runs no signal handler between the block and `__exit__`.
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith("with "):
+            self.seen += 1
+            if self.seen == self.number:
+                sys.settrace(None)
+                raise TimeoutError(f"on purpose, at {frame.f_code.co_filename}:{frame.f_lineno}")
+        return self._line
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "more", "all_gather", "group"])
+@on_ranks(2, 3)
+def test_an_exception_at_every_line(world: World, name: str) -> None:
+    """The others get the right result or an error, in this call and the next; all go on together after an agree()."""
+    call, number, is_last = CALLS[name], 0, False
+    with communicator(world) as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardrt.comm.control._SIGNAL_S", 0.0)
+        while not is_last:
+            number += 1
+            if world.rank == 1:
+                with Interruption(number) as interruption:
+                    found = [outcome(comm, call, 2.0)]
+                is_last = interruption.seen < number
+            else:
+                found = [outcome(comm, call, 2.0)]
+            found.append(outcome(comm, call, 3.0))
+            assert "wrong" not in found, (number, found)
+            with suppress(MismatchError), comm.agree():  # of rank 1, which may have made one call more than the others
+                pass
+            assert outcome(comm, call, 4.0) == "right", number
+            is_last = world.comm.exchange(is_last)[1]
+        assert number > 40
