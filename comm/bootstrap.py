@@ -28,6 +28,7 @@ from .malloc import keep_freed_memory
 from .memory_access import may_read_other_processes
 from .mesh import DeviceMesh, positional_names
 from .monitor.guarding import RankGuard
+from .monitor.peers import NamespaceError, check_namespaces
 from .settings import Launched, Settings, SettingsError, agree, launched, read
 from .streams import Stream, current_stream, new_stream
 from .totals import Value, reduce_values
@@ -157,8 +158,8 @@ def init(device: str | torch.device | None = None) -> World:
 
     device: "cpu", "cuda" (this rank's GPU by local rank), or None for CUDA where torch has it, else the CPU.
     Works without a launcher, as a world of one rank. In a dry world, whose device is the meta device, any device is right.
-    Raises: RuntimeError when the launcher started N > 1 ranks and MPI sees one, after finalize(), and for another device than
-    the world's; ImportError without mpi4py; ValueError on every rank for a variable or a device that is malformed on one, and
+    Raises: RuntimeError when the launcher started N > 1 ranks and MPI sees one, after finalize(), for another device than the
+    world's, and where ranks of one node are in PID namespaces of their own; ImportError without mpi4py; ValueError on every rank for a variable or a device that is malformed on one, and
     for variables, devices, or versions of torch and shardrt that differ between ranks.
     """
     global _world
@@ -267,19 +268,20 @@ def _start(device: str | torch.device | None) -> World:
         _check_launcher(comm.Get_size(), launcher)
         try:
             agree(comm, settings, problems)
-        except SettingsError:
+            place = _locate_in_node(comm, settings.ranks_per_node)
+            check_namespaces(comm, place[0])
+        except (SettingsError, NamespaceError):
             _end_mpi()  # every rank is here, and each leaves with the error
             raise
-        return _make_world(comm, settings)
+        return _make_world(comm, settings, *place)
 
 
-def _make_world(comm: MPI.Intracomm, settings: Settings) -> World:
+def _make_world(comm: MPI.Intracomm, settings: Settings, node: int, local_rank: int, has_cores: bool) -> World:
     global _monitor
     keep_freed_memory()
     from .backends.mpi import MpiBackend
     from .monitor.install import Monitor
 
-    node, local_rank, has_cores = _locate_in_node(comm, settings.ranks_per_node)
     bound = _bind_device(settings.device, local_rank)
     _monitor = Monitor(comm, node, bound, settings, _guard)
     host = MpiBackend(comm.Dup(), "world", node, has_cores)

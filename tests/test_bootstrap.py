@@ -292,3 +292,38 @@ assert not MPI.Is_finalized()
     assert done.returncode == 0, done.stderr
     expected = "went" if level == "multiple" else "need MPI_THREAD_MULTIPLE; MPI was initialised with level 1"
     assert done.stdout.count(expected) == 2
+
+
+IN_A_NAMESPACE = """
+import os, sys
+if "INSIDE" not in os.environ:
+    os.environ["INSIDE"] = "1"
+    os.execvp("unshare", ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, *sys.argv])
+
+import tempfile
+import shardrt
+# Whatever number a descriptor has in the other rank, here it is this file's.
+data = tempfile.TemporaryFile()
+data.write(b"d" * 8192)
+data.flush()
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+    for fd in range(100):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.dup2(data.fileno(), fd)
+try:
+    shardrt.init("cpu")
+finally:
+    assert os.pread(data.fileno(), 10_000, 0) == b"d" * 8192
+"""
+
+
+def test_ranks_in_pid_namespaces_of_their_own() -> None:
+    """They refuse to start, and write into no file of the program."""
+    if subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no right to make a PID namespace")
+    done = run_script(IN_A_NAMESPACE, 2)
+    assert done.returncode != 0
+    assert done.stderr.count("rank 1 is in a PID namespace of its own") == 2, done.stderr
+    assert "AssertionError" not in done.stderr, done.stderr

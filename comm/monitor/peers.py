@@ -54,6 +54,27 @@ def share_table(comm: MPI.Intracomm, node: int, stacks: Stacks) -> tuple[Table, 
     return table, processes
 
 
+class NamespaceError(RuntimeError):
+    """Ranks of a node do not know each other's processes by their numbers. Every rank raises it."""
+
+
+def check_namespaces(comm: MPI.Intracomm, node: int) -> None:
+    """Raise NamespaceError on every rank if ranks of a node have no common PID namespace. Collective over all ranks.
+
+    Hazard: a number that is a rank's process there is another process here, with other files; signals would go to it.
+    """
+    # Zero where /proc shows another namespace.
+    own = os.stat("/proc/self/ns/pid").st_ino if os.readlink("/proc/self") == str(os.getpid()) else 0
+    places = comm.allgather((node, socket.gethostname(), own))
+    for rank, (first, host, namespace) in enumerate(places):
+        if rank != first and (namespace == 0 or namespace != places[first][2]):
+            raise NamespaceError(
+                f"host {host}: rank {rank} is in a PID namespace of its own, as in a container for each rank: the ranks of a node "
+                "cannot tell how the others are. Start all ranks of a node in one container, or let their containers share a "
+                "PID namespace, and a /proc that shows it (docker run --pid=host; apptainer without --pid and --containall)"
+            )
+
+
 class Heartbeats:
     """Which nodes do not send their rows: the first rank of each does, through rank 0. Clocks of nodes may differ."""
 
