@@ -159,8 +159,9 @@ def init(device: str | torch.device | None = None) -> World:
     device: "cpu", "cuda" (this rank's GPU by local rank), or None for CUDA where torch has it, else the CPU.
     Works without a launcher, as a world of one rank. In a dry world, whose device is the meta device, any device is right.
     Raises: RuntimeError when the launcher started N > 1 ranks and MPI sees one, after finalize(), for another device than the
-    world's, and where ranks of one node are in PID namespaces of their own; ImportError without mpi4py; ValueError on every rank for a variable or a device that is malformed on one, and
-    for variables, devices, or versions of torch and shardrt that differ between ranks.
+    world's, and where ranks of one node are in PID namespaces of their own; ImportError without mpi4py; ValueError on every
+    rank for a variable or a device that is malformed on one, and for variables, devices, or versions of torch and shardrt that
+    differ between ranks.
     """
     global _world
     if _world is None:

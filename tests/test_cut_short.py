@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import linecache
+import dis
+import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -27,8 +30,10 @@ from toys import OddMLP, batch, shard_blocks
 
 pytestmark = pytest.mark.mpi
 
-COMM = str(Path(shardrt.comm.__file__).parent)
+COMM = Path(shardrt.comm.__file__).parent
 SMALL, LARGE = 1 << 13, (1 << 13) + 1  # elements of 32 KiB, and more: by one exchange in shared memory, or in chunks
+
+MOST_PASSES = 3  # of one point: a rank may wait for many turns of a loop
 
 Call = Callable[[Communicator, float], float]
 
@@ -174,14 +179,29 @@ def test_all_ranks_are_interrupted_and_save(world: World) -> None:
                 assert torch.equal(before, parameter.full_tensor())
 
 
-class Interruption:
-    """Raises TimeoutError before line `number` of the communication layer. seen: the lines that ran.
+@cache
+def points(code: CodeType) -> frozenset[int]:
+    """The instructions before which CPython runs signal handlers: behind calls, and where functions and loops begin."""
+    found, before = set[int](), None
+    for instruction in dis.get_instructions(code):
+        if before is not None and before.opname.startswith(("CALL", "RESUME")):
+            found.add(instruction.offset)
+        if instruction.opname.startswith("JUMP_BACKWARD"):
+            found.add(instruction.argval)
+        before = instruction
+    return frozenset(found)
 
-    They count once a call has its number: before, the rank has not made the call.
+
+class Interruption:
+    """In the block, raises TimeoutError at point `number` of the code in `folders`. seen: the points that were passed.
+
+    first: points count from the first call of this function on.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number, self.seen, self.is_called = number, 0, False
+    def __init__(self, number: int, *folders: Path, first: Callable[..., object] | None = None) -> None:
+        self._number, self._folders, self._first = number, tuple(f"{folder}{os.sep}" for folder in folders), first
+        self._passes = Counter[tuple[CodeType, int]]()
+        self.seen = 0
 
     def __enter__(self) -> Interruption:
         sys.settrace(self._enter_frame)
@@ -191,30 +211,40 @@ class Interruption:
         sys.settrace(None)
 
     def _enter_frame(self, frame: FrameType, event: str, argument: object) -> Any:
-        self.is_called |= frame.f_code is Communicator._run.__code__
-        return self._line if self.is_called and frame.f_code.co_filename.startswith(COMM) else None
+        if getattr(self._first, "__code__", None) is frame.f_code:
+            self._first = None
+        if self._first is not None or not frame.f_code.co_filename.startswith(self._folders):
+            return None
+        frame.f_trace_opcodes = True
+        return self._trace
 
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        # At the end of a `with` block, Python runs no signal handler between the block and `__exit__`.
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith("with "):
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "opcode" and frame.f_lasti in points(frame.f_code):
+            self._passes[frame.f_code, frame.f_lasti] += 1
+            if self._passes[frame.f_code, frame.f_lasti] > MOST_PASSES:
+                return self._trace
             self.seen += 1
-            if self.seen == self.number:
+            if self.seen == self._number:
                 sys.settrace(None)
                 raise TimeoutError(f"on purpose, at {frame.f_code.co_filename}:{frame.f_lineno}")
-        return self._line
+        return self._trace
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "more", "all_gather", "group"])
 @on_ranks(2, 3)
-def test_an_exception_at_every_line(world: World, name: str) -> None:
-    """The others get the right result or an error, in this call and the next; all go on together after an agree()."""
+def test_an_exception_anywhere_in_a_call(world: World, name: str) -> None:
+    """The others get the right result or an error, in this call and the next; all go on together after an agree().
+
+    Before a call has its number, the rank has not made it.
+    """
     call, number, is_last = CALLS[name], 0, False
     with communicator(world) as comm, pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardrt.comm.control._SIGNAL_S", 0.0)
+        patch.setattr("shardrt.comm.backends.staging._PATIENCE_S", 1e3)  # late ranks go on by messages, whose calls wait in MPI
         while not is_last:
             number += 1
             if world.rank == 1:
-                with Interruption(number) as interruption:
+                with Interruption(number, COMM, first=Communicator._run) as interruption:
                     found = [outcome(comm, call, 2.0)]
                 is_last = interruption.seen < number
             else:
@@ -226,3 +256,32 @@ def test_an_exception_at_every_line(world: World, name: str) -> None:
             assert outcome(comm, call, 4.0) == "right", number
             is_last = world.comm.exchange(is_last)[1]
         assert number > 40
+
+
+@on_ranks(2)
+def test_an_exception_anywhere_in_a_step(world: World) -> None:
+    """On all ranks in the same place between collectives: what is left saves, loads and trains as if nothing had been."""
+    torch.manual_seed(5)
+    model: Any = shard_blocks(OddMLP())
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(batch(0).float().chunk(world.size)[world.rank]).square().mean().backward()
+        return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+    step()
+    expected, weights = step(), [parameter.detach().full_tensor() for parameter in model.parameters()]
+    folders = [COMM.parent / "shardrt" / name for name in ("fsdp", "tensor")]
+    with shared_folder(world) as folder:
+        for number in range(1, 100_000, 157):
+            with Interruption(number, *folders) as interruption, suppress(TimeoutError):
+                step()
+            if interruption.seen < number:
+                break
+            shardrt.checkpoint.save(folder / "saved", {"model": model})
+            model.reset_iter_state()
+            assert all(map(torch.equal, step(), expected)), number
+            shardrt.checkpoint.load(folder / "saved", {"model": model})
+            loaded = [parameter.detach().full_tensor() for parameter in model.parameters()]
+            assert all(map(torch.equal, loaded, weights)), number
+        assert number > 1000

@@ -69,9 +69,10 @@ def check_namespaces(comm: MPI.Intracomm, node: int) -> None:
     for rank, (first, host, namespace) in enumerate(places):
         if rank != first and (namespace == 0 or namespace != places[first][2]):
             raise NamespaceError(
-                f"host {host}: rank {rank} is in a PID namespace of its own, as in a container for each rank: the ranks of a node "
-                "cannot tell how the others are. Start all ranks of a node in one container, or let their containers share a "
-                "PID namespace, and a /proc that shows it (docker run --pid=host; apptainer without --pid and --containall)"
+                f"host {host}: rank {rank} is in a PID namespace of its own, as in a container for each rank: the ranks of a "
+                "node cannot tell how the others are. Start all ranks of a node in one container, or let their containers "
+                "share a PID namespace, and a /proc that shows it (docker run --pid=host; apptainer without --pid and "
+                "--containall)"
             )
 
 

@@ -95,10 +95,10 @@ class VisibleParams:
         """From now on the user's code can reach the unsharded parameters: notice what it writes to them. No-op if exposed."""
         if self.exposed:
             return
-        self.exposed = True
+        self._versions = [param._version for param in self._plain]
+        self.exposed = True  # first: a signal handler's exception may end this anywhere
         for param, watched in zip(self._plain, self._watched, strict=True):
             param.__class__, param.sharded = GatheredParameter, watched.sharded  # type: ignore[attr-defined]
-        self._versions = [param._version for param in self._plain]
 
     def conceal(self) -> None:
         """The user cannot reach the unsharded parameters any more: write to the shards what was written to them.
@@ -110,9 +110,9 @@ class VisibleParams:
             for watched, version, known in zip(self._watched, versions, self._versions, strict=True):
                 if version != known:
                     watched.keep_writes()
-        self.exposed = False
         # Cost: operations on a subclass take 0.2 us longer, so inside forward and backward the parameters are plain.
         # Hazard: a weight whose forward had a place keeps it in a recomputation: selective checkpoints compare operations.
         for param in self._plain:
             param.__class__ = LinearWeight if "place" in param.__dict__ else nn.Parameter
-            del param.sharded  # type: ignore[attr-defined]  # which cannot be pickled
+            param.__dict__.pop("sharded", None)  # which cannot be pickled
+        self.exposed = False
