@@ -248,5 +248,6 @@ def _settings(per_node: int) -> Settings:
         dumps=Path(),
         host_streams=None,
         ranks_per_node=per_node,
+        progress=None,
         monitor_timing="",
     )

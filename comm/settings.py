@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .fingerprint import name_ranks
-from .guard.node import launcher_variables
+from .guard.node import is_launched, launcher_variables
 from .version import __version__
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+PROGRESS = "SHARDRT_PROGRESS"
 _MAX_SECONDS = 1e8  # three years
 _MAX_CALLS = 10_000_000
 _MAX_RANKS = 10_000_000
@@ -61,6 +62,7 @@ class Settings:
     dumps: Path | None  # SHARDRT_DUMP; None: a folder among the temporary files
     host_streams: str | None  # SHARDRT_HOST_STREAMS, "inline" or "threaded"; None: by the number of nodes
     ranks_per_node: int | None  # SHARDRT_RANKS_PER_NODE; None: those that share memory
+    progress: Path | None  # SHARDRT_PROGRESS: the file in which shardrt.launch looks how far this job is
     monitor_timing: str  # SHARDRT_MONITOR_TIMING, for tests: parsed by monitor/timing.py
 
     def compared(self) -> dict[str, str]:
@@ -95,6 +97,7 @@ def read(environment: Mapping[str, str], device: str | torch.device | None = Non
         dumps=reader.folder("SHARDRT_DUMP"),
         host_streams=reader.one_of("SHARDRT_HOST_STREAMS", ("inline", "threaded")),
         ranks_per_node=reader.number("SHARDRT_RANKS_PER_NODE", range(1, _MAX_RANKS + 1), 0) or None,
+        progress=reader.progress(),
         monitor_timing=reader.text("SHARDRT_MONITOR_TIMING"),
     )
     return settings, reader.problems
@@ -196,6 +199,10 @@ class _Reader:
         if os.path.exists(text) and not os.path.isdir(text):
             self._refuse(variable, "a folder, or a name for one")
         return Path(text) if text else None
+
+    def progress(self) -> Path | None:
+        text = self._environment.get(PROGRESS)
+        return Path(text) if text and is_launched(self._environment) else None
 
     def device(self, device: str | torch.device | None) -> torch.device:
         """The device that `init` was asked for."""

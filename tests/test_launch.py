@@ -24,7 +24,8 @@ import pytest
 
 from ranks import rank_environment, site
 from shardrt import launch, stale_files, supervisor
-from shardrt.checkpoint import run as run_module
+from shardrt.comm import settings
+from shardrt.comm.guard import report
 from shardrt.comm.monitor.exit_handlers import handler_kept
 from shardrt.launch import Job, Launcher, LaunchError, Mpi, Site
 from slurm import Slurm
@@ -557,7 +558,8 @@ def test_the_exit_code_of_a_job_is_that_of_its_first_failure(ends: str, reported
 
 
 def test_launcher_and_run_use_one_variable() -> None:
-    assert launch.PROGRESS == supervisor.PROGRESS == run_module.PROGRESS
+    assert launch.PROGRESS == supervisor.PROGRESS == settings.PROGRESS
+    assert supervisor.REPORTS == report.REPORTS
 
 
 def allow_interrupts() -> None:
@@ -729,6 +731,49 @@ def test_a_job_that_a_supervised_one_submits_is_supervised_as_well(script: Calla
     done = run(*FILE, "--launcher", "mpirun", "--restarts", "0", "-n", "1", failing, environment=environment)
     assert done.stdout.startswith(f"{tempfile.gettempdir()}/shardrt-launch-"), done.stdout
     assert "not started again, after 0 restarts" in done.stderr
+
+
+TRIAL = """
+import shardrt
+world = shardrt.init("cpu")
+if world.rank == world.size - 1:
+    raise ArithmeticError("on purpose")
+world.barrier()
+"""
+RANK = """
+import os, subprocess, sys
+import shardrt
+mpirun, trial, kind = sys.argv[1:]
+outside = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_", "PRTE_", "HYD"))}
+outside |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+commands = {
+    "child": [sys.executable, trial],
+    "job": [mpirun, "-n", "2", sys.executable, trial],
+    "launched": [sys.executable, "-m", "shardrt.launch", "-n", "2", trial],
+}
+if kind == "child":
+    shardrt.init("cpu")
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
+    done = subprocess.run(commands[kind], env=os.environ if kind == "child" else outside, capture_output=True, text=True)
+    assert done.returncode != 0, done.stdout + done.stderr
+    print(done.stderr)
+if kind != "child":
+    shardrt.init("cpu")
+shardrt.world().barrier()
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "child"), (1, "job"), (2, "job"), (1, "launched")])
+def test_what_a_rank_starts_ends_no_job_but_its_own(ranks: int, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "trial.py").write_text(TRIAL)
+    (tmp_path / "rank.py").write_text(RANK)
+    arguments = [site().executable, str(tmp_path / "trial.py"), kind]
+    done = run(
+        *FILE, "--launcher", "mpirun", "-n", str(ranks), tmp_path / "rank.py", *arguments, environment=rank_environment()
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert ("shardrt.init()" if kind == "child" else "ArithmeticError: on purpose") in done.stdout
 
 
 def test_progress_lies_where_other_machines_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

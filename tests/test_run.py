@@ -24,7 +24,7 @@ from torch import nn
 
 import run_program
 import shardrt
-from ranks import on_ranks, rank_environment
+from ranks import on_ranks, rank_environment, settings_of
 from shardrt import checkpoint, launch
 from shardrt.checkpoint import stop
 from shardrt.checkpoint.random_state import RandomState
@@ -305,7 +305,6 @@ def test_a_stopped_run_saves_though_the_save_before_fails(world: shardrt.World, 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(world: shardrt.World, tmp_path: Path) -> None:
     folder, state = shared_folder(world, tmp_path), make()
     progress = folder.with_name("progress")
-    os.environ["SHARDRT_PROGRESS"] = str(progress)
     run = shardrt.Run(folder, state)
 
     def train() -> None:
@@ -315,9 +314,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(world: shardrt.World
                 if index == 4 and world.rank == 1:
                     os.kill(os.getpid(), signal.SIGUSR1)
 
-    with handled() as received, pytest.raises(SystemExit) as stop:
+    with settings_of(world, progress=progress), handled() as received, pytest.raises(SystemExit) as stop:
         train()
-    del os.environ["SHARDRT_PROGRESS"]
     assert (stop.value.code, run.done, received) == (75, 5, [])
     world.barrier()
     assert names(folder) == ["step-00000005"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -188,3 +189,14 @@ except ValueError as error:
     for rank in range(2):
         assert f"rank {rank}: SHARDRT_CHECK differs between the ranks: " in done.stdout
     assert done.stdout.count("SHARDRT_RANKS_PER_NODE differs between the ranks: ") == 2
+
+
+def test_progress_is_told_by_ranks_of_the_launcher_alone() -> None:
+    def progress(process: int | None) -> Path | None:
+        launched = {} if process is None else {"SHARDRT_LAUNCHED": str(process)}
+        return read({"SHARDRT_PROGRESS": "progress", **launched}, "cpu")[0].progress
+
+    assert progress(os.getpid()) == Path("progress")
+    assert progress(os.getppid()) == Path("progress")  # a shell's script, say
+    assert progress(None) is None
+    assert progress(2**22 + 1) is None

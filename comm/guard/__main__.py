@@ -32,7 +32,7 @@ if __name__ == "__main__":  # run by path: a package with nothing in it stands i
     sys.modules[__package__] = ModuleType(__package__)
     sys.modules[__package__].__path__ = [os.path.dirname(os.path.abspath(__file__))]
 
-from .node import VARIABLE, Place
+from .node import LAUNCHED, VARIABLE, Place
 from .watch import Guard
 
 
@@ -54,6 +54,7 @@ def guard(pid: int, process: int) -> None:
 def start(program: list[str]) -> None:
     """Fork a guard of this process, and replace this process by `program`. A rank alone gets no guard."""
     pid = os.getpid()
+    os.environ[LAUNCHED] = str(pid)
     try:
         Place(os.environ)
         process = os.pidfd_open(pid)

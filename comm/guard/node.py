@@ -16,6 +16,7 @@ from enum import Enum
 from struct import Struct
 
 VARIABLE = "SHARDRT_GUARD"  # descriptor of the pipe to the guard, and process of the rank
+LAUNCHED = "SHARDRT_LAUNCHED"  # the process that shardrt.launch has started as a rank, until its init()
 # The number of ranks, and the rank.
 # Hazard: inside an allocation hydra's ranks all carry the SLURM variables of its own one-per-node step, so a launcher's own
 # variables come first, and Slurm's count only inside a step.
@@ -28,6 +29,9 @@ _LOCAL_RANKS = (
     ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 _PF_EXITING = 0x4
+# Names of processes, at most 15 characters.
+_LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "prterun", "prted", "orterun", "orted"}
+_LAUNCHERS |= {"srun", "slurmstepd"}
 
 
 class Phase(Enum):
@@ -131,6 +135,24 @@ def _is_slurms(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Process(pid).name.startswith("slurmstepd")
     return False
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether this process is a rank that shardrt.launch has started, or in its place, as the program of a shell script.
+
+    Not a rank of a job that such a process has started, which has a launcher in between, nor what a rank has started after its
+    init(). Files that shardrt.launch reads, of which they have inherited the names, are not for them.
+    """
+    pid = os.getpid()
+    try:
+        while pid > 1 and str(pid) != environment.get(LAUNCHED):
+            process = Process(pid)
+            if process.name in _LAUNCHERS:
+                return False
+            pid = process.parent
+    except OSError:
+        return False
+    return pid > 1
 
 
 class Neighbour:

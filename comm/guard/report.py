@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from struct import Struct
 
-_REPORTS = "SHARDRT_REPORTS"
+REPORTS = "SHARDRT_REPORTS"  # the file in which shardrt.launch reads them
 _WRITE_S = 1.0  # for a reader of standard error
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "ended", "X": "ended", "D": "in the kernel", "R": "running"}
 
@@ -30,7 +30,7 @@ def report(code: int, rank: int, lines: Sequence[str]) -> None:
 def tell_launcher(code: int, lines: Sequence[str]) -> bool:
     """Tell shardrt.launch, if it is on this machine, the job's exit code, and what to print. Whether it is."""
     try:
-        fd = os.open(os.environ.get(_REPORTS, ""), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(os.environ.get(REPORTS, ""), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     os.write(fd, _encoded([f"{code} {line}" for line in lines]))

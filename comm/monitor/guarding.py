@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..guard.node import VARIABLE, Place
+from ..guard.node import LAUNCHED, VARIABLE, Place, is_launched
+from ..guard.report import REPORTS
 from .status_table import LAYOUT
 from .timing import Timing
 
@@ -29,6 +30,7 @@ class RankGuard:
         self._pid = os.getpid()
         if self._pipe is None:
             self._pipe = _inherited() or _start()
+        os.environ.pop(LAUNCHED, None)  # what this rank starts is none
         try:
             self._send(f"init {limit_s}")
             yield
@@ -90,8 +92,9 @@ def _start() -> int | None:
     program = Path(__file__).parents[1] / "guard" / "__main__.py"
     command = [sys.executable, *isolated, "-S", str(program), str(os.getpid()), str(process)]
     os.set_inheritable(process, True)
+    environment = {name: value for name, value in os.environ.items() if name != REPORTS or is_launched(os.environ)}
     try:
-        os.posix_spawn(sys.executable, command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, reader, 0)])
+        os.posix_spawn(sys.executable, command, environment, file_actions=[(os.POSIX_SPAWN_DUP2, reader, 0)])
     except OSError:
         os.close(writer)
         return None

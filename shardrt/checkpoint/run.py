@@ -36,7 +36,6 @@ from .saving import AsyncSave, async_save, end_previous, save
 from .stop import Noted, StopSignals
 
 STOPPED = os.EX_TEMPFAIL  # the exit code: "try again later"
-PROGRESS = "SHARDRT_PROGRESS"  # the file in which `shardrt.launch --restarts` looks how far a job came
 _KEY = "run"
 _PREFIX = "step-"
 _noted = Noted()
@@ -201,10 +200,10 @@ class Run:
 
     def _report_progress(self) -> None:
         """Tell the launcher which step was saved last, and whether the run has stopped to be continued."""
-        file = os.environ.get(PROGRESS)
-        if not file or world().rank != 0:
+        file = world().settings.progress
+        if file is None or world().rank != 0:
             return
         try:
-            Path(file).write_text(f"{self._saved}{' stopped' * self._has_stopped}\n")
+            file.write_text(f"{self._saved}{' stopped' * self._has_stopped}\n")
         except OSError as error:
             _log.warning("the launcher will not know of step %d: cannot write '%s': %s", self._saved, file, error)
