@@ -754,7 +754,8 @@ commands = {
 if kind == "child":
     shardrt.init("cpu")
 if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
-    done = subprocess.run(commands[kind], env=os.environ if kind == "child" else outside, capture_output=True, text=True)
+    inside = os.environ | {"SHARDRT_START_TIMEOUT": "3"}  # under Open MPI, it waits in MPI_Init
+    done = subprocess.run(commands[kind], env=inside if kind == "child" else outside, capture_output=True, text=True)
     assert done.returncode != 0, done.stdout + done.stderr
     print(done.stderr)
 if kind != "child":
