@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from .guard.node import launcher_of
+from .guard.processes import launcher_of
 
 
 def may_read_other_processes() -> bool:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .fingerprint import name_ranks
-from .guard.node import is_launched, launcher_variables
+from .guard.node import launcher_variables
+from .guard.processes import is_launched
 from .version import __version__
 
 if TYPE_CHECKING:

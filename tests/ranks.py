@@ -83,17 +83,22 @@ def start(size: int, arguments: list[str], **options: Any) -> subprocess.Popen[s
 
 
 def run_script(source: str, size: int, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python script as a separate job; at the deadline its process group is killed and the test fails."""
+    """Run a Python script as a separate job."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(source)
-        process = start(size, [str(path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        try:
-            out, err = process.communicate(timeout=DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-            pytest.fail(f"{size} ranks did not end within {DEADLINE_S} s\n{out}\n{err}", pytrace=False)
+        return run_job([str(path)], size, **environment)
+
+
+def run_job(arguments: list[str], size: int, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run this Python with these arguments as a separate job; at the deadline it is killed, and the test fails."""
+    process = start(size, arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"{size} ranks did not end within {DEADLINE_S} s\n{out}\n{err}", pytrace=False)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ranks import DEADLINE_S, rank_environment, run_script, site
-from shardrt.comm.guard import node
-from shardrt.comm.guard.node import Node, Place, Process, launcher_of, variable_of
+from shardrt.comm.guard import processes
+from shardrt.comm.guard.node import Node, Place
+from shardrt.comm.guard.processes import Process, launcher_of, variable_of
 from shardrt.launch import Mpi
 
 pytestmark = pytest.mark.mpi
@@ -250,12 +251,12 @@ def test_only_what_the_launcher_has_started_may_read_a_rank(monkeypatch: pytest.
         rank = int(shell.stdout.readline())
         assert rank != shell.pid
         assert launcher_of(rank, "PMI_RANK", "3") == os.getpid()
-        monkeypatch.setattr(node, "variable_of", variable_to_others)
+        monkeypatch.setattr(processes, "variable_of", variable_to_others)
         assert launcher_of(rank, "PMI_RANK", "3") == 0
         unseen = Node(rank, Place({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4"}))
         assert not unseen.is_visible
         assert unseen.local_size is None  # not all four are to be seen
-        monkeypatch.setattr(node, "Process", Slurmstepd)
+        monkeypatch.setattr(processes, "Process", Slurmstepd)
         assert launcher_of(rank, "PMI_RANK", "3") == os.getpid()
     monkeypatch.undo()
     assert launcher_of(os.getpid(), "PMI_RANK", "3") == os.getpid()

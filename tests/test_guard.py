@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from ranks import DEADLINE_S, run_script, site
-from shardrt.comm.guard.node import Neighbour, Phase, Place, Process
+from ranks import DEADLINE_S, run_job, run_script, site
+from shardrt.comm.guard.node import Neighbour, Phase, Place
+from shardrt.comm.guard.processes import Process
 from shardrt.comm.guard.watch import Election
 from shardrt.comm.monitor.guarding import RankGuard
 from shardrt.comm.monitor.status_table import LAYOUT
@@ -349,3 +350,28 @@ def test_a_rank_that_leaves_through_c() -> None:
     else:
         assert done.returncode != 0
         assert done.stderr
+
+
+UNDER_PYTEST = """
+import os, shardrt
+
+def test_it():
+    world = shardrt.init("cpu")
+    world.comm.exchange(1)
+    if world.rank == 1:
+        {fault}
+    world.comm.exchange(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("return", "[0] missing rank 1: "), ("os.kill(os.getpid(), 9)", "was ended by signal 9 (Killed) before")],
+    ids=["watchdog", "guard"],
+)
+def test_reports_of_tests(fault: str, says: str, tmp_path: Path) -> None:
+    """pytest keeps what ranks write to their standard error in files that are lost with them."""
+    (tmp_path / "test_ranks.py").write_text(UNDER_PYTEST.format(fault=fault))
+    done = run_job(["-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)], 2, SHARDRT_TIMEOUT="2")
+    assert done.returncode != 0
+    assert says in done.stderr, done.stderr

@@ -32,7 +32,8 @@ if __name__ == "__main__":  # run by path: a package with nothing in it stands i
     sys.modules[__package__] = ModuleType(__package__)
     sys.modules[__package__].__path__ = [os.path.dirname(os.path.abspath(__file__))]
 
-from .node import LAUNCHED, VARIABLE, Place
+from .node import VARIABLE, Place
+from .processes import LAUNCHED, standard_error
 from .watch import Guard
 
 
@@ -42,6 +43,7 @@ def guard(pid: int, process: int) -> None:
     process: descriptor of the rank `pid`, opened by the rank, which may have ended since.
     """
     os.setsid()  # a Ctrl-C at the terminal is for the ranks
+    os.dup2(standard_error(), 2)  # now: the rank, above this process, may have ended when there is something to write
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:

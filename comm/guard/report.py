@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from struct import Struct
 
+from .processes import Process, standard_error
+
 REPORTS = "SHARDRT_REPORTS"  # the file in which shardrt.launch reads them
 _WRITE_S = 1.0  # for a reader of standard error
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "ended", "X": "ended", "D": "in the kernel", "R": "running"}
@@ -40,6 +42,16 @@ def tell_launcher(code: int, lines: Sequence[str]) -> bool:
 
 def _encoded(lines: Sequence[str]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
+
+
+def write_error(data: bytes, seconds: float) -> None:
+    """As `write`, to where the user reads this process's standard error."""
+    fd = standard_error()
+    try:
+        write(fd, data, seconds)
+    finally:
+        if fd != 2:
+            os.close(fd)
 
 
 def write(fd: int, data: bytes, seconds: float) -> None:
@@ -87,8 +99,7 @@ def describe_end(code: int | None) -> str:
 def describe_process(pid: int) -> str:
     """A process and its state."""
     try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            letter = file.read().rpartition(")")[2].split()[0]
+        letter = Process(pid).state
         with open(f"/proc/{pid}/wchan") as file:
             where = file.read()
     except ProcessLookupError:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Mapping
 from types import ModuleType
 
-from .node import Neighbour, Node, Phase, Place, Process, Table
+from .node import Neighbour, Node, Phase, Place, Table
+from .processes import Process
 
 EXIT_CODE = 17
 _POLL_S = 1.0

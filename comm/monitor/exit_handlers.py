@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from ..guard.report import write
+from ..guard.report import write_error
 from .guarding import RankGuard
 from .timing import Timing
 
@@ -40,7 +40,7 @@ def log(rank: int, *lines: str) -> None:
     """
     text = "".join(f"[{rank}] {line}\n" for line in (f"rank {rank}: {lines[0]}", *lines[1:]))
     with contextlib.suppress(OSError):
-        write(2, text.encode(errors="backslashreplace"), _WRITE_S)
+        write_error(text.encode(errors="backslashreplace"), _WRITE_S)
 
 
 def _is_read(fd: int, seconds: float) -> bool:

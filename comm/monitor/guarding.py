@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..guard.node import LAUNCHED, VARIABLE, Place, is_launched
+from ..guard.node import VARIABLE, Place
+from ..guard.processes import LAUNCHED, is_launched
 from ..guard.report import REPORTS
 from .status_table import LAYOUT
 from .timing import Timing

@@ -15,6 +15,7 @@ from functools import lru_cache
 from struct import Struct
 from time import time
 
+from ..guard.processes import Process
 from .states import Alarm, Phase
 
 _ROW_NBYTES = 2048
@@ -225,7 +226,6 @@ def _text(field: bytes) -> str:
 def process_letter(pid: int) -> str:
     """The state of a process of this machine as in /proc, X for one that is gone."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
+        return Process(pid).state
     except (FileNotFoundError, ProcessLookupError):
         return "X"
