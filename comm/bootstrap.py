@@ -28,7 +28,6 @@ from .malloc import keep_freed_memory
 from .memory_access import may_read_other_processes
 from .mesh import DeviceMesh, positional_names
 from .monitor.guarding import RankGuard
-from .monitor.peers import NamespaceError, check_namespaces
 from .settings import Launched, Settings, SettingsError, agree, launched, read
 from .streams import Stream, current_stream, new_stream
 from .totals import Value, reduce_values
@@ -262,6 +261,8 @@ _started_mpi = False
 def _start(device: str | torch.device | None) -> World:
     if _monitor is not None:
         raise RuntimeError("shardrt.init() after shardrt.finalize(): a process has one world, made once")
+    from .monitor.peers import NamespaceError, check_namespaces
+
     launcher = launched(os.environ)
     settings, problems = read(os.environ, device)
     with _guard.starting(settings.start_timeout_s):

@@ -152,6 +152,9 @@ class Hook:
     def after(self, calls: CallList) -> None:
         """The calls have run, or failed."""
 
+    def cut_short(self, calls: CallList) -> None:
+        """An exception, such as a signal handler's, takes this rank out of the calls; `after` comes next."""
+
     def failed(self, failure: Failure | None) -> None:
         """This rank has left the block of an `agree()` through an exception; None: the others have left it as well."""
 

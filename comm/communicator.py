@@ -248,7 +248,7 @@ class Communicator(ControlPlane):
                 before(calls)
             self._launch(calls[0].stream, calls)
         except BaseException as error:
-            self._cut_short(error)
+            self._cut_short(error, calls)
             raise
         finally:
             for after in self._after:

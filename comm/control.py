@@ -230,13 +230,20 @@ class ControlPlane:
         self.check_open(name)
         calls = CallList((CollectiveCall(self, self._number, name, None, None, args, INLINE),)).describe()
         self._number += 1
-        for before in self._before:
-            before(calls)
         try:
+            self._begin(calls)
             yield
         finally:
             for after in self._after:
                 after(calls)
+
+    def _begin(self, calls: CallList) -> None:
+        try:
+            for before in self._before:
+                before(calls)
+        except BaseException as error:
+            self._cut_short(error, calls)
+            raise
 
     def leave(self) -> None:
         """Wait for every rank to reach the end of its program. Collective, but never compared.
@@ -291,7 +298,7 @@ class ControlPlane:
             if staying:
                 sleep(_POLL_S)
 
-    def _cut_short(self, error: BaseException) -> None:
+    def _cut_short(self, error: BaseException, calls: CallList | None = None) -> None:
         """An exception has taken this rank out of a call. It leaves, unless other ranks are the cause.
 
         Hazard: otherwise its next call would meet the one that the others are in, and they would take what it sends for that.
@@ -302,6 +309,9 @@ class ControlPlane:
             self.backend.stop_transfers()
             self.backend.leave(in_call=True)
             _left.add(self)
+            if calls is not None:
+                for hook in self.hooks:
+                    hook.cut_short(calls)
 
     def _rejoin_parts(self) -> None:
         """Let the parts' ranks make their next call together. Collective: no rank is in the block any more."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..calls import CallList, CollectiveCall, Counts, Failure, Hook, Interrupted, MismatchError, RemoteError, SharedError
+from ..calls import CallList, CollectiveCall, Counts, Failure, Hook, MismatchError, RemoteError
 from ..fingerprint import name_ranks
 
 _NEVER_COMPARED = frozenset({"finalize", "rejoin"})
@@ -35,18 +35,13 @@ class CallCheck(Hook):
         own = calls.description
         if comm.size == 1 or calls[0].name in _NEVER_COMPARED or not own.shared:
             return
-        try:
-            # The number as well: a rank that an exception has kept from making a call would make the same one a second time.
-            answers = comm.compare(own.fingerprint ^ calls[0].number, lambda: _answer(calls[0], own.shared))
-            if answers is not None:
-                _raise_mismatch(calls[0], answers)
-            for call in calls:
-                if call.name == "all_to_all" and isinstance(call.args[0], Counts):
-                    _check_counts(call, call.args[0])
-        except (Interrupted, SharedError):
-            for hook in comm.hooks:
-                hook.after(calls)
-            raise
+        # The number as well: a rank that an exception has kept from making a call would make the same one a second time.
+        answers = comm.compare(own.fingerprint ^ calls[0].number, lambda: _answer(calls[0], own.shared))
+        if answers is not None:
+            _raise_mismatch(calls[0], answers)
+        for call in calls:
+            if call.name == "all_to_all" and isinstance(call.args[0], Counts):
+                _check_counts(call, call.args[0])
 
 
 def _check_counts(call: CollectiveCall, counts: Counts) -> None:

@@ -62,6 +62,7 @@ class Watchdog(Hook):
         self._inside = TimeInside()
         self._stragglers = Stragglers(self._table, self._rank, timing, self._inside)
         self._heartbeats = Heartbeats(self._table, peers.nodes, timing)
+        self._cut_short = ""  # the call, if an exception has taken the main thread out of one, until its next
         self._failure: Failure | None = None  # with which this rank has left the block of an agree(), until all have
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardrt-watchdog", daemon=True)
@@ -74,10 +75,14 @@ class Watchdog(Hook):
             self._watch(calls[0]).pending.append((calls[0].number, calls.description.shared, work))
 
     def before(self, calls: CallList) -> None:
+        self._cut_short = ""
         self._watch(calls[0]).begin(calls)
 
     def after(self, calls: CallList) -> None:
         self._watch(calls[0]).status.end()
+
+    def cut_short(self, calls: CallList) -> None:
+        self._cut_short = str(self._watch(calls[0]).wait() or "")
 
     def failed(self, failure: Failure | None) -> None:
         self._failure = failure
@@ -103,7 +108,7 @@ class Watchdog(Hook):
     def under_way(self) -> str:
         """Describe the operations that this rank is in."""
         waits = [wait for watched in list(self._watched.values()) if (wait := watched.wait()) is not None]
-        return " and ".join(map(str, waits)) or NOTHING
+        return " and ".join(map(str, waits)) or self._cut_short or NOTHING
 
     def share_table(self, guard: RankGuard) -> None:
         """Let the guard of this rank read the status table."""
