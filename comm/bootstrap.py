@@ -13,7 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -73,6 +73,15 @@ class World:
         if (role, kind) not in _streams:
             _streams[role, kind] = new_stream(self.device, role, threaded=kind == "threaded")
         return _streams[role, kind]
+
+    def patience(self, seconds: float) -> AbstractContextManager[None]:
+        """In the `with` block, let the other ranks wait for this one, and this one for them: `with world.patience(3600): ...`.
+
+        Up to so many seconds, the watchdog ends no job because of operations that this rank is in, or that others are in and
+        this one has not reached. For what takes long and hardly uses a processor on its rank, such as a download, or longer
+        than SHARDRT_PATIENCE. Not collective.
+        """
+        return nullcontext() if _monitor is None else _monitor.patience(seconds)
 
     def barrier(self) -> None:
         """Block until every rank is here and this rank's device has run the work submitted to it."""
@@ -265,7 +274,7 @@ def _start(device: str | torch.device | None) -> World:
 
     launcher = launched(os.environ)
     settings, problems = read(os.environ, device)
-    with _guard.starting(settings.start_timeout_s):
+    with _guard.starting(settings.start_timeout_s, settings.patience_s):
         comm = _start_mpi()
         _check_launcher(comm.Get_size(), launcher)
         try:

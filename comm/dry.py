@@ -241,6 +241,7 @@ def _settings(per_node: int) -> Settings:
         device=META,
         timeout_s=forever,
         start_timeout_s=forever,
+        patience_s=forever,
         straggler=0.0,
         check=False,
         check_batches=False,

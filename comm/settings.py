@@ -56,6 +56,7 @@ class Settings:
     device: torch.device  # without an index, unless the program chose one
     timeout_s: float  # SHARDRT_TIMEOUT; infinity for no limit
     start_timeout_s: float  # SHARDRT_START_TIMEOUT; infinity for no limit
+    patience_s: float  # SHARDRT_PATIENCE; infinity for no limit
     straggler: float  # SHARDRT_STRAGGLER, a share of the time; 0.0: off
     check: bool  # SHARDRT_CHECK
     check_batches: bool  # SHARDRT_CHECK_BATCHES
@@ -74,6 +75,7 @@ class Settings:
             "device": self.device.type,
             "SHARDRT_TIMEOUT": f"{self.timeout_s:g}",
             "SHARDRT_START_TIMEOUT": f"{self.start_timeout_s:g}",
+            "SHARDRT_PATIENCE": f"{self.patience_s:g}",
             "SHARDRT_STRAGGLER": f"{self.straggler:g}",
             "SHARDRT_CHECK": f"{self.check:d}",
             "SHARDRT_CHECK_BATCHES": f"{self.check_batches:d}",
@@ -91,6 +93,7 @@ def read(environment: Mapping[str, str], device: str | torch.device | None = Non
         device=kind,
         timeout_s=reader.seconds("SHARDRT_TIMEOUT", 600.0),
         start_timeout_s=reader.seconds("SHARDRT_START_TIMEOUT", 120.0),
+        patience_s=reader.seconds("SHARDRT_PATIENCE", 3600.0),
         straggler=reader.share("SHARDRT_STRAGGLER", 0.25),
         check=reader.flag("SHARDRT_CHECK", default=kind.type == "cpu"),
         check_batches=reader.flag("SHARDRT_CHECK_BATCHES", default=True),

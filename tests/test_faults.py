@@ -400,7 +400,7 @@ os.kill(os.getpid(), signal.SIGRTMIN + 6)  # as a rank may do that has not seen 
 print("finished")
 """
     timing = "poll_s=0.02,settle_s=4,straggler_s=0.3"
-    done = run_script(source, 2, SHARDRT_TIMEOUT="1", SHARDRT_MONITOR_TIMING=timing)
+    done = run_script(source, 2, SHARDRT_TIMEOUT="1", SHARDRT_PATIENCE="1", SHARDRT_MONITOR_TIMING=timing)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished") == 2
     late = r"\[0\] rank 0: rank 1 on \S+ is late: .* at each of \d+ operations \(SHARDRT_STRAGGLER=0.25\)"

@@ -70,7 +70,7 @@ def table(deadline_s=60, is_under_way=True, ranks="0,1"):
     # Rows of the parent, which lives, and of this rank, both in their first operation, or after it.
     for pid in (os.getppid(), os.getpid()):
         entry = struct.pack("<Q24sqqqd64s", 1, b"world", not is_under_way, 1, 7, time.time(), b"all_reduce")
-        os.write(fd, (struct.pack("<qdi", pid, 0.0, -1).ljust(128, b"\\0") + entry).ljust(2048, b"\\0"))
+        os.write(fd, (struct.pack("<qdi", pid, 0.0, -1).ljust(256, b"\\0") + entry).ljust(2176, b"\\0"))
     return f"table {fd} {deadline_s} 60 LAYOUT 0 {ranks}"  # no signal makes them write stacks
 time.sleep(max(0.0, float(os.environ["AT"]) - time.time()))
 """.replace("LAYOUT", LAYOUT)
@@ -81,7 +81,7 @@ process = os.pidfd_open(os.getpid())
 os.set_inheritable(process, True)
 command = f"sleep 1; exec {{sys.executable}} -I -S {GUARD} {{os.getpid()}} {{process}}"
 os.posix_spawn("/bin/sh", ["sh", "-c", command], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, reader, 0)])
-os.write(writer, b"init 60\\n")
+os.write(writer, b"init 60 60\\n")
 os._exit(0)
 """
 
@@ -116,7 +116,7 @@ JOBS = {
         (rf"\[1\] rank 1: {PLACE}, was ended by signal 9 \(Killed\) before shardrt.finalize\(\); .* exit code 137",),
     ),
     "ends before init": Job(
-        ("tell('init inf'); " + WAIT, "sys.exit(0)"),
+        ("tell('init inf inf'); " + WAIT, "sys.exit(0)"),
         17,
         (
             r"\[0\] rank 0: waited [4-9] s in shardrt.init\(\) \(no limit, SHARDRT_START_TIMEOUT\); .* exit code 17",
@@ -126,7 +126,7 @@ JOBS = {
     ),
     "ends where nobody waits": Job(("time.sleep(1)", "sys.exit(0)"), 0),
     "sleeps before init": Job(
-        ("tell('init 2'); " + WAIT, WAIT, "tell('init 2'); " + WAIT),
+        ("tell('init 2 60'); " + WAIT, WAIT, "tell('init 2 60'); " + WAIT),
         17,
         (
             r"\[0\] rank 0: waited [3-9] s in shardrt.init\(\) \(limit 2 s, SHARDRT_START_TIMEOUT\); .* exit code 17",
@@ -135,7 +135,7 @@ JOBS = {
         ),
     ),
     "is stopped in init": Job(
-        ("tell('init 2'); os.kill(os.getpid(), signal.SIGSTOP)", "tell('init 2'); " + WAIT),
+        ("tell('init 2 60'); os.kill(os.getpid(), signal.SIGSTOP)", "tell('init 2 60'); " + WAIT),
         17,
         (
             r"\[1\] rank 1: waited .*",
@@ -144,7 +144,7 @@ JOBS = {
         ),
     ),
     "ends in init": Job(
-        (WAIT, "tell('init 60'); os._exit(0)"),
+        (WAIT, "tell('init 60 60'); os._exit(0)"),
         17,
         (rf"\[1\] rank 1: {PLACE}, ended with exit code 0 in shardrt.init\(\); .* exit code 17",),
     ),
@@ -153,9 +153,9 @@ JOBS = {
         17,
         (rf"\[1\] rank 1: {PLACE}, ended with exit code 0 in shardrt.init\(\); .* exit code 17",),
     ),
-    "init raises": Job((WAIT.replace("20", "1"), "tell('init 2', 'start'); time.sleep(4)"), 0),
+    "init raises": Job((WAIT.replace("20", "1"), "tell('init 2 60', 'start'); time.sleep(4)"), 0),
     "ends while it runs": Job(
-        (WAIT, "tell('init 60', table(), 'run'); time.sleep(1); os._exit(0)"),
+        (WAIT, "tell('init 60 60', table(), 'run'); time.sleep(1); os._exit(0)"),
         17,
         (
             rf"\[1\] rank 1: {PLACE}, ended with exit code 0 before shardrt.finalize\(\); in #7 all_reduce on 'world', begun "
@@ -167,7 +167,7 @@ JOBS = {
     ),
     "is in the end": Job((WAIT, "tell('run', 'end 5'); os._exit(0)"), 5),
     "dies under Slurm": Job(  # whose launcher does not understand the command, and kills the others by itself
-        ("tell('init 60'); os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(2)"),
+        ("tell('init 60 60'); os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(2)"),
         0,
         local="SLURM_STEP_TASKS_PER_NODE SLURM_LOCALID",
     ),
@@ -182,7 +182,7 @@ JOBS = {
     ),
     "all are suspended": Job(
         (
-            "tell('init 2'); me = os.getpid(); os.fork() or (time.sleep(4), os.kill(me, signal.SIGCONT), os._exit(1)); "
+            "tell('init 2 60'); me = os.getpid(); os.fork() or (time.sleep(4), os.kill(me, signal.SIGCONT), os._exit(1)); "
             "os.kill(me, signal.SIGSTOP); tell('run', 'done')",
         )
         * 2,
@@ -292,7 +292,7 @@ def test_a_frozen_program_is_not_started_as_its_guard(monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "posix_spawn", lambda *_, **__: pytest.fail("has started a process"))
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", "0")
-    with RankGuard().starting(60.0):
+    with RankGuard().starting(60.0, 60.0):
         pass
 
 

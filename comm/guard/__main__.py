@@ -9,7 +9,8 @@ guards of the node's other ranks.
 
 phase     the rank sends       the guard ends the job if
 START                          the rank fails (any code but 0) and others live on
-INIT      init LIMIT           also: the rank ends with 0; LIMIT seconds pass; a rank of the node has ended and never came
+INIT      init LIMIT PATIENCE  also: the rank ends with 0; a rank of the node has ended and never came; LIMIT seconds pass,
+                               or PATIENCE while the node's ranks that did not come use a processor
 OVERDUE   (still in init)      it is the first of the node's ranks in this phase
 RUN       table ..., run       the rank ends; no watchdog of the node's ranks is awake any more
 ENDING    end CODE             the rank, which has reported already and ends the job itself, does not manage to

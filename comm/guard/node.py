@@ -72,6 +72,7 @@ class Neighbour:
     def __init__(self, rank: int, process: Process) -> None:
         self.rank, self.process = rank, process
         self.phase = Phase.START
+        self.cpu_s = 0.0  # that a rank which has not come has used, with its descendants
 
     @property
     def has_come(self) -> bool:
@@ -104,6 +105,12 @@ class Node:
                 top = found[top.parent]
             if top.pid in ranks:
                 ranks[top.pid].phase = phases[process.name]
+        below: dict[int, list[Process]] = {}
+        for process in found.values():
+            below.setdefault(process.parent, []).append(process)
+        for neighbour in ranks.values():
+            if not neighbour.has_come:
+                neighbour.cpu_s = _cpu_s(neighbour.process, below)
         return {neighbour.rank: neighbour for neighbour in sorted(ranks.values(), key=lambda it: it.rank)}, starting
 
     def others(self) -> list[Process]:
@@ -116,6 +123,12 @@ class Node:
             with contextlib.suppress(OSError, ValueError):  # it cannot be read, or is no rank
                 self._ranks[process.pid] = int(variable_of(process.pid, self._place.variable) or "")
         return self._ranks.get(process.pid)
+
+
+def _cpu_s(process: Process, below: Mapping[int, list[Process]]) -> float:
+    """Seconds that a process and its descendants have used, but for guards.   below: the children of each process."""
+    own = 0.0 if process.name.startswith("shardrt-") else process.cpu_s
+    return own + sum(_cpu_s(child, below) for child in below.get(process.pid, ()))
 
 
 class Table:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 LAUNCHED = "SHARDRT_LAUNCHED"  # the process that shardrt.launch has started as a rank, until its init()
 _PF_EXITING = 0x4
+_TICKS = os.sysconf("SC_CLK_TCK")
 # Names of processes, at most 15 characters.
 _LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "prterun", "prted", "orterun", "orted"}
 _LAUNCHERS |= {"srun", "slurmstepd"}
@@ -45,6 +46,7 @@ class Process:
         self.is_ending = self.state in "ZX" or bool(int(fields[6]) & _PF_EXITING)
         self.is_stopped = self.state in "Tt"
         self._status = int(fields[49])
+        self.cpu_s = sum(map(int, fields[11:15])) / _TICKS  # that it has used, with children that it has waited for
 
     def exit_code(self) -> int | None:
         """That of a process that has ended: negative for a signal. None if it has not ended."""

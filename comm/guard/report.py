@@ -21,21 +21,24 @@ _WRITE_S = 1.0  # for a reader of standard error
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "ended", "X": "ended", "D": "in the kernel", "R": "running"}
 
 
-def report(code: int, rank: int, lines: Sequence[str]) -> None:
-    """Write lines for the user: to shardrt.launch if it is on this machine, with the job's exit code, or to standard error."""
+def report(code: int | None, rank: int, lines: Sequence[str]) -> None:
+    """Write lines for the user: to shardrt.launch if it is on this machine, with the job's exit code, or to standard error.
+
+    code: None if the job goes on.
+    """
     marked = [f"[{rank}] {line}" for line in (f"rank {rank}: {lines[0]}", *lines[1:])]
     if not tell_launcher(code, marked):
         with suppress(OSError):  # it is closed
             write(2, _encoded(marked), _WRITE_S)
 
 
-def tell_launcher(code: int, lines: Sequence[str]) -> bool:
+def tell_launcher(code: int | None, lines: Sequence[str]) -> bool:
     """Tell shardrt.launch, if it is on this machine, the job's exit code, and what to print. Whether it is."""
     try:
         fd = os.open(os.environ.get(REPORTS, ""), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
-    os.write(fd, _encoded([f"{code} {line}" for line in lines]))
+    os.write(fd, _encoded([f"{'-' if code is None else code} {line}" for line in lines]))
     os.close(fd)
     return True
 
@@ -87,6 +90,12 @@ def _open_again(fd: int) -> int | None:
 def name_ranks(ranks: Sequence[int]) -> str:
     """As fingerprint.name_ranks, which needs torch."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no rank"
+
+
+def still_works(ranks: Sequence[int], patience_s: float) -> str:
+    """That ranks are waited for, and how long."""
+    limit = "without a limit" if patience_s == float("inf") else f"for up to {patience_s:.0f} s"
+    return f"{name_ranks(ranks)}, which {'are' if len(ranks) > 1 else 'is'} at work; waiting on, {limit} (SHARDRT_PATIENCE)"
 
 
 def describe_end(code: int | None) -> str:

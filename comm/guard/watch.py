@@ -8,7 +8,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from .node import Neighbour, Node, Phase, Place, Table
@@ -69,7 +69,9 @@ class Guard:
         self._node = Node(Process(pid).parent, place)
         self._table: Table | None = None
         self._pending = b""  # the beginning of a message
-        self._limit_s, self._code = float("inf"), EXIT_CODE
+        self._limit_s, self._patience_s, self._code = float("inf"), float("inf"), EXIT_CODE
+        self._worked: dict[int, tuple[float, float]] = {}  # by rank: the CPU time it had used, and how long this one had waited
+        self._told = 0  # how often that it waits for ranks that work
         self._election = Election(place.rank)
         self._scan_s, self._since_scan_s = _SCAN_S, 0.0
         self._gone_from_s = float("inf")  # of the wait in init()
@@ -108,8 +110,10 @@ class Guard:
     def _on_start(self) -> None:
         self._set_phase(Phase.START)  # init() has raised an exception, which the program may have caught
 
-    def _on_init(self, limit_s: str) -> None:
-        self._limit_s = float(limit_s)
+    def _on_init(self, limit_s: str, patience_s: str) -> None:
+        self._limit_s, self._patience_s = float(limit_s), float(patience_s)
+        self._worked, self._told = {}, 0
+        self._scan_s = 0.0  # at once: what the others use is counted from now on
         self._set_phase(Phase.INIT)
 
     def _on_table(self, *arguments: str) -> None:
@@ -159,6 +163,8 @@ class Guard:
         has_gone |= len(neighbours) + starting < (self._node.local_size or 0)
         self._gone_from_s = min(self._gone_from_s, self._waited_s) if has_gone else float("inf")
         is_overdue = self._waited_s >= min(self._limit_s, self._gone_from_s + _GONE_S)
+        absent = [neighbour for neighbour in neighbours.values() if not neighbour.has_come]
+        is_overdue &= has_gone or not self._all_work(absent) or self._waited_s >= self._patience_s
         is_mine = self._election.is_mine(neighbours, self._since_scan_s)
         self._since_scan_s = 0.0
         if is_overdue and self.phase is Phase.OVERDUE and is_mine:
@@ -166,19 +172,35 @@ class Guard:
             self._end_job(EXIT_CODE, *self._start_report(neighbours))
         self._show(Phase.OVERDUE if is_overdue else Phase.INIT)
         first = min((rank for rank, neighbour in neighbours.items() if _waits(neighbour)), default=self._place.rank)
+        if not is_overdue and first == self._place.rank and self._waited_s >= self._limit_s * (self._told + 1):
+            self._told = int(self._waited_s // self._limit_s)
+            waits = f"waited {self._waited_s:.0f} s in shardrt.init() for "
+            ranks = [neighbour.rank for neighbour in absent]
+            _reports().report(None, self._place.rank, [waits + _reports().still_works(ranks, self._patience_s)])
         # Cost: 128 guards that looked at 3,000 processes every two seconds would take three cores.
         often_s = _POLL_S if is_overdue else _SCAN_S
         self._scan_s = often_s if has_gone or first == self._place.rank else _OTHERS_SCAN_S
 
+    def _all_work(self, absent: Sequence[Neighbour]) -> bool:
+        """Whether there are ranks that have not come, and all of them have used a processor since SHARDRT_START_TIMEOUT."""
+        for neighbour in absent:
+            before, _ = self._worked.setdefault(neighbour.rank, (neighbour.cpu_s, 0.0))
+            if neighbour.cpu_s > before:
+                self._worked[neighbour.rank] = neighbour.cpu_s, self._waited_s
+        return bool(absent) and self._waited_s < self._limit_s + min(self._worked[each.rank][1] for each in absent)
+
     def _start_report(self, neighbours: Mapping[int, Neighbour]) -> list[str]:
         words, host = _reports(), f"host {self._host}"
-        limit = "no limit" if self._limit_s == float("inf") else f"limit {self._limit_s:.0f} s"
+        limit_s, variable = self._limit_s, "SHARDRT_START_TIMEOUT"
+        if self._waited_s >= self._patience_s:
+            limit_s, variable = self._patience_s, "SHARDRT_PATIENCE"
+        limit = "no limit" if limit_s == float("inf") else f"limit {limit_s:.0f} s"
         came = [rank for rank, neighbour in neighbours.items() if neighbour.has_come]
         count = max(self._node.local_size or 0, len(neighbours))
         ranks = range(self._place.size) if count == self._place.size else neighbours.keys()
         described = {rank: words.describe_process(neighbour.process.pid) for rank, neighbour in neighbours.items()}
         lines = [
-            f"waited {self._waited_s:.0f} s in shardrt.init() ({limit}, SHARDRT_START_TIMEOUT)",
+            f"waited {self._waited_s:.0f} s in shardrt.init() ({limit}, {variable})",
             f"{host}: {len(came)} of {count} ranks came to shardrt.init(): {words.name_ranks(came)}",
             *(f"missing rank {rank}: {host}, {described.get(rank, 'ended')}" for rank in ranks if rank not in came),
         ]

@@ -26,14 +26,17 @@ class RankGuard:
         self._pipe: int | None = None
 
     @contextlib.contextmanager
-    def starting(self, limit_s: float) -> Iterator[None]:
-        """The block is init(): it may take `limit_s` seconds (SHARDRT_START_TIMEOUT)."""
+    def starting(self, limit_s: float, patience_s: float) -> Iterator[None]:
+        """The block is init(): it may take `limit_s` seconds (SHARDRT_START_TIMEOUT).
+
+        patience_s: the same, while it waits for ranks that work (SHARDRT_PATIENCE).
+        """
         self._pid = os.getpid()
         if self._pipe is None:
             self._pipe = _inherited() or _start()
         os.environ.pop(LAUNCHED, None)  # what this rank starts is none
         try:
-            self._send(f"init {limit_s}")
+            self._send(f"init {limit_s} {patience_s}")
             yield
             self._send("run")
         except Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -63,6 +64,10 @@ class Monitor:
             self._watchdog.leave()
             comm.leave()
             self._watchdog.stay()
+
+    def patience(self, seconds: float) -> AbstractContextManager[None]:
+        """See `World.patience`."""
+        return nullcontext() if self._watchdog is None else self._watchdog.patience(seconds)
 
     def close(self, comm: Communicator) -> None:
         """Wait until all ranks have reached their end, and stop monitoring. Collective over `comm`, which has all ranks."""

@@ -95,6 +95,10 @@ class Heartbeats:
         """True if nothing new has come from the first rank of a node for some exchanges. Of rank 0: this node is cut off."""
         return self._silent_s[rank] > self._most_s
 
+    def silence(self, rank: int) -> float:
+        """Seconds since something new has come from the first rank of a node."""
+        return self._silent_s[rank]
+
 
 class Peers:
     """The ranks, as rank `rank` sees them. here: those of its node.   nodes: the ranks of each node, that of rank 0 first."""
@@ -117,6 +121,14 @@ class Peers:
         if self._table.header(rank).phase in _LEFT or self._process_state(rank) in "XZ":
             return True
         return any(o.what == AFTER_EXCEPTION and o.ended != o.count for o in self._table.operations(rank))
+
+    def idle(self, rank: int, heartbeats: Heartbeats) -> float:
+        """Seconds since a rank, or one that it waits for, was seen to work; negative: that it is still given."""
+        header = self._table.header(rank)
+        if rank in self.here:
+            return header.idle + max(0.0, time.time() - header.seen)
+        first = self.processes[rank].node
+        return header.idle + max(0.0, self._table.header(first).seen - header.seen) + heartbeats.silence(first)
 
     def describe(self, rank: int) -> str:
         """A rank, its process, and its last operation."""

@@ -18,15 +18,15 @@ from time import time
 from ..guard.processes import Process
 from .states import Alarm, Phase
 
-_ROW_NBYTES = 2048
-_HEADER = Struct("<qdiBc91sBdI")  # pid, seen, stacks, phase, process, note, alarm, waited, operations
-_SEEN_AT, _PHASE_AT, _PROCESS_AT, _NOTE_AT, _ALARM_AT, _WAITED_AT = 8, 20, 21, 22, 113, 114
-_NOTE_NBYTES, _HEADER_NBYTES = 91, 128
+_ROW_NBYTES = 2176
+_HEADER = Struct("<qdiBc200sBdId")  # pid, seen, stacks, phase, process, note, alarm, waited, operations, idle
+_SEEN_AT, _PHASE_AT, _PROCESS_AT, _NOTE_AT, _ALARM_AT, _WAITED_AT, _IDLE_AT = 8, 20, 21, 22, 222, 223, 235
+_NOTE_NBYTES, _HEADER_NBYTES = 200, 256
 WHAT_NBYTES = 64
 _ENTRY = Struct(f"<Q24sqqqd{WHAT_NBYTES}s")  # key, communicator, ended, count, number, since, what
 _BEGUN = Struct(f"<qqd{WHAT_NBYTES}s")
 _ENDED_AT, _BEGUN_AT = 32, 40
-_SEEN, _COUNT, _WAITED = Struct("<d"), Struct("<q"), Struct("<dI")
+_SEEN, _COUNT, _WAITED, _IDLE = Struct("<d"), Struct("<q"), Struct("<dI"), Struct("<d")
 LAYOUT = f"{_ROW_NBYTES} {_HEADER_NBYTES} {_ENTRY.format}"  # for the guard, which does not import this file
 ENTRIES = (_ROW_NBYTES - _HEADER_NBYTES) // _ENTRY.size
 
@@ -44,6 +44,7 @@ class Header:
     alarm: Alarm
     waited: float  # seconds that it has been inside operations
     operations: int  # that it has begun
+    idle: float  # seconds since it, or a rank that it waits for, has worked; negative: that it is still given
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Table:
 
     def introduce(self, rank: int, stacks: int) -> None:
         """Fill in the header of this process's row."""
-        values = os.getpid(), time(), stacks, Phase.RUNNING, b"R", b"", Alarm.NONE, 0.0, 0
+        values = os.getpid(), time(), stacks, Phase.RUNNING, b"R", b"", Alarm.NONE, 0.0, 0, 0.0
         _HEADER.pack_into(self._memory, rank * _ROW_NBYTES, *values)
 
     def set_phase(self, rank: int, phase: Phase) -> None:
@@ -124,6 +125,10 @@ class Table:
         """Record how long this process's rank has been inside operations, and how many."""
         _WAITED.pack_into(self._memory, rank * _ROW_NBYTES + _WAITED_AT, seconds, operations & 0xFFFFFFFF)
 
+    def set_idle(self, rank: int, seconds: float) -> None:
+        """Record for how long this process's rank has not worked."""
+        _IDLE.pack_into(self._memory, rank * _ROW_NBYTES + _IDLE_AT, seconds)
+
     def beat(self, rank: int) -> None:
         """Record that this process's watchdog is awake."""
         _SEEN.pack_into(self._memory, rank * _ROW_NBYTES + _SEEN_AT, time())
@@ -135,8 +140,8 @@ class Table:
     def header(self, rank: int) -> Header:
         """The header of a rank's row."""
         row = _HEADER.unpack_from(self._memory, rank * _ROW_NBYTES)
-        pid, seen, stacks, phase, process, note, alarm, waited, operations = row
-        return Header(pid, seen, stacks, Phase(phase), process.decode(), _text(note), Alarm(alarm), waited, operations)
+        pid, seen, stacks, phase, process, note, alarm, waited, operations, idle = row
+        return Header(pid, seen, stacks, Phase(phase), process.decode(), _text(note), Alarm(alarm), waited, operations, idle)
 
     def operations(self, rank: int) -> Iterator[Operation]:
         """A rank's newest operation on each communicator."""

@@ -12,6 +12,7 @@ class Timing:
     """In seconds, but for `straggler`. The defaults are for real jobs, whose ranks share cores and whose networks stall."""
 
     timeout_s: float = 600.0  # after which an operation is overdue; SHARDRT_TIMEOUT
+    patience_s: float = 3600.0  # the same, while it waits for ranks that work; SHARDRT_PATIENCE
     poll_s: float = 0.15  # between two checks of the watchdog
     lost_s: float = 4.0  # before an operation that waits for a lost rank ends the job: the rank may be about to exit in order
     settle_s: float = 0.5  # for the other ranks of the node to raise the alarm as well, or to write their stacks
@@ -31,11 +32,15 @@ class Timing:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Timing:
-        """The defaults, with SHARDRT_TIMEOUT, SHARDRT_STRAGGLER and, for tests only, SHARDRT_MONITOR_TIMING: "poll_s=0.05".
+        """The defaults, with the variables and, for tests only, SHARDRT_MONITOR_TIMING: "poll_s=0.05".
 
         Raises: ValueError for SHARDRT_MONITOR_TIMING that is malformed; all ranks have the same.
         """
-        values = {"timeout_s": settings.timeout_s, "straggler": settings.straggler}
+        values = {
+            "timeout_s": settings.timeout_s,
+            "patience_s": settings.patience_s,
+            "straggler": settings.straggler,
+        }
         names = {field.name for field in fields(cls)}
         for item in filter(None, settings.monitor_timing.split(",")):
             name, _, text = item.partition("=")

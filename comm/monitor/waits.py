@@ -39,6 +39,7 @@ class Watched:
         self.peers: list[int] = []  # of sends and receives without a collective
         self.position = 0
         self.seconds = 0.0
+        self.told = 0  # how often the wait has been told of
 
     def begin(self, calls: CallList) -> None:
         """This rank begins these calls."""
@@ -51,8 +52,10 @@ class Watched:
         """Add `elapsed` seconds if the operation has not changed since the last call. Returns: the operation, as `wait`."""
         self._drop_past()
         position = self._position()
-        self.seconds = self.seconds + elapsed if position == self.position else 0.0
-        self.position = position
+        if position != self.position:
+            self.position, self.seconds, self.told = position, 0.0, 0
+        else:
+            self.seconds += elapsed
         return self.wait()
 
     def is_where_it_was(self) -> bool:

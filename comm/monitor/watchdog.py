@@ -2,7 +2,8 @@
 
 Each rank writes what it does into the status table (`status_table.py`), and its watchdog checks the rank's own operations
 several times a second. An operation is overdue after SHARDRT_TIMEOUT seconds (600; 0: never), or after a few seconds if it
-waits for a rank that has left its program or whose process is gone. Then the rank raises the alarm in its row. If the operation
+waits for a rank that has left its program or whose process is gone; while all ranks that it waits for work (`activity.py`), or
+wait for ranks that do, only after SHARDRT_PATIENCE (3600). Then the rank raises the alarm in its row. If the operation
 does not come through meanwhile, one of the ranks that raised it writes the report, with the stacks of the ranks of its node
 (`states.py` says which one, and when); each rank writes its flight recorder's dump; the job ends with exit code 17.
 
@@ -13,16 +14,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
+from math import inf
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from ..calls import BLOCKING, CallList, CollectiveCall, Failure, Hook, Member, Work
 from ..fingerprint import name_ranks
+from ..guard.report import still_works
 from ..recorder import Recorder
 from ..streams import is_capturing, observe
+from .activity import Activity
 from .exit_handlers import EXIT_CODE, NOTHING, Aborter, log
 from .guarding import RankGuard
 from .peers import Heartbeats, Peers, share_table
@@ -32,7 +37,7 @@ from .states import Alarm, Decision, Move, Phase
 from .status_table import ENTRIES, StatusEntry, TimeInside
 from .stragglers import Stragglers
 from .timing import Timing
-from .waits import Overdue, Watched
+from .waits import Overdue, Wait, Watched
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -65,6 +70,7 @@ class Watchdog(Hook):
         self._cut_short = ""  # the call, if an exception has taken the main thread out of one, until its next
         self._failure: Failure | None = None  # with which this rank has left the block of an agree(), until all have
         self._stopping = threading.Event()
+        self._given_until = 0.0  # by `patience`, in time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shardrt-watchdog", daemon=True)
         self._thread.start()
 
@@ -123,6 +129,16 @@ class Watchdog(Hook):
         """All ranks have reached the end of their programs, and something is left to do."""
         self._table.set_phase(self._rank, Phase.RUNNING)
 
+    @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """In the block, up to so many seconds, neither this rank's operations are overdue nor those that wait for it."""
+        before = self._given_until
+        self._given_until = max(before, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self._given_until = before
+
     def close(self) -> None:
         """End the thread. All ranks have reached the end of their programs. Does not return if a rank is ending the job."""
         until = time.monotonic() + self._timing.report_s
@@ -139,6 +155,7 @@ class Watchdog(Hook):
 
     def _run(self) -> None:
         observe(self._device)
+        self._activity = Activity()
         before = time.monotonic()
         while not self._stopping.wait(self._timing.poll_s):
             now = time.monotonic()
@@ -152,15 +169,36 @@ class Watchdog(Hook):
 
     def _overdue(self, elapsed: float) -> Overdue | None:
         self._recorder.poll()
-        overdue = None
+        self._activity.tick()
+        overdue, idle = None, list[float]()
         for watched in list(self._watched.values()):
             wait = watched.advance(elapsed)
             if wait is None or overdue is not None or watched.seconds < min(self._timing.lost_s, self._timing.timeout_s):
                 continue
             missing = self._peers.missing(wait)
-            if watched.seconds >= self._timing.timeout_s or any(map(self._peers.is_lost, missing)):
+            # A circle of ranks that wait for each other grows older with each look.
+            idle.append(elapsed + max((self._peers.idle(rank, self._heartbeats) for rank in missing), default=inf))
+            if any(map(self._peers.is_lost, missing)) or self._is_late(watched, wait, missing, idle[-1]):
                 overdue = Overdue(wait, missing, watched.is_where_it_was)
+        if idle:  # what this rank does while it waits is no work
+            self._activity.idle_s = 0.0
+        given = self._given_until - time.monotonic()
+        self._table.set_idle(self._rank, -given if given > 0.0 else max(idle, default=self._activity.idle_s))
         return overdue
+
+    def _is_late(self, watched: Watched, wait: Wait, missing: list[int], idle: float) -> bool:
+        """Whether a wait for these ranks takes too long. idle: for how long the one that works least has not worked."""
+        timing = self._timing
+        if watched.seconds < timing.timeout_s or time.monotonic() < self._given_until:
+            return False
+        if idle >= 0.0 and (idle >= timing.timeout_s or watched.seconds >= timing.patience_s):
+            return True
+        waiting = [rank for rank in wait.ranks if rank not in missing]
+        if watched.seconds >= timing.timeout_s * (watched.told + 1) and self._rank == waiting[0]:
+            watched.told = int(watched.seconds // timing.timeout_s)
+            works = still_works(missing, timing.patience_s)
+            log(self._rank, f"{name_ranks(waiting)} waited {watched.seconds:.0f} s in {wait} for {works}")
+        return False
 
     def _tick(self, elapsed: float = 0.0) -> None:
         self._table.beat(self._rank)
@@ -230,8 +268,11 @@ class Watchdog(Hook):
         assert overdue is not None, "an operation"
         wait, missing = overdue.wait, overdue.missing
         present = [rank for rank in wait.ranks if rank not in missing]
+        limit_s, variable = self._timing.timeout_s, "SHARDRT_TIMEOUT"
+        if wait.seconds >= self._timing.patience_s:
+            limit_s, variable = self._timing.patience_s, "SHARDRT_PATIENCE"
         return [
-            f"waited {wait.seconds // 1:.0f} s in {wait} (limit {self._timing.timeout_s:.0f} s, SHARDRT_TIMEOUT); "
+            f"waited {wait.seconds // 1:.0f} s in {wait} (limit {limit_s:.0f} s, {variable}); "
             f"ending the job with exit code {EXIT_CODE}",
             f"present: {name_ranks(present)}; missing: {name_ranks(missing) if missing else 'none'}",
             *(f"missing {self._peers.describe(rank)}" for rank in missing),

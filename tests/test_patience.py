@@ -1,0 +1,107 @@
+"""Ranks that wait for one that works go on waiting; for one that does not, the job ends in time."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ranks import run_script
+
+pytestmark = pytest.mark.mpi
+
+WORK = """
+import subprocess, sys, time
+import shardrt
+
+def work(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+"""
+
+GOES_ON = (
+    WORK
+    + """
+world = shardrt.init("cpu")
+part = world.comm.split(0 if world.rank < 2 else None, world.rank, "part")
+assert world.comm.exchange(world.rank) == [0, 1, 2]
+
+if world.rank == 0:  # rank 2 waits for rank 1, which waits for this one
+    work(5)
+if part is not None:
+    part.exchange(None)
+world.comm.exchange(None)
+
+if world.rank == 0:
+    subprocess.run([sys.executable, "-c", "import time; end = time.monotonic() + 5\\nwhile time.monotonic() < end: pass"])
+world.comm.exchange(None)
+
+with world.patience(60):
+    if world.rank == 0:
+        time.sleep(5)
+world.comm.exchange(None)
+
+print("meet", flush=True)
+if world.rank == 0:
+    work(5)
+    print("written")
+"""
+)
+
+
+def test_a_rank_that_works() -> None:
+    """By itself, in a child, or as it says; beside the others' calls, and behind their end."""
+    done = run_script(GOES_ON, 3, SHARDRT_TIMEOUT="2", SHARDRT_MONITOR_TIMING="lost_s=1.5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("meet") == 3
+    assert done.stdout.count("written") == 1
+    lines = [line for line in done.stderr.splitlines() if "(SHARDRT_PATIENCE)" in line]
+    assert lines == done.stderr.splitlines()
+    works = r"at work; waiting on, for up to 3600 s \(SHARDRT_PATIENCE\)"
+    for waiting, call, ranks in (
+        ("rank 2", "#2 exchange", "ranks 0, 1, which are"),
+        ("ranks 1, 2", "#3 exchange", "rank 0, which is"),
+        ("ranks 1, 2", "#4 exchange", "rank 0, which is"),
+        ("ranks 1, 2", "#5 finalize", "rank 0, which is"),
+    ):
+        expected = rf"\[\d\] rank \d: {waiting} waited [2-9] s in {call} on 'world' for {ranks} {works}"
+        assert any(re.fullmatch(expected, line) for line in lines), (expected, lines)
+
+
+@pytest.mark.parametrize(
+    ("last", "patience", "says"),
+    [
+        ("work(60) if world.rank == 0 else world.barrier()", "4", r"waited [4-9] s in .* \(limit 4 s, SHARDRT_PATIENCE\)"),
+        ("(one, two)[world.rank].exchange(None)", "3600", r"waited [2-9] s in .* \(limit 2 s, SHARDRT_TIMEOUT\)"),
+    ],
+    ids=["for too long", "in a circle"],
+)
+def test_the_end_of_patience(last: str, patience: str, says: str) -> None:
+    source = f"""{WORK}
+world = shardrt.init("cpu")
+one, two = (world.comm.split(0, world.rank, name) for name in ("one", "two"))
+work(1)
+{last}
+"""
+    timing = "lost_s=1.5,settle_s=0.2,poll_s=0.05"
+    done = run_script(source, 2, SHARDRT_TIMEOUT="2", SHARDRT_PATIENCE=patience, SHARDRT_MONITOR_TIMING=timing)
+    assert done.returncode == 17, done.stderr
+    assert re.search(says, done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(("patience", "code"), [("3600", 0), ("5", 17)])
+def test_a_rank_that_works_before_init(patience: str, code: int) -> None:
+    source = f"""{WORK}
+import os
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
+    work(9)
+world = shardrt.init("cpu")
+world.barrier()
+"""
+    done = run_script(source, 2, SHARDRT_START_TIMEOUT="3", SHARDRT_PATIENCE=patience)
+    assert re.search(r"\[1\] rank 1: waited \d s in shardrt.init\(\) for rank 0, which is at work;", done.stderr), done.stderr
+    assert (done.returncode == 0) == (code == 0), done.stderr
+    if code:
+        assert re.search(r"waited [5-9] s in shardrt.init\(\) \(limit 5 s, SHARDRT_PATIENCE\)", done.stderr), done.stderr
