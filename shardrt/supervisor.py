@@ -41,7 +41,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -69,7 +70,6 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller that ignores it leaves no exit codes
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with ExitStack() as folders:
         try:
             reports = _fresh_folder(folders, tempfile.gettempdir())
@@ -77,6 +77,8 @@ def main(arguments: list[str]) -> int:
         except OSError as error:
             report(f"cannot make a folder: {error}; TMPDIR names the place for temporary files")
             return USAGE_ERROR
+        folders.enter_context(cleaner([reports, *([] if progress is None else [progress.parent])]))
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if progress is None:
             return run(options, reports)[0]
         progress.touch()  # Hazard: for a while, NFS answers from a cache that a file is not there
@@ -89,6 +91,43 @@ def _fresh_folder(folders: ExitStack, where: str) -> Path:
     folder = tempfile.mkdtemp(prefix="shardrt-launch-", dir=where)
     folders.callback(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
+
+
+@contextmanager
+def cleaner(folders: list[Path]) -> Iterator[None]:
+    """Beside the block runs a process that, if this one is killed in it, ends the job on this machine and deletes the folders.
+
+    It is no child of this process, which waits for all of its own. Most of a job ends with its launcher, which gets a SIGTERM;
+    not so ranks that hold Python's lock in C code.
+    """
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        if os.fork() == 0:
+            os.close(writer)
+            os.setsid()  # a Ctrl-C at the terminal is for the ranks
+            for fd in range(3):  # nobody waits for this process to close them
+                os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+            if not os.read(reader, 1):
+                clean_up(folders)
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(reader)
+    try:
+        yield
+    finally:
+        os.write(writer, b".")
+
+
+def clean_up(folders: list[Path]) -> None:
+    """Wait until the processes of the job have ended, kill those that take long, and delete the folders."""
+    mark, until = f"{REPORTS}={folders[0]}/".encode(), time.monotonic() + _ORPHANS_S
+    while (pids := [pid for pid in _all_processes() if mark in _environment(pid)]) and time.monotonic() < until + _KILLED_S:
+        for pid in pids if time.monotonic() > until else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_again(options: argparse.Namespace, reports: Path, progress: Path) -> int:
@@ -305,10 +344,18 @@ def _name(pid: int) -> str:
 
 
 def _is_rank(pid: int) -> bool:
+    return b"OMPI_COMM_WORLD_RANK=" in _environment(pid)
+
+
+def _environment(pid: int) -> bytes:
     try:
-        return b"OMPI_COMM_WORLD_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return b""
+
+
+def _all_processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
 def report(message: str) -> None:

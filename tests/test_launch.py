@@ -602,15 +602,34 @@ def test_a_job_that_was_told_to_end_is_not_started_again(
     """Signals are passed on; if the supervisor itself is killed, the job ends as well."""
     options = ["--restarts", "3", "--folder", str(tmp_path), "--ends", ends]
     command = [*SUPERVISE, *options, sys.executable, "-S", str(script(WAITING))]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a supervisor that is killed leaves a folder
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=allow_interrupts) as process:
         wait_for(lambda: any(tmp_path.glob("started-*")))
         process.send_signal(sent)
         assert process.wait(DEADLINE_S) == (-signal.SIGKILL if received is None else 30 + received)
     wait_for(lambda: not any(is_running(path.name.removeprefix("started-")) for path in tmp_path.glob("started-*")))
     assert len(list(tmp_path.glob("started-*"))) == 1
+    wait_for(lambda: not any(tmp_path.glob("shardrt-launch-*")))
 
 
+def test_nothing_stays_of_a_job_whose_supervisor_is_killed(script: Callable[[str], Path], tmp_path: Path) -> None:
+    """Not even processes that no signal ends but SIGKILL."""
+    job = ["sh", "-c", 'trap "" TERM HUP INT; "$@" & exec "$@"', "sh", sys.executable, "-S", str(script(DEAF))]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([*SUPERVISE, *job], env=environment, start_new_session=True) as process:
+        wait_for(lambda: len(list(tmp_path.glob("started-*"))) == 2)
+        process.kill()
+    killed = time.monotonic()
+    wait_for(lambda: not any(is_running(path.name.removeprefix("started-")) for path in tmp_path.glob("started-*")))
+    assert time.monotonic() < killed + 13
+    wait_for(lambda: not any(tmp_path.glob("shardrt-launch-*")))
+
+
+DEAF = """
+import os, sys, time
+open(os.path.join(os.path.dirname(sys.argv[0]), f"started-{os.getpid()}"), "w").close()
+time.sleep(60)
+"""
 LEAVING = """
 import os, sys, time
 supervisor = os.getppid()
