@@ -34,7 +34,7 @@ class Backend(ABC):
     ranks: Ranks
 
     def __init__(self, name: str, rank: int, size: int, device: torch.device) -> None:
-        self.name = name
+        self.name = repr(name)[1:-1]  # control characters in it would forge lines of a report
         self.rank = rank
         self.size = size
         self.device = device

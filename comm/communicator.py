@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 
 import torch
 
@@ -29,7 +30,7 @@ class Communicator(ControlPlane):
     """A group of N ranks that can reach each other, all of which make the same calls in the same order.
 
     rank, size: of this rank, and N.   ranks: the members' in the world, a range or a tuple.   device: of the tensors.
-    name: in messages.
+    name: in messages, where control characters are escaped.
     hooks: observe the calls of this communicator and of those split from it afterwards.
     """
 
@@ -226,21 +227,28 @@ class Communicator(ControlPlane):
         return work
 
     def _run(self, calls: CallList, work: Work) -> None:
-        stream = calls[0].stream
-        if self._newest is not None and self._newest[0] != stream:
-            stream.wait(self._newest[1])
-        if self.hooks:
-            calls.describe()
-        for called in self._called:
-            called(calls, work)
-        if self.is_async:
-            self._perform(calls)  # the backend's calls take the stream
-        else:
-            stream.submit(partial(self._perform, calls))
-        work.event = stream.record()
-        self._newest = stream, work.event
-        if self._number > calls[0].number:  # not only sends and receives, which take no number
-            self._newest_collective = work.event
+        thread = get_ident()
+        if self._thread:
+            self._raise_in_use(calls[0].name)
+        self._thread = thread  # Python changes threads only in calls and loops: not since the line before
+        try:
+            stream = calls[0].stream
+            if self._newest is not None and self._newest[0] != stream:
+                stream.wait(self._newest[1])
+            if self.hooks:
+                calls.describe()
+            for called in self._called:
+                called(calls, work)
+            if self.is_async:
+                self._perform(calls)  # the backend's calls take the stream
+            else:
+                stream.submit(partial(self._perform, calls))
+            work.event = stream.record()
+            self._newest = stream, work.event
+            if self._number > calls[0].number:  # not only sends and receives, which take no number
+                self._newest_collective = work.event
+        finally:
+            self._thread = 0
 
     def _perform(self, calls: CallList) -> None:
         try:

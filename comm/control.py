@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from threading import current_thread, get_ident
+from threading import enumerate as enumerate_threads
 from time import sleep
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, NoReturn, Self, TypeVar
 
 import torch
 
@@ -53,6 +55,7 @@ class ControlPlane:
         self._set_hooks(hooks)
         self._number = 0  # of the next call
         self._depth = 0  # of blocks of `agree()` that this rank is in
+        self._thread = 0  # that makes a call now
         self._newest: tuple[Stream, Event] | None = None  # call
         self._newest_collective: Event = PAST
         self._pool: Pool | None = None
@@ -229,13 +232,28 @@ class ControlPlane:
         """
         self.check_open(name)
         calls = CallList((CollectiveCall(self, self._number, name, None, None, args, INLINE),)).describe()
-        self._number += 1
+        thread = get_ident()
+        if self._thread:
+            self._raise_in_use(name)
+        self._thread = thread  # Python changes threads only in calls and loops: not since the line before
         try:
-            self._begin(calls)
-            yield
+            self._number += 1
+            try:
+                self._begin(calls)
+                yield
+            finally:
+                for after in self._after:
+                    after(calls)
         finally:
-            for after in self._after:
-                after(calls)
+            self._thread = 0
+
+    def _raise_in_use(self, name: str) -> NoReturn:
+        names = {thread.ident: thread.name for thread in enumerate_threads()}
+        raise RuntimeError(
+            f"{name} on {self}: thread '{current_thread().name}' calls it while thread '{names.get(self._thread, '?')}' is in "
+            "a call: a communicator is for one thread at a time, in the same order on every rank; give each thread its own, "
+            "made by split()"
+        )
 
     def _begin(self, calls: CallList) -> None:
         try:
