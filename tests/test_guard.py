@@ -75,6 +75,7 @@ def table(deadline_s=60, is_under_way=True, ranks="0,1"):
 time.sleep(max(0.0, float(os.environ["AT"]) - time.time()))
 """.replace("LAYOUT", LAYOUT)
 WAIT = "time.sleep(20)"
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 LATE = f"""
 reader, writer = os.pipe()
 process = os.pidfd_open(os.getpid())
@@ -104,7 +105,12 @@ JOBS = {
         (rf"\[1\] rank 1: {PLACE}, ended with exit code 3 before shardrt.init\(\); ending the job with exit code 3",),
     ),
     "is killed before init": Job(
-        (WAIT, "os.kill(os.getpid(), signal.SIGKILL)"),
+        (WAIT, KILLED),
+        137,
+        (rf"\[1\] rank 1: {PLACE}, was ended by signal 9 \(Killed\) before shardrt.init\(\); .* exit code 137",),
+    ),
+    "is killed before init, and the launcher has killed the other": Job(
+        (f"time.sleep(0.5); {KILLED}", KILLED),
         137,
         (rf"\[1\] rank 1: {PLACE}, was ended by signal 9 \(Killed\) before shardrt.init\(\); .* exit code 137",),
     ),
@@ -169,6 +175,7 @@ JOBS = {
     "dies under Slurm": Job(  # whose launcher does not understand the command, and kills the others by itself
         ("tell('init 60 60'); os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(2)"),
         0,
+        (rf"\[0\] rank 0: {PLACE}, was ended by signal 9 \(Killed\) in shardrt.init\(\); .* exit code 137",),
         local="SLURM_STEP_TASKS_PER_NODE SLURM_LOCALID",
     ),
     "is done": Job(("time.sleep(1)", "tell('run', 'done'); os._exit(0)"), 0),

@@ -238,37 +238,51 @@ class Guard:
     # ------------------------------------------------------------------ the end
 
     def _rank_has_ended(self) -> None:
+        is_first = self._is_first()
         try:
             code = Process(self._pid).exit_code()
         except OSError:
             code = None  # the launcher has taken it already
         if self.phase is Phase.ENDING:
             self._end_job(self._code)
-        elif (self.phase is Phase.START and not code) or self._is_by_launcher(code):
+        elif (self.phase is Phase.START and not code) or self._is_by_launcher(code, is_first=is_first):
             return
         elif self.phase is not Phase.RUN:
-            self._has_ended_at_start(code)
+            self._has_ended_at_start(code, is_first=is_first)
         elif self._table is None or self._table.claim():
             last = "" if self._table is None else f"; {self._table.last_operation(self._place.rank)}"
             self._end_job(_code_of_job(code), f"{self._describe(code)} before shardrt.finalize(){last}")
 
-    def _is_by_launcher(self, code: int | None) -> bool:
+    def _is_first(self) -> bool:
+        """Whether this is the first rank of a job on one machine that ends: its end is then the cause of the others' ends."""
+        others = self._node.others()
+        return len(others) == self._place.size - 1 and all(other.will_run() for other in others)
+
+    def _is_by_launcher(self, code: int | None, *, is_first: bool) -> bool:
         """Whether the launcher has ended the rank, with all others, or knows by itself that the job has to end.
 
         Hazard: Open MPI's and Slurm's take the exit code of a process before a guard can see it.
         """
+        if is_first and code != -signal.SIGTERM:
+            return False
         if self._pmi is None:
             return code in (None, -signal.SIGTERM, -signal.SIGKILL)
         return code == -signal.SIGKILL and not self._others_live()
 
-    def _has_ended_at_start(self, code: int | None) -> None:
-        """End the job, unless the other ranks have ended alike: as from a Ctrl-C, which the launcher passes on to all."""
+    def _has_ended_at_start(self, code: int | None, *, is_first: bool) -> None:
+        """End the job, unless the other ranks have ended alike: as from a Ctrl-C, which the launcher passes on to all.
+
+        Hazard: MPICH's launcher notices that a rank has ended when another one writes something, and then kills those. Its exit
+        code may be theirs.
+        """
         time.sleep(_GRACE_S)
         speaks = self._place.is_first and self._place.local_size != self._place.size and code not in _PASSED_ON
-        if not speaks and not self._others_live():
-            return
-        where = "before" if self.phase is Phase.START else "in"
-        self._end_job(_code_of_job(code), f"{self._describe(code)} {where} shardrt.init()")
+        speaks |= is_first and code == -signal.SIGKILL
+        if speaks or self._others_live():
+            where = "before" if self.phase is Phase.START else "in"
+            self._end_job(_code_of_job(code), f"{self._describe(code)} {where} shardrt.init()")
+        elif is_first:
+            _reports().tell_launcher(_code_of_job(code), [""])
 
     def _others_live(self) -> bool:
         """Whether another rank of this machine lives, and has not been killed: of the node, if the others cannot be seen."""
