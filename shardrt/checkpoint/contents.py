@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..tensor.dtensor import DTensor
-from .dcp.metadata import Stored
+from .dcp.stored import Stored
 from .errors import CheckpointError
 from .names import Path as Keys
 from .names import joined

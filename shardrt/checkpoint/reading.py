@@ -24,7 +24,7 @@ from ..tensor.placement import Box
 from .dcp.checksums import Checksums, Source
 from .dcp.items import ALIGNMENT, BLOCK
 from .dcp.known_items import known_item
-from .dcp.metadata import StoredChunk, StoredTensor
+from .dcp.stored import StoredChunk, StoredTensor
 from .dcp.stored_items import ReadBytes, StoredItem, read_item
 from .errors import CheckpointError
 from .parts import Part, Runs, intersect, narrowed, parts, runs, tile
