@@ -614,7 +614,7 @@ def test_what_ranks_give_that_does_not_fit(world: World, tmp_path: Path) -> None
     """Another folder on each rank; quantised tensors; a file that is cut off."""
     for name in ("1", "2"):
         save(tmp_path / name, {"w": torch.ones(70_000)})
-    with pytest.raises(CheckpointError, match=rf"rank 0 '{tmp_path}/1', rank 1 '{tmp_path}/2'"):
+    with pytest.raises(CheckpointError, match=rf"rank 0 '{tmp_path}/1' .*, rank 1 '{tmp_path}/2' "):
         load(tmp_path / f"{world.rank + 1}", {"w": torch.ones(70_000)})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -624,7 +624,7 @@ def test_what_ranks_give_that_does_not_fit(world: World, tmp_path: Path) -> None
     if world.rank == 0:
         os.truncate(tmp_path / "1" / "__0_0.distcp", 200_000)
     world.comm.exchange(None)
-    with pytest.raises(CheckpointError, match=rf"'{tmp_path}/1/__0_0.distcp' is damaged: expected \d+ bytes"):
+    with pytest.raises(CheckpointError, match=rf"'{tmp_path}/1/__0_0.distcp' ends without the mark of a save.*was cut off"):
         load(tmp_path / "1", {"w": torch.ones(70_000)})
 
 

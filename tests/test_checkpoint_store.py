@@ -27,7 +27,7 @@ def save(folder: Path, content: bytes, keep: int | None = None) -> None:
     begin(target)
     with Writer(beside(target) / "__0_0.distcp") as writer:
         writer.write(0, [content])
-    commit(target, content[::-1], keep)
+    commit(target, [content[::-1]], keep)
 
 
 def content_of(folder: Path) -> bytes:

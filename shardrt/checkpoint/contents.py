@@ -18,7 +18,6 @@ from .names import Path as Keys
 from .names import joined
 from .parts import memory_of
 from .reading import Fetch, fetches, read_all
-from .store import Reader
 from .trees import flattened, key_of, placed
 
 _LISTED = 20  # names in an error
@@ -70,7 +69,7 @@ class Contents:
         """Read the tensors that are asked for in the `with` block at its end."""
         before, self.fetches = self.fetches, []
         yield
-        read_all(self.folder, self.fetches)
+        read_all(self.stored, self.fetches)
         self.fetches = before
 
     def fresh(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -118,7 +117,7 @@ class Contents:
 
     def _object(self, name: str) -> Any:
         stored = self.stored.objects[name]
-        with Reader(self.folder / stored.file) as reader:
+        with self.stored.open(stored.file) as reader:
             data = bytes(reader.read(stored.offset, stored.length))
         where = f"{str(self.folder / stored.file)!r}, object '{name}'"
         try:

@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -102,14 +102,14 @@ def check_files(target: Path, files: Mapping[str, int]) -> None:
             )
 
 
-def commit(target: Path, metadata: Bytes, keep: int | None) -> None:
+def commit(target: Path, metadata: Sequence[Bytes], keep: int | None) -> None:
     """Make the save of `target` visible, in the place of what was there; then delete old ones. Rank 0 calls it.
 
-    metadata: the bytes of .metadata.   keep: how many numbered checkpoints of this kind remain; None for all.
+    metadata: the contents of .metadata.   keep: how many numbered checkpoints of this kind remain; None for all.
     """
     folder = beside(target)
     with Writer(folder / METADATA) as writer:
-        writer.write(0, [metadata])
+        writer.write(0, metadata)
     sync_folder(folder)
     with explained("rename", folder):
         if target.exists():

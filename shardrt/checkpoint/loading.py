@@ -60,13 +60,13 @@ def load(*given: Any, **named: Any) -> None:
     with agreed(comm):
         contents = Contents(path, read_stored(path))
         modules = modules_of(state)
-    _check_same(comm, os.path.realpath(path))
+    _check_same(comm, f"'{os.path.realpath(path)}' ({contents.stored.save_id})")
     with agreed(comm), torch.no_grad():
         for module in modules.values():
             materialise(module, comm.device, optimizers_of(state).values())
         _Loader(contents, modules).load((), state)
         contents.check()
-        nbytes = read_all(path, contents.fetches)
+        nbytes = read_all(contents.stored, contents.fetches)
         for finish in contents.finish:
             finish()
         needed = sum(fetch.memory.numel() * fetch.memory.element_size() for fetch in contents.fetches)
@@ -74,12 +74,12 @@ def load(*given: Any, **named: Any) -> None:
 
 
 def _check_same(comm: Communicator, folder: str) -> None:
-    """Raise CheckpointError on every rank if the ranks load different folders."""
+    """Raise CheckpointError on every rank if the ranks load different folders, or find different saves there."""
     others = comm.compare(crc32(folder.encode()), lambda: folder)
     for rank, other in enumerate(others or ()):
         if others and other != others[0]:
             raise CheckpointError(
-                f"the ranks load different folders: rank 0 {others[0]!r}, rank {rank} {other!r}. Give all "
+                f"the ranks load different folders: rank 0 {others[0]}, rank {rank} {other}. Give all "
                 "ranks the same: what latest() finds on one of them"
             )
 

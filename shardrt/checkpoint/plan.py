@@ -8,7 +8,8 @@
 
 Replicas share the work: each tensor is written by the copy that has the fewest bytes to write so far. Plain tensors below 64
 KiB and objects are written by the first rank that has them, tensors of one memory once, parts without elements not at all.
-In a file, chunks of 64 KiB and more come first, then the others, then objects, each at a multiple of 64 bytes.
+In a file, chunks of 64 KiB and more come first, then the others, then objects, each at a multiple of 64 bytes, between two
+marks of the save (`dcp/marks.py`).
 
 Cost: on rank 0, operations on vectors with an element for each rank, for each tensor, and twice beyond two million chunks;
 memory for so many chunks and those of one tensor.
@@ -27,6 +28,7 @@ from ..comm import Communicator
 from .assignment import Agreed, Assigned, assign, order_names
 from .chunks import Boxes
 from .dcp.items import ALIGNMENT, item_length, item_lengths
+from .dcp.marks import MARK_NBYTES
 from .dcp.metadata_pickle import Columns, MetadataWriter
 from .descriptions import Described, Description, describe, fingerprint
 from .errors import agreed
@@ -60,7 +62,7 @@ class SavePlan:
 
     @property
     def metadata(self) -> bytes:
-        """The contents of `.metadata`, the same on every rank; for rank 0.
+        """The contents of `.metadata` but for its ending, the same on every rank; for rank 0.
 
         Cost: see above for the first of several equal plans; the next ones find it made.
         """
@@ -78,7 +80,8 @@ def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
         description = describe(entries, comm.rank)
     plan = agree(description, comm)
     items = tuple(_placed({entry.name: entry.value for entry in entries}, _newest.names(plan, comm.rank)))
-    return SavePlan(file_of(comm.rank), items, max((item.offset + item.length for item in items), default=0), plan)
+    end = max((_aligned(item.offset + item.length) + MARK_NBYTES for item in items), default=0)
+    return SavePlan(file_of(comm.rank), items, end, plan)
 
 
 def agree(description: Description, comm: Communicator) -> Agreed:
@@ -101,8 +104,9 @@ def file_of(rank: int) -> str:
 
 
 def write_metadata(out: BinaryIO, agreed: Agreed) -> None:
-    """Write the `.metadata` of what these ranks have. No communication: `agreed` may be of ranks that do not exist.
+    """Write the `.metadata` of what these ranks have, but for its ending.
 
+    No communication: `agreed` may be of ranks that do not exist.
     Raises CheckpointError as `make_plan` does, and for placements whose chunks are not the whole tensor.
     """
     assigned = {each.entry.name: each for each in assign(agreed)}
@@ -132,7 +136,7 @@ def _placed(values: dict[str, torch.Tensor | bytes], names: Iterable[str]) -> It
             continue
         for part in parts(value):
             (large if part.memory.nbytes >= LARGE else small).append((name, part))
-    place = 0
+    place = MARK_NBYTES
     for name, part in large + small:
         length = item_length(part.memory.dtype, part.memory.dim(), part.memory.nbytes)
         yield Item(name, part, place, length)
@@ -164,7 +168,7 @@ class _Newest:
         return self._names
 
     def metadata(self, agreed: Agreed) -> bytes:
-        """The contents of `.metadata`."""
+        """The contents of `.metadata` but for its ending."""
         self._turn_to(agreed)
         if self._metadata is not None:
             return self._metadata
@@ -198,9 +202,9 @@ class _Files:
                 taken = _aligned_all(lengths)
                 large.index_add_(0, rank[is_large], taken[is_large])
                 small.index_add_(0, rank[~is_large], taken[~is_large])
-        self._large = torch.zeros_like(large)
-        self._small = large
-        self._objects = large + small
+        self._large = torch.full_like(large, MARK_NBYTES)
+        self._small = self._large + large
+        self._objects = self._small + small
 
     def place(self, each: Assigned) -> Columns:
         """The chunks of a tensor."""

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, product
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from ..tensor.placement import Box
 from .dcp.checksums import Checksums, Source
 from .dcp.items import ALIGNMENT, BLOCK
 from .dcp.known_items import known_item
-from .dcp.stored import StoredChunk, StoredTensor
+from .dcp.stored import Stored, StoredChunk, StoredTensor
 from .dcp.stored_items import ReadBytes, StoredItem, read_item
 from .errors import CheckpointError
 from .parts import Part, Runs, intersect, narrowed, parts, runs, tile
@@ -82,15 +81,15 @@ def fetches(name: str, stored: StoredTensor, target: torch.Tensor) -> list[Fetch
     return found
 
 
-def read_all(folder: Path, wanted: Iterable[Fetch]) -> int:
-    """Read everything; returns the number of bytes read of files.
+def read_all(stored: Stored, wanted: Iterable[Fetch]) -> int:
+    """Read everything from the files of a checkpoint; returns the number of bytes read of files.
 
-    Raises CheckpointError, which names file and tensor, for what is damaged, cut off or cannot be read.
+    Raises CheckpointError, which names file and tensor, for what is damaged, cut off, of another save, or cannot be read.
     """
     ordered = sorted(wanted, key=lambda fetch: (fetch.chunk.file, fetch.chunk.offset))
     scratch, total = _Scratch(), 0
     for file, of_file in groupby(ordered, key=lambda fetch: fetch.chunk.file):
-        with Reader(folder / file) as reader:
+        with stored.open(file) as reader:
             reading = _FileReading(reader, scratch)
             for small, group in groupby(of_file, key=lambda fetch: fetch.is_small):
                 if small:

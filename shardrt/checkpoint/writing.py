@@ -19,6 +19,8 @@ from typing import Any
 from ..comm.bootstrap import World
 from . import folders
 from .dcp.items import BlockCrcs, item_footer, item_header
+from .dcp.marks import MARK_NBYTES, Mark, new_save_id
+from .dcp.metadata_pickle import ending
 from .errors import CheckpointError, agreed
 from .plan import Item, SavePlan, file_of, make_plan
 from .sources import Source
@@ -32,7 +34,7 @@ _PIECE = 4 << 20  # bytes that are checked and written at a time: what the cache
 class Prepared:
     """A save that all ranks have agreed on, and whose folder is there.
 
-    plan: without its items, which hold the tensors.   sizes: of the ranks' files.
+    plan: without its items, which hold the tensors.   sizes: of the ranks' files.   save_id: the same on every rank.
     """
 
     world: World
@@ -40,15 +42,19 @@ class Prepared:
     keep: int | None
     plan: SavePlan
     sizes: tuple[int, ...]
+    save_id: str
 
     def write(self, items: Iterable[Source]) -> None:
         """Write this rank's file. Returns when its bytes, and its name, have reached the disk."""
         if not self.plan.nbytes:
             return
         folder = folders.beside(self.target)
+        mark = Mark(self.save_id, self.plan.file).encode()
         with Writer(folder / self.plan.file) as writer:
+            writer.write(0, [mark])
             for item in items:
                 _write_item(writer, item)
+            writer.write(self.plan.nbytes - MARK_NBYTES, [mark])
         folders.sync_folder(folder)
 
     def commit(self) -> None:
@@ -56,7 +62,7 @@ class Prepared:
         if self.world.rank == 0:
             files = {file_of(rank): nbytes for rank, nbytes in enumerate(self.sizes) if nbytes}
             folders.check_files(self.target, files)
-            folders.commit(self.target, self.plan.metadata, self.keep)
+            folders.commit(self.target, [self.plan.metadata, ending(self.save_id)], self.keep)
 
     def abandon(self) -> None:
         """Delete what was written, on rank 0, once no rank writes any more."""
@@ -76,7 +82,7 @@ def prepare(
         target = folders.check_target(folder, keep)
         found = entries(state)
     plan = make_plan(found, world.comm)
-    answers = world.comm.exchange((os.path.abspath(folder), keep, plan.nbytes))
+    answers = world.comm.exchange((os.path.abspath(folder), keep, plan.nbytes, new_save_id()))
     for rank, answer in enumerate(answers):
         if answer[:2] != answers[0][:2]:
             raise CheckpointError(
@@ -86,7 +92,8 @@ def prepare(
     with agreed(world.comm):
         if world.rank == 0:
             folders.begin(target)
-    return Prepared(world, target, keep, replace(plan, items=()), tuple(nbytes for _, _, nbytes in answers)), plan.items
+    sizes = tuple(nbytes for _, _, nbytes, _ in answers)
+    return Prepared(world, target, keep, replace(plan, items=()), sizes, save_id=answers[0][3]), plan.items
 
 
 def _write_item(writer: Writer, item: Source) -> None:

@@ -109,7 +109,7 @@ def stored_in(data: bytes, path: Path) -> Stored:
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     paths = {name: keys for name, keys in planned.items() if isinstance(name, str) and isinstance(keys, tuple)}
     meta = metadata.storage_meta
-    return Stored(Lazy(tensors), Lazy(objects), paths, meta.save_id if isinstance(meta, _StorageMeta) else None)
+    return Stored(path.parent, Lazy(tensors), Lazy(objects), paths, meta.save_id if isinstance(meta, _StorageMeta) else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,18 @@ import torch
 
 from ..errors import CheckpointError
 from .foreign_metadata import stored_in
-from .metadata_pickle import FIRST_PLACE, LAST_OPCODES, MAGIC, SAVE_ID, TRAILER, Columns, chunk_template, storage_template
+from .metadata_pickle import (
+    ENDING_NBYTES,
+    FIRST_PLACE,
+    LAST_OPCODES,
+    MAGIC,
+    SAVED_BY,
+    TRAILER,
+    Columns,
+    chunk_template,
+    save_id_of,
+    storage_template,
+)
 from .pickles import DTYPES, restricted_load
 from .stored import Lazy, Stored, StoredObject, StoredTensor, check_file_name, checked_object, checked_tensor, damage_of
 
@@ -72,19 +83,20 @@ class _Source:
             )
         return found
 
-    def index(self) -> tuple[Any, Any] | None:
-        """What `MetadataWriter` wrote as the index; None if there is none."""
-        end = self.nbytes - len(LAST_OPCODES) - TRAILER.size
+    def index(self) -> tuple[str, Any, Any] | None:
+        """The id of the save, and what `MetadataWriter` wrote as the index; None if there is none."""
+        save_id = save_id_of(self.span(self.nbytes - ENDING_NBYTES, ENDING_NBYTES)) if self.nbytes >= ENDING_NBYTES else None
+        end = self.nbytes - (len(LAST_OPCODES) if save_id is None else ENDING_NBYTES) - TRAILER.size
         if end < 0:
             return None
         nbytes, crc, magic = TRAILER.unpack(self.span(end, TRAILER.size))
         if magic != MAGIC or nbytes > end:
             return None
         where = f"{self.path}: index"
-        return restricted_load(self.checked(end - nbytes, nbytes, crc, "index"), _no_globals, where)
+        return save_id or "1", *restricted_load(self.checked(end - nbytes, nbytes, crc, "index"), _no_globals, where)
 
 
-def _by_index(source: _Source, files: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Stored:
+def _by_index(source: _Source, save_id: str, files: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Stored:
     tensors = dict[str, Callable[[], StoredTensor]]()
     objects, paths = dict[str, StoredObject](), dict[str, tuple[str | int, ...]]()
     for file in files:
@@ -96,7 +108,7 @@ def _by_index(source: _Source, files: tuple[str, ...], rows: list[tuple[Any, ...
             objects[name] = checked_object(source.path, name, StoredObject(files[file], start, length))
         else:
             tensors[name] = _IndexedTensor(source, files, place, name, DTYPES[kind], *rest)
-    return Stored(Lazy(tensors), objects, paths, SAVE_ID)
+    return Stored(source.path.parent, Lazy(tensors), objects, paths, SAVED_BY + save_id)
 
 
 @dataclass(frozen=True, slots=True)

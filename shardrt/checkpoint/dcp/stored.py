@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -15,6 +15,8 @@ import torch
 
 from ...tensor.placement import Box
 from ..errors import CheckpointError
+from ..store import Reader
+from .marks import check_marks, own_id
 from .metadata_pickle import Columns
 
 T = TypeVar("T")
@@ -94,13 +96,27 @@ class Stored:
     """The contents of a checkpoint, by name, in the order in which they were written.
 
     paths: the keys that lead to each value in the state that was saved; may lack names.
-    save_id: who wrote it: "shardrt-1", or what torch's DCP has there.
+    save_id: "shardrt-" and the id of the save, "shardrt-1" of older versions, or what torch's DCP has there.
     """
 
+    folder: Path
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject]
     paths: dict[str, tuple[str | int, ...]]
     save_id: str | None
+    _checked: set[str] = field(default_factory=set)  # the files whose marks have been compared
+
+    def open(self, file: str) -> Reader:
+        """A file of the checkpoint. Raises CheckpointError if it cannot be read, or is of another save."""
+        reader = Reader(self.folder / file)
+        if file not in self._checked:
+            try:
+                check_marks(reader, own_id(self.save_id))
+            except CheckpointError:
+                reader.close()
+                raise
+            self._checked.add(file)
+        return reader
 
 
 @contextmanager
