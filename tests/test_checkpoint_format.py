@@ -29,10 +29,10 @@ from shardrt.checkpoint.dcp.items import (
     item_lengths,
     without_gaps,
 )
-from shardrt.checkpoint.dcp.metadata import METADATA, read_stored
+from shardrt.checkpoint.dcp.metadata import read_stored
 from shardrt.checkpoint.dcp.metadata_pickle import INDEX_KEY, Columns, MetadataWriter, ending
 from shardrt.checkpoint.dcp.metadata_pickle import Path as Keys
-from shardrt.checkpoint.dcp.stored import Stored
+from shardrt.checkpoint.dcp.stored import METADATA, Stored
 from shardrt.checkpoint.dcp.stored_items import read_item
 from shardrt.checkpoint.store import bytes_of
 from shardrt.tensor.placement import Box

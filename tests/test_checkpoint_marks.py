@@ -23,7 +23,8 @@ from ranks import on_ranks
 from shardrt.checkpoint import CheckpointError, load, save
 from shardrt.checkpoint.__main__ import main
 from shardrt.checkpoint.dcp.marks import own_id
-from shardrt.checkpoint.dcp.metadata import METADATA, read_stored
+from shardrt.checkpoint.dcp.metadata import read_stored
+from shardrt.checkpoint.dcp.stored import METADATA
 from shardrt.comm import World
 
 

@@ -1,6 +1,6 @@
 """Checkpoints: in PyTorch's DCP format and as safetensors, saved atomically, loaded on any number of ranks."""
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedCheckpointError
 from .folders import latest
 from .full.get import get_model_state_dict, get_optimizer_state_dict, get_state_dict
 from .full.options import StateDictOptions
@@ -15,6 +15,7 @@ from .saving import AsyncSave, async_save, save
 __all__ = [
     "AsyncSave",
     "CheckpointError",
+    "DamagedCheckpointError",
     "RandomState",
     "Run",
     "StateDictOptions",

@@ -13,7 +13,7 @@ import torch
 
 from ..tensor.dtensor import DTensor
 from .dcp.stored import Stored
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedCheckpointError
 from .names import Path as Keys
 from .names import joined
 from .parts import memory_of
@@ -123,9 +123,9 @@ class Contents:
         try:
             damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()
         except Exception as error:
-            raise CheckpointError(f"{where} is damaged ({error}); load an older checkpoint") from error
+            raise DamagedCheckpointError(f"{where} is damaged ({error}); load an older checkpoint") from error
         if damaged is not None:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{where} is damaged: the checksum of its record '{damaged}' differs; load an older checkpoint"
             )
         try:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from .dcp.metadata import METADATA
+from .dcp.stored import METADATA
 from .removal import remove_files, take_away
 from .store import explained
 

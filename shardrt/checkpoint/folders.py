@@ -6,6 +6,7 @@ A save writes beside its target, and only a rename makes it visible:
                                    ranks agree that they have
     step-200/                      `commit` writes .metadata, syncs the folder, renames it, and syncs the parent
     step-100.<random>.old.tmp/     a folder that is being deleted (`removal.py`)
+    step-200.damaged/              one that a run could not load, and did not delete (`run.py`)
     step-200.<random>.aside/       what was step-200 before, on a file system that cannot exchange folders: `latest` gives it
                                    until step-200 is there, and then it is deleted
 
@@ -24,9 +25,10 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
-from .dcp.metadata import METADATA
+from .dcp.stored import METADATA
 from .drafts import Draft, remove_abandoned
 from .errors import CheckpointError
 from .removal import refuse_foreign, remove, remove_files, warned
@@ -135,12 +137,29 @@ def latest(parent: str | os.PathLike[str], prefix: str | None = None) -> Path | 
     Returns None if there is none, or no such parent. Needs no ranks: it reads the names in the folder as this process sees it.
     What is being written, or was when its job died, is not committed.
     """
+    return next(iter(newest_first(Path(parent), prefix)), None)
+
+
+def newest_first(parent: Path, prefix: str | None) -> list[Path]:
+    """All committed checkpoints among which `latest` chooses, in descending order."""
     try:
-        found = _committed(Path(parent))
+        found = _committed(parent)
     except FileNotFoundError:
-        return None
+        return []
     names = [name for name in found if prefix in (None, _prefix(name))]
-    return found[max(names, key=lambda name: (_number(name), name))] if names else None
+    return [found[name] for name in sorted(names, key=lambda name: (_number(name), name), reverse=True)]
+
+
+def set_aside_damaged(folder: Path) -> Path:
+    """Give a damaged checkpoint a name that `latest` does not find, and that nothing deletes; returns its new path."""
+    left = _LEFT.fullmatch(folder.name)
+    base = folder.name if left is None else left["base"]
+    names = (f"{base}.{number}.damaged" if number else f"{base}.damaged" for number in count())
+    damaged = next(path for name in names if not os.path.lexists(path := folder.with_name(name)))
+    with explained("rename", folder):
+        os.rename(folder, damaged)
+    sync_folder(folder.parent)
+    return damaged
 
 
 def prune(target: Path, keep: int) -> None:

@@ -67,6 +67,8 @@ def load(*given: Any, **named: Any) -> None:
         _Loader(contents, modules).load((), state)
         contents.check()
         nbytes = read_all(contents.stored, contents.fetches)
+    with agreed(comm), torch.no_grad():
+        # Not before every rank has read: else a rank has values of a checkpoint that another rank found damaged.
         for finish in contents.finish:
             finish()
         needed = sum(fetch.memory.numel() * fetch.memory.element_size() for fetch in contents.fetches)

@@ -25,7 +25,7 @@ from .dcp.items import ALIGNMENT, BLOCK
 from .dcp.known_items import known_item
 from .dcp.stored import Stored, StoredChunk, StoredTensor
 from .dcp.stored_items import ReadBytes, StoredItem, read_item
-from .errors import CheckpointError
+from .errors import DamagedCheckpointError
 from .parts import Part, Runs, intersect, narrowed, parts, runs, tile
 from .store import Reader, bytes_of
 
@@ -71,13 +71,15 @@ def fetches(name: str, stored: StoredTensor, target: torch.Tensor) -> list[Fetch
                 found.append(Fetch(name, stored.dtype, chunk, box, narrowed(part, box)))
                 missing -= prod(box.sizes)
         if missing > 0:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"tensor '{name}': the checkpoint lacks {missing} of the {part.memory.numel()} elements of {part.box}, which "
                 "this rank needs; it was not written to its end, or its .metadata belongs to other files"
             )
         boxes = [fetch.box for fetch in found[first:]]
         if len(boxes) > 1 and not tile(part.box, boxes):
-            raise CheckpointError(f"tensor '{name}': chunks of the checkpoint overlap in {part.box}; its .metadata is damaged")
+            raise DamagedCheckpointError(
+                f"tensor '{name}': chunks of the checkpoint overlap in {part.box}; its .metadata is damaged"
+            )
     return found
 
 
@@ -172,7 +174,7 @@ class _FileReading:
         read = read or (lambda at, nbytes: bytes(self._reader.read(chunk.offset + at, nbytes)))
         item = known_item(read, fetch.dtype, chunk.box.sizes, chunk.length) or read_item(read, chunk.length, where)
         if (item.dtype, item.sizes) != (fetch.dtype, tuple(chunk.box.sizes)):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{where}: expected {fetch.dtype} of shape {tuple(chunk.box.sizes)}, by .metadata, found {item.dtype} of "
                 f"{item.sizes}; the files are not of one checkpoint"
             )

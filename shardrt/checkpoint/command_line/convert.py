@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dcp.metadata import METADATA
+from ..dcp.stored import METADATA
 from ..errors import CheckpointError
 from ..folders import sync_folder
 from ..names import Path as Keys

@@ -14,8 +14,9 @@ import torch
 from ..contents import Contents
 from ..dcp.items import ALIGNMENT, BlockCrcs, item_footer, item_header
 from ..dcp.marks import MARK_NBYTES, Mark, new_save_id, own_id
-from ..dcp.metadata import METADATA, read_stored
+from ..dcp.metadata import read_stored
 from ..dcp.metadata_pickle import SAVED_BY, Columns, MetadataWriter, ending
+from ..dcp.stored import METADATA
 from ..folders import sync_folder
 from ..names import Path as Keys
 from ..reading import fetches, read_all

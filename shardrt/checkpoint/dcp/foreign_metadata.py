@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError
 from .metadata_pickle import Columns
 from .pickles import DTYPES, Ignored, Sealed, restricted_load
 from .stored import Lazy, Stored, StoredObject, StoredTensor, check_file_name, checked_object, checked_tensor, damage_of
@@ -95,7 +95,9 @@ def stored_in(data: bytes, path: Path) -> Stored:
     """
     metadata = restricted_load(data, _find, str(path))
     if not isinstance(metadata, _Metadata) or not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
-        raise CheckpointError(f"{path}: expected the metadata of a checkpoint, found {type(metadata).__name__.lstrip('_')}")
+        raise DamagedCheckpointError(
+            f"{path}: expected the metadata of a checkpoint, found {type(metadata).__name__.lstrip('_')}"
+        )
     infos: dict[str, dict[Any, _Info]] = {}
     for index, info in (getattr(metadata, "storage_data", None) or {}).items():
         infos.setdefault(index.fqn, {})[index.offset] = info
@@ -152,7 +154,7 @@ class _PickledObject:
 def _info(path: Path, name: str, infos: dict[Any, _Info], offset: tuple[int, ...] | None) -> _Info:
     info = infos.get(offset)
     if info is None:
-        raise CheckpointError(f"{path}: '{name}' has no place for what begins at {offset}; the file is damaged")
+        raise DamagedCheckpointError(f"{path}: '{name}' has no place for what begins at {offset}; the file is damaged")
     if info.transform_descriptors:
         raise CheckpointError(f"{path}: '{name}' was written through {info.transform_descriptors}; save without extensions")
     check_file_name(path, info.relative_path)

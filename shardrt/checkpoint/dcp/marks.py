@@ -14,7 +14,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from ..errors import CheckpointError
+from ..errors import DamagedCheckpointError
 from ..store import Reader
 from .metadata_pickle import SAVED_BY
 
@@ -61,7 +61,7 @@ def check_marks(reader: Reader, save_id: str | None) -> None:
     for verb, start in (("begins", 0), ("ends", nbytes - MARK_NBYTES)):
         found = _decoded(bytes(reader.read(start, MARK_NBYTES))) if nbytes >= MARK_NBYTES else None
         if found != expected:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{str(reader.path)!r} {verb} {_described(found)}; by .metadata, expected {_described(expected)}: the file was "
                 "cut off, or the folder has files of several checkpoints, as an interrupted copy leaves them. Copy the "
                 "checkpoint again, or load an older one"

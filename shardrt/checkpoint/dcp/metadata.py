@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError
 from .foreign_metadata import stored_in
 from .metadata_pickle import (
     ENDING_NBYTES,
@@ -29,9 +29,18 @@ from .metadata_pickle import (
     storage_template,
 )
 from .pickles import DTYPES, restricted_load
-from .stored import Lazy, Stored, StoredObject, StoredTensor, check_file_name, checked_object, checked_tensor, damage_of
+from .stored import (
+    METADATA,
+    Lazy,
+    Stored,
+    StoredObject,
+    StoredTensor,
+    check_file_name,
+    checked_object,
+    checked_tensor,
+    damage_of,
+)
 
-METADATA = ".metadata"
 SMALL = 1 << 24  # bytes of a file that is read at once
 
 
@@ -71,14 +80,16 @@ class _Source:
                 file.seek(start)
                 found = file.read(nbytes)
         if len(found) != nbytes:
-            raise CheckpointError(f"{self.path}: expected {nbytes} bytes at {start}, found {len(found)}; the file is cut off")
+            raise DamagedCheckpointError(
+                f"{self.path}: expected {nbytes} bytes at {start}, found {len(found)}; the file is cut off"
+            )
         return found
 
     def checked(self, start: int, nbytes: int, crc: int, what: str) -> bytes:
         """These bytes. Raises CheckpointError if they have another CRC-32."""
         found = self.span(start, nbytes)
         if zlib.crc32(found) != crc:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.path}: {what}: expected CRC-32 {crc:08x}, found {zlib.crc32(found):08x}; it is damaged"
             )
         return found
@@ -134,7 +145,7 @@ class _IndexedTensor:
         boxes = chunks.values(source.checked(self.chunks_at, self.count * chunks.nbytes, self.chunks_crc, what))
         rows = infos.values(source.checked(self.infos_at, self.count * infos.nbytes, self.infos_crc, what))
         if boxes is None or rows is None or not bool((rows[0] == self.place).all()):
-            raise CheckpointError(f"{source.path}: {what}: not where the index has them; the file is damaged")
+            raise DamagedCheckpointError(f"{source.path}: {what}: not where the index has them; the file is damaged")
         empty = torch.empty(self.count, 0, dtype=torch.int64)
         offsets, sizes = (torch.stack(each, 1) if each else empty for each in (boxes[:dims], boxes[dims:]))
         columns = Columns(offsets, sizes, rows[-3] - FIRST_PLACE, rows[-2], rows[-1])

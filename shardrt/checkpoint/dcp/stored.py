@@ -14,12 +14,14 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from ...tensor.placement import Box
-from ..errors import CheckpointError
-from ..store import Reader
+from ..errors import CheckpointError, DamagedCheckpointError
+from ..store import Reader, explained
 from .marks import check_marks, own_id
 from .metadata_pickle import Columns
 
 T = TypeVar("T")
+
+METADATA = ".metadata"
 
 
 class StoredChunk(NamedTuple):
@@ -108,7 +110,12 @@ class Stored:
 
     def open(self, file: str) -> Reader:
         """A file of the checkpoint. Raises CheckpointError if it cannot be read, or is of another save."""
-        reader = Reader(self.folder / file)
+        path = self.folder / file
+        with explained("open", path):
+            # A checkpoint that another job deletes at this time has no .metadata either.
+            if not path.exists() and (self.folder / METADATA).exists():
+                raise DamagedCheckpointError(f"{str(path)!r} is missing: .metadata says that it has a part of this checkpoint")
+        reader = Reader(path)
         if file not in self._checked:
             try:
                 check_marks(reader, own_id(self.save_id))
@@ -127,13 +134,15 @@ def damage_of(path: Path, what: str = "") -> Iterator[None]:
     except (CheckpointError, OSError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{path}:{what} not the metadata of a checkpoint ({type(error).__name__}: {error})") from error
+        raise DamagedCheckpointError(
+            f"{path}:{what} not the metadata of a checkpoint ({type(error).__name__}: {error})"
+        ) from error
 
 
 def checked_tensor(path: Path, name: str, tensor: StoredTensor) -> StoredTensor:
     """The tensor. Raises CheckpointError if its chunks lie outside of it."""
     if prod(tensor.shape) * tensor.dtype.itemsize >= 1 << 63:
-        raise CheckpointError(f"{path}: tensor '{name}' of shape {tensor.shape} is larger than any memory; damaged")
+        raise DamagedCheckpointError(f"{path}: tensor '{name}' of shape {tensor.shape} is larger than any memory; damaged")
     columns = tensor.columns
     if not len(columns.file):
         return tensor
@@ -142,18 +151,20 @@ def checked_tensor(path: Path, name: str, tensor: StoredTensor) -> StoredTensor:
     boxes = (columns.offsets, columns.sizes, after, after - columns.sizes)
     lowest = torch.cat([columns.file, columns.start, columns.length, *(each.flatten() for each in boxes)]).min()
     if lowest < 0 or columns.file.max() >= len(tensor.files):
-        raise CheckpointError(f"{path}: tensor '{name}' of shape {tensor.shape} has chunks that lie outside of it; damaged")
+        raise DamagedCheckpointError(
+            f"{path}: tensor '{name}' of shape {tensor.shape} has chunks that lie outside of it; damaged"
+        )
     return tensor
 
 
 def checked_object(path: Path, name: str, found: StoredObject) -> StoredObject:
     """The object. Raises CheckpointError if its place is none."""
     if any(type(number) is not int or number < 0 for number in (found.offset, found.length)):
-        raise CheckpointError(f"{path}: object '{name}' has {found.length!r} bytes at {found.offset!r}; damaged")
+        raise DamagedCheckpointError(f"{path}: object '{name}' has {found.length!r} bytes at {found.offset!r}; damaged")
     return found
 
 
 def check_file_name(path: Path, name: object) -> None:
     """Raise CheckpointError for the name of a file that is not in the folder."""
     if not isinstance(name, str) or not name or os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
-        raise CheckpointError(f"{path}: refers to the file {name!r}; expected one in the checkpoint's folder")
+        raise DamagedCheckpointError(f"{path}: refers to the file {name!r}; expected one in the checkpoint's folder")
