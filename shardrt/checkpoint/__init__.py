@@ -6,6 +6,7 @@ from .full.get import get_model_state_dict, get_optimizer_state_dict, get_state_
 from .full.options import StateDictOptions
 from .full.set import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 from .loading import load
+from .per_rank import PerRank
 from .random_state import RandomState
 from .run import Run
 from .safetensors.load import load_safetensors
@@ -15,6 +16,7 @@ from .saving import AsyncSave, async_save, save
 __all__ = [
     "AsyncSave",
     "CheckpointError",
+    "PerRank",
     "RandomState",
     "Run",
     "StateDictOptions",

@@ -6,8 +6,9 @@ import io
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +18,7 @@ from .errors import CheckpointError
 from .names import Path as Keys
 from .names import joined
 from .parts import memory_of
+from .per_rank import OF_RANK, PerRank
 from .reading import Fetch, fetches, read_all
 from .store import Reader
 from .trees import flattened, key_of, placed
@@ -24,29 +26,52 @@ from .trees import flattened, key_of, placed
 _LISTED = 20  # names in an error
 
 
+class _OfRank(NamedTuple):
+    """The name of what a rank, one of `ranks`, saved for itself."""
+
+    rank: int
+    ranks: int
+    name: str
+
+
 class Contents:
     """A checkpoint as one rank loads it.
 
     Tensors that are asked for are read later, all at once; objects are read at once. What is missing, or does not fit, is
-    collected, and reported together by `check`.
+    collected, and reported together by `check`. Values that ranks saved for themselves have the name without a rank.
     """
 
-    def __init__(self, folder: Path, stored: Stored) -> None:
+    def __init__(self, folder: Path, stored: Stored, rank: int = 0, ranks: int = 1) -> None:
         self.folder, self.stored = folder, stored
+        self._rank, self._ranks = rank, ranks
         self.fetches: list[Fetch] = []
         self.finish: list[Callable[[], object]] = []  # called in this order when all tensors have been read
         self.missing: list[str] = []
         self._unfit: list[str] = []
+        self._of_ranks: dict[str, list[_OfRank]] = {}
         self._inside: dict[Keys, list[tuple[Keys, str]]] = {}
         for name in (*stored.tensors, *stored.objects):
             path = stored.paths.get(name, ())
             if len(path) < 2:  # none, or that of a dict whose keys were flat already
                 path = tuple(name.split("."))
+            if match := OF_RANK.fullmatch(str(path[-1])):
+                path = path[:-1]
+                if not self._is_first(joined(path), _OfRank(int(match[1]), int(match[2]), name)):
+                    continue
+                name = joined(path)
             for length in range(len(path) + 1):
                 self._inside.setdefault(path[:length], []).append((path[length:], name))
 
+    def _is_first(self, name: str, saved: _OfRank) -> bool:
+        """Note what a rank saved for itself, unless it is another rank's of so many ranks; False also if `name` is known."""
+        if saved.ranks == self._ranks and saved.rank != self._rank:
+            return False
+        found = self._of_ranks.setdefault(name, [])
+        found.append(saved)
+        return len(found) == 1
+
     def __contains__(self, name: str) -> bool:
-        return name in self.stored.tensors or name in self.stored.objects
+        return name in self.stored.tensors or name in self.stored.objects or name in self._of_ranks
 
     def inside(self, path: Keys) -> list[tuple[Keys, str]]:
         """The names of what lies at a path or below it, with their paths from there."""
@@ -82,6 +107,11 @@ class Contents:
 
     def value(self, name: str, current: Any = None) -> Any:
         """A stored object; or a stored tensor, which is read into `current` if that is a tensor of its shape."""
+        if isinstance(current, PerRank):
+            self.finish.append(partial(current.take, self._of_rank(name, current.convert)))
+            return current
+        if name in self._of_ranks:
+            return self._of_rank(name, None)
         if name in self.stored.objects:
             return self._object(name)
         fits = isinstance(current, torch.Tensor) and tuple(current.shape) == tuple(self.stored.tensors[name].shape)
@@ -97,6 +127,9 @@ class Contents:
         """
         if joined(path) in self:
             return self.value(joined(path), current)
+        if isinstance(current, PerRank):  # the checkpoint has the state of an object, not of each rank
+            self.finish.append(partial(current.take, self.tree(path, current.state())))
+            return current
         found, own = self.inside(path), dict(flattened(current, ()))
         made: Any = {key: value for key, value in current.items() if value == {}} if isinstance(current, Mapping) else None
         for rest, name in sorted(found, key=lambda each: len(each[0])):
@@ -115,6 +148,21 @@ class Contents:
         problems += [_listed("it does not fit the state:", self._unfit)] if self._unfit else []
         if problems:
             raise CheckpointError(f"cannot load {str(self.folder)!r}: {'; '.join(problems)}")
+
+    def _of_rank(self, name: str, convert: Callable[[list[Any]], Any] | None) -> Any:
+        """This rank's value of those that ranks saved for themselves; or one that was saved for all."""
+        saved = self._of_ranks.get(name)
+        if saved is None:
+            return self.value(name)
+        if saved[0].ranks == self._ranks:
+            return self._object(saved[0].name)
+        if convert is None:
+            self._unfit.append(
+                f"'{name}' was saved by each of {saved[0].ranks} ranks, and this job has {self._ranks}: give a function that "
+                "makes this rank's value of all of theirs, as checkpoint.PerRank(value, convert)"
+            )
+            return None
+        return convert([self._object(each.name) for each in sorted(saved)])
 
     def _object(self, name: str) -> Any:
         stored = self.stored.objects[name]

@@ -30,7 +30,8 @@ from .optimizer_loading import load_optimizer
 from .parts import memory_of
 from .reading import read_all
 from .state import members, modules_of, optimizers_of
-from .trees import has_inside, has_state, placed
+from .stateful import has_state
+from .trees import has_inside, placed
 
 _log = logging.getLogger("shardrt")
 
@@ -58,7 +59,7 @@ def load(*given: Any, **named: Any) -> None:
     folder, state = folder_and_state("load", given, named)
     comm, path = world().comm, Path(folder)
     with agreed(comm):
-        contents = Contents(path, read_stored(path))
+        contents = Contents(path, read_stored(path), comm.rank, comm.size)
         modules = modules_of(state)
     _check_same(comm, os.path.realpath(path))
     with agreed(comm), torch.no_grad():
@@ -124,7 +125,7 @@ class _Loader:
             keys = name.split(".")
             if any(".".join(keys[:count]) in here for count in range(1, len(keys) + 1)):
                 continue
-            if isinstance(container, MutableMapping) and name in self._contents.stored.objects:
+            if isinstance(container, MutableMapping) and name not in self._contents.stored.tensors:
                 more = placed(more, rest, self._contents.value(name), None)
             else:
                 left.append(name)

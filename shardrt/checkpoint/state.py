@@ -9,6 +9,7 @@
 | dict, list                              | those of its values, by keys and indices, if it holds tensors or containers    |
 | dict with other keys than strings       | an object, unless there are tensors in it                                      |
 | tensor                                  | itself                                                                         |
+| `PerRank`                               | an object for each rank: `position.@rank3of8`                                  |
 | anything else                           | an object: `torch.save`d, and loaded with `weights_only=True`                  |
 
 The names and paths are those that torch.distributed.checkpoint makes of torch's `get_state_dict` (its `_nested_dict.py`).
@@ -25,22 +26,29 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..comm import world
 from ..tensor.dtensor import DTensor
 from .errors import CheckpointError
 from .names import ParameterNames, Path, cleaner, joined
 from .optimizers import Whole, optimizer_state
 from .parts import memory_of
-from .trees import flattened, has_inside, has_state
+from .per_rank import PerRank, key_of_rank
+from .stateful import has_state
+from .trees import flattened, has_inside
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Entry(NamedTuple):
-    """One name of a checkpoint: a tensor, or an object that torch.save has made bytes of."""
+    """One name of a checkpoint: a tensor, or an object that torch.save has made bytes of.
+
+    is_shared: it is a plain value, which has to be the same on all ranks that have it.
+    """
 
     name: str
     value: torch.Tensor | bytes
     path: Path
+    is_shared: bool = False
 
 
 def entries(state: Mapping[str, Any]) -> list[Entry]:
@@ -58,10 +66,12 @@ def entries(state: Mapping[str, Any]) -> list[Entry]:
     for path, value in flattened(tree, ()):
         if not path:  # an empty state
             break
+        if isinstance(value, PerRank):
+            path, value = (*path, key_of_rank(world().rank, world().size)), Whole(value.state())
         name = joined(path)
         if name in found:
             raise CheckpointError(f"two values of the state have the name '{name}'; rename one of the keys")
-        found[name] = Entry(name, _stored_form(name, value), path)
+        found[name] = Entry(name, _stored_form(name, value), path, not isinstance(value, (torch.Tensor, Whole)))
     return list(found.values())
 
 

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
 
 from .names import Path
-
-
-class Stateful(Protocol):
-    """What has a state that it can give and take."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
-
-
-def has_state(value: object) -> TypeGuard[Stateful]:
-    """Whether a value has both methods of a state; a class has none of its own."""
-    return not isinstance(value, type) and all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict"))
+from .per_rank import PerRank
+from .stateful import has_state
 
 
 def has_inside(value: object) -> bool:
-    """Whether the items of a value have names of their own: of a dict, of a list with tensors, dicts or values with state.
+    """Whether the items of a value have names of their own: of a dict, of a list that has tensors, dicts and the like in it.
 
-    A dict with keys that are no strings is one object, which keeps them, unless there are tensors or values with state in it.
+    A dict with keys that are no strings is one object, which keeps them, unless there are tensors in it, or values with
+    state or `PerRank`.
     """
     if isinstance(value, list):
-        return any(isinstance(item, torch.Tensor) or has_state(item) or has_inside(item) for item in value)
+        return any(_has_name(item) or has_inside(item) for item in value)
     return isinstance(value, Mapping) and (all(isinstance(key, str) for key in value) or _has_tensors(value))
 
 
 def _has_tensors(value: object) -> bool:
     if isinstance(value, (Mapping, list, tuple)):
         return any(map(_has_tensors, value.values() if isinstance(value, Mapping) else value))
-    return isinstance(value, torch.Tensor) or has_state(value)
+    return _has_name(value)
+
+
+def _has_name(value: object) -> bool:
+    return isinstance(value, (torch.Tensor, PerRank)) or has_state(value)
 
 
 def flattened(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
