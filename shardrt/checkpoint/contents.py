@@ -20,6 +20,7 @@ from .names import joined
 from .parts import memory_of
 from .per_rank import OF_RANK, PerRank
 from .reading import Fetch, fetches, read_all
+from .renaming import KeyMap, with_new_names
 from .store import Reader
 from .trees import flattened, key_of, placed
 
@@ -37,21 +38,26 @@ class _OfRank(NamedTuple):
 class Contents:
     """A checkpoint as one rank loads it.
 
-    Tensors that are asked for are read later, all at once; objects are read at once. What is missing, or does not fit, is
-    collected, and reported together by `check`. Values that ranks saved for themselves have the name without a rank.
+    Tensors that are asked for are read later, all at once; objects are read at once. What is missing, unexpected, or does not
+    fit, is collected, and reported together by `check`. Values that ranks saved for themselves have the name without a rank.
+    Names are those that key_map gives; `old` has those of the files, of what it has renamed.
     """
 
-    def __init__(self, folder: Path, stored: Stored, rank: int = 0, ranks: int = 1) -> None:
-        self.folder, self.stored = folder, stored
+    def __init__(self, folder: Path, stored: Stored, key_map: KeyMap | None = None, *, rank: int = 0, ranks: int = 1) -> None:
+        self.folder = folder
+        self.stored, self.old, self._left_out = with_new_names(stored, key_map, folder)
         self._rank, self._ranks = rank, ranks
         self.fetches: list[Fetch] = []
         self.finish: list[Callable[[], object]] = []  # called in this order when all tensors have been read
         self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.other_classes: list[str] = []  # sentences about optimizers
+        self.warnings: list[str] = []
         self._unfit: list[str] = []
         self._of_ranks: dict[str, list[_OfRank]] = {}
         self._inside: dict[Keys, list[tuple[Keys, str]]] = {}
-        for name in (*stored.tensors, *stored.objects):
-            path = stored.paths.get(name, ())
+        for name in (*self.stored.tensors, *self.stored.objects):
+            path = self.stored.paths.get(name, ())
             if len(path) < 2:  # none, or that of a dict whose keys were flat already
                 path = tuple(name.split("."))
             if match := OF_RANK.fullmatch(str(path[-1])):
@@ -76,6 +82,15 @@ class Contents:
     def inside(self, path: Keys) -> list[tuple[Keys, str]]:
         """The names of what lies at a path or below it, with their paths from there."""
         return self._inside.get(tuple(key for key in path if key != ""), [])
+
+    def renamed_in(self, key: str) -> dict[str, str | None]:
+        """The names in a module of what key_map has renamed, by the old ones; None for what it leaves out."""
+        prefix = f"{key}." if key else ""
+        found: dict[str, str | None] = {name.removeprefix(prefix): None for name in self._left_out if name.startswith(prefix)}
+        for name, old in self.old.items():
+            if name.startswith(prefix) and name in self.stored.tensors:
+                found[str(old.path[-1]) if old.path else old.name.removeprefix(prefix)] = name.removeprefix(prefix)
+        return found
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Have a stored tensor read into `target`, a plain tensor or a `DTensor` of its shape, and of any dtype."""
@@ -137,17 +152,25 @@ class Contents:
         here = {rest[0] for rest, _ in found if rest}
         if not found:
             self.missing += [joined((*path, *rest)) for rest, value in own.items() if rest or value != {}]
-        elif isinstance(current, Mapping) and here:
+            return current
+        if isinstance(current, Mapping) and here:
             kept = {key_of(current, step) for step in here if isinstance(step, str)}
-            self.missing += [joined((*path, key)) for key, value in current.items() if key not in kept and value != {}]
+            lacking = {key: value for key, value in current.items() if key not in kept and value != {}}
+            self.missing += [joined((*path, key)) for key in lacking]
+            made |= lacking
         return made
 
-    def check(self) -> None:
-        """Raise CheckpointError if anything is missing or does not fit."""
-        problems = [_listed("the checkpoint lacks", [f"'{name}'" for name in self.missing])] if self.missing else []
-        problems += [_listed("it does not fit the state:", self._unfit)] if self._unfit else []
+    def check(self, *, strict: bool) -> str:
+        """Raise CheckpointError if anything does not fit, or, if strict, is missing or unexpected; else say what is."""
+        loose = [_listed("the checkpoint lacks", [f"'{name}'" for name in self.missing])] if self.missing else []
+        loose += [_listed("the state has no place for", [f"'{name}'" for name in self.unexpected])] if self.unexpected else []
+        loose += self.other_classes
+        problems = [_listed("it does not fit the state:", self._unfit)] if self._unfit else []
+        if strict and loose:
+            problems = [*loose, *problems, "key_map gives names that fit, and strict=False loads the rest"]
         if problems:
             raise CheckpointError(f"cannot load {str(self.folder)!r}: {'; '.join(problems)}")
+        return "; ".join(loose)
 
     def _of_rank(self, name: str, convert: Callable[[list[Any]], Any] | None) -> Any:
         """This rank's value of those that ranks saved for themselves; or one that was saved for all."""

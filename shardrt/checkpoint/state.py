@@ -105,7 +105,10 @@ def _tree(value: Any, path: Path, modules: Mapping[str, nn.Module]) -> Any:
     if isinstance(value, nn.Module):
         return module_state(value)
     if isinstance(value, Optimizer):
-        return optimizer_state(value, ParameterNames(joined(path), value, modules))
+        packed = optimizer_state(value, ParameterNames(joined(path), value, modules))
+        for group in packed["param_groups"]:
+            group["params"] = Whole(group["params"])  # ranks may have parameters of their own
+        return packed
     if has_state(value):
         return value.state_dict()
     if not has_inside(value):
