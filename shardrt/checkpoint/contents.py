@@ -17,6 +17,7 @@ from .dcp.metadata import Stored
 from .errors import CheckpointError
 from .names import Path as Keys
 from .names import joined
+from .objects import decode
 from .parts import memory_of
 from .per_rank import OF_RANK, PerRank
 from .reading import Fetch, fetches, read_all
@@ -146,16 +147,16 @@ class Contents:
             self.finish.append(partial(current.take, self.tree(path, current.state())))
             return current
         found, own = self.inside(path), dict(flattened(current, ()))
-        made: Any = {key: value for key, value in current.items() if value == {}} if isinstance(current, Mapping) else None
+        made: Any = {key: value for key, value in current.items() if _is_empty(value)} if isinstance(current, Mapping) else None
         for rest, name in sorted(found, key=lambda each: len(each[0])):
             made = placed(made, rest, self.value(name, own.get(rest)), current)
         here = {rest[0] for rest, _ in found if rest}
         if not found:
-            self.missing += [joined((*path, *rest)) for rest, value in own.items() if rest or value != {}]
+            self.missing += [joined((*path, *rest)) for rest, value in own.items() if rest or not _is_empty(value)]
             return current
         if isinstance(current, Mapping) and here:
             kept = {key_of(current, step) for step in here if isinstance(step, str)}
-            lacking = {key: value for key, value in current.items() if key not in kept and value != {}}
+            lacking = {key: value for key, value in current.items() if key not in kept and not _is_empty(value)}
             self.missing += [joined((*path, key)) for key in lacking]
             made |= lacking
         return made
@@ -201,11 +202,16 @@ class Contents:
                 f"{where} is damaged: the checksum of its record '{damaged}' differs; load an older checkpoint"
             )
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return decode(data)
         except Exception as error:
             raise CheckpointError(
                 f"{where} cannot be loaded without running code of its author, or is damaged: {error}"
             ) from error
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it is a dict that has nothing that a checkpoint could lack."""
+    return isinstance(value, Mapping) and not value
 
 
 def _listed(before: str, items: list[str]) -> str:

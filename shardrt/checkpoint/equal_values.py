@@ -16,6 +16,7 @@ import torch
 
 from ..comm import Communicator
 from .errors import CheckpointError, agreed
+from .objects import decode
 
 _NAMED = 3  # names, and values of each, in an error
 _SHOWN = 60  # characters of a value
@@ -31,7 +32,7 @@ def check_values(digests: Mapping[str, int], values: Mapping[str, bytes], comm: 
     """
     spelled = _differing(comm.exchange(digests))
     with agreed(comm):
-        own = {name: _load(values[name]) for name in spelled if name in values}
+        own = {name: decode(values[name]) for name in spelled if name in values}
         marks = {name: _mark(value) for name, value in own.items()}
     wrong = _differing(comm.exchange(marks))
     if not wrong:
@@ -62,10 +63,6 @@ def _differing(everyone: Iterable[Mapping[str, object]]) -> dict[str, Ranks]:
         for name, mark in marks.items():
             found.setdefault(name, {}).setdefault(mark, []).append(rank)
     return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
-
-
-def _load(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _mark(value: Any) -> bytes:

@@ -32,7 +32,7 @@ from .reading import read_all
 from .renaming import KeyMap
 from .state import members, modules_of, optimizers_of
 from .stateful import has_state
-from .trees import has_inside, placed
+from .trees import fill, fills, has_inside, placed
 
 _log = logging.getLogger("shardrt")
 
@@ -128,11 +128,14 @@ class _Loader:
         elif isinstance(value, torch.Tensor):
             self._read(path, (), value)
         else:
-            return self._contents.tree(path, value)
+            made = self._contents.tree(path, value)
+            if not fills(value, made):
+                return made
+            self._contents.finish.append(partial(fill, value, made))
         return value
 
     def _load_items(self, path: Keys, container: Any) -> None:
-        """The values of a dict or list, which are replaced in it."""
+        """The values of a dict or list, which are filled, or replaced in it."""
         for key, item in list(container.items() if isinstance(container, Mapping) else enumerate(container)):
             made = self.load((*path, key if isinstance(container, list) else str(key)), item)
             if made is not item:
@@ -141,21 +144,23 @@ class _Loader:
             self._load_more(path, container)
 
     def _load_more(self, path: Keys, container: Any) -> None:
-        """The values that the checkpoint has, and a dict lacks. Tensors are left: they may be of any size."""
+        """The values that the checkpoint has, and a dict or list lacks. Tensors are left: they may be of any size."""
         here = {joined((*path, str(key))) for key in (container if isinstance(container, Mapping) else range(len(container)))}
         left, more = list[str](), None
         for rest, name in self._contents.inside(path):
             keys = name.split(".")
             if any(".".join(keys[:count]) in here for count in range(1, len(keys) + 1)):
                 continue
-            if isinstance(container, MutableMapping) and name not in self._contents.stored.tensors:
+            if name not in self._contents.stored.tensors:
                 more = placed(more, rest, self._contents.value(name), None)
             else:
                 left.append(name)
         if left:
             _log.warning("load: the state lacks %d names of the checkpoint, such as '%s'", len(left), left[0])
-        if isinstance(more, Mapping):
+        if isinstance(more, Mapping) and isinstance(container, MutableMapping):
             self._contents.finish.append(partial(container.update, more))
+        elif isinstance(more, list) and isinstance(container, list) and not left:
+            self._contents.finish.append(partial(container.extend, more[len(container) :]))
 
     def _load_module(self, path: Keys, module: nn.Module) -> None:
         """A module's tensors in their memory; what is not the memory of a parameter or buffer by `load_state_dict`."""

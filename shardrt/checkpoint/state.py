@@ -10,15 +10,13 @@
 | dict with other keys than strings       | an object, unless there are tensors in it                                      |
 | tensor                                  | itself                                                                         |
 | `PerRank`                               | an object for each rank: `position.@rank3of8`                                  |
-| anything else                           | an object: `torch.save`d, and loaded with `weights_only=True`                  |
+| anything else                           | an object: `objects.py`                                                        |
 
 The names and paths are those that torch.distributed.checkpoint makes of torch's `get_state_dict` (its `_nested_dict.py`).
 """
 
 from __future__ import annotations
 
-import io
-from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -30,13 +28,12 @@ from ..comm import world
 from ..tensor.dtensor import DTensor
 from .errors import CheckpointError
 from .names import ParameterNames, Path, cleaner, joined
+from .objects import encode
 from .optimizers import Whole, optimizer_state
 from .parts import memory_of
 from .per_rank import PerRank, key_of_rank
 from .stateful import has_state
 from .trees import flattened, has_inside
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class Entry(NamedTuple):
@@ -122,26 +119,4 @@ def _stored_form(name: str, value: Any) -> torch.Tensor | bytes:
     if isinstance(value, torch.Tensor):
         # Cost: detaching a DTensor goes through its dispatch; what writes it takes its local tensor, detached.
         return memory_of(name, value if isinstance(value, DTensor) else value.detach())
-    return _saved(name, value.value if isinstance(value, Whole) else value)
-
-
-def _saved(name: str, value: Any) -> bytes:
-    """The bytes of an object, which load with `weights_only=True`."""
-    try:
-        buffer = io.BytesIO()
-        is_other = isinstance(value, Mapping) and type(value) not in (Counter, OrderedDict)  # such as a defaultdict
-        torch.save(dict(value) if is_other else value, buffer)
-        if not _is_plain(value):
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"'{name}', a {type(value).__name__}, cannot be saved so that it loads without running its code: expected tensors, "
-            f"numbers, strings, and dicts, lists and tuples of them; found {type(error).__name__}: {error}"
-        ) from error
-    return buffer.getvalue()
-
-
-def _is_plain(value: object) -> bool:
-    if type(value) in (tuple, list):
-        return all(map(_is_plain, value))  # type: ignore[call-overload]
-    return type(value) in _PLAIN
+    return encode(name, value.value if isinstance(value, Whole) else value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -60,6 +60,27 @@ def placed(tree: Any, path: Path, value: Any, like: Any) -> Any:
     key = key_of(like, step)
     named[key] = placed(named.get(key), rest, value, like.get(key) if isinstance(like, Mapping) else None)
     return named
+
+
+def fills(value: Any, loaded: Any) -> bool:
+    """Whether a container can take what was loaded, so that whoever holds it sees that: another list, dict, set or array."""
+    if value is loaded:
+        return False
+    if isinstance(value, (list, set)):
+        return isinstance(loaded, type(value))
+    if isinstance(value, MutableMapping):
+        return isinstance(loaded, Mapping)
+    alike = isinstance(loaded, type(value)) and hasattr(value, "__array_interface__")
+    return alike and (value.shape, value.dtype) == (loaded.shape, loaded.dtype) and value.flags.writeable
+
+
+def fill(value: Any, loaded: Any) -> None:
+    """Put what was loaded into a container that it fills."""
+    if isinstance(value, (set, MutableMapping)):
+        value.clear()
+        value.update(loaded)
+    else:
+        value[slice(None) if isinstance(value, list) else ...] = loaded
 
 
 def key_of(tree: Any, step: str) -> Any:
