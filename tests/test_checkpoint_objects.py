@@ -20,6 +20,7 @@ from torch import nn
 from checkpoints import shared_folder, stock_load
 from ranks import on_ranks
 from shardrt.checkpoint import CheckpointError, PerRank, load, save
+from shardrt.checkpoint.__main__ import main
 from shardrt.checkpoint.dcp.metadata import read_stored
 from shardrt.checkpoint.state import entries
 from shardrt.comm import World
@@ -219,3 +220,18 @@ def test_containers_are_loaded_where_they_are(world: World) -> None:
         load(folder / "saved", kind)
         assert kind["in dict"]["numbers"] == {0: "a", 1: "b"}
         assert type(kind["in dict"]["numbers"]) is defaultdict
+
+
+@on_ranks(1)
+def test_conversions_keep_arrays(world: World, tmp_path: Path) -> None:
+    """To a file of torch.save that loads with weights_only=True, and back, and to another folder."""
+    saved = {"order": np.arange(4), "own": PerRank((np.float64(2), np.ones(2))), "plain": [1, 2]}
+    save(tmp_path / "saved", saved)
+    for source, target, kind in (("saved", "file.pt", "torch"), ("file.pt", "again", "dcp"), ("saved", "copy", "dcp")):
+        assert main(["convert", str(tmp_path / source), str(tmp_path / target), "--to", kind]) == 0
+    torch.load(tmp_path / "file.pt", weights_only=True)
+    for name in ("again", "copy"):
+        state: dict[str, Any] = {"order": np.zeros(2), "own": PerRank(None), "plain": []}
+        load(tmp_path / name, state)
+        assert state["order"].tolist() == [0, 1, 2, 3]
+        assert (state["own"].value[0], state["own"].value[1].tolist(), state["plain"]) == (2.0, [1.0, 1.0], [1, 2])

@@ -17,7 +17,7 @@ from .dcp.metadata import Stored
 from .errors import CheckpointError
 from .names import Path as Keys
 from .names import joined
-from .objects import decode
+from .objects import ARRAY, decode, with_numpy
 from .parts import memory_of
 from .per_rank import OF_RANK, PerRank
 from .reading import Fetch, fetches, read_all
@@ -159,7 +159,7 @@ class Contents:
             lacking = {key: value for key, value in current.items() if key not in kept and not _is_empty(value)}
             self.missing += [joined((*path, key)) for key in lacking]
             made |= lacking
-        return made
+        return with_numpy(made) if any(rest and rest[-1] == ARRAY for rest, _ in found) else made
 
     def check(self, *, strict: bool) -> str:
         """Raise CheckpointError if anything does not fit, or, if strict, is missing or unexpected; else say what is."""

@@ -28,7 +28,7 @@ from .errors import CheckpointError
 from .stateful import has_state
 
 _PLAIN = (bool, int, float, str, type(None))
-_ARRAY = "numpy.ndarray"
+ARRAY = "numpy.ndarray"
 
 
 def encode(name: str, value: Any) -> bytes:
@@ -42,7 +42,7 @@ def encode(name: str, value: Any) -> bytes:
 def decode(data: bytes) -> Any:
     """The object. Runs no code but torch's, and that of classes that the program vouches for."""
     found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    return _with_numpy(found) if _ARRAY.encode() in data else found
+    return with_numpy(found) if ARRAY.encode() in data else found
 
 
 def _bytes_of(value: Any) -> bytes:
@@ -50,7 +50,7 @@ def _bytes_of(value: Any) -> bytes:
     try:
         return _checked_bytes(value)
     except Exception:
-        return _checked_bytes(_without_numpy(value))
+        return _checked_bytes(without_numpy(value))
 
 
 def _checked_bytes(value: Any) -> bytes:
@@ -70,20 +70,21 @@ def _is_plain(value: object) -> bool:
 # ---------------------------------------------------------------------- numpy
 
 
-def _without_numpy(value: Any) -> Any:
+def without_numpy(value: Any) -> Any:
     """The value with numbers and tensors in the place of numpy's, and dicts in the place of their subclasses."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcUS":
         return value.item()
     if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap):
-        return {_ARRAY: torch.from_numpy(value.copy(order="C"))}
-    return _mapped(value, _without_numpy)
+        return {ARRAY: torch.from_numpy(value.copy(order="C"))}
+    return _mapped(value, without_numpy)
 
 
-def _with_numpy(value: Any) -> Any:
-    if type(value) is dict and value.keys() == {_ARRAY} and isinstance(value[_ARRAY], torch.Tensor):
-        return value[_ARRAY].numpy()
-    return _mapped(value, _with_numpy)
+def with_numpy(value: Any) -> Any:
+    """The value with arrays in the place of what `without_numpy` has made of them; they share the tensors' memory."""
+    if type(value) is dict and value.keys() == {ARRAY} and isinstance(value[ARRAY], torch.Tensor):
+        return value[ARRAY].numpy()
+    return _mapped(value, with_numpy)
 
 
 def _mapped(value: Any, convert: Callable[[Any], Any]) -> Any:
