@@ -143,6 +143,8 @@ class Contents:
         """
         if joined(path) in self:
             return self.value(joined(path), current)
+        if isinstance(current, PerRank) and current.is_optional:
+            return current
         if isinstance(current, PerRank):  # the checkpoint has the state of an object, not of each rank
             self.finish.append(partial(current.take, self.tree(path, current.state())))
             return current
@@ -210,8 +212,8 @@ class Contents:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether it is a dict that has nothing that a checkpoint could lack."""
-    return isinstance(value, Mapping) and not value
+    """Whether it has nothing that a checkpoint must have."""
+    return (isinstance(value, Mapping) and not value) or (isinstance(value, PerRank) and value.is_optional)
 
 
 def _listed(before: str, items: list[str]) -> str:

@@ -24,6 +24,8 @@ class PerRank:
         rank. It runs on every rank. None: a load on another number of ranks is a CheckpointError.
     """
 
+    is_optional = False  # whether a checkpoint may lack it
+
     def __init__(self, value: Any, convert: Callable[[list[Any]], Any] | None = None) -> None:
         self.value = value
         self.convert = convert

@@ -168,7 +168,7 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Save what was prepared, and what was registered for checkpointing, with `shardrt.checkpoint.save`. Collective.
 
-        That is models, optimizers, schedulers, the loss scale, random numbers (but numpy's), and where data loaders are.
+        That is models, optimizers, schedulers, the loss scale, random numbers, and where data loaders are.
         output_dir: a folder that all ranks share. With `ProjectConfiguration(automatic_checkpoint_naming=True)` it is the next
         one of the project's, of which `total_limit` are kept.   safe_serialization: has no effect.   Returns: the folder.
         Raises ValueError for a next one that exists, for other options and for hooks of `register_save_state_pre_hook`;
