@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..comm import DeviceMesh
 from ..tensor.dtensor import DTensor
 from .dcp.metadata import Stored
 from .errors import CheckpointError
@@ -49,6 +50,7 @@ class Contents:
         self.stored, self.old, self._left_out = with_new_names(stored, key_map, folder)
         self._rank, self._ranks = rank, ranks
         self.fetches: list[Fetch] = []
+        self.meshes: dict[str, DeviceMesh] = {}  # of the tensors that are read into a `DTensor`
         self.finish: list[Callable[[], object]] = []  # called in this order when all tensors have been read
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -105,6 +107,8 @@ class Contents:
             self._unfit.append(f"'{name}': expected {target.dtype}, found {stored.dtype}")
         else:
             self.fetches += fetches(name, stored, memory_of(name, target))
+            if isinstance(target, DTensor):
+                self.meshes[name] = target.spec.mesh
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

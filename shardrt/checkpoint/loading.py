@@ -28,8 +28,9 @@ from .names import ParameterNames, cleaner, joined
 from .names import Path as Keys
 from .optimizer_loading import load_optimizer
 from .parts import memory_of
-from .reading import read_all
+from .reading import Fetch, read_all
 from .renaming import KeyMap
+from .shares import on_any_rank, share_of
 from .state import members, modules_of, optimizers_of
 from .stateful import has_state
 from .trees import fill, fills, has_inside, placed
@@ -59,8 +60,8 @@ def load(*given: Any, strict: bool = True, key_map: KeyMap | None = None, **name
         follows the names of the modules' parameters.
 
     Each rank reads what it needs, and what else is in the blocks of 16 KiB that it begins and ends in: of large tensors, less
-    than a twentieth more. All of it is verified, but for columns of large tensors that are less than 640 KiB wide in the file,
-    and parts of what stock DCP wrote: `verify` of the command line does that.
+    than a twentieth more; where columns are read, as much once more. All of it is verified, but for parts of what stock DCP
+    wrote: `verify` of the command line does that. Each block of what is read by columns is verified by one of the mesh's ranks.
     Raises: CheckpointError on every rank, with the reason, if the ranks give different folders, if the names do not fit (see
     `strict`) or a shape differs, or if a file is damaged or cannot be read, which names file and tensor. In the last case, the
     state may be partly loaded.
@@ -78,7 +79,10 @@ def load(*given: Any, strict: bool = True, key_map: KeyMap | None = None, **name
     contents.unexpected = _on_no_rank(comm, contents.unexpected)
     with agreed(comm), torch.no_grad():
         loose = contents.check(strict=strict)
-        nbytes = read_all(path, contents.fetches)
+        read = read_all(path, contents.fetches)
+    shared = on_any_rank(sorted(read.unverified), comm)
+    with agreed(comm), torch.no_grad():
+        nbytes = read.nbytes + read_all(path, _shares(contents, shared)).nbytes
         for finish in contents.finish:
             finish()
         needed = sum(fetch.memory.numel() * fetch.memory.element_size() for fetch in contents.fetches)
@@ -96,6 +100,13 @@ def _check_same(comm: Communicator, folder: str) -> None:
                 f"the ranks load different folders: rank 0 {others[0]!r}, rank {rank} {other!r}. Give all "
                 "ranks the same: what latest() finds on one of them"
             )
+
+
+def _shares(contents: Contents, names: Sequence[str]) -> Iterator[Fetch]:
+    """What this rank verifies of these tensors."""
+    for name in names:
+        if (mesh := contents.meshes.get(name)) is not None:
+            yield from share_of(name, contents.stored.tensors[name], mesh.rank, mesh.size())
 
 
 def _on_no_rank(comm: Communicator, unexpected: list[str]) -> list[str]:
