@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoints import shared_folder, stock_load
+from checkpoints import assert_holds, shared_folder, small_state, stock_load, tensors_of, train
 from ranks import on_ranks
-from shardrt.checkpoint import CheckpointError, PerRank, load, save
+from shardrt.checkpoint import CheckpointError, PerRank, async_save, load, save, save_safetensors
 from shardrt.checkpoint.__main__ import main
 from shardrt.checkpoint.dcp.metadata import read_stored
 from shardrt.checkpoint.state import entries
@@ -235,3 +235,37 @@ def test_conversions_keep_arrays(world: World, tmp_path: Path) -> None:
         load(tmp_path / name, state)
         assert state["order"].tolist() == [0, 1, 2, 3]
         assert (state["own"].value[0], state["own"].value[1].tolist(), state["plain"]) == (2.0, [1.0, 1.0], [1, 2])
+
+
+# ---------------------------------------------------------------------- inference mode
+
+
+@on_ranks(1, 2)
+def test_inside_of_inference_mode(world: World) -> None:
+    """An evaluation that saves, exports and loads; what is made there is trained afterwards."""
+    with shared_folder(world) as folder:
+        state, fresh = small_state(2), small_state(0)
+        expected = tensors_of(state)
+        with torch.inference_mode():
+            save(folder / "saved", state)
+            async_save(folder / "copied", state).wait()
+            save_safetensors(state["model"], folder / "exported")
+            load(folder / "saved", fresh)
+        async_save(folder / "again", fresh).wait()
+        if world.rank == 0:
+            for name in ("saved", "copied", "again"):
+                assert_holds(folder / name, expected, step=2)
+        train(state)
+        train(fresh)
+        after = tensors_of(state)
+        assert all(torch.equal(value, after[name]) for name, value in tensors_of(fresh).items())
+
+
+@on_ranks(1)
+def test_models_that_were_made_in_inference_mode(world: World, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        saved, loaded = nn.Linear(3, 3), nn.Linear(3, 3)
+        save(tmp_path / "saved", {"model": saved, "tensor": torch.ones(2)})
+        load(tmp_path / "saved", {"model": loaded})
+        assert torch.equal(saved.weight, loaded.weight)
+    save(tmp_path / "again", {"model": saved})

@@ -23,6 +23,7 @@ from .arguments import Folder, folder_and_state
 from .contents import Contents
 from .dcp.metadata import read_stored
 from .errors import CheckpointError, agreed
+from .inference import outside_inference_mode
 from .materialise import materialise
 from .names import ParameterNames, cleaner, joined
 from .names import Path as Keys
@@ -67,7 +68,12 @@ def load(*given: Any, strict: bool = True, key_map: KeyMap | None = None, **name
     state may be partly loaded.
     """
     folder, state = folder_and_state("load", given, named)
-    comm, path = world().comm, Path(folder)
+    with outside_inference_mode(modules_of(state).values()):
+        _load(Path(folder), state, key_map, strict=strict)
+
+
+def _load(path: Path, state: dict[str, Any], key_map: KeyMap | None, *, strict: bool) -> None:
+    comm = world().comm
     with agreed(comm):
         contents = Contents(path, read_stored(path), key_map, rank=comm.rank, ranks=comm.size)
         modules = modules_of(state)
