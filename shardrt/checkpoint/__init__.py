@@ -6,6 +6,7 @@ from .full.get import get_model_state_dict, get_optimizer_state_dict, get_state_
 from .full.options import StateDictOptions
 from .full.set import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 from .loading import load
+from .per_rank import PerRank
 from .random_state import RandomState
 from .run import Run
 from .safetensors.load import load_safetensors
@@ -16,6 +17,7 @@ __all__ = [
     "AsyncSave",
     "CheckpointError",
     "DamagedCheckpointError",
+    "PerRank",
     "RandomState",
     "Run",
     "StateDictOptions",

@@ -1,8 +1,10 @@
 """Which rank writes what, and where: worked out by every rank for itself, and by rank 0 for all of them.
 
     describe      names, shapes, dtypes and placements of this rank's entries                         no communication
-    compare       of the descriptions' fingerprints: usually all are equal, and that is all           one collective
+    compare       of the descriptions and plain values: usually all are equal, and that is all        one collective
     exchange      else of each differing description once, by the first rank that has it              one more
+    check         of the plain values, if they differ                                                 two more
+    exchange      of what each rank has of its own, if there is any                                   one more
     assign        which copy of each name is written: a copy is a set of ranks that have all of it    no communication
     place         this rank's chunks in its file; on rank 0, everybody's, for the metadata            no communication
 
@@ -18,7 +20,7 @@ memory for so many chunks and those of one tensor.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
@@ -30,7 +32,8 @@ from .chunks import Boxes
 from .dcp.items import ALIGNMENT, item_length, item_lengths
 from .dcp.marks import MARK_NBYTES
 from .dcp.metadata_pickle import Columns, MetadataWriter
-from .descriptions import Described, Description, describe, fingerprint
+from .descriptions import Described, Description, describe, digest_of, fingerprint
+from .equal_values import check_values
 from .errors import agreed
 from .parts import Part, parts
 from .state import Entry
@@ -78,24 +81,38 @@ def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
     """
     with agreed(comm):
         description = describe(entries, comm.rank)
-    plan = agree(description, comm)
+    plan = agree(description, {each.name: each.value for each in entries if isinstance(each.value, bytes)}, comm)
     items = tuple(_placed({entry.name: entry.value for entry in entries}, _newest.names(plan, comm.rank)))
     end = max((_aligned(item.offset + item.length) + MARK_NBYTES for item in items), default=0)
     return SavePlan(file_of(comm.rank), items, end, plan)
 
 
-def agree(description: Description, comm: Communicator) -> Agreed:
-    """The descriptions of all ranks. Collective."""
-    mark = fingerprint(description)
-    marks = comm.compare(mark, lambda: mark)
-    if marks is None:
-        return Agreed.of_equal(description, comm.size, (mark, comm.size, [entry.nbytes for entry in description]))
+def agree(description: Description, objects: Mapping[str, bytes], comm: Communicator) -> Agreed:
+    """The descriptions of all ranks. Collective.
+
+    Raises CheckpointError on every rank for a plain value that is not the same on all ranks that have it.
+    """
+    own = tuple(each for each in description if each.is_per_rank)
+    shared = tuple(each for each in description if not each.is_per_rank)
+    digests = {each.name: each.digest for each in shared if each.digest is not None}
+    layout, values = 2 * fingerprint(shared) + bool(own), digest_of(repr(digests).encode())
+    answers = comm.compare(digest_of(repr((layout, values)).encode()), lambda: (layout, values))
+    if answers is None:
+        everyones = tuple(comm.exchange(own)) if own else ()
+        return Agreed.of_equal(shared, comm.size, (layout, comm.size, _sizes((shared,)), everyones), everyones)
+    marks = [mark for mark, _ in answers]
+    if len({other for _, other in answers}) > 1:
+        check_values(digests, objects, comm)
     firsts = {each: rank for rank, each in reversed(list(enumerate(marks)))}
-    given = comm.exchange(description if firsts[mark] == comm.rank else None)
+    given = comm.exchange((shared if firsts[layout] == comm.rank else None, own))
     numbers = {each: number for number, each in enumerate(sorted(firsts, key=firsts.__getitem__))}
-    kinds = tuple(each for each in given if each is not None)
-    key = marks, [entry.nbytes for kind in kinds for entry in kind]
-    return Agreed(kinds, torch.tensor([numbers[each] for each in marks]), key)
+    kinds = tuple(each for each, _ in given if each is not None)
+    everyones = tuple(each for _, each in given)
+    return Agreed(kinds, torch.tensor([numbers[each] for each in marks]), (marks, _sizes(kinds), everyones), everyones)
+
+
+def _sizes(kinds: Iterable[Description]) -> list[int]:
+    return [entry.nbytes for kind in kinds for entry in kind]
 
 
 def file_of(rank: int) -> str:

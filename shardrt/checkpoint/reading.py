@@ -4,7 +4,7 @@
 |---------------------------------------------|-------------------------------------------------------------------------------|
 | small items, one after the other            | all of them with one call into a buffer, copied from there                    |
 | one run of bytes, in the order of the target| in windows of 1 MiB into the target, each verified while it is in the cache   |
-| several runs, each in the target's order    | one call for each, into the target                                            |
+| several runs, each in the target's order    | one call for each, into the target; unverified: see `shares.py`               |
 | another order, dtype or device              | in windows into a buffer, copied from there                                   |
 """
 
@@ -34,7 +34,6 @@ _CPU = torch.device("cpu")
 _WINDOW = 1 << 20  # bytes read and verified at a time
 _SCRATCH = 4 << 20  # bytes of the buffer for what cannot be read into its place
 _SMALL = 1 << 16  # items up to this size are read together
-_VERIFIED_RUN = 40 * BLOCK  # bytes of one of several runs from which on they are verified: two blocks are a twentieth of it
 _FEW_CHUNKS = 16
 
 
@@ -42,6 +41,7 @@ class Fetch(NamedTuple):
     """What this rank needs of one chunk.
 
     dtype: the stored one.   memory: of box.sizes, any strides, dtype and device.
+    blocks: first <= block < last are to be verified, and nothing else; then there is no memory.
     """
 
     name: str
@@ -49,11 +49,19 @@ class Fetch(NamedTuple):
     chunk: StoredChunk
     box: Box
     memory: torch.Tensor
+    blocks: tuple[int, int] | None = None
 
     @property
     def is_small(self) -> bool:
         """Whether the item is read whole with others: a small one, or, to have a part of it verified, one of few blocks."""
-        return self.chunk.length <= (_SMALL if self.box == self.chunk.box else 2 * BLOCK)
+        return self.blocks is None and self.chunk.length <= (_SMALL if self.box == self.chunk.box else 2 * BLOCK)
+
+
+class Read(NamedTuple):
+    """What was read.   nbytes: of files.   unverified: the names of tensors of which more than one run of a chunk was read."""
+
+    nbytes: int
+    unverified: set[str]
 
 
 def fetches(name: str, stored: StoredTensor, target: torch.Tensor) -> list[Fetch]:
@@ -83,16 +91,16 @@ def fetches(name: str, stored: StoredTensor, target: torch.Tensor) -> list[Fetch
     return found
 
 
-def read_all(stored: Stored, wanted: Iterable[Fetch]) -> int:
-    """Read everything from the files of a checkpoint; returns the number of bytes read of files.
+def read_all(stored: Stored, wanted: Iterable[Fetch]) -> Read:
+    """Read everything.
 
     Raises CheckpointError, which names file and tensor, for what is damaged, cut off, of another save, or cannot be read.
     """
     ordered = sorted(wanted, key=lambda fetch: (fetch.chunk.file, fetch.chunk.offset))
-    scratch, total = _Scratch(), 0
+    scratch, total, unverified = _Scratch(), 0, set[str]()
     for file, of_file in groupby(ordered, key=lambda fetch: fetch.chunk.file):
         with stored.open(file) as reader:
-            reading = _FileReading(reader, scratch)
+            reading = _FileReading(reader, scratch, unverified)
             for small, group in groupby(of_file, key=lambda fetch: fetch.is_small):
                 if small:
                     for batch in _batches(group):
@@ -101,7 +109,7 @@ def read_all(stored: Stored, wanted: Iterable[Fetch]) -> int:
                     for fetch in group:
                         reading.read(fetch)
             total += reader.nbytes
-    return total
+    return Read(total, unverified)
 
 
 class _Scratch:
@@ -119,10 +127,10 @@ class _Scratch:
 
 
 class _FileReading:
-    """Reads of one file."""
+    """Reads of one file.   unverified: gets the names of tensors."""
 
-    def __init__(self, reader: Reader, scratch: _Scratch) -> None:
-        self._reader, self._scratch = reader, scratch
+    def __init__(self, reader: Reader, scratch: _Scratch, unverified: set[str]) -> None:
+        self._reader, self._scratch, self._unverified = reader, scratch, unverified
 
     def read_small(self, batch: Sequence[Fetch]) -> None:
         """Read small items that lie one after the other."""
@@ -144,10 +152,15 @@ class _FileReading:
         """Read any part of an item."""
         source = self._source(fetch)
         item, memory = source.item, fetch.memory
+        if fetch.blocks is not None:
+            self._verify(source, *fetch.blocks)
+            return
         if any(stride == 0 and size > 1 for stride, size in zip(item.strides, item.sizes, strict=True)):
             self._read_expanded(source, fetch)
             return
         found = runs(fetch.box, fetch.chunk.box, item.strides)
+        if len(found.starts) > 1 and item.crcs_start is not None:
+            self._unverified.add(fetch.name)
         stream = _Stream(source, found)
         if memory.device == _CPU and memory.dtype == item.dtype and _holds_runs(memory, found):
             span, nbytes = _span(memory), found.numel * item.dtype.itemsize
@@ -159,6 +172,17 @@ class _FileReading:
             values = scratch[: block.numel() * item.dtype.itemsize]
             stream.fill(bytes_of(values))
             block.copy_(values.view(item.dtype).view(block.shape))
+
+    def _verify(self, source: Source, first: int, last: int) -> None:
+        """Read blocks of an item, and verify them."""
+        item = source.item
+        start, stop = item.data_start + first * BLOCK, item.data_start + min(last * BLOCK, item.data_nbytes)
+        check = Checksums(source, start, stop)
+        window = bytes_of(self._scratch.of(_CPU))[:_WINDOW]
+        for place in range(start, stop, _WINDOW):
+            view = window[: stop - place]
+            source.read_into(place, view)
+            check.feed(view)
 
     def _read_expanded(self, source: Source, fetch: Fetch) -> None:
         """An item in which several elements have one place."""
@@ -182,14 +206,14 @@ class _FileReading:
 
 
 class _Stream:
-    """The bytes of the runs in an item, one after the other, verified if it is one, or if they are long enough."""
+    """The bytes of the runs in an item, one after the other, verified if it is one."""
 
     def __init__(self, source: Source, found: Runs) -> None:
         self._source = source
         self._itemsize = source.item.dtype.itemsize
         self._run = found.numel * self._itemsize
         self._starts = iter(found.starts)
-        self._verifies = len(found.starts) == 1 or self._run >= _VERIFIED_RUN
+        self._verifies = len(found.starts) == 1
         self._check: Checksums | None = None
         self._place = self._left = 0  # in the item; of the run
 

@@ -24,6 +24,7 @@ from ..comm.communicator import Communicator
 from ..comm.streams import Stream, current_stream, new_stream, observe
 from .arguments import Folder, folder_and_state
 from .errors import CheckpointError, agreed
+from .inference import outside_inference_mode
 from .plan import Item
 from .sources import Copies, Direct, Source, sources
 from .writing import Prepared, prepare
@@ -159,10 +160,11 @@ def async_save(*given: Any, keep: int | None = None, **named: Any) -> AsyncSave:
 def _begin(folder: Folder, state: dict[str, Any], keep: int | None, *, is_copied: bool) -> AsyncSave:
     global _background
     end_previous()
-    prepared, items = prepare(world(), folder, state, keep)
-    if _background is None:
-        _background = _Background()
-    return _background.start(prepared, items, is_copied=is_copied)
+    with outside_inference_mode():
+        prepared, items = prepare(world(), folder, state, keep)
+        if _background is None:
+            _background = _Background()
+        return _background.start(prepared, items, is_copied=is_copied)
 
 
 def end_previous() -> None:

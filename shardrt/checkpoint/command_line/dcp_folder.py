@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from ..dcp.metadata_pickle import SAVED_BY, Columns, MetadataWriter, ending
 from ..dcp.stored import METADATA
 from ..folders import sync_folder
 from ..names import Path as Keys
+from ..objects import encode
 from ..reading import fetches, read_all
 from ..safetensors.format import TensorInfo
 from ..store import Bytes, Writer, bytes_of, explained
@@ -99,9 +99,7 @@ class DcpWriter:
 
     def object(self, name: str, keys: Keys, value: Any) -> None:
         """value: what torch.load(weights_only=True) has read."""
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        self._add(name, keys, None, [buffer.getvalue()])
+        self._add(name, keys, None, [encode(name, value)])
 
     def finish(self) -> None:
         """Write .metadata; returns when everything has reached the disk."""

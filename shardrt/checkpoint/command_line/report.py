@@ -16,6 +16,7 @@ import torch
 
 from ..dcp.stored import Stored
 from ..dcp.stored_items import read_item
+from ..equal_values import as_ranges
 from ..errors import CheckpointError
 from ..reading import fetches
 from ..store import Reader
@@ -70,14 +71,6 @@ def step_of(checkpoint: Checkpoint) -> int | None:
     steps = (name for name, info in checkpoint.tensors.items() if name.endswith(".step") and not info.shape)
     name = next(steps, None)
     return None if name is None else int(checkpoint.tensor(name))
-
-
-def as_ranges(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"."""
-    runs = [
-        [number for _, number in run] for _, run in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])
-    ]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 # ---------------------------------------------------------------------- verify
