@@ -29,9 +29,10 @@ from shardrt.checkpoint.dcp.items import (
     item_lengths,
     without_gaps,
 )
-from shardrt.checkpoint.dcp.metadata import METADATA, Stored, read_stored
-from shardrt.checkpoint.dcp.metadata_pickle import INDEX_KEY, Columns, MetadataWriter
+from shardrt.checkpoint.dcp.metadata import read_stored
+from shardrt.checkpoint.dcp.metadata_pickle import INDEX_KEY, Columns, MetadataWriter, ending
 from shardrt.checkpoint.dcp.metadata_pickle import Path as Keys
+from shardrt.checkpoint.dcp.stored import METADATA, Stored
 from shardrt.checkpoint.dcp.stored_items import read_item
 from shardrt.checkpoint.store import bytes_of
 from shardrt.tensor.placement import Box
@@ -235,7 +236,7 @@ class Folder:
 
     def finish(self) -> None:
         self._writer.finish()
-        (self.folder / METADATA).write_bytes(self._metadata.getvalue())
+        (self.folder / METADATA).write_bytes(self._metadata.getvalue() + ending(SAVE_ID))
         (self.folder / "__0_0.distcp").write_bytes(self.data)
 
     def _append(self, item: bytes) -> tuple[int, int]:
@@ -245,6 +246,7 @@ class Folder:
         return start, len(item)
 
 
+SAVE_ID = "0123456789abcdef" * 2
 STATE: dict[str, Any] = {
     "model": {
         "w": torch.arange(15.0).view(5, 3),
@@ -346,7 +348,7 @@ class TestMetadata:
         rows = torch.tensor([[0, 0, 1 << 32, 3, 0, start, 9], [1 << 32, 0, 1 << 32, 3, 0, start + 9, 9]])
         writer.add_tensor("w", ("w",), torch.int8, shape, Columns(rows[:, :2], rows[:, 2:4], *rows.T[4:]))
         writer.finish()
-        (tmp_path / METADATA).write_bytes(out.getvalue())
+        (tmp_path / METADATA).write_bytes(out.getvalue() + ending(SAVE_ID))
         assert_same(read_stored(tmp_path), FileSystemReader(tmp_path).read_metadata())
         assert read_stored(tmp_path).tensors["w"].chunks[1] == (((1 << 32, 0), (1 << 32, 3)), "a", start + 9, 9)
 
@@ -411,7 +413,8 @@ class TestMetadata:
                 writer = MetadataWriter(out, [file])
                 writer.add_object("a", ("a",), 0, 0, 1)
                 writer.finish()
-                data = out.getvalue() if keep_index else without_index(out.getvalue())
+                data = out.getvalue() + ending(SAVE_ID)
+                data = data if keep_index else without_index(data)
                 (folder / METADATA).write_bytes(data)
                 with pytest.raises(CheckpointError, match="expected one in the checkpoint's folder"):
                     read_stored(folder).objects["a"]

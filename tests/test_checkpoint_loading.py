@@ -20,7 +20,7 @@ import shardrt
 import toys_2d
 from ranks import job, on_ranks
 from shardrt import DTensor, Shard
-from shardrt.checkpoint import CheckpointError, StateDictOptions, get_optimizer_state_dict, load, loading, reading, save
+from shardrt.checkpoint import CheckpointError, StateDictOptions, get_optimizer_state_dict, load, loading, save
 from shardrt.checkpoint.dcp.metadata import read_stored
 from shardrt.checkpoint.dcp.stored_items import read_item
 from shardrt.comm import World
@@ -379,13 +379,13 @@ def counted() -> Iterator[list[float]]:
     """How many bytes each load reads for each byte that it needs, if no dtype changes."""
     found: list[float] = []
 
-    def count(folder: Path, wanted: list[reading.Fetch]) -> int:
-        read = reading.read_all(folder, wanted)
-        found.append(read / sum(fetch.memory.numel() * fetch.memory.element_size() for fetch in wanted))
-        return read
+    def count(text: str, *args: Any) -> None:
+        if text.startswith("loaded"):
+            _, nbytes, needed, _ = args
+            found.append(nbytes / needed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "read_all", count)
+        patch.setattr(loading._log, "debug", count)
         yield found
 
 
@@ -427,19 +427,24 @@ class Square(nn.Module):
 
 @on_ranks(3)
 def test_bytes_that_are_read(world: World, tmp_path: Path) -> None:
-    """At most a twentieth more than what a rank needs, of rows, elements and columns, and of rows from columns."""
+    """At most a twentieth more than what a rank needs; as much again, to verify it, where it reads many short runs."""
     whole = reference(adamw, Square)
     for name, shard in (("rows", shard_blocks), ("columns", by_columns)):
         save(tmp_path / name, state_of(sharded(whole, shard)))
-    two = shardrt.DeviceMesh(world.comm, (3,), ("dp",))
+    mesh = shardrt.DeviceMesh(world.comm, (3,), ("dp",))
+
+    def by_elements(model: nn.Module) -> nn.Module:
+        return shardrt.fully_shard(model, mesh=mesh)
+
     for name in ("rows", "columns"):
-        for shard in (shard_blocks, by_columns, lambda model: model, lambda model: shardrt.fully_shard(model, mesh=two)):
+        for shard in (shard_blocks, by_columns, lambda model: model, by_elements):
             model = shard(Square())
             made = model, adamw(model.parameters())
             with counted() as read:
                 load(tmp_path / name, state_of(made))
             check_same(whole, made)
-            assert 1.0 <= read[0] <= 1.05, name
+            across = (by_columns,) if name == "rows" else (shard_blocks, by_elements)
+            assert 1.0 <= read[0] <= (2.05 if shard in across else 1.05), (name, shard)
 
 
 def flip(folder: Path, tensor: str, element: int) -> str:
@@ -614,7 +619,7 @@ def test_what_ranks_give_that_does_not_fit(world: World, tmp_path: Path) -> None
     """Another folder on each rank; quantised tensors; a file that is cut off."""
     for name in ("1", "2"):
         save(tmp_path / name, {"w": torch.ones(70_000)})
-    with pytest.raises(CheckpointError, match=rf"rank 0 '{tmp_path}/1', rank 1 '{tmp_path}/2'"):
+    with pytest.raises(CheckpointError, match=rf"rank 0 '{tmp_path}/1' .*, rank 1 '{tmp_path}/2' "):
         load(tmp_path / f"{world.rank + 1}", {"w": torch.ones(70_000)})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -624,7 +629,7 @@ def test_what_ranks_give_that_does_not_fit(world: World, tmp_path: Path) -> None
     if world.rank == 0:
         os.truncate(tmp_path / "1" / "__0_0.distcp", 200_000)
     world.comm.exchange(None)
-    with pytest.raises(CheckpointError, match=rf"'{tmp_path}/1/__0_0.distcp' is damaged: expected \d+ bytes"):
+    with pytest.raises(CheckpointError, match=rf"'{tmp_path}/1/__0_0.distcp' ends without the mark of a save.*was cut off"):
         load(tmp_path / "1", {"w": torch.ones(70_000)})
 
 

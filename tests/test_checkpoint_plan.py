@@ -21,13 +21,16 @@ from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.assignment import Agreed
 from shardrt.checkpoint.chunks import boxes_of
 from shardrt.checkpoint.dcp.items import BlockCrcs, item_footer, item_header, without_gaps
-from shardrt.checkpoint.dcp.metadata import METADATA
+from shardrt.checkpoint.dcp.metadata_pickle import ending
+from shardrt.checkpoint.dcp.stored import METADATA
 from shardrt.checkpoint.descriptions import Described, Grid
 from shardrt.checkpoint.plan import Item, SavePlan, make_plan, write_metadata
 from shardrt.checkpoint.state import Entry, entries
 from shardrt.checkpoint.store import bytes_of
 from shardrt.comm import DeviceMesh, World
 from shardrt.tensor.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard, Spec
+
+SAVE_ID = 32 * "0"
 
 
 def counts(total: int, parts: int, draw: random.Random) -> tuple[int, ...]:
@@ -71,12 +74,12 @@ def data_of(item: Item) -> bytes:
 
 def write(world: World, plan: SavePlan, folder: Path) -> None:
     """Write what the plan says, and check that its items fit."""
-    end = 0
+    end = 64
     for item in plan.items:
         assert item.offset % 64 == 0
         assert item.offset >= end
         end = item.offset + item.length
-    assert plan.nbytes == end
+    assert plan.nbytes == (-(-end // 64) * 64 + 64 if plan.items else 0)
     if plan.items:
         with open(folder / plan.file, "wb") as file:
             for item in plan.items:
@@ -85,7 +88,7 @@ def write(world: World, plan: SavePlan, folder: Path) -> None:
                 assert len(data) == item.length
                 file.write(data)
     if world.rank == 0:
-        (folder / METADATA).write_bytes(plan.metadata)
+        (folder / METADATA).write_bytes(plan.metadata + ending(SAVE_ID))
     world.barrier()
 
 
@@ -325,6 +328,7 @@ def test_metadata_of_ranks_that_do_not_exist(tmp_path: Path) -> None:
     kind.append(Described("step", ("step",), None, nbytes=100))
     with open(tmp_path / METADATA, "wb") as out:
         write_metadata(out, Agreed.of_equal(tuple(kind), ranks))
+        out.write(ending(SAVE_ID))
     metadata = pickle.loads((tmp_path / METADATA).read_bytes())
     places = [(info.relative_path, info.offset, info.length) for info in metadata.storage_data.values()]
     validate(tmp_path, [Planned(file, [("", *place)], 0) for file, *place in places])
@@ -333,7 +337,7 @@ def test_metadata_of_ranks_that_do_not_exist(tmp_path: Path) -> None:
         taken.setdefault(file, []).append((start, length))
     for items in taken.values():
         items.sort()
-        assert items[0][0] == 0
+        assert items[0][0] == 64
         for (start, length), (following, _) in itertools.pairwise(items):
             assert following == -(-(start + length) // 64) * 64
     shutil.rmtree(tmp_path)

@@ -148,6 +148,7 @@ def train_with_accelerate(world: World, folder: Path) -> None:
         accelerator.gather_for_metrics(["text"])
     assert accelerator.gather(torch.full((1 + world.rank, 2), world.rank)).tolist() == [[0, 0], [1, 1], [1, 1]]
     resume_with_accelerate(world, folder)
+    resume_a_drawn_order(folder)
 
     class Shuffled(torch.utils.data.RandomSampler):
         """A sampler that draws from torch's random numbers when it is iterated."""
@@ -233,6 +234,25 @@ def resume_with_accelerate(world: World, folder: Path) -> None:
     fresh.project_configuration.iteration = 2
     with pytest.raises(ValueError, match=rf"save_state on rank {world.rank}: '.*checkpoint_2' exists already; call load_state"):
         fresh.save_state()
+
+
+def resume_a_drawn_order(folder: Path) -> None:
+    """Rank 0 alone draws the order of rows: its generator goes on, and the others' stay where they are."""
+    from shardrt.integrations.accelerate import Accelerator
+
+    def weighted() -> tuple[Any, Any]:
+        generator = torch.Generator().manual_seed(3)  # that of rank 0 alone draws
+        sampler = torch.utils.data.WeightedRandomSampler([1.0] * 16, 16, generator=generator)
+        accelerator = Accelerator()
+        return accelerator, accelerator.prepare(torch.utils.data.DataLoader(torch.arange(16), batch_size=4, sampler=sampler))
+
+    accelerator, loader = weighted()
+    before = [batch.tolist() for batch in loader]
+    accelerator.save_state(str(folder / "weighted"))
+    expected = [batch.tolist() for batch in loader]
+    accelerator, loader = weighted()
+    accelerator.load_state(str(folder / "weighted"))
+    assert [batch.tolist() for batch in loader] == expected != before
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

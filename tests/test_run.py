@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import run_program
 import shardrt
-from ranks import on_ranks, rank_environment, settings_of
+from ranks import job, on_ranks, rank_environment, settings_of
 from shardrt import checkpoint, launch
 from shardrt.checkpoint import stop
 from shardrt.checkpoint.random_state import RandomState
@@ -115,22 +116,29 @@ def test_a_second_sigterm_ends_a_job_whose_main_thread_hangs(world: shardrt.Worl
 # ---------------------------------------------------------------------- random numbers
 
 
-def draw() -> tuple[float, float, float]:
-    return random.random(), random.gauss(), torch.rand(()).item()
+def draw() -> tuple[float, float, float, float, float]:
+    return random.random(), random.gauss(), torch.rand(()).item(), numpy.random.random(), numpy.random.standard_normal()
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    torch.manual_seed(number)
+    numpy.random.seed(number)
+    random.gauss()  # the second number of the pair is part of the state
+    numpy.random.standard_normal()
 
 
 @on_ranks(1, 3)
 def test_random_numbers_continue_on_as_many_ranks(world: shardrt.World) -> None:
-    random.seed(world.rank)
-    torch.manual_seed(world.rank)
-    random.gauss()  # the second number of the pair is part of the state
+    seed(world.rank)
     state = RandomState()
     saved = state.state_dict()
-    rows = {name: value.full_tensor() for name, value in saved.items() if name != "first"}
+    rows = {name: saved[name].full_tensor() for name in ("rows", "digests")}
     assert rows["rows"].shape == (world.size, saved["first"].numel())
     assert torch.equal(rows["rows"][0], saved["first"]) or world.rank > 0
     expected = draw()
     torch.manual_seed(7)
+    numpy.random.seed(7)
     state.load_state_dict(saved)
     assert torch.initial_seed() == world.rank  # of which the random regions are made
     assert draw() == expected
@@ -150,16 +158,71 @@ def test_random_numbers_on_another_number_of_ranks(world: shardrt.World) -> None
     other[:, 1] += 1
     expected = draw()
     state = RandomState((3, first.numel()))
-    assert {name: tuple(value.shape) for name, value in state.state_dict().items()} == {
-        "first": (first.numel(),),
-        "digests": (3, 2),
-    }
+    shapes = {name: tuple(value.shape) for name, value in state.state_dict().items() if name != "numpy"}
+    assert shapes == {"first": (first.numel(),), "digests": (3, 2)}
     state.load_state_dict({"first": first, "digests": torch.cat([own, own, own])})
-    assert draw() == expected
+    assert draw()[:3] == expected[:3]
     state.load_state_dict({"first": first, "digests": torch.cat([own, other, own])})
     found = draw()
     assert found[:2] == expected[:2]
     assert len({expected[2], *(each[2] for each in world.comm.exchange(found))}) == 3
+
+
+@on_ranks(2)
+def save_random_numbers(world: shardrt.World, folder: Path) -> None:
+    """A run of a step, where all ranks have the same random numbers, and one where each has its own."""
+    for name, number in (("alike", 5), ("apart", 5 + world.rank)):
+        seed(number)
+        with shardrt.Run(folder / name, {}) as run:
+            list(run.steps(1))
+        (folder / f"{name} {world.rank}").write_text(repr(draw()))
+
+
+@pytest.fixture(scope="module")
+def random_numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("random numbers")
+    job(2).run(__name__, "save_random_numbers", {"folder": folder})
+    return folder
+
+
+@on_ranks(1, 2, 3)
+def test_a_run_goes_on_with_the_numbers_of_numpy(world: shardrt.World, random_numbers: Path) -> None:
+    """On as many ranks, with the same. On others: what was alike stays so, the rest is seeded by rank, the same each time."""
+    for name in ("alike", "apart"):
+        found = []
+        for number in (7, 8):
+            seed(number)
+            with shardrt.Run(random_numbers / name, {}) as run:
+                assert run.done == 1
+                found.append(draw())
+        saved = [(random_numbers / f"{name} {rank}").read_text() for rank in range(2)]
+        if name == "alike" or world.size == 2:
+            assert repr(found[0]) == saved[world.rank if world.size == 2 else 0]
+        else:
+            everyone = world.comm.exchange(found[0])
+            assert all(len({own[index] for own in everyone}) == world.size for index in range(5))
+            assert found[0][3] not in [eval(text)[3] for text in saved]
+        assert found[0] == found[1]
+
+
+@on_ranks(1, 2)
+def test_random_numbers_of_a_checkpoint_without_those_of_numpy(world: shardrt.World, tmp_path: Path) -> None:
+    """As they were saved before: numpy's are left as they are."""
+    folder = Path(world.comm.exchange(str(tmp_path))[0])
+    seed(world.rank)
+    old = {name: value for name, value in RandomState().state_dict().items() if name != "numpy"}
+    mine = draw()[:3]
+    checkpoint.save(folder / "step-00000003", {"random": old, "run": {"step": 3, "random": old}})
+    seed(9)
+    theirs = draw()[3:]
+    for state in ({"random": RandomState()}, {}):
+        seed(9)
+        if state:
+            checkpoint.load(folder / "step-00000003", state)
+        else:
+            with shardrt.Run(folder, {}) as run:
+                assert run.done == 3
+        assert draw() == (*mine, *theirs)
 
 
 # ---------------------------------------------------------------------- in one job

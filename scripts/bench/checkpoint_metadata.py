@@ -11,7 +11,9 @@ import torch
 
 from bench.checkpoint_workers import status_mb
 from shardrt.checkpoint.assignment import Agreed
+from shardrt.checkpoint.dcp.marks import new_save_id
 from shardrt.checkpoint.dcp.metadata import read_stored
+from shardrt.checkpoint.dcp.metadata_pickle import ending
 from shardrt.checkpoint.descriptions import Described, Description, Grid
 from shardrt.checkpoint.plan import write_metadata
 from shardrt.fsdp.layout import ParamSpec
@@ -56,6 +58,7 @@ def simulate(ranks: int, blocks: int, folder: Path) -> Simulated:
     start = time.perf_counter()
     with open(folder / ".metadata", "wb") as file:
         write_metadata(file, Agreed.of_equal(description, ranks))
+        file.write(ending(new_save_id()))
         file.flush()
         os.fsync(file.fileno())
     write_s, grown_mb = time.perf_counter() - start, status_mb("VmHWM") - before

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from .command_line.convert import convert, open_checkpoint, select
 from .command_line.report import description, items_of, verify
+from .dcp.metadata import read_stored
 from .safetensors.format import parse_size
 
 KINDS = ("dcp", "safetensors", "torch")
@@ -80,9 +81,10 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    items = items_of(options.path)
+    stored = read_stored(options.path)
+    items = items_of(stored)
     with _progress(sum(length for _, _, length in items)) as done:
-        report = verify(options.path, items, done)
+        report = verify(stored, items, done)
     for line in report.damaged:
         print(line)
     print(f"{options.path}: {report.summary}")

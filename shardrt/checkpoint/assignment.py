@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -15,6 +15,7 @@ from ..tensor.placement import Sharded
 from .chunks import Boxes, boxes_of
 from .descriptions import Described, Description, Grid
 from .errors import CheckpointError
+from .names import joined
 
 SHARED = 1 << 16  # bytes from which plain tensors are shared out over the ranks that have them
 
@@ -24,19 +25,20 @@ class Agreed:
     """What all ranks have to save: few descriptions, and which of them is each rank's.
 
     kinds: the descriptions, by the first rank that has each.   of_rank: (ranks,) int64, the number of each rank's.
-    key: equal for what has equal metadata.
+    key: equal for what has equal metadata.   own: what each rank has of its own; empty if none has anything.
     """
 
     kinds: tuple[Description, ...]
     of_rank: torch.Tensor
     key: object = None
+    own: tuple[Description, ...] = ()
     _coordinates: dict[Grid, torch.Tensor] = field(default_factory=dict)
     _places: dict[object, list[torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of_equal(cls, description: Description, ranks: int, key: object = None) -> Agreed:
-        """All ranks have the same."""
-        return cls((description,), torch.zeros(ranks, dtype=torch.int64), key)
+    def of_equal(cls, description: Description, ranks: int, key: object = None, own: tuple[Description, ...] = ()) -> Agreed:
+        """All ranks have the same, but for their own."""
+        return cls((description,), torch.zeros(ranks, dtype=torch.int64), key, own)
 
     @property
     def size(self) -> int:
@@ -113,8 +115,8 @@ class Assigned:
 
 
 def order_names(agreed: Agreed) -> list[str]:
-    """All names: those of the first rank in its order, then what others have."""
-    return list(dict.fromkeys(entry.name for kind in agreed.kinds for entry in kind))
+    """All names: those of the first rank in its order, then what others have, then the ranks' own."""
+    return list(dict.fromkeys(entry.name for kind in (*agreed.kinds, *agreed.own) for entry in kind))
 
 
 def assign(agreed: Agreed) -> Iterator[Assigned]:
@@ -139,6 +141,20 @@ def assign(agreed: Agreed) -> Iterator[Assigned]:
             load, chosen = heap[0]
             heapq.heapreplace(heap, (load + nbytes, chosen))
         yield Assigned(entry, copies.of(chosen))
+    yield from _own(agreed, having)
+
+
+def _own(agreed: Agreed, having: Mapping[str, list[tuple[int, Described]]]) -> Iterator[Assigned]:
+    """What ranks have of their own: each writes it."""
+    for rank, entries in enumerate(agreed.own):
+        for entry in entries:
+            if found := having.get(name := joined(entry.path[:-1])):
+                kind, other = found[0]
+                raise CheckpointError(
+                    f"'{name}' is a PerRank on rank {rank}, and {other} on rank {agreed.first_of(kind)}: expected one of them "
+                    "on all ranks"
+                )
+            yield Assigned(entry, (Holders(entry, torch.tensor([[rank]])),))
 
 
 class _Copies(NamedTuple):

@@ -14,6 +14,7 @@ from ..comm import DeviceMesh
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import FlatShard, Partial, Placement, RaggedShard
 from .errors import CheckpointError
+from .per_rank import OF_RANK
 from .state import Entry
 
 
@@ -35,6 +36,7 @@ class Described(NamedTuple):
     dtype: None for an object, which has `nbytes` bytes; `nbytes` is 0 for a tensor.   shape: the global one.
     grid, placements: of a `DTensor`; None and () for a plain tensor, which is whole.
     tied: the name of an earlier entry that is the same tensor in memory; None if there is none.
+    digest: of the bytes of a plain value, which has to be the same on all ranks that have it; None of everything else.
     """
 
     name: str
@@ -45,6 +47,12 @@ class Described(NamedTuple):
     grid: Grid | None = None
     placements: tuple[Placement, ...] = ()
     tied: str | None = None
+    digest: int | None = None
+
+    @property
+    def is_per_rank(self) -> bool:
+        """Whether it is a rank's own value, by a name that no other rank has."""
+        return self.dtype is None and OF_RANK.fullmatch(str(self.path[-1])) is not None
 
     def __str__(self) -> str:
         if self.dtype is None:
@@ -62,9 +70,10 @@ def describe(entries: Iterable[Entry], rank: int) -> Description:
     Raises CheckpointError for a tensor that is not in memory, `Partial`, or not strided.
     """
     found, grids, seen = list[Described](), dict[DeviceMesh, Grid](), dict[object, str]()
-    for name, value, path in entries:
+    for name, value, path, is_shared in entries:
         if isinstance(value, bytes):
-            found.append(Described(name, tuple(path), None, nbytes=len(value)))
+            digest = digest_of(value) if is_shared else None
+            found.append(Described(name, tuple(path), None, nbytes=len(value), digest=digest))
             continue
         _check(name, value, rank)
         grid, placements, local = None, tuple[Placement, ...](), value
@@ -90,6 +99,11 @@ def fingerprint(description: Description) -> int:
         for placement in entry.placements:
             total.update(_bytes_of(placement))
     return int.from_bytes(total.digest(), "little") >> 1
+
+
+def digest_of(data: bytes) -> int:
+    """63 bits of some bytes."""
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 def _check(name: str, value: torch.Tensor, rank: int) -> None:

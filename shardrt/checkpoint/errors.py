@@ -17,11 +17,23 @@ class CheckpointError(RuntimeError):
     """
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not what was written: a checksum differs, a file is cut off, missing, or of another save.
+
+    Another one of the same training may be whole. Errors of the file system, and a state that does not fit, are no damage.
+    """
+
+
 @contextmanager
 def agreed(comm: ControlPlane) -> Iterator[None]:
-    """Whatever a rank raises in the `with` block becomes a CheckpointError on every rank; else as `comm.agree()`."""
+    """Whatever a rank raises in the `with` block becomes a CheckpointError on every rank; else as `comm.agree()`.
+
+    A DamagedCheckpointError remains one.
+    """
     try:
         with comm.agree():
             yield
     except RemoteError as error:
-        raise CheckpointError(f"rank {error.failure.rank} raised {error.failure.error}") from error
+        failed = error.failure.error  # begins with the name of the class
+        kind = DamagedCheckpointError if failed.startswith(f"{DamagedCheckpointError.__name__}:") else CheckpointError
+        raise kind(f"rank {error.failure.rank} raised {failed}") from error

@@ -2,14 +2,17 @@
 
 A save writes beside its target, and only a rename makes it visible:
 
-    step-200.tmp/    `begin` makes it; every rank writes and syncs its own file in it; all ranks agree that they have
-    step-200/        `commit` writes .metadata, syncs the folder, renames it, and syncs the parent
-    step-100.old.tmp/    a folder that is being deleted: `prune` renames it first, so that no half of it is ever taken for whole
-    step-200.aside/  what was step-200 before, on a file system that cannot exchange folders: `latest` gives it until
-                     step-200 is there, and then it is deleted
+    step-200.<machine>-<id>.tmp/   `begin` makes it, for this save alone; every rank writes and syncs its own file in it; all
+                                   ranks agree that they have
+    step-200/                      `commit` writes .metadata, syncs the folder, renames it, and syncs the parent
+    step-100.<random>.old.tmp/     a folder that is being deleted (`removal.py`)
+    step-200.damaged/              one that a run could not load, and did not delete (`run.py`)
+    step-200.<random>.aside/       what was step-200 before, on a file system that cannot exchange folders: `latest` gives it
+                                   until step-200 is there, and then it is deleted
 
 Invariant: a folder with .metadata and a name that does not end in .tmp is complete, and its data has reached the disk.
-Nothing is ever deleted that no checkpoint has: `_delete` knows the names of files, and refuses the rest.
+Nothing is ever deleted that no checkpoint has, nor what a job that lives is writing (`drafts.py`). So several jobs may save in
+one folder: whatever their order, each checkpoint that appears is whole.
 """
 
 from __future__ import annotations
@@ -19,35 +22,33 @@ import errno
 import logging
 import os
 import re
-import shutil
-import stat
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
-from .dcp.metadata import METADATA
+from .dcp.stored import METADATA
+from .drafts import Draft, remove_abandoned
 from .errors import CheckpointError
+from .removal import refuse_foreign, remove, remove_files, warned
 from .store import Bytes, Writer, explained
 
-_OWN_FILES = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
-_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<number>\d+)(\.aside)?")
-_STALE = re.compile(r"(?P<prefix>.*?)\d+(\.aside)?(\.old)?\.tmp")
-_ASIDE = ".aside"
+_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<number>\d+)")
+_LEFT = re.compile(  # of `base`; the last kinds of names are also those that earlier versions gave
+    r"(?P<base>.+?)(\.(?P<machine>[0-9a-f]{8})-[0-9a-f]{32}|\.[0-9a-f]{32}|\.aside)?(?P<kind>\.aside|\.old\.tmp|\.tmp)"
+)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY)
 
 _log = logging.getLogger("shardrt")
-
-
-def beside(target: Path) -> Path:
-    """The folder that a save of `target` is written in."""
-    return target.with_name(f"{target.name}.tmp")
 
 
 def check_target(folder: str | os.PathLike[str], keep: int | None) -> Path:
     """The real path of a folder to save in. Raises ValueError for a name, or a `keep`, that a save cannot have."""
     target = Path(os.path.realpath(folder))
-    if target.name.endswith((".tmp", _ASIDE)) or not target.name:
+    if target.name.endswith((".tmp", ".aside")) or not target.name:
         name = "neither *.tmp nor *.aside"
         raise ValueError(f"a checkpoint cannot be saved as {os.fspath(folder)!r}: expected a folder whose name is {name}")
     with suppress(OSError):  # one of the two is not there
@@ -60,39 +61,31 @@ def check_target(folder: str | os.PathLike[str], keep: int | None) -> Path:
     return target
 
 
-def begin(target: Path) -> None:
-    """Make the folder that a save is written in, and the parents it needs. Rank 0 calls it, before any rank writes.
+def begin(target: Path, folder: Path) -> Draft:
+    """Make the folder that a save of `target` is written in, and the parents it needs. Rank 0 calls it, before any rank writes.
 
     Raises: CheckpointError if `target` is there and has anything that no checkpoint has, since it would be replaced.
     """
     if target.is_dir():
-        _refuse_foreign(target)
+        refuse_foreign(target)
         if target.is_mount():
             raise CheckpointError(f"{str(target)!r} is a mount point, which cannot be renamed: save in a folder inside it")
     elif target.exists():
         raise CheckpointError(f"{str(target)!r} is a file; expected a folder, or nothing")
-    folder = beside(target)
-    _delete(folder)
     missing = [parent for parent in folder.parents if not parent.exists()]
-    with explained("create", folder):
-        folder.mkdir(parents=True)
-        if target.exists():
-            _copy_access(target, folder)
+    if not missing:
+        with warned():
+            _clean(target, with_alike=False)
+    draft = Draft(target, folder)
     for parent in missing:
         sync_folder(parent.parent)
+    return draft
 
 
-def _copy_access(target: Path, folder: Path) -> None:
-    """Let the same users in, as far as this one may say so."""
-    with suppress(PermissionError):
-        shutil.chown(folder, group=target.stat().st_gid)
-    folder.chmod(stat.S_IMODE(target.stat().st_mode) | stat.S_IRWXU)
-
-
-def check_files(target: Path, files: Mapping[str, int]) -> None:
+def check_files(folder: Path, files: Mapping[str, int]) -> None:
     """Raise CheckpointError if rank 0 does not see what the others have written. files: their names and bytes."""
     for name, nbytes in files.items():
-        path = beside(target) / name
+        path = folder / name
         with explained("find", path):
             found = path.stat().st_size
         if found != nbytes:
@@ -102,33 +95,39 @@ def check_files(target: Path, files: Mapping[str, int]) -> None:
             )
 
 
-def commit(target: Path, metadata: Bytes, keep: int | None) -> None:
-    """Make the save of `target` visible, in the place of what was there; then delete old ones. Rank 0 calls it.
+def commit(draft: Draft, files: Mapping[str, int], metadata: Sequence[Bytes], keep: int | None) -> None:
+    """Make a save visible, in the place of what was there; then delete old ones. Rank 0 calls it.
 
-    metadata: the bytes of .metadata.   keep: how many numbered checkpoints of this kind remain; None for all.
+    files: as `check_files` has them.   metadata: the contents of .metadata.   keep: how many numbered checkpoints of this kind
+    remain; None for all.
     """
-    folder = beside(target)
-    with Writer(folder / METADATA) as writer:
-        writer.write(0, [metadata])
+    folder, target = draft.folder, draft.target
+    with Writer(folder / METADATA, new=False) as writer:
+        writer.write(0, metadata)
     sync_folder(folder)
+    check_files(folder, files)
+    # Invariant: another job that takes the folder away renames it, and then this rename fails.
     with explained("rename", folder):
-        if target.exists():
-            exchange(folder, target)
-        else:
-            os.rename(folder, target)
+        _take_place(folder, target)
+    draft.release()
     try:  # from here on the checkpoint is there: what fails is not the save
         sync_folder(target.parent)
-        _sweep(folder)
-        _sweep(_aside(target))
+        if os.path.lexists(folder):  # what was `target` before
+            with warned():
+                remove(folder, target.name)
         if keep is not None:
             prune(target, keep)
-    except CheckpointError as error:
+        _clean(target, with_alike=keep is not None)
+    except (CheckpointError, OSError) as error:
         _log.warning("%s is saved, but: %s", target, error)
 
 
-def abandon(target: Path) -> None:
+def abandon(draft: Draft) -> None:
     """Delete what a failed save has written, as far as that is possible. Rank 0 calls it, when no rank writes any more."""
-    _sweep(beside(target))
+    draft.release()
+    if os.path.lexists(draft.folder):
+        with warned():
+            remove(draft.folder, draft.target.name)
 
 
 def latest(parent: str | os.PathLike[str], prefix: str | None = None) -> Path | None:
@@ -138,41 +137,47 @@ def latest(parent: str | os.PathLike[str], prefix: str | None = None) -> Path | 
     Returns None if there is none, or no such parent. Needs no ranks: it reads the names in the folder as this process sees it.
     What is being written, or was when its job died, is not committed.
     """
+    return next(iter(newest_first(Path(parent), prefix)), None)
+
+
+def newest_first(parent: Path, prefix: str | None) -> list[Path]:
+    """All committed checkpoints among which `latest` chooses, in descending order."""
     try:
-        committed = [folder for folder in _committed(Path(parent)) if prefix in (None, _prefix(folder))]
+        found = _committed(parent)
     except FileNotFoundError:
-        return None
-    return max(committed, key=lambda folder: (_number(folder), folder.name), default=None)
+        return []
+    names = [name for name in found if prefix in (None, _prefix(name))]
+    return [found[name] for name in sorted(names, key=lambda name: (_number(name), name), reverse=True)]
+
+
+def set_aside_damaged(folder: Path) -> Path:
+    """Give a damaged checkpoint a name that `latest` does not find, and that nothing deletes; returns its new path."""
+    left = _LEFT.fullmatch(folder.name)
+    base = folder.name if left is None else left["base"]
+    names = (f"{base}.{number}.damaged" if number else f"{base}.damaged" for number in count())
+    damaged = next(path for name in names if not os.path.lexists(path := folder.with_name(name)))
+    with explained("rename", folder):
+        os.rename(folder, damaged)
+    sync_folder(folder.parent)
+    return damaged
 
 
 def prune(target: Path, keep: int) -> None:
     """Delete all but the `keep` newest committed checkpoints that are named as `target` is, up to the number.
 
     `target`, and those with higher numbers, stay; so do links, and, with a warning, folders with files that no checkpoint has.
-    Folders that other saves of this name left unfinished are deleted.
     """
     with explained("list", target.parent):
-        alike = [folder for folder in _committed(target.parent) if _prefix(folder) == _prefix(target)]
-    newest = max(alike, key=_number, default=target)
-    if _number(newest) > _number(target):
+        found = _committed(target.parent)
+    alike = sorted((name for name in found if _is_alike(name, target)), key=_number, reverse=True)
+    if alike and _number(alike[0]) > _number(target.name):
+        newest = found[alike[0]]
         _log.warning("%s stays the latest checkpoint, not %s: save each training in a folder of its own", newest, target.name)
-    for folder in alike:
-        _sweep(_aside(folder))
-    older = sorted((folder for folder in alike if _number(folder) < _number(target)), key=_number, reverse=True)
-    for folder in older[keep - 1 :]:
-        if not folder.is_symlink():
-            _discard(folder)
-    remove_stale(target)
-
-
-def remove_stale(target: Path) -> None:
-    """Delete the unfinished folders beside `target` that are named as it is, up to the number."""
-    with explained("list", target.parent):
-        names = os.listdir(target.parent)
-    for name in names:
-        match = _STALE.fullmatch(name)
-        if match and match["prefix"] == _prefix(target):
-            _sweep(target.parent / name)
+    older = [name for name in alike if _number(name) < _number(target.name)]
+    for name in older[keep - 1 :]:
+        if not found[name].is_symlink():
+            with warned():
+                remove(found[name], name)
 
 
 def sync_folder(folder: Path) -> None:
@@ -188,83 +193,92 @@ def sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
-def _prefix(folder: Path) -> str | None:
-    match = _NUMBERED.fullmatch(folder.name)
+def _prefix(name: str) -> str | None:
+    match = _NUMBERED.fullmatch(name)
     return None if match is None else match["prefix"]
 
 
-def _number(folder: Path) -> int:
-    match = _NUMBERED.fullmatch(folder.name)
+def _number(name: str) -> int:
+    match = _NUMBERED.fullmatch(name)
     return -1 if match is None else int(match["number"])
 
 
-def _committed(parent: Path) -> list[Path]:
+def _is_alike(name: str, target: Path) -> bool:
+    return _prefix(name) == _prefix(target.name) is not None
+
+
+def _committed(parent: Path) -> dict[str, Path]:
     """The folders in `parent` whose names end in a number, and that have .metadata; one that was set aside if it is alone."""
-    found = {path.name: path for path in parent.iterdir() if _NUMBERED.fullmatch(path.name) and (path / METADATA).is_file()}
-    return [path for name, path in found.items() if not (name.endswith(_ASIDE) and name.removesuffix(_ASIDE) in found)]
+    found = dict[str, list[tuple[bool, float, Path]]]()
+    for path in parent.iterdir():
+        left = _LEFT.fullmatch(path.name)
+        name = path.name if left is None else left["base"]
+        if (left is None or left["kind"] == ".aside") and _NUMBERED.fullmatch(name):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found.setdefault(name, []).append((left is None, (path / METADATA).stat().st_mtime, path))
+    return {name: max(each)[2] for name, each in found.items() if each}
 
 
-def _aside(target: Path) -> Path:
-    return target.with_name(f"{target.name}{_ASIDE}")
+def _clean(target: Path, *, with_alike: bool) -> None:
+    """Delete what killed saves of `target` have left; with_alike: and those of all that are named as it is, up to the number.
+
+    What cannot be deleted stays, with a warning, and so does what another job writes.
+    """
+    with explained("list", target.parent):
+        names = os.listdir(target.parent)
+    for name in names:
+        left = _LEFT.fullmatch(name)
+        if left is not None and (left["base"] == target.name or (with_alike and _is_alike(left["base"], target))):
+            with warned():
+                _remove_left(target.with_name(name), left)
 
 
-def _discard(folder: Path) -> None:
-    """Delete a committed checkpoint; one that cannot be deleted stays as it is, with a warning."""
-    gone = folder.with_name(f"{folder.name}.old.tmp")
-    try:
-        _refuse_foreign(folder)
-        _delete(gone)
-        with explained("delete", folder):
-            os.rename(folder, gone)
-        _delete(gone)
-    except CheckpointError as error:
-        _log.warning("%s", error)
+def _remove_left(folder: Path, left: re.Match[str]) -> None:
+    base, kind = left["base"], left["kind"]
+    if kind == ".aside":
+        # Hazard: not before it was found: another job may set aside what has the name now.
+        if (folder.with_name(base) / METADATA).is_file():
+            remove(folder, base)
+    elif kind == ".old.tmp":
+        remove_files(folder)
+    elif not remove_abandoned(folder, base, left["machine"]):
+        _log.warning("%s stays: another job writes there, or did in the last hour; save each training elsewhere", folder)
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """Raise CheckpointError if the folder has anything that no checkpoint has."""
-    with explained("list", folder):
-        foreign = sorted(name for name in os.listdir(folder) if not _OWN_FILES.fullmatch(name))
-    if foreign:
-        names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
-        raise CheckpointError(
-            f"{str(folder)!r} is neither replaced nor deleted: it has {names}, which no checkpoint has. "
-            "Move that elsewhere, or save in another folder"
-        )
-
-
-def _delete(folder: Path) -> None:
-    """Delete a folder and the files of a checkpoint in it, if it is there."""
-    if not os.path.lexists(folder):
-        return
-    if folder.is_symlink():
-        raise CheckpointError(f"{str(folder)!r} is a link, and is not deleted: move it elsewhere")
-    _refuse_foreign(folder)
-    with explained("delete", folder):
-        for name in os.listdir(folder):
-            os.unlink(folder / name)
-        os.rmdir(folder)
-
-
-def _sweep(folder: Path) -> None:
-    """As `_delete`; what cannot be deleted stays, with a warning."""
-    try:
-        _delete(folder)
-    except CheckpointError as error:
-        _log.warning("%s", error)
+def _take_place(folder: Path, target: Path) -> None:
+    """Give a folder the name of another one, which gets its name if it is there. Raises OSError."""
+    while True:  # while other jobs delete and make the target
+        try:
+            os.rename(folder, target)  # also in the place of an empty folder
+            return
+        except OSError as error:
+            if error.errno not in _OCCUPIED:
+                raise
+        try:
+            exchange(folder, target)
+            return
+        except OSError as error:
+            if error.errno not in (*_OCCUPIED, errno.ENOENT):
+                raise
 
 
 def exchange(folder: Path, target: Path) -> None:
     """Exchange two folders of one parent in one step. Raises OSError.
 
-    Hazard: a file system without this (NFS) gets three renames; killed between them, it has what was there as `_aside` says.
+    Hazard: a file system without this (NFS) gets three renames; killed between them, it has what was there as `.aside`.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.renameat2(_AT_FDCWD, os.fsencode(folder), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE):
         return
     if (code := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         raise OSError(code, os.strerror(code), os.fspath(folder))
-    _delete(_aside(target))
-    os.rename(target, _aside(target))
-    os.rename(folder, target)
-    os.rename(_aside(target), folder)
+    aside = target.with_name(f"{target.name}.{secrets.token_hex(16)}.aside")
+    os.rename(target, aside)
+    try:
+        os.rename(folder, target)
+    except OSError:
+        with suppress(OSError):  # another job has made a new one
+            os.rename(aside, target)
+        raise
+    with suppress(FileNotFoundError):  # another job has deleted it
+        os.rename(aside, folder)

@@ -53,6 +53,7 @@ class ParameterNames:
     """The names of an optimizer's parameters: those of the first module of the state that has all of them.
 
     If no module alone has them, a name begins with the key of its module.
+    prefixes: what names of each module begin with.   of_modules: the names of all parameters of the state.
     """
 
     def __init__(self, key: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
@@ -62,8 +63,11 @@ class ParameterNames:
         """
         self.params: list[torch.Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
         tables = {module_key: _names(module) for module_key, module in modules.items()}
-        whole = next((table for table in tables.values() if all(param in table for param in self.params)), None)
-        self._names = _qualified(tables) if whole is None else whole
+        whole = next((key for key, table in tables.items() if all(param in table for param in self.params)), None)
+        self.prefixes = {key: f"{key}." for key in tables} if whole is None else {whole: ""}
+        self._names = _qualified(tables) if whole is None else tables[whole]
+        every = (*tables.values(), _qualified(tables))
+        self.of_modules = {name for table in every for names in table.values() for name in names}
         self._check(key)
 
     def __getitem__(self, param: torch.Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from operator import setitem
 from typing import Any, NamedTuple
@@ -21,6 +21,9 @@ from .trees import placed
 
 _log = logging.getLogger("shardrt")
 
+_FLAGS = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}  # of any class
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}  # that they add to groups
+
 
 class SavedOptimizer:
     """The entries of an optimizer in a checkpoint, of either form that torch's `get_optimizer_state_dict` writes.
@@ -29,30 +32,63 @@ class SavedOptimizer:
     flat: `state.<parameter>.<key>`, `param_groups.<parameter>.<key>`, each a key of one dict
     """
 
-    def __init__(self, path: Path, names: Iterable[str], contents: Contents) -> None:
+    def __init__(self, path: Path, names: ParameterNames, contents: Contents) -> None:
         """path: of the optimizer.   names: those of its parameters."""
         self.state: dict[str, list[tuple[Path, str]]] = {}  # parameter -> keys below it, and the entry's name
         self.groups: dict[str | int, list[tuple[Path, str]]] = {}  # index of a group, or parameter -> the same
         self.group_of: dict[str, str | int] = {}  # parameter -> key of `groups`
-        known = set(names)
+        self.unknown: list[str] = []  # entries that are of no known parameter
+        renamed = _renamed_parameters(names, contents)
+        known = {*names, *renamed, *_saved_parameters(names, contents)}
         for rest, name in contents.inside(path):
-            has_path = len(contents.stored.paths.get(name, ())) > 1 and len(rest) > 1
-            self._sort(rest if has_path else split_flat(joined(rest), known), name)
+            old = contents.old.get(name)
+            has_path = old is None and len(contents.stored.paths.get(name, ())) > 1 and len(rest) > 1
+            keys = rest if has_path else split_flat(joined(rest), known)
+            is_renamed = old is not None and not old.name.endswith(joined(rest))  # by key_map itself
+            if keys:
+                self._sort(keys, name, {} if is_renamed else renamed)
+            elif len(joined(rest).split(".")) > 1:
+                self.unknown.append(name)
         for index, entries in self.groups.items():
             if isinstance(index, str):
                 self.group_of[index] = index
             for keys, name in entries:
                 if keys[0] == "params":
-                    self.group_of.update(dict.fromkeys(contents.value(name), index))
+                    new = (renamed.get(param, param) for param in contents.value(name))
+                    self.group_of.update(dict.fromkeys((param for param in new if param is not None), index))
 
-    def _sort(self, keys: Path, name: str) -> None:
+    @property
+    def hyperparameters(self) -> set[str]:
+        """The names of those of all groups."""
+        return {str(keys[0]) for entries in self.groups.values() for keys, _ in entries} - {"params"}
+
+    def _sort(self, keys: Path, name: str, renamed: Mapping[str, str | None]) -> None:
         if len(keys) < (2 if keys[:1] == ("state",) else 3):
             return
         kind, of, rest = keys[0], keys[1], keys[2:]
+        param = renamed.get(str(of), of)
+        if param is None:
+            return
         if kind == "state":
-            self.state.setdefault(str(of), []).append((rest, name))
+            self.state.setdefault(str(param), []).append((rest, name))
         elif kind == "param_groups":
-            self.groups.setdefault(of, []).append((rest, name))
+            self.groups.setdefault(param, []).append((rest, name))
+
+
+def _saved_parameters(names: ParameterNames, contents: Contents) -> Iterator[str]:
+    """The names of parameters that the checkpoint has, or the state."""
+    yield from names.of_modules
+    for key, prefix in names.prefixes.items():
+        yield from (prefix + joined(rest) for rest, _ in contents.inside(tuple(key.split("."))))
+
+
+def _renamed_parameters(names: ParameterNames, contents: Contents) -> dict[str, str | None]:
+    """The new names of parameters whose modules' names key_map changes, by the old ones."""
+    return {
+        prefix + old: None if new is None else prefix + new
+        for key, prefix in names.prefixes.items()
+        for old, new in contents.renamed_in(key).items()
+    }
 
 
 def split_flat(flat: str, known: set[str]) -> Path:
@@ -85,29 +121,66 @@ def load_optimizer(optimizer: Optimizer, path: Path, names: ParameterNames, modu
     modules: the names of the state's modules, under one of which the checkpoint may have the parameters.
     """
     saved = SavedOptimizer(path, names, contents)
+    is_other = _is_of_another_class(optimizer, joined(path), saved, contents)
     elementwise = _elementwise(names, saved, contents)
     for index, group in enumerate(optimizer.param_groups):
         loaded = _load_group(group, (*path, "param_groups", index), names, saved, contents)
+        if is_other:
+            loaded = {key: value for key, value in loaded.items() if key in group}
         hyper = {**group, **loaded}
         for param in group["params"]:
             name = next((name for name in names.of(param) if name in saved.state or name in saved.group_of), names[param])
             if name not in saved.state and name not in saved.group_of:
                 contents.missing.append(joined((*path, "state", name)))
-                continue
-            dtypes = (
-                contents.stored.tensors[full].dtype
-                for full in (joined((key, name)) for key in modules)
-                if full in contents.stored.tensors
-            )
-            on_device = bool(hyper.get("capturable") or hyper.get("fused"))
-            target = _Target(param, name, steps_locally(type(optimizer)), on_device, next(dtypes, None))
-            state = _state(target, saved.state.get(name, []), optimizer.state.get(param, {}), elementwise, contents)
-            contents.finish.append(partial(_set_state, optimizer, param, state))
+            elif not is_other:
+                on_device = bool(hyper.get("capturable") or hyper.get("fused"))
+                dtype = _stored_dtype(name, modules, contents)
+                target = _Target(param, name, steps_locally(type(optimizer)), on_device, dtype)
+                state = _state(target, saved.state.get(name, []), optimizer.state.get(param, {}), elementwise, contents)
+                contents.finish.append(partial(_set_state, optimizer, param, state))
         contents.finish.append(partial(group.update, loaded))
+    contents.unexpected += saved.unknown
+    _load_others(optimizer, path, {*names, *names.of_modules}, modules, saved, contents)
+
+
+def _is_of_another_class(optimizer: Optimizer, key: str, saved: SavedOptimizer, contents: Contents) -> bool:
+    """Whether each side has hyperparameters that the other has not. Those of one side only are another version's."""
+    theirs, ours = saved.hyperparameters, {key for group in optimizer.param_groups for key in group}
+    lacking, more = sorted(set(optimizer.defaults) - theirs - _FLAGS), sorted(theirs - ours - _FLAGS - _OF_SCHEDULERS)
+    if not theirs or not (lacking or more):
+        return False
+    has, lacks = (", ".join(f"'{name}'" for name in each) for each in (more, lacking))
+    if has and lacks:
+        contents.other_classes.append(
+            f"optimizer '{key}', a {type(optimizer).__name__}, is of another class than the saved one, which has the "
+            f"hyperparameters {has}, and has not {lacks}"
+        )
+    elif has:
+        contents.warnings.append(
+            f"optimizer '{key}': the checkpoint has the hyperparameters {has}, which it lacks: it gets them"
+        )
+    else:
+        contents.warnings.append(f"optimizer '{key}': the checkpoint lacks its hyperparameters {lacks}: it keeps its own")
+    return bool(has and lacks)
+
+
+def _load_others(
+    optimizer: Optimizer, path: Path, known: set[str], modules: Iterable[str], saved: SavedOptimizer, contents: Contents
+) -> None:
+    """Have state of no parameter loaded. State of a parameter in `known` is left: it is frozen, or another optimizer's."""
     table: dict[Any, Any] = optimizer.state
-    for key in sorted(saved.state.keys() - saved.group_of.keys() - set(names)) if saved.group_of else ():
-        value = contents.tree((*path, "state", key), table.get(key))  # of no parameter
-        contents.finish.append(partial(setitem, table, key, value))
+    for key in sorted(saved.state.keys() - known):
+        full = (*path, "state", key)
+        if key in saved.group_of or any(joined((module, key)) in contents for module in ("", *modules)):
+            contents.unexpected.append(joined(full))
+        else:
+            contents.finish.append(partial(setitem, table, key, contents.tree(full, table.get(key))))
+
+
+def _stored_dtype(name: str, modules: Iterable[str], contents: Contents) -> torch.dtype | None:
+    """That of a parameter, if the checkpoint has it."""
+    tensors = contents.stored.tensors
+    return next((tensors[full].dtype for key in modules if (full := joined((key, name))) in tensors), None)
 
 
 def _set_state(optimizer: Optimizer, param: torch.Tensor, state: dict[str, Any]) -> None:
@@ -119,8 +192,14 @@ def _set_state(optimizer: Optimizer, param: torch.Tensor, state: dict[str, Any])
 def _load_group(
     group: Mapping[str, Any], path: Path, names: ParameterNames, saved: SavedOptimizer, contents: Contents
 ) -> dict[str, Any]:
-    """The saved hyperparameters of a group; none if its parameters come from groups with different ones."""
-    sources = {saved.group_of[name]: None for param in group["params"] for name in names.of(param) if name in saved.group_of}
+    """The saved hyperparameters of a group; none if its parameters come from groups with different ones.
+
+    Parameters that have state, and no group, were those of another rank than the one that wrote the groups.
+    """
+    own = [name for param in group["params"] for name in names.of(param)]
+    sources = {saved.group_of[name]: None for name in own if name in saved.group_of}
+    if not sources and path[-1] in saved.groups and any(name in saved.state for name in own):
+        sources = {path[-1]: None}
     with contents.at_once():
         found = [
             {keys: contents.value(name) for keys, name in saved.groups[source] if keys[0] != "params"} for source in sources

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..tensor.dtensor import DTensor
 from ..tensor.local_optimizers import steps_locally
 from .names import ParameterNames
+from .per_rank import key_of_rank
 
 OF_RANK = re.compile(r"(.*)(@rank\d+of(\d+))")  # a key, and its `rank_suffix`
 
@@ -47,7 +48,7 @@ def optimizer_state(optimizer: Optimizer, names: ParameterNames) -> dict[str, An
 def rank_suffix(param: DTensor) -> str:
     """The end of the keys of state that only this rank of the parameter's ranks can load."""
     mesh = param.spec.shard_mesh
-    return "@rank0of1" if mesh is None else f"@rank{mesh.rank}of{mesh.size()}"
+    return key_of_rank(0, 1) if mesh is None else key_of_rank(mesh.rank, mesh.size())
 
 
 def _saved_form(key: str, value: Any, param: torch.Tensor, *, local: bool) -> tuple[str, Any]:

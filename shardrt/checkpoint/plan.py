@@ -1,14 +1,17 @@
 """Which rank writes what, and where: worked out by every rank for itself, and by rank 0 for all of them.
 
     describe      names, shapes, dtypes and placements of this rank's entries                         no communication
-    compare       of the descriptions' fingerprints: usually all are equal, and that is all           one collective
+    compare       of the descriptions and plain values: usually all are equal, and that is all        one collective
     exchange      else of each differing description once, by the first rank that has it              one more
+    check         of the plain values, if they differ                                                 two more
+    exchange      of what each rank has of its own, if there is any                                   one more
     assign        which copy of each name is written: a copy is a set of ranks that have all of it    no communication
     place         this rank's chunks in its file; on rank 0, everybody's, for the metadata            no communication
 
 Replicas share the work: each tensor is written by the copy that has the fewest bytes to write so far. Plain tensors below 64
 KiB and objects are written by the first rank that has them, tensors of one memory once, parts without elements not at all.
-In a file, chunks of 64 KiB and more come first, then the others, then objects, each at a multiple of 64 bytes.
+In a file, chunks of 64 KiB and more come first, then the others, then objects, each at a multiple of 64 bytes, between two
+marks of the save (`dcp/marks.py`).
 
 Cost: on rank 0, operations on vectors with an element for each rank, for each tensor, and twice beyond two million chunks;
 memory for so many chunks and those of one tensor.
@@ -17,7 +20,7 @@ memory for so many chunks and those of one tensor.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
@@ -27,8 +30,10 @@ from ..comm import Communicator
 from .assignment import Agreed, Assigned, assign, order_names
 from .chunks import Boxes
 from .dcp.items import ALIGNMENT, item_length, item_lengths
+from .dcp.marks import MARK_NBYTES
 from .dcp.metadata_pickle import Columns, MetadataWriter
-from .descriptions import Described, Description, describe, fingerprint
+from .descriptions import Described, Description, describe, digest_of, fingerprint
+from .equal_values import check_values
 from .errors import agreed
 from .parts import Part, parts
 from .state import Entry
@@ -60,7 +65,7 @@ class SavePlan:
 
     @property
     def metadata(self) -> bytes:
-        """The contents of `.metadata`, the same on every rank; for rank 0.
+        """The contents of `.metadata` but for its ending, the same on every rank; for rank 0.
 
         Cost: see above for the first of several equal plans; the next ones find it made.
         """
@@ -76,23 +81,38 @@ def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
     """
     with agreed(comm):
         description = describe(entries, comm.rank)
-    plan = agree(description, comm)
+    plan = agree(description, {each.name: each.value for each in entries if isinstance(each.value, bytes)}, comm)
     items = tuple(_placed({entry.name: entry.value for entry in entries}, _newest.names(plan, comm.rank)))
-    return SavePlan(file_of(comm.rank), items, max((item.offset + item.length for item in items), default=0), plan)
+    end = max((_aligned(item.offset + item.length) + MARK_NBYTES for item in items), default=0)
+    return SavePlan(file_of(comm.rank), items, end, plan)
 
 
-def agree(description: Description, comm: Communicator) -> Agreed:
-    """The descriptions of all ranks. Collective."""
-    mark = fingerprint(description)
-    marks = comm.compare(mark, lambda: mark)
-    if marks is None:
-        return Agreed.of_equal(description, comm.size, (mark, comm.size, [entry.nbytes for entry in description]))
+def agree(description: Description, objects: Mapping[str, bytes], comm: Communicator) -> Agreed:
+    """The descriptions of all ranks. Collective.
+
+    Raises CheckpointError on every rank for a plain value that is not the same on all ranks that have it.
+    """
+    own = tuple(each for each in description if each.is_per_rank)
+    shared = tuple(each for each in description if not each.is_per_rank)
+    digests = {each.name: each.digest for each in shared if each.digest is not None}
+    layout, values = 2 * fingerprint(shared) + bool(own), digest_of(repr(digests).encode())
+    answers = comm.compare(digest_of(repr((layout, values)).encode()), lambda: (layout, values))
+    if answers is None:
+        everyones = tuple(comm.exchange(own)) if own else ()
+        return Agreed.of_equal(shared, comm.size, (layout, comm.size, _sizes((shared,)), everyones), everyones)
+    marks = [mark for mark, _ in answers]
+    if len({other for _, other in answers}) > 1:
+        check_values(digests, objects, comm)
     firsts = {each: rank for rank, each in reversed(list(enumerate(marks)))}
-    given = comm.exchange(description if firsts[mark] == comm.rank else None)
+    given = comm.exchange((shared if firsts[layout] == comm.rank else None, own))
     numbers = {each: number for number, each in enumerate(sorted(firsts, key=firsts.__getitem__))}
-    kinds = tuple(each for each in given if each is not None)
-    key = marks, [entry.nbytes for kind in kinds for entry in kind]
-    return Agreed(kinds, torch.tensor([numbers[each] for each in marks]), key)
+    kinds = tuple(each for each, _ in given if each is not None)
+    everyones = tuple(each for _, each in given)
+    return Agreed(kinds, torch.tensor([numbers[each] for each in marks]), (marks, _sizes(kinds), everyones), everyones)
+
+
+def _sizes(kinds: Iterable[Description]) -> list[int]:
+    return [entry.nbytes for kind in kinds for entry in kind]
 
 
 def file_of(rank: int) -> str:
@@ -101,8 +121,9 @@ def file_of(rank: int) -> str:
 
 
 def write_metadata(out: BinaryIO, agreed: Agreed) -> None:
-    """Write the `.metadata` of what these ranks have. No communication: `agreed` may be of ranks that do not exist.
+    """Write the `.metadata` of what these ranks have, but for its ending.
 
+    No communication: `agreed` may be of ranks that do not exist.
     Raises CheckpointError as `make_plan` does, and for placements whose chunks are not the whole tensor.
     """
     assigned = {each.entry.name: each for each in assign(agreed)}
@@ -132,7 +153,7 @@ def _placed(values: dict[str, torch.Tensor | bytes], names: Iterable[str]) -> It
             continue
         for part in parts(value):
             (large if part.memory.nbytes >= LARGE else small).append((name, part))
-    place = 0
+    place = MARK_NBYTES
     for name, part in large + small:
         length = item_length(part.memory.dtype, part.memory.dim(), part.memory.nbytes)
         yield Item(name, part, place, length)
@@ -164,7 +185,7 @@ class _Newest:
         return self._names
 
     def metadata(self, agreed: Agreed) -> bytes:
-        """The contents of `.metadata`."""
+        """The contents of `.metadata` but for its ending."""
         self._turn_to(agreed)
         if self._metadata is not None:
             return self._metadata
@@ -198,9 +219,9 @@ class _Files:
                 taken = _aligned_all(lengths)
                 large.index_add_(0, rank[is_large], taken[is_large])
                 small.index_add_(0, rank[~is_large], taken[~is_large])
-        self._large = torch.zeros_like(large)
-        self._small = large
-        self._objects = large + small
+        self._large = torch.full_like(large, MARK_NBYTES)
+        self._small = self._large + large
+        self._objects = self._small + small
 
     def place(self, each: Assigned) -> Columns:
         """The chunks of a tensor."""

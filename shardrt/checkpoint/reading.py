@@ -4,7 +4,7 @@
 |---------------------------------------------|-------------------------------------------------------------------------------|
 | small items, one after the other            | all of them with one call into a buffer, copied from there                    |
 | one run of bytes, in the order of the target| in windows of 1 MiB into the target, each verified while it is in the cache   |
-| several runs, each in the target's order    | one call for each, into the target                                            |
+| several runs, each in the target's order    | one call for each, into the target; unverified: see `shares.py`               |
 | another order, dtype or device              | in windows into a buffer, copied from there                                   |
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, product
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,9 +23,9 @@ from ..tensor.placement import Box
 from .dcp.checksums import Checksums, Source
 from .dcp.items import ALIGNMENT, BLOCK
 from .dcp.known_items import known_item
-from .dcp.metadata import StoredChunk, StoredTensor
+from .dcp.stored import Stored, StoredChunk, StoredTensor
 from .dcp.stored_items import ReadBytes, StoredItem, read_item
-from .errors import CheckpointError
+from .errors import DamagedCheckpointError
 from .parts import Part, Runs, intersect, narrowed, parts, runs, tile
 from .store import Reader, bytes_of
 
@@ -35,7 +34,6 @@ _CPU = torch.device("cpu")
 _WINDOW = 1 << 20  # bytes read and verified at a time
 _SCRATCH = 4 << 20  # bytes of the buffer for what cannot be read into its place
 _SMALL = 1 << 16  # items up to this size are read together
-_VERIFIED_RUN = 40 * BLOCK  # bytes of one of several runs from which on they are verified: two blocks are a twentieth of it
 _FEW_CHUNKS = 16
 
 
@@ -43,6 +41,7 @@ class Fetch(NamedTuple):
     """What this rank needs of one chunk.
 
     dtype: the stored one.   memory: of box.sizes, any strides, dtype and device.
+    blocks: first <= block < last are to be verified, and nothing else; then there is no memory.
     """
 
     name: str
@@ -50,11 +49,19 @@ class Fetch(NamedTuple):
     chunk: StoredChunk
     box: Box
     memory: torch.Tensor
+    blocks: tuple[int, int] | None = None
 
     @property
     def is_small(self) -> bool:
         """Whether the item is read whole with others: a small one, or, to have a part of it verified, one of few blocks."""
-        return self.chunk.length <= (_SMALL if self.box == self.chunk.box else 2 * BLOCK)
+        return self.blocks is None and self.chunk.length <= (_SMALL if self.box == self.chunk.box else 2 * BLOCK)
+
+
+class Read(NamedTuple):
+    """What was read.   nbytes: of files.   unverified: the names of tensors of which more than one run of a chunk was read."""
+
+    nbytes: int
+    unverified: set[str]
 
 
 def fetches(name: str, stored: StoredTensor, target: torch.Tensor) -> list[Fetch]:
@@ -72,26 +79,28 @@ def fetches(name: str, stored: StoredTensor, target: torch.Tensor) -> list[Fetch
                 found.append(Fetch(name, stored.dtype, chunk, box, narrowed(part, box)))
                 missing -= prod(box.sizes)
         if missing > 0:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"tensor '{name}': the checkpoint lacks {missing} of the {part.memory.numel()} elements of {part.box}, which "
                 "this rank needs; it was not written to its end, or its .metadata belongs to other files"
             )
         boxes = [fetch.box for fetch in found[first:]]
         if len(boxes) > 1 and not tile(part.box, boxes):
-            raise CheckpointError(f"tensor '{name}': chunks of the checkpoint overlap in {part.box}; its .metadata is damaged")
+            raise DamagedCheckpointError(
+                f"tensor '{name}': chunks of the checkpoint overlap in {part.box}; its .metadata is damaged"
+            )
     return found
 
 
-def read_all(folder: Path, wanted: Iterable[Fetch]) -> int:
-    """Read everything; returns the number of bytes read of files.
+def read_all(stored: Stored, wanted: Iterable[Fetch]) -> Read:
+    """Read everything.
 
-    Raises CheckpointError, which names file and tensor, for what is damaged, cut off or cannot be read.
+    Raises CheckpointError, which names file and tensor, for what is damaged, cut off, of another save, or cannot be read.
     """
     ordered = sorted(wanted, key=lambda fetch: (fetch.chunk.file, fetch.chunk.offset))
-    scratch, total = _Scratch(), 0
+    scratch, total, unverified = _Scratch(), 0, set[str]()
     for file, of_file in groupby(ordered, key=lambda fetch: fetch.chunk.file):
-        with Reader(folder / file) as reader:
-            reading = _FileReading(reader, scratch)
+        with stored.open(file) as reader:
+            reading = _FileReading(reader, scratch, unverified)
             for small, group in groupby(of_file, key=lambda fetch: fetch.is_small):
                 if small:
                     for batch in _batches(group):
@@ -100,7 +109,7 @@ def read_all(folder: Path, wanted: Iterable[Fetch]) -> int:
                     for fetch in group:
                         reading.read(fetch)
             total += reader.nbytes
-    return total
+    return Read(total, unverified)
 
 
 class _Scratch:
@@ -118,10 +127,10 @@ class _Scratch:
 
 
 class _FileReading:
-    """Reads of one file."""
+    """Reads of one file.   unverified: gets the names of tensors."""
 
-    def __init__(self, reader: Reader, scratch: _Scratch) -> None:
-        self._reader, self._scratch = reader, scratch
+    def __init__(self, reader: Reader, scratch: _Scratch, unverified: set[str]) -> None:
+        self._reader, self._scratch, self._unverified = reader, scratch, unverified
 
     def read_small(self, batch: Sequence[Fetch]) -> None:
         """Read small items that lie one after the other."""
@@ -143,10 +152,15 @@ class _FileReading:
         """Read any part of an item."""
         source = self._source(fetch)
         item, memory = source.item, fetch.memory
+        if fetch.blocks is not None:
+            self._verify(source, *fetch.blocks)
+            return
         if any(stride == 0 and size > 1 for stride, size in zip(item.strides, item.sizes, strict=True)):
             self._read_expanded(source, fetch)
             return
         found = runs(fetch.box, fetch.chunk.box, item.strides)
+        if len(found.starts) > 1 and item.crcs_start is not None:
+            self._unverified.add(fetch.name)
         stream = _Stream(source, found)
         if memory.device == _CPU and memory.dtype == item.dtype and _holds_runs(memory, found):
             span, nbytes = _span(memory), found.numel * item.dtype.itemsize
@@ -158,6 +172,17 @@ class _FileReading:
             values = scratch[: block.numel() * item.dtype.itemsize]
             stream.fill(bytes_of(values))
             block.copy_(values.view(item.dtype).view(block.shape))
+
+    def _verify(self, source: Source, first: int, last: int) -> None:
+        """Read blocks of an item, and verify them."""
+        item = source.item
+        start, stop = item.data_start + first * BLOCK, item.data_start + min(last * BLOCK, item.data_nbytes)
+        check = Checksums(source, start, stop)
+        window = bytes_of(self._scratch.of(_CPU))[:_WINDOW]
+        for place in range(start, stop, _WINDOW):
+            view = window[: stop - place]
+            source.read_into(place, view)
+            check.feed(view)
 
     def _read_expanded(self, source: Source, fetch: Fetch) -> None:
         """An item in which several elements have one place."""
@@ -173,7 +198,7 @@ class _FileReading:
         read = read or (lambda at, nbytes: bytes(self._reader.read(chunk.offset + at, nbytes)))
         item = known_item(read, fetch.dtype, chunk.box.sizes, chunk.length) or read_item(read, chunk.length, where)
         if (item.dtype, item.sizes) != (fetch.dtype, tuple(chunk.box.sizes)):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{where}: expected {fetch.dtype} of shape {tuple(chunk.box.sizes)}, by .metadata, found {item.dtype} of "
                 f"{item.sizes}; the files are not of one checkpoint"
             )
@@ -181,14 +206,14 @@ class _FileReading:
 
 
 class _Stream:
-    """The bytes of the runs in an item, one after the other, verified if it is one, or if they are long enough."""
+    """The bytes of the runs in an item, one after the other, verified if it is one."""
 
     def __init__(self, source: Source, found: Runs) -> None:
         self._source = source
         self._itemsize = source.item.dtype.itemsize
         self._run = found.numel * self._itemsize
         self._starts = iter(found.starts)
-        self._verifies = len(found.starts) == 1 or self._run >= _VERIFIED_RUN
+        self._verifies = len(found.starts) == 1
         self._check: Checksums | None = None
         self._place = self._left = 0  # in the item; of the run
 

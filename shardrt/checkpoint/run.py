@@ -4,7 +4,7 @@
         for step in run.steps(1000):
             train(step)
 
-on entry           rank 0 finds the newest committed checkpoint, and all ranks load it
+on entry           rank 0 finds the newest committed checkpoint, and all ranks load it; if it is damaged, the one before
 after each step    1. the ranks agree whether one of them was told to stop: then they save, wait for it, and exit
                    2. they look how the save that is under way does; an error in it is raised on every rank
                    3. if it is time, they begin the next save: training goes on while it is written
@@ -21,15 +21,15 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ..comm import world
 from .dcp.metadata import read_stored
-from .errors import CheckpointError, agreed
-from .folders import latest
+from .errors import CheckpointError, DamagedCheckpointError, agreed
+from .folders import newest_first, set_aside_damaged
 from .loading import load
 from .random_state import RandomState
 from .saving import AsyncSave, async_save, end_previous, save
@@ -48,6 +48,8 @@ class Run:
     folder: of this run's checkpoints, on a file system that all ranks share.
     state: as `save` and `load` take it: its plain values are those at a save, and are replaced at the start. The key "run" is
     taken.   every: steps between two saves.   keep: how many checkpoints remain.
+    on_damage: "older": if the newest checkpoint is damaged, the newest one that is not is loaded, with a warning, and what is
+    damaged is kept as `step-00000200.damaged`; if all are, that is an error. "raise": it is one if the newest is.
     On SIGUSR1 or SIGTERM, to any rank, all ranks stop after the same step, save, and exit with code 75 (EX_TEMPFAIL);
     `scripts/slurm/train.sbatch` then requeues the job. A second signal, a second later or more, does what it did before.
     Collective: every rank makes the same `Run` and runs the same steps.
@@ -55,15 +57,24 @@ class Run:
     every rank, with the reason, if one of them cannot load or save.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], state: dict[str, Any], every: int = 100, keep: int = 3) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        state: dict[str, Any],
+        every: int = 100,
+        keep: int = 3,
+        on_damage: Literal["older", "raise"] = "older",
+    ) -> None:
         if every < 1 or keep < 1:
             raise ValueError(f"Run(every={every}, keep={keep}): expected both to be at least 1")
+        if on_damage not in ("older", "raise"):
+            raise ValueError(f"Run(on_damage={on_damage!r}): expected 'older' or 'raise'")
         if _KEY in state:
             raise ValueError(f"Run: the key {_KEY!r} of the state is taken by the run itself; use another")
         self.folder = Path(os.path.realpath(folder))  # the program may change its working directory
         self.done = 0  # steps
         self._state = state
-        self._every, self._keep = every, keep
+        self._every, self._keep, self._on_damage = every, keep, on_damage
         self._signals = StopSignals(_noted)
         self._comm = world().mesh.communicator("run")
         self._saving: AsyncSave | None = None  # the save under way
@@ -107,9 +118,34 @@ class Run:
     # ------------------------------------------------------------------ loading
 
     def _resume(self) -> None:
-        found = self._newest()
-        if found is None:
-            return
+        found, damaged = self._newest_first(), dict[Path, str]()  # and why
+        for folder in found:
+            try:
+                self._load(folder)
+                break
+            except DamagedCheckpointError as error:
+                if self._on_damage == "raise":
+                    raise
+                damaged[folder] = str(error)
+        if len(damaged) < len(found):
+            self._report_progress()
+            self._set_aside(damaged)
+        elif found:
+            raise DamagedCheckpointError(
+                f"all checkpoints in {str(self.folder)!r} are damaged; to start anew, move them elsewhere. "
+                + "; ".join(f"{folder.name}: {reason}" for folder, reason in damaged.items())
+            )
+
+    def _set_aside(self, damaged: Mapping[Path, str]) -> None:
+        """Rename what could not be loaded, on rank 0, now that an older one is loaded."""
+        for folder, reason in damaged.items() if world().rank == 0 else ():
+            try:
+                where = f"now '{set_aside_damaged(folder)}'"
+            except CheckpointError as error:
+                where = f"left where it is ({error})"
+            _log.warning("'%s' is damaged, and %s; the run goes on from step %d: %s", folder, where, self.done, reason)
+
+    def _load(self, found: Path) -> None:
         with agreed(world().comm):
             rows = read_stored(found).tensors.get(f"{_KEY}.random.rows")
             if rows is None:
@@ -123,21 +159,21 @@ class Run:
         random.load_state_dict(own["random"])
         self.done = self._saved = own["step"]
 
-    def _newest(self) -> Path | None:
-        """The newest committed checkpoint, as rank 0 sees it. Collective."""
+    def _newest_first(self) -> list[Path]:
+        """The committed checkpoints, as rank 0 sees them. Collective."""
         end_previous()  # of a run in this process that ended with an exception
-        self._check_alike("Run", every=self._every, keep=self._keep)
-        comm, found = world().comm, None
+        self._check_alike("Run", every=self._every, keep=self._keep, on_damage=self._on_damage)
+        comm, found = world().comm, list[Path]()
         with agreed(comm):
-            found = latest(self.folder, _PREFIX)
-        everyone = comm.exchange(None if found is None else found.name)
+            found = newest_first(self.folder, _PREFIX)
+        first = comm.exchange([folder.name for folder in found])[0]
         with agreed(comm):
-            if everyone[0] is None and found is not None:
+            if found and not first:
                 where = f"is there on rank {comm.rank}, but not on rank 0"
-                raise CheckpointError(f"{found} {where}: use a folder that all ranks share")
-        return None if everyone[0] is None else self.folder / everyone[0]
+                raise CheckpointError(f"{found[0]} {where}: use a folder that all ranks share")
+        return [self.folder / name for name in first]
 
-    def _check_alike(self, what: str, **arguments: int) -> None:
+    def _check_alike(self, what: str, **arguments: object) -> None:
         """Raise ValueError on every rank if the ranks' arguments differ. Collective."""
         everyone = self._comm.exchange(arguments)
         other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)

@@ -24,6 +24,7 @@ from ..comm.communicator import Communicator
 from ..comm.streams import Stream, current_stream, new_stream, observe
 from .arguments import Folder, folder_and_state
 from .errors import CheckpointError, agreed
+from .inference import outside_inference_mode
 from .plan import Item
 from .sources import Copies, Direct, Source, sources
 from .writing import Prepared, prepare
@@ -123,8 +124,8 @@ def save(*given: Any, keep: int | None = None, **named: Any) -> None:
     a folder with anything else is refused.   keep: delete all but so many of the newest checkpoints beside it that are
     named as it is, up to the number at the end; None deletes nothing. They are deleted when this one is committed.
 
-    Written is `folder.tmp`, which is renamed once the data of every rank has reached the disk: a job that is killed leaves the
-    checkpoint before. Each rank writes what it has, and shares with other ranks what they have too.
+    Written is a folder beside it, of this save alone, which gets its name once the data of every rank has reached the disk: a
+    job that is killed leaves the checkpoint before. Each rank writes what it has, and shares with others what they have too.
     Memory: none but for names and sizes; 64 MiB, pinned, for tensors of a GPU.
     Raises: CheckpointError on every rank, with the reason, if one of them cannot write or refuses its part of the state: what
     was there before is as it was. It also raises the error of a save before that has not been raised yet.
@@ -159,10 +160,11 @@ def async_save(*given: Any, keep: int | None = None, **named: Any) -> AsyncSave:
 def _begin(folder: Folder, state: dict[str, Any], keep: int | None, *, is_copied: bool) -> AsyncSave:
     global _background
     end_previous()
-    prepared, items = prepare(world(), folder, state, keep)
-    if _background is None:
-        _background = _Background()
-    return _background.start(prepared, items, is_copied=is_copied)
+    with outside_inference_mode():
+        prepared, items = prepare(world(), folder, state, keep)
+        if _background is None:
+            _background = _Background()
+        return _background.start(prepared, items, is_copied=is_copied)
 
 
 def end_previous() -> None:

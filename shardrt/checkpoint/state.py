@@ -9,15 +9,14 @@
 | dict, list                              | those of its values, by keys and indices, if it holds tensors or containers    |
 | dict with other keys than strings       | an object, unless there are tensors in it                                      |
 | tensor                                  | itself                                                                         |
-| anything else                           | an object: `torch.save`d, and loaded with `weights_only=True`                  |
+| `PerRank`                               | an object for each rank: `position.@rank3of8`                                  |
+| anything else                           | an object: `objects.py`                                                        |
 
 The names and paths are those that torch.distributed.checkpoint makes of torch's `get_state_dict` (its `_nested_dict.py`).
 """
 
 from __future__ import annotations
 
-import io
-from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,22 +24,28 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..comm import world
 from ..tensor.dtensor import DTensor
 from .errors import CheckpointError
 from .names import ParameterNames, Path, cleaner, joined
+from .objects import encode
 from .optimizers import Whole, optimizer_state
 from .parts import memory_of
-from .trees import flattened, has_inside, has_state
-
-_PLAIN = (bool, int, float, str, type(None))
+from .per_rank import PerRank, key_of_rank
+from .stateful import has_state
+from .trees import flattened, has_inside
 
 
 class Entry(NamedTuple):
-    """One name of a checkpoint: a tensor, or an object that torch.save has made bytes of."""
+    """One name of a checkpoint: a tensor, or an object that torch.save has made bytes of.
+
+    is_shared: it is a plain value, which has to be the same on all ranks that have it.
+    """
 
     name: str
     value: torch.Tensor | bytes
     path: Path
+    is_shared: bool = False
 
 
 def entries(state: Mapping[str, Any]) -> list[Entry]:
@@ -58,10 +63,12 @@ def entries(state: Mapping[str, Any]) -> list[Entry]:
     for path, value in flattened(tree, ()):
         if not path:  # an empty state
             break
+        if isinstance(value, PerRank):
+            path, value = (*path, key_of_rank(world().rank, world().size)), Whole(value.state())
         name = joined(path)
         if name in found:
             raise CheckpointError(f"two values of the state have the name '{name}'; rename one of the keys")
-        found[name] = Entry(name, _stored_form(name, value), path)
+        found[name] = Entry(name, _stored_form(name, value), path, not isinstance(value, (torch.Tensor, Whole)))
     return list(found.values())
 
 
@@ -95,7 +102,10 @@ def _tree(value: Any, path: Path, modules: Mapping[str, nn.Module]) -> Any:
     if isinstance(value, nn.Module):
         return module_state(value)
     if isinstance(value, Optimizer):
-        return optimizer_state(value, ParameterNames(joined(path), value, modules))
+        packed = optimizer_state(value, ParameterNames(joined(path), value, modules))
+        for group in packed["param_groups"]:
+            group["params"] = Whole(group["params"])  # ranks may have parameters of their own
+        return packed
     if has_state(value):
         return value.state_dict()
     if not has_inside(value):
@@ -109,26 +119,4 @@ def _stored_form(name: str, value: Any) -> torch.Tensor | bytes:
     if isinstance(value, torch.Tensor):
         # Cost: detaching a DTensor goes through its dispatch; what writes it takes its local tensor, detached.
         return memory_of(name, value if isinstance(value, DTensor) else value.detach())
-    return _saved(name, value.value if isinstance(value, Whole) else value)
-
-
-def _saved(name: str, value: Any) -> bytes:
-    """The bytes of an object, which load with `weights_only=True`."""
-    try:
-        buffer = io.BytesIO()
-        is_other = isinstance(value, Mapping) and type(value) not in (Counter, OrderedDict)  # such as a defaultdict
-        torch.save(dict(value) if is_other else value, buffer)
-        if not _is_plain(value):
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"'{name}', a {type(value).__name__}, cannot be saved so that it loads without running its code: expected tensors, "
-            f"numbers, strings, and dicts, lists and tuples of them; found {type(error).__name__}: {error}"
-        ) from error
-    return buffer.getvalue()
-
-
-def _is_plain(value: object) -> bool:
-    if type(value) in (tuple, list):
-        return all(map(_is_plain, value))  # type: ignore[call-overload]
-    return type(value) in _PLAIN
+    return encode(name, value.value if isinstance(value, Whole) else value)

@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedCheckpointError
 
 Bytes = bytes | bytearray | memoryview
 
@@ -145,7 +145,7 @@ class Reader:
         self.nbytes += done
         wanted = sum(len(buffer) for buffer in buffers)
         if done < wanted:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{os.fspath(self.path)!r} is damaged: expected {wanted} bytes at {offset}, found {done} before its end. "
                 "Load an older checkpoint"
             )

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
 
 import torch
 
 from .names import Path
-
-
-class Stateful(Protocol):
-    """What has a state that it can give and take."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
-
-
-def has_state(value: object) -> TypeGuard[Stateful]:
-    """Whether a value has both methods of a state; a class has none of its own."""
-    return not isinstance(value, type) and all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict"))
+from .per_rank import PerRank
+from .stateful import has_state
 
 
 def has_inside(value: object) -> bool:
-    """Whether the items of a value have names of their own: of a dict, of a list with tensors, dicts or values with state.
+    """Whether the items of a value have names of their own: of a dict, of a list that has tensors, dicts and the like in it.
 
-    A dict with keys that are no strings is one object, which keeps them, unless there are tensors or values with state in it.
+    A dict with keys that are no strings is one object, which keeps them, unless there are tensors in it, or values with
+    state or `PerRank`.
     """
     if isinstance(value, list):
-        return any(isinstance(item, torch.Tensor) or has_state(item) or has_inside(item) for item in value)
+        return any(_has_name(item) or has_inside(item) for item in value)
     return isinstance(value, Mapping) and (all(isinstance(key, str) for key in value) or _has_tensors(value))
 
 
 def _has_tensors(value: object) -> bool:
     if isinstance(value, (Mapping, list, tuple)):
         return any(map(_has_tensors, value.values() if isinstance(value, Mapping) else value))
-    return isinstance(value, torch.Tensor) or has_state(value)
+    return _has_name(value)
+
+
+def _has_name(value: object) -> bool:
+    return isinstance(value, (torch.Tensor, PerRank)) or has_state(value)
 
 
 def flattened(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -66,6 +60,27 @@ def placed(tree: Any, path: Path, value: Any, like: Any) -> Any:
     key = key_of(like, step)
     named[key] = placed(named.get(key), rest, value, like.get(key) if isinstance(like, Mapping) else None)
     return named
+
+
+def fills(value: Any, loaded: Any) -> bool:
+    """Whether a container can take what was loaded, so that whoever holds it sees that: another list, dict, set or array."""
+    if value is loaded:
+        return False
+    if isinstance(value, (list, set)):
+        return isinstance(loaded, type(value))
+    if isinstance(value, MutableMapping):
+        return isinstance(loaded, Mapping)
+    alike = isinstance(loaded, type(value)) and hasattr(value, "__array_interface__")
+    return alike and (value.shape, value.dtype) == (loaded.shape, loaded.dtype) and value.flags.writeable
+
+
+def fill(value: Any, loaded: Any) -> None:
+    """Put what was loaded into a container that it fills."""
+    if isinstance(value, (set, MutableMapping)):
+        value.clear()
+        value.update(loaded)
+    else:
+        value[slice(None) if isinstance(value, list) else ...] = loaded
 
 
 def key_of(tree: Any, step: str) -> Any:

@@ -19,6 +19,9 @@ from typing import Any
 from ..comm.bootstrap import World
 from . import folders
 from .dcp.items import BlockCrcs, item_footer, item_header
+from .dcp.marks import MARK_NBYTES, Mark, new_save_id
+from .dcp.metadata_pickle import ending
+from .drafts import Draft, folder_of, this_machine
 from .errors import CheckpointError, agreed
 from .plan import Item, SavePlan, file_of, make_plan
 from .sources import Source
@@ -32,36 +35,41 @@ _PIECE = 4 << 20  # bytes that are checked and written at a time: what the cache
 class Prepared:
     """A save that all ranks have agreed on, and whose folder is there.
 
-    plan: without its items, which hold the tensors.   sizes: of the ranks' files.
+    target: where it will be.   folder: where it is written.   draft: that folder, on rank 0.
+    plan: without its items, which hold the tensors.   sizes: of the ranks' files.   save_id: the same on every rank.
     """
 
     world: World
     target: Path
+    folder: Path
+    draft: Draft | None
     keep: int | None
     plan: SavePlan
     sizes: tuple[int, ...]
+    save_id: str
 
     def write(self, items: Iterable[Source]) -> None:
         """Write this rank's file. Returns when its bytes, and its name, have reached the disk."""
         if not self.plan.nbytes:
             return
-        folder = folders.beside(self.target)
-        with Writer(folder / self.plan.file) as writer:
+        mark = Mark(self.save_id, self.plan.file).encode()
+        with Writer(self.folder / self.plan.file) as writer:
+            writer.write(0, [mark])
             for item in items:
                 _write_item(writer, item)
-        folders.sync_folder(folder)
+            writer.write(self.plan.nbytes - MARK_NBYTES, [mark])
+        folders.sync_folder(self.folder)
 
     def commit(self) -> None:
         """Make the save visible, on rank 0; nothing on the others."""
-        if self.world.rank == 0:
+        if self.draft is not None:
             files = {file_of(rank): nbytes for rank, nbytes in enumerate(self.sizes) if nbytes}
-            folders.check_files(self.target, files)
-            folders.commit(self.target, self.plan.metadata, self.keep)
+            folders.commit(self.draft, files, [self.plan.metadata, ending(self.save_id)], self.keep)
 
     def abandon(self) -> None:
         """Delete what was written, on rank 0, once no rank writes any more."""
-        if self.world.rank == 0:
-            folders.abandon(self.target)
+        if self.draft is not None:
+            folders.abandon(self.draft)
 
 
 def prepare(
@@ -76,17 +84,20 @@ def prepare(
         target = folders.check_target(folder, keep)
         found = entries(state)
     plan = make_plan(found, world.comm)
-    answers = world.comm.exchange((os.path.abspath(folder), keep, plan.nbytes))
+    answers = world.comm.exchange((os.path.abspath(folder), keep, plan.nbytes, new_save_id(), this_machine()))
     for rank, answer in enumerate(answers):
         if answer[:2] != answers[0][:2]:
             raise CheckpointError(
                 f"the ranks save in different folders: rank 0 in {answers[0][0]!r} with keep={answers[0][1]}, rank {rank} in "
                 f"{answer[0]!r} with keep={answer[1]}. Give all ranks the same, on a file system that they share"
             )
+    *_, save_id, machine = answers[0]
+    written_in, draft = folder_of(target, machine, save_id), None
     with agreed(world.comm):
         if world.rank == 0:
-            folders.begin(target)
-    return Prepared(world, target, keep, replace(plan, items=()), tuple(nbytes for _, _, nbytes in answers)), plan.items
+            draft = folders.begin(target, written_in)
+    sizes = tuple(answer[2] for answer in answers)
+    return Prepared(world, target, written_in, draft, keep, replace(plan, items=()), sizes, save_id), plan.items
 
 
 def _write_item(writer: Writer, item: Source) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Save what was prepared, and what was registered for checkpointing, with `shardrt.checkpoint.save`. Collective.
 
-        That is models, optimizers, schedulers, the loss scale, random numbers (but numpy's), and where data loaders are.
+        That is models, optimizers, schedulers, the loss scale, random numbers, and where data loaders are.
         output_dir: a folder that all ranks share. With `ProjectConfiguration(automatic_checkpoint_naming=True)` it is the next
         one of the project's, of which `total_limit` are kept.   safe_serialization: has no effect.   Returns: the folder.
         Raises ValueError for a next one that exists, for other options and for hooks of `register_save_state_pre_hook`;
@@ -242,7 +243,10 @@ class _Step:
 
 
 class _Position:
-    """The epoch of a prepared data loader and the seed of its order, for a checkpoint."""
+    """The epoch of a prepared data loader and the seed of its order, for a checkpoint.
+
+    Where rank 0 alone draws, the generators of the other ranks stay behind.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._loader, self._sampler = loader, _sampler_of(loader)
@@ -250,10 +254,11 @@ class _Position:
     def state_dict(self) -> dict[str, Any]:
         generator = getattr(self._sampler, "generator", None)
         seed = getattr(self._sampler, "initial_seed", None)
+        drawn = generator.get_state().tolist() if isinstance(generator, torch.Generator) else None
         return {
             "epoch": getattr(self._loader, "iteration", 0),
             "seed": seed if isinstance(seed, int) else None,
-            "generator": generator.get_state().tolist() if isinstance(generator, torch.Generator) else None,
+            "generator": checkpoint.PerRank(drawn, itemgetter(0)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -261,10 +266,9 @@ class _Position:
             self._loader.iteration = state["epoch"]
         if state["seed"] is not None and hasattr(self._sampler, "initial_seed"):
             self._sampler.initial_seed = state["seed"]
-        if state["generator"] is not None and isinstance(
-            generator := getattr(self._sampler, "generator", None), torch.Generator
-        ):
-            generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+        drawn, generator = state["generator"].value, getattr(self._sampler, "generator", None)
+        if drawn is not None and isinstance(generator, torch.Generator):
+            generator.set_state(torch.tensor(drawn, dtype=torch.uint8))
 
 
 # ---------------------------------------------------------------------- data

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dcp.metadata import METADATA
+from ..dcp.stored import METADATA
 from ..errors import CheckpointError
 from ..folders import sync_folder
 from ..names import Path as Keys
+from ..objects import without_numpy
 from ..safetensors.format import DTYPE_NAMES, INDEX_NAME, SINGLE_NAME, TensorInfo, encode_header, encode_index, split_into_files
 from ..store import Writer, bytes_of, explained
 from ..trees import placed
@@ -111,7 +112,7 @@ def convert(
 def _write_torch(source: Checkpoint, selected: Sequence[Selected], path: Path, done: Progress) -> None:
     def leaf(each: Selected) -> Any:
         if each.name not in source.tensors:
-            return source.object(each.name)
+            return without_numpy(source.object(each.name))
         found = source.tensor(each.name)
         done(found.nbytes)
         return found

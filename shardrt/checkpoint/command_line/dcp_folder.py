@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from collections.abc import Sequence
@@ -13,10 +12,13 @@ import torch
 
 from ..contents import Contents
 from ..dcp.items import ALIGNMENT, BlockCrcs, item_footer, item_header
-from ..dcp.metadata import METADATA, read_stored
-from ..dcp.metadata_pickle import SAVE_ID, Columns, MetadataWriter
+from ..dcp.marks import MARK_NBYTES, Mark, new_save_id, own_id
+from ..dcp.metadata import read_stored
+from ..dcp.metadata_pickle import SAVED_BY, Columns, MetadataWriter, ending
+from ..dcp.stored import METADATA
 from ..folders import sync_folder
 from ..names import Path as Keys
+from ..objects import encode
 from ..reading import fetches, read_all
 from ..safetensors.format import TensorInfo
 from ..store import Bytes, Writer, bytes_of, explained
@@ -33,7 +35,8 @@ class DcpCheckpoint(Checkpoint):
         self.folder = folder
         self._stored = read_stored(folder)
         self._contents = Contents(folder, self._stored)
-        self.kind = "dcp, written by shardrt" if self._stored.save_id == SAVE_ID else "dcp"
+        self.kind = "dcp, written by shardrt" if (self._stored.save_id or "").startswith(SAVED_BY) else "dcp"
+        self.save_id = own_id(self._stored.save_id)
         self.tensors = {
             name: TensorInfo(tensor.dtype, torch.Size(tensor.shape)) for name, tensor in self._stored.tensors.items()
         }
@@ -51,7 +54,7 @@ class DcpCheckpoint(Checkpoint):
     def tensor(self, name: str) -> torch.Tensor:
         stored = self._stored.tensors[name]
         found = torch.empty(stored.shape, dtype=stored.dtype)
-        read_all(self.folder, fetches(name, stored, found))
+        read_all(self._stored, fetches(name, stored, found))
         return found
 
     def object(self, name: str) -> Any:
@@ -77,7 +80,10 @@ class DcpWriter:
         self._folder = folder
         self._writer = Writer(folder / FILE)
         self._items: list[_Stored] = []
-        self._end = 0
+        self._save_id = new_save_id()
+        self._mark = Mark(self._save_id, FILE).encode()
+        self._writer.write(0, [self._mark])
+        self._end = MARK_NBYTES
 
     def tensor(self, name: str, keys: Keys, value: torch.Tensor) -> None:
         """value: contiguous, on the CPU."""
@@ -93,12 +99,11 @@ class DcpWriter:
 
     def object(self, name: str, keys: Keys, value: Any) -> None:
         """value: what torch.load(weights_only=True) has read."""
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        self._add(name, keys, None, [buffer.getvalue()])
+        self._add(name, keys, None, [encode(name, value)])
 
     def finish(self) -> None:
         """Write .metadata; returns when everything has reached the disk."""
+        self._writer.write(self._end, [self._mark])
         self._writer.close()
         with explained("write", self._folder / METADATA), open(self._folder / METADATA, "wb") as file:
             out = MetadataWriter(file, [FILE])
@@ -108,6 +113,7 @@ class DcpWriter:
                 else:
                     out.add_tensor(name, keys, info.dtype, info.shape, _one_chunk(info.shape, start, length))
             out.finish()
+            file.write(ending(self._save_id))
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self._folder)

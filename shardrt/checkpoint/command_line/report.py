@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from ..dcp.metadata import read_stored
+from ..dcp.stored import Stored
 from ..dcp.stored_items import read_item
+from ..equal_values import as_ranges
 from ..errors import CheckpointError
 from ..reading import fetches
 from ..store import Reader
@@ -55,6 +56,8 @@ def _sums(path: Path, checkpoint: Checkpoint, ranks: Mapping[str, Iterable[int]]
         by_dtype[info.dtype] = by_dtype.get(info.dtype, 0) + info.nbytes
     each = ", ".join(f"{str(dtype).removeprefix('torch.')} {nbytes:,}" for dtype, nbytes in by_dtype.items())
     yield f"{sum(by_dtype.values()):,} bytes{f' ({each})' if each else ''}; {len(checkpoint.objects):,} objects"
+    if isinstance(checkpoint, DcpCheckpoint) and checkpoint.save_id is not None:
+        yield f"save {checkpoint.save_id}"
     if ranks:
         yield f"written by ranks {as_ranges(rank for some in ranks.values() for rank in some)}"
     if (step := step_of(checkpoint)) is not None:
@@ -68,14 +71,6 @@ def step_of(checkpoint: Checkpoint) -> int | None:
     steps = (name for name, info in checkpoint.tensors.items() if name.endswith(".step") and not info.shape)
     name = next(steps, None)
     return None if name is None else int(checkpoint.tensor(name))
-
-
-def as_ranges(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"."""
-    runs = [
-        [number for _, number in run] for _, run in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])
-    ]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 # ---------------------------------------------------------------------- verify
@@ -100,7 +95,7 @@ class Report:
         return f"{found}{without}; {self.nbytes:,} bytes read"
 
 
-def verify(folder: Path, items: Mapping[Place, Item], done: Callable[[int], object]) -> Report:
+def verify(stored: Stored, items: Mapping[Place, Item], done: Callable[[int], object]) -> Report:
     """Read these items of a DCP checkpoint, and compare the checksums of each.
 
     done: is told how many bytes were read.
@@ -108,12 +103,12 @@ def verify(folder: Path, items: Mapping[Place, Item], done: Callable[[int], obje
     report = Report(items=len(items))
     for file, places in groupby(sorted(items), lambda place: place[0]):
         try:
-            with Reader(folder / file) as reader:
+            with stored.open(file) as reader:
                 for place in places:
                     _verify_item(reader, place, items[place], report)
                     done(place[2])
                 report.nbytes += reader.nbytes
-        except CheckpointError as error:  # the file cannot be opened
+        except CheckpointError as error:  # the file cannot be opened, or is of another save
             report.damaged += [f"{items[place].label}: {error}" for place in items if place[0] == file]
     return report
 
@@ -134,12 +129,9 @@ class Item:
         return f"{'object' if self.dtype is None else 'tensor'} '{', '.join(self.names)}'"
 
 
-def items_of(folder: Path) -> dict[Place, Item]:
-    """Everything that a DCP checkpoint has, by its place.
-
-    Raises CheckpointError if `.metadata` cannot be read, or if its chunks do not make up the tensors.
-    """
-    stored, found = read_stored(folder), dict[Place, Item]()
+def items_of(stored: Stored) -> dict[Place, Item]:
+    """Everything that a DCP checkpoint has, by its place. Raises CheckpointError if its chunks do not make up the tensors."""
+    found = dict[Place, Item]()
     for name, tensor in stored.tensors.items():
         fetches(name, tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         for chunk in tensor.chunks:

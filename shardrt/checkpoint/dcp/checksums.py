@@ -6,7 +6,7 @@ import zlib
 from array import array
 from dataclasses import dataclass
 
-from ..errors import CheckpointError
+from ..errors import DamagedCheckpointError
 from ..store import Reader
 from .items import BLOCK
 from .stored_items import StoredItem
@@ -104,7 +104,7 @@ class Checksums:
         if crc == expected:
             return
         item, start = self._source.item, index * self._block
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{self._source.where} is damaged: the checksum of {min(self._block, item.data_nbytes - start)} bytes at "
             f"{self._source.position + item.data_start + start} is {crc:08x}, expected {expected:08x}; load an older "
             "checkpoint"

@@ -5,11 +5,13 @@ The pickle is written in one pass, a tensor at a time, whatever the number of ra
     Metadata   state_dict_metadata   {name: TensorStorageMetadata(properties, size, chunks) or BytesStorageMetadata()}
                planner_data          {name: path of keys in the user's state}
                storage_data          {MetadataIndex(name, offsets): _StorageInfo(file, offset, length)}
-               storage_meta          StorageMeta with our mark as `save_id`
                shardrt_index         bytes that torch ignores: where in this file each tensor's chunks are
+               storage_meta          StorageMeta, whose `save_id` says that we wrote it, and has the id of the save
 
 Chunks are rows of equal length (`rows.py`): one that builds a `ChunkStorageMetadata`, and one for its entry in `storage_data`.
 With the index, a reader takes the rows of a tensor without unpickling anything; each set of rows has a CRC-32.
+
+The last of these is the `ending`, and all that differs in another save of the same tensors.
 
 Cost: for 100,000 ranks and 1,000 tensors, which have 10 million chunks, 1.3 GB in less than a minute; memory for one tensor.
 """
@@ -28,11 +30,11 @@ import torch
 
 from .rows import Template
 
-SAVE_ID = "shardrt-1"
+SAVED_BY = "shardrt-"  # with which our `save_id` begins; the id of the save follows, in older versions "1"
 INDEX_KEY = "shardrt_index"
 TRAILER = struct.Struct("<QI8s")  # of the index: its bytes, their CRC-32, and
 MAGIC = b"shardrt1"
-LAST_OPCODES = b"ub."  # after the index
+LAST_OPCODES = b"ub."  # in older versions, after the index
 
 FIRST_PLACE = 256  # memo places: constants are below it, then come the files and the names
 Path = Sequence[str | int]  # the keys that lead to a value in the user's state
@@ -90,6 +92,7 @@ def _templates(dims: int, is_wide: bool) -> tuple[Template, Template]:
 
 class MetadataWriter:
     """Writes a `.metadata` into `out`, opened for writing in binary: `add_tensor` or `add_object` for each name, then `finish`.
+    The caller writes the `ending`.
 
     files: the names of the checkpoint's files; columns refer to them by number.
     """
@@ -134,27 +137,14 @@ class MetadataWriter:
         self._index.append((name, tuple(path), None, file, start, length))
 
     def finish(self) -> None:
-        """Write what refers to all names, and the index. The caller flushes the file."""
-        meta = (
-            _get(_STORAGE_META)
-            + b")\x81}("
-            + b"".join(
-                _text(key) + value
-                for key, value in (
-                    ("checkpoint_id", b"N"),
-                    ("save_id", _text(SAVE_ID)),
-                    ("load_id", b"N"),
-                    ("modules", b"]"),
-                )
-            )
-        )
+        """Write what refers to all names, and the index."""
         self._write(_global(_CLASSES, "Metadata") + b")\x81}(")
         self._write(_text("state_dict_metadata") + _get(_METADATA) + _text("planner_data") + _get(_PLANNER))
-        self._write(_text("storage_data") + _get(_STORAGE) + _text("storage_meta") + meta + b"ub")
+        self._write(_text("storage_data") + _get(_STORAGE))
         self._write(_text("version") + _text("1.0.0") + _text(INDEX_KEY))
         index = pickle.dumps((self._files, self._index), protocol=4)
         index += TRAILER.pack(len(index), zlib.crc32(index), MAGIC)
-        self._write(b"\x8e" + struct.pack("<Q", len(index)) + index + LAST_OPCODES)
+        self._write(b"\x8e" + struct.pack("<Q", len(index)) + index)
 
     def _add_name(self, name: str, path: Path) -> int:
         """Memoise the name, and write its path. The memo place."""
@@ -185,6 +175,17 @@ class MetadataWriter:
         self._out.write(data)
         self._place += len(data)
         return start
+
+
+def ending(save_id: str) -> bytes:
+    """The end of a `.metadata`, after the index.   save_id: 32 hexadecimal digits."""
+    return _BEFORE_ID + save_id.encode() + _AFTER_ID
+
+
+def save_id_of(data: bytes) -> str | None:
+    """The id of the save in the last ENDING_NBYTES bytes of a `.metadata`; None if they are not an `ending`."""
+    save_id = data[len(_BEFORE_ID) : -len(_AFTER_ID)].decode("ascii", "replace")
+    return save_id if data == ending(save_id) else None
 
 
 # ---------------------------------------------------------------------- opcodes
@@ -277,3 +278,8 @@ _CONSTANTS = (
 # Where the constants are in the memo; the last three are the dicts of `Metadata`.
 (_CHUNK, _OFFSETS, _SIZES, _TORCH_SIZE, _INDEX, _FQN, _OFFSET, _INFO, _RELATIVE_PATH, _LENGTH, _TENSOR, _PROPERTIES) = range(12)
 (_SIZE, _CHUNKS, _BYTES, _LAYOUT, _MEMORY_FORMAT, _STORAGE_META, _METADATA, _STORAGE, _PLANNER) = range(12, 21)
+
+_BEFORE_ID = _text("storage_meta") + _get(_STORAGE_META) + b")\x81}(" + _text("checkpoint_id") + b"N" + _text("save_id")
+_BEFORE_ID += _text(SAVED_BY + 32 * "0")[:-32]
+_AFTER_ID = _text("load_id") + b"N" + _text("modules") + b"]" + b"ub" + LAST_OPCODES
+ENDING_NBYTES = len(ending(32 * "0"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError
 
 # Not by getattr, which imports modules of torch that are not loaded yet.
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -42,7 +42,7 @@ def restricted_load(data: bytes, find: FindGlobal, where: str, persistent: Calla
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{where}: not a pickle that can be read ({type(error).__name__}: {error}); the file is damaged or cut off, or of "
             "another format"
         ) from error
@@ -57,14 +57,14 @@ class _Unpickler(pickle.Unpickler):
         try:
             return self._find(module, name)
         except KeyError:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self._where}: its pickle refers to {module}.{name}, which no checkpoint needs, and "
                 "could run code of the file's author; refused, do not trust this file"
             ) from None
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
-            raise CheckpointError(f"{self._where}: its pickle refers to a persistent object {pid!r}; expected none")
+            raise DamagedCheckpointError(f"{self._where}: its pickle refers to a persistent object {pid!r}; expected none")
         return self._persistent(pid)
 
 
@@ -98,7 +98,9 @@ def _after(data: bytes, place: int, where: str) -> int:
             raise ValueError(f"memo place {number} of a pickle of {len(data)} bytes")
         return stop
     if code in _EXTENSIONS:
-        raise CheckpointError(f"{where}: its pickle refers to copyreg's extension registry, which no checkpoint needs; refused")
+        raise DamagedCheckpointError(
+            f"{where}: its pickle refers to copyreg's extension registry, which no checkpoint needs; refused"
+        )
     if code == ord("."):
         return len(data)
     return data.index(b"\n", place) + 1

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError
 from .items import BLOCK_CRCS, CENTRAL, END, END64, IN_EXTRA, LEGACY_STORAGES, LOCAL, LOCATOR
 from .pickles import DTYPES, restricted_load
 
@@ -128,7 +128,7 @@ class _Source:
         self._last = self._first if length <= _EDGE else self._checked(self._last_start, length - self._last_start)
 
     def error(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: {message}")
+        return DamagedCheckpointError(f"{self._where}: {message}")
 
     def span(self, offset: int, size: int) -> bytes:
         if offset < 0 or size < 0 or offset + size > self.length:
@@ -147,7 +147,9 @@ class _Source:
             raise self.error(f"no record where the archive's directory has '{name}'; the file is damaged")
         if (record.flags | flags) & 1 or record.method or method:
             kind = "encrypted" if (record.flags | flags) & 1 else "compressed"
-            raise self.error(f"record '{name}' is {kind}; expected one that is stored as it is: save with plain torch.save")
+            raise CheckpointError(
+                f"{self._where}: record '{name}' is {kind}; expected one that is stored as it is: save with plain torch.save"
+            )
         start = record.offset + LOCAL.size + name_length + extra_length
         if start + record.nbytes > self.length:
             raise self.error(f"record '{name}' of {record.nbytes} bytes ends behind the item; the file is damaged or cut off")

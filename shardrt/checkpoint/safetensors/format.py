@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_NBYTES = 100_000_000
@@ -184,7 +184,7 @@ def check_metadata(metadata: Any, where: str) -> None:
 
 
 def _bad(file: Path, found: str) -> CheckpointError:
-    return CheckpointError(f"'{file}' is no safetensors file: {found}; it was cut off or changed: get it again")
+    return DamagedCheckpointError(f"'{file}' is no safetensors file: {found}; it was cut off or changed: get it again")
 
 
 def _parse_json(file: Path, text: bytes) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +17,10 @@ from ..errors import CheckpointError, agreed
 from ..materialise import materialise
 from ..names import LoadedKeys
 from ..parts import Part, memory_of, parts
+from ..renaming import KeyMap, new_names, renamer
 from ..store import Reader, bytes_of
 from .format import Array, read_arrays
 from .model import Named, Scratch, byte_runs, lies_as_stored, named_tensors, pieces, take_back
-
-KeyMap = Callable[[str], str | None] | Mapping[str, str | None] | Sequence[tuple[str, str]]
 
 
 class _Match(NamedTuple):
@@ -48,7 +46,8 @@ def load_safetensors(
     """
     comm = world().comm
     with agreed(comm):
-        arrays = _renamed(read_arrays(Path(folder)), key_map, Path(folder))
+        found = read_arrays(Path(folder))
+        arrays = {new: found[name] for new, name in new_names(found, renamer(key_map), folder).items()}
         match = _match(named_tensors(model), arrays, Path(folder), strict=strict)
     with agreed(comm):
         materialise(model, comm.device)
@@ -89,33 +88,6 @@ def _match(model: Iterable[Named], arrays: Mapping[str, Array], folder: Path, *,
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
-
-
-def _renamed(arrays: Mapping[str, Array], key_map: KeyMap | None, folder: Path) -> dict[str, Array]:
-    rename, made = _renamer(key_map), dict[str, tuple[str, Array]]()
-    for name, array in arrays.items():
-        if (new := rename(name)) is not None:
-            other, _ = made.setdefault(new, (name, array))
-            if other != name:
-                raise CheckpointError(f"'{folder}': key_map gives '{other}' and '{name}' the same name '{new}'")
-    return {name: array for name, (_, array) in made.items()}
-
-
-def _renamer(key_map: KeyMap | None) -> Callable[[str], str | None]:
-    if key_map is None:
-        return lambda name: name
-    if callable(key_map):
-        return key_map
-    if isinstance(key_map, Mapping):
-        return lambda name: key_map.get(name, name)
-    pairs = [(re.compile(pattern), replacement) for pattern, replacement in key_map]
-
-    def rename(name: str) -> str:
-        for pattern, replacement in pairs:
-            name = pattern.sub(replacement, name)
-        return name
-
-    return rename
 
 
 # ---------------------------------------------------------------------- values

@@ -25,6 +25,7 @@ from ...tensor.dtensor import DTensor
 from ...tensor.placement import Replicate
 from ..errors import agreed
 from ..folders import exchange, sync_folder
+from ..inference import outside_inference_mode
 from ..parts import Part, memory_of, parts
 from ..store import Writer, bytes_of, explained
 from .format import (
@@ -59,6 +60,7 @@ class Plan(NamedTuple):
     arrays: dict[str, Array]
 
 
+@outside_inference_mode()
 def save_safetensors(
     model: nn.Module,
     folder: str | os.PathLike[str],
