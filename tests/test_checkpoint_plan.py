@@ -351,7 +351,8 @@ def test_tensors_of_one_layout_are_laid_out_once() -> None:
     ]
     agreed, found = Agreed.of_equal(tuple(kind), 4), list[bytes]()
     for kept, calls in ((1 << 21, 7), (0, 800)):  # two copies of three layouts, and one of the layout without replicas
-        with mock.patch("shardrt.checkpoint.plan._KEPT", kept), mock.patch.object(assignment, "boxes_of", wraps=boxes_of) as boxes:
+        of_names = mock.patch.object(assignment, "boxes_of", wraps=boxes_of)
+        with mock.patch("shardrt.checkpoint.plan._KEPT", kept), of_names as boxes:
             write_metadata(out := io.BytesIO(), agreed)
         found.append(out.getvalue())
         assert boxes.call_count == calls

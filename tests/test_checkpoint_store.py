@@ -15,19 +15,19 @@ import pytest
 import torch
 
 from shardrt.checkpoint import CheckpointError, folders, latest
-from shardrt.checkpoint.folders import abandon, begin, beside, check_files, check_target, commit, prune
+from shardrt.checkpoint.folders import Keep, abandon, begin, beside, check_files, check_target, commit, prune
 from shardrt.checkpoint.store import Reader, Writer, bytes_of
 
 STEPS = ("mkdir", "open", "pwritev", "fsync", "close", "rename", "unlink", "rmdir")
 
 
-def save(folder: Path, content: bytes, keep: int | None = None) -> None:
+def save(folder: Path, content: bytes, keep: int | None = None, keep_every: int | None = None) -> None:
     """A save as one rank does it."""
-    target = check_target(folder, keep)
+    target = check_target(folder, Keep(keep, keep_every))
     begin(target)
     with Writer(beside(target) / "__0_0.distcp") as writer:
         writer.write(0, [content])
-    commit(target, content[::-1], keep)
+    commit(target, content[::-1], Keep(keep, keep_every))
 
 
 def content_of(folder: Path) -> bytes:
@@ -259,6 +259,16 @@ class TestRetention:
         for step in (9, 10, 11):
             save(tmp_path / f"step-{step}", b"new", keep=2)
         assert names(tmp_path) == ["best", "other-2", "step-10", "step-11", "step-3", "step-5", "step-90"]
+
+    def test_multiples_remain_beside_the_newest(self, tmp_path: Path) -> None:
+        for step in (100, 150, 200, 250, 299):
+            save(tmp_path / f"step-{step:05}", b"x", keep=2, keep_every=100)
+        assert names(tmp_path) == ["step-00100", "step-00200", "step-00250", "step-00299"]
+        save(tmp_path / "step-00300", b"x", keep=1, keep_every=200)
+        assert names(tmp_path) == ["step-00200", "step-00300"]
+        for keep, every in ((1, 0), (None, 2)):
+            with pytest.raises(ValueError, match=rf"keep={keep}, keep_every={every}: expected keep_every to be at least 1"):
+                save(tmp_path / "step-00400", b"x", keep, every)
 
     def test_unfinished_folders_of_the_same_kind_are_deleted(self, tmp_path: Path, caplog: Any) -> None:
         for name in ("step-1.tmp", "step-2.old.tmp", "other-1.tmp", "my.tmp"):

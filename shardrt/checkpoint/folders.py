@@ -24,6 +24,7 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from .dcp.metadata import METADATA
 from .errors import CheckpointError
@@ -39,12 +40,22 @@ _AT_FDCWD = -100
 _log = logging.getLogger("shardrt")
 
 
+class Keep(NamedTuple):
+    """Which numbered checkpoints remain after a save: so many of the newest (None: all), and multiples of `every`."""
+
+    newest: int | None = None
+    every: int | None = None
+
+    def __str__(self) -> str:
+        return f"keep={self.newest}" + (f", keep_every={self.every}" if self.every is not None else "")
+
+
 def beside(target: Path) -> Path:
     """The folder that a save of `target` is written in."""
     return target.with_name(f"{target.name}.tmp")
 
 
-def check_target(folder: str | os.PathLike[str], keep: int | None) -> Path:
+def check_target(folder: str | os.PathLike[str], keep: Keep) -> Path:
     """The real path of a folder to save in. Raises ValueError for a name, or a `keep`, that a save cannot have."""
     target = Path(os.path.realpath(folder))
     if target.name.endswith((".tmp", _ASIDE)) or not target.name:
@@ -53,10 +64,12 @@ def check_target(folder: str | os.PathLike[str], keep: int | None) -> Path:
     with suppress(OSError):  # one of the two is not there
         if target.samefile(os.curdir):
             raise ValueError(f"{os.fspath(folder)!r} is the current directory, which would be replaced: save in one inside")
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep}: expected at least 1, or None to keep every checkpoint")
-    if keep is not None and not _NUMBERED.fullmatch(target.name):
-        raise ValueError(f"keep={keep} needs a folder whose name ends in a number, such as 'step-100'; found {target.name!r}")
+    if keep.newest is not None and keep.newest < 1:
+        raise ValueError(f"{keep}: expected at least 1, or None to keep every checkpoint")
+    if keep.every is not None and (keep.every < 1 or keep.newest is None):
+        raise ValueError(f"{keep}: expected keep_every to be at least 1, and beside keep=, without which nothing is deleted")
+    if keep.newest is not None and not _NUMBERED.fullmatch(target.name):
+        raise ValueError(f"{keep} needs a folder whose name ends in a number, such as 'step-100'; found {target.name!r}")
     return target
 
 
@@ -102,10 +115,10 @@ def check_files(target: Path, files: Mapping[str, int]) -> None:
             )
 
 
-def commit(target: Path, metadata: Bytes, keep: int | None) -> None:
+def commit(target: Path, metadata: Bytes, keep: Keep) -> None:
     """Make the save of `target` visible, in the place of what was there; then delete old ones. Rank 0 calls it.
 
-    metadata: the bytes of .metadata.   keep: how many numbered checkpoints of this kind remain; None for all.
+    metadata: the bytes of .metadata.
     """
     folder = beside(target)
     with Writer(folder / METADATA) as writer:
@@ -120,8 +133,8 @@ def commit(target: Path, metadata: Bytes, keep: int | None) -> None:
         sync_folder(target.parent)
         _sweep(folder)
         _sweep(_aside(target))
-        if keep is not None:
-            prune(target, keep)
+        if keep.newest is not None:
+            prune(target, keep.newest, keep.every)
     except CheckpointError as error:
         _log.warning("%s is saved, but: %s", target, error)
 
@@ -145,8 +158,9 @@ def latest(parent: str | os.PathLike[str], prefix: str | None = None) -> Path | 
     return max(committed, key=lambda folder: (_number(folder), folder.name), default=None)
 
 
-def prune(target: Path, keep: int) -> None:
-    """Delete all but the `keep` newest committed checkpoints that are named as `target` is, up to the number.
+def prune(target: Path, keep: int, keep_every: int | None = None) -> None:
+    """Delete all but the `keep` newest committed checkpoints that are named as `target` is, up to the number, and but those
+    whose number is a multiple of `keep_every`.
 
     `target`, and those with higher numbers, stay; so do links, and, with a warning, folders with files that no checkpoint has.
     Folders that other saves of this name left unfinished are deleted.
@@ -160,7 +174,7 @@ def prune(target: Path, keep: int) -> None:
         _sweep(_aside(folder))
     older = sorted((folder for folder in alike if _number(folder) < _number(target)), key=_number, reverse=True)
     for folder in older[keep - 1 :]:
-        if not folder.is_symlink():
+        if not folder.is_symlink() and (keep_every is None or _number(folder) % keep_every):
             _discard(folder)
     remove_stale(target)
 

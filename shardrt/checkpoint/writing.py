@@ -37,7 +37,7 @@ class Prepared:
 
     world: World
     target: Path
-    keep: int | None
+    keep: folders.Keep
     plan: SavePlan
     sizes: tuple[int, ...]
 
@@ -65,7 +65,7 @@ class Prepared:
 
 
 def prepare(
-    world: World, folder: str | os.PathLike[str], state: dict[str, Any], keep: int | None
+    world: World, folder: str | os.PathLike[str], state: dict[str, Any], keep: folders.Keep
 ) -> tuple[Prepared, tuple[Item, ...]]:
     """Agree on what is saved and where, and make the folder; returns what this rank writes as well. Collective.
 
@@ -80,8 +80,8 @@ def prepare(
     for rank, answer in enumerate(answers):
         if answer[:2] != answers[0][:2]:
             raise CheckpointError(
-                f"the ranks save in different folders: rank 0 in {answers[0][0]!r} with keep={answers[0][1]}, rank {rank} in "
-                f"{answer[0]!r} with keep={answer[1]}. Give all ranks the same, on a file system that they share"
+                f"the ranks save in different folders: rank 0 in {answers[0][0]!r} with {answers[0][1]}, rank {rank} in "
+                f"{answer[0]!r} with {answer[1]}. Give all ranks the same, on a file system that they share"
             )
     with agreed(world.comm):
         if world.rank == 0:
