@@ -76,7 +76,19 @@ def hex_digits(times: int) -> bytes:
 ONE = number(1) + b"\x85"
 EXPANDED = tensor(storage("FloatStorage", 1), number(LARGE // 4) + b"\x85", b"K\x00\x85")
 
+
+def laughs(begin: bytes, refer: bytes) -> bytes:
+    """The same container twice in another one, 27 times."""
+    found = begin + b"q\x00"
+    for place in range(1, 28):
+        found += begin + bytes([ord("q"), place]) + refer.replace(b"?", b"h" + bytes([place - 1]))
+    return found
+
+
 HOSTILE = {
+    "lists of lists": archive(text("numpy.ndarray") + laughs(b"]", b"(??e") + b"\x86"),
+    "dicts of dicts": archive(text("numpy.ndarray") + laughs(b"}", b"(X\1\0\0\0a?X\1\0\0\0b?u") + b"\x86"),
+    "a list in itself": archive(text("numpy.ndarray") + b"]q\x00(h\x00e\x86"),
     "compressed": archive(tensor(storage("FloatStorage", LARGE // 4), number(LARGE // 4) + b"\x85", ONE), bytes(LARGE // 8), 8),
     "compressed and unused": archive(b"N", bytes(LARGE // 8), zipfile.ZIP_DEFLATED),
     "bytearray": archive(called("builtins", "bytearray", number(LARGE))),
@@ -166,6 +178,7 @@ class Vouched:
     [
         None,
         {0: [1, (2.5, "x")], (1, 2): {3}},
+        {0: [[0] * 100] * 10_000},
         b"bytes \xff",
         bytearray(b"abc"),
         bytearray(),
@@ -219,8 +232,9 @@ def test_a_hostile_object_in_a_checkpoint(world: World, tmp_path: Path) -> None:
     load(tmp_path / "saved", {"z": 0})
     torch.save({"a": torch.ones(2)}, tmp_path / "fine.pt")
     assert main(["inspect", str(tmp_path / "fine.pt")]) == 0
-    (tmp_path / "bad.pt").write_bytes(hostile)
-    assert main(["inspect", str(tmp_path / "bad.pt")]) == 1
+    for data in (hostile, archive(laughs(b"}", b"(X\1\0\0\0a?X\1\0\0\0b?u"))):
+        (tmp_path / "bad.pt").write_bytes(data)
+        assert main(["inspect", str(tmp_path / "bad.pt")]) == 1
 
 
 # ---------------------------------------------------------------------- names

@@ -5,12 +5,14 @@ compressed records, several names for the same bytes    records that have more b
 storages                                                one that its record does not hold
 what the pickle calls, as `bytearray(2**30)`            all but the calls that torch.save writes, with arguments that they have
 these calls, with one large argument again and again    more than 64 bytes in all for each byte of the file
+lists of the same list, of the same list, ...           more values, each as often as it is referred to, than 4 for each byte
 
 The calls are made with stand-ins, which add up what the real ones would copy.
 """
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Mapping
@@ -25,6 +27,8 @@ from .errors import CheckpointError
 
 _GROWTH = 64  # bytes that calls may make for each byte of the file
 _SMALLEST = 1 << 16  # bytes that they may make in any case
+_VALUES = 4  # for each byte of the file, each as often as it is referred to
+_FEWEST = 1 << 20  # values that it may have in any case
 _ENTRY = 64  # bytes of an item of a dict or set, about
 
 
@@ -49,7 +53,9 @@ def check_archive(file: BinaryIO, where: str) -> None:
         data = archive.read(f"{roots[0]}data.pkl")
     storages = {name.removeprefix(f"{roots[0]}data/"): record.file_size for name, record in zip(names, records, strict=True)}
     calls = _Calls(storages, max(_SMALLEST, _GROWTH * nbytes))
-    restricted_load(data, calls.find, where, calls.storage)
+    found = restricted_load(data, calls.find, where, calls.storage)
+    if _count(found, {}) > max(_FEWEST, _VALUES * nbytes):
+        raise CheckpointError(f"{where}: its containers refer to each other so often, or in a circle, that a copy has no end")
 
 
 class _Made:
@@ -134,8 +140,9 @@ class _Calls:
             raise ValueError(f"a bytearray that is not made of bytes, but of {value!r:.40} and {encoding!r:.40}")
         return self._made(value.nbytes if isinstance(value, _Made) else len(value))
 
-    def _set(self, items: Any = ()) -> _Made:
-        return self._made(_ENTRY * len(items))
+    def _set(self, items: Any = ()) -> tuple[Any, ...]:
+        self._made(_ENTRY * len(items))
+        return tuple(items)
 
     def _dict(self, items: Any = ()) -> _Dict:
         self._made(_ENTRY * len(items))
@@ -149,7 +156,8 @@ class _Calls:
         return rebuild(*args)
 
     def _of_tensors(self, *args: object) -> _Made:
-        return self._made(_nbytes(args))
+        tensors = [each for arg in args for each in (arg if isinstance(arg, tuple) else (arg,))]
+        return self._made(sum(each.nbytes for each in tensors if isinstance(each, _Made)))
 
     def _quantised(self, storage: _Made, offset: int, sizes: Any, *rest: object) -> _Made:
         return self._made(4 * prod(sizes))
@@ -168,9 +176,15 @@ def _small(*args: object) -> _Made:
     return _Made(0)
 
 
-def _nbytes(value: object) -> int:
-    """Of all tensors in a tuple."""
-    return sum(map(_nbytes, value)) if isinstance(value, tuple) else getattr(value, "nbytes", 0)
+def _count(value: object, known: dict[int, int]) -> int:
+    """The values in a tree, each as often as it is referred to; very many if it is in itself.   known: by `id`."""
+    if not isinstance(value, (list, tuple, dict)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = sys.maxsize
+        inside = (*value, *value.values()) if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_count(each, known) for each in inside)
+    return known[id(value)]
 
 
 def _full_name(vouched: Any) -> str:
