@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from shardrt.checkpoint import CheckpointError, drafts, latest
-from shardrt.checkpoint.folders import abandon, check_files, commit
+from shardrt.checkpoint.folders import Keep, abandon, check_files, commit
 from shardrt.checkpoint.store import Writer
 from test_checkpoint_store import FILE, STEPS, begin, content_of, counted_down, grow_old, memory, names, save, without_exchange
 
@@ -163,7 +163,7 @@ def test_what_another_job_writes_stays_and_is_named(tmp_path: Path, caplog: pyte
     grow_old(draft.folder)  # it writes for hours
     save(tmp_path / "step-8", b"two", keep=1)
     assert f"{draft.folder} stays: another job writes there" in caplog.text
-    commit(draft, {FILE: 3}, [b"eno"], None)
+    commit(draft, {FILE: 3}, [b"eno"], Keep())
     assert content_of(tmp_path / "step-7") == b"one"
 
 
@@ -185,7 +185,7 @@ def test_on_another_machine_what_is_quiet_for_an_hour_is_deleted(
     save(tmp_path / "step-9", b"two", keep=1)
     assert names(tmp_path) == ["step-9"]
     with pytest.raises(CheckpointError, match="the folder has gone"):
-        commit(draft, {FILE: 3}, [b"eno"], None)
+        commit(draft, {FILE: 3}, [b"eno"], Keep())
     abandon(draft)
     assert names(tmp_path) == ["step-9"]
 

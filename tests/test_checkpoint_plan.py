@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import toys_2d
 from checkpoints import shared_folder, small_state, stock_load, tensors_of, whole
 from ranks import on_ranks
 from shardrt import DTensor
-from shardrt.checkpoint import CheckpointError
+from shardrt.checkpoint import CheckpointError, assignment
 from shardrt.checkpoint.assignment import Agreed
 from shardrt.checkpoint.chunks import boxes_of
 from shardrt.checkpoint.dcp.items import BlockCrcs, item_footer, item_header, without_gaps
@@ -341,6 +342,25 @@ def test_metadata_of_ranks_that_do_not_exist(tmp_path: Path) -> None:
         for (start, length), (following, _) in itertools.pairwise(items):
             assert following == -(-(start + length) // 64) * 64
     shutil.rmtree(tmp_path)
+
+
+def test_tensors_of_one_layout_are_laid_out_once() -> None:
+    """Each of the copies that share the work once: 400 tensors of two sizes, beside and above 64 KiB, by two rows of a mesh."""
+    grid, both = Grid.of((2, 2), range(4)), (Replicate(), Shard(0))
+    shapes = ((9, 7), (400, 128), (9, 7))
+    kind = [
+        Described(f"{n}.{i}", (str(n), i), torch.float32, shape, 0, grid, placements)
+        for n in range(100)
+        for i, (shape, placements) in enumerate(zip((*shapes, (3,)), (both, both, (Shard(1), Shard(0)), both), strict=True))
+    ]
+    agreed, found = Agreed.of_equal(tuple(kind), 4), list[bytes]()
+    for kept, calls in ((1 << 21, 7), (0, 800)):  # two copies of three layouts, and one of the layout without replicas
+        of_names = mock.patch.object(assignment, "boxes_of", wraps=boxes_of)
+        with mock.patch("shardrt.checkpoint.plan._KEPT", kept), of_names as boxes:
+            write_metadata(out := io.BytesIO(), agreed)
+        found.append(out.getvalue())
+        assert boxes.call_count == calls
+    assert found[0] == found[1]
 
 
 def test_placements_that_do_not_fit_are_refused() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from shardrt.checkpoint import CheckpointError, folders, latest
 from shardrt.checkpoint.drafts import Draft, folder_of, this_machine
-from shardrt.checkpoint.folders import abandon, check_files, check_target, commit
+from shardrt.checkpoint.folders import Keep, abandon, check_files, check_target, commit
 from shardrt.checkpoint.store import Reader, Writer, bytes_of
 
 STEPS = ("mkdir", "open", "pwritev", "fsync", "close", "rename", "unlink", "rmdir")
@@ -32,13 +32,13 @@ def begin(target: Path, machine: str | None = None) -> Draft:
     return folders.begin(target, folder_of(target, machine or this_machine(), secrets.token_hex(16)))
 
 
-def save(folder: Path, content: bytes, keep: int | None = None) -> None:
+def save(folder: Path, content: bytes, keep: int | None = None, keep_every: int | None = None) -> None:
     """A save as one rank does it."""
-    target = check_target(folder, keep)
+    target = check_target(folder, Keep(keep, keep_every))
     draft = begin(target)
     with Writer(draft.folder / FILE) as writer:
         writer.write(0, [content])
-    commit(draft, {FILE: len(content)}, [content[::-1]], keep)
+    commit(draft, {FILE: len(content)}, [content[::-1]], Keep(keep, keep_every))
 
 
 def content_of(folder: Path) -> bytes:
@@ -268,6 +268,16 @@ class TestRetention:
         for step in (9, 10, 11):
             save(tmp_path / f"step-{step}", b"new", keep=2)
         assert names(tmp_path) == ["best", "other-2", "step-10", "step-11", "step-3", "step-5", "step-90"]
+
+    def test_multiples_remain_beside_the_newest(self, tmp_path: Path) -> None:
+        for step in (100, 150, 200, 250, 299):
+            save(tmp_path / f"step-{step:05}", b"x", keep=2, keep_every=100)
+        assert names(tmp_path) == ["step-00100", "step-00200", "step-00250", "step-00299"]
+        save(tmp_path / "step-00300", b"x", keep=1, keep_every=200)
+        assert names(tmp_path) == ["step-00200", "step-00300"]
+        for keep, every in ((1, 0), (None, 2)):
+            with pytest.raises(ValueError, match=rf"keep={keep}, keep_every={every}: expected keep_every to be at least 1"):
+                save(tmp_path / "step-00400", b"x", keep, every)
 
     def test_unfinished_folders_of_the_same_kind_are_deleted(self, tmp_path: Path, caplog: Any) -> None:
         here = folder_of(tmp_path / "step-5", this_machine(), 32 * "a").name

@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,9 +28,11 @@ import run_program
 import shardrt
 from ranks import job, on_ranks, rank_environment, settings_of
 from shardrt import checkpoint, launch
+from shardrt.checkpoint import run as checkpoint_run
 from shardrt.checkpoint import stop
 from shardrt.checkpoint.random_state import RandomState
 from shardrt.checkpoint.stop import Noted, StopSignals
+from shardrt.checkpoint.writing import Prepared
 from shardrt.comm.monitor import exit_handlers
 from shardrt.comm.monitor.timing import Timing
 from slurm import Slurm
@@ -285,6 +288,68 @@ def test_a_run_goes_on_from_its_last_checkpoint(world: shardrt.World, tmp_path: 
     assert names(folder) == ["step-00000008", "step-00000009"]
 
 
+def steps_saved(run: shardrt.Run, total: int, clock: list[float], held: threading.Event | None = None) -> list[int]:
+    """Steps of a minute each, in which the save under way goes on as far as it can."""
+    found, submit = list[int](), checkpoint.async_save
+
+    def note(folder: Path, *args: Any, **kwargs: Any) -> checkpoint.AsyncSave:
+        found.append(int(folder.name.removeprefix("step-")))
+        return submit(folder, *args, **kwargs)
+
+    with mock.patch.object(checkpoint_run, "async_save", note), run:
+        for index in run.steps(total):
+            clock[0] += 60.0
+            if held is not None and index == 6:
+                held.set()
+            if run._saving is not None and (held is None or held.is_set()):
+                run._saving._task.wait()
+    return found
+
+
+@on_ranks(1, 2, 3)
+def test_saves_by_the_clock_of_rank_0(world: shardrt.World, tmp_path: Path) -> None:
+    """Every three minutes, from entry and from the beginning of each save, but not while one is under way."""
+    folder, clock, held = shared_folder(world, tmp_path), [0.0], threading.Event()
+    # What the others' clocks say does not matter.
+    time = mock.Mock(monotonic=lambda: clock[0] * (1 if world.rank == 0 else 7))
+    write = Prepared.write
+    with mock.patch.object(checkpoint_run, "time", time):
+        calls = []
+        for name, every in (("a", "3min"), ("c", 3)):
+            run = shardrt.Run(folder / name, make(), every=every)
+            compared = mock.Mock(wraps=run._comm.compare)
+            with mock.patch.object(run._comm, "compare", compared):
+                assert steps_saved(run, 10, clock) == [3, 6, 9, 10]
+            calls.append(compared.call_count)
+        assert calls[0] == calls[1]
+        clock[0] += 170.0
+        assert steps_saved(shardrt.Run(folder / "a", make(), every="0.05 h"), 14, clock) == [13, 14]
+        with mock.patch.object(Prepared, "write", lambda *args: (held.wait(60), write(*args))):
+            assert steps_saved(shardrt.Run(folder / "b", make(), every="180s"), 12, clock, held) == [3, 9, 12]
+
+
+@on_ranks(2)
+def test_a_signal_and_a_save_that_is_due_in_one_step(world: shardrt.World, tmp_path: Path) -> None:
+    comm = world.mesh.communicator("run")
+    with handled(), StopSignals(Noted()) as signals:
+        assert signals.agreed(comm, is_due=world.rank == 0) == stop.DUE
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.agreed(comm, is_due=world.rank == 0) == signal.SIGUSR1
+
+
+@on_ranks(2)
+def test_steps_that_stay(world: shardrt.World, tmp_path: Path) -> None:
+    """They are saved beside those that `every` says."""
+    for name, every in (("a", 4), ("b", "1h")):
+        folder = shared_folder(world, tmp_path) / name
+        with shardrt.Run(folder, make(), every=every, keep=2, keep_every=5) as run:
+            list(run.steps(17))
+        world.barrier()
+        last = [16, 17] if every == 4 else [17]
+        assert names(folder) == [f"step-{done:08d}" for done in (5, 10, 15, *last)]
+
+
 @on_ranks(2)
 def test_an_exception_saves_nothing_new(world: shardrt.World, tmp_path: Path) -> None:
     folder, state = shared_folder(world, tmp_path), make()
@@ -417,6 +482,14 @@ def test_what_a_run_refuses(world: shardrt.World, tmp_path: Path) -> None:
     folder = shared_folder(world, tmp_path)
     with pytest.raises(ValueError, match="every=0"):
         shardrt.Run(folder, {}, every=0)
+    for every in ("10", "10 minutes", "10m", "0s", "-1s", "min", "1e3s", "1h30min", -1):
+        with pytest.raises(ValueError, match=rf"every={every!r}\): expected a number of steps.* '90s', '10min' or '1.5h'"):
+            shardrt.Run(folder, {}, every=every)
+    for keep_every in (0, -5):
+        with pytest.raises(ValueError, match=rf"keep_every={keep_every}\): expected both to be at least 1"):
+            shardrt.Run(folder, {}, keep_every=keep_every)
+    with pytest.raises(ValueError, match=r"rank 0 has .'every': '2s', .* rank 1 has .'every': '3s'"):
+        shardrt.Run(folder, {}, every=f"{2 + world.rank}s").__enter__()
     with pytest.raises(ValueError, match="key 'run'"):
         shardrt.Run(folder, {"run": 1})
     with pytest.raises(ValueError, match=r"rank 0 has .'every': 2, .* rank 1 has .'every': 3"):

@@ -81,10 +81,14 @@ class Holders(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A name, and the copy of it that is written.   entry: as the first rank that has it describes it."""
+    """A name, and the copy of it that is written.
+
+    entry: as the first rank that has it describes it.   key: equal for tensors of which the same ranks have the same boxes.
+    """
 
     entry: Described
     holders: tuple[Holders, ...]
+    key: object = None
 
     @property
     def first(self) -> int:
@@ -140,7 +144,8 @@ def assign(agreed: Agreed) -> Iterator[Assigned]:
             heap = loads.setdefault(copies.key, [(0, copy) for copy in range(copies.number)])
             load, chosen = heap[0]
             heapq.heapreplace(heap, (load + nbytes, chosen))
-        yield Assigned(entry, copies.of(chosen))
+        layouts = tuple((kind, each.grid, each.placements) for kind, each in found)
+        yield Assigned(entry, copies.of(chosen), (entry.dtype, entry.shape, layouts, copies.number, chosen))
     yield from _own(agreed, having)
 
 

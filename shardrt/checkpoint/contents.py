@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +13,7 @@ import torch
 from ..comm import DeviceMesh
 from ..tensor.dtensor import DTensor
 from .dcp.stored import Stored
-from .errors import CheckpointError, DamagedCheckpointError
+from .errors import CheckpointError
 from .names import Path as Keys
 from .names import joined
 from .objects import ARRAY, decode, with_numpy
@@ -197,21 +195,7 @@ class Contents:
         stored = self.stored.objects[name]
         with self.stored.open(stored.file) as reader:
             data = bytes(reader.read(stored.offset, stored.length))
-        where = f"{str(self.folder / stored.file)!r}, object '{name}'"
-        try:
-            damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()
-        except Exception as error:
-            raise DamagedCheckpointError(f"{where} is damaged ({error}); load an older checkpoint") from error
-        if damaged is not None:
-            raise DamagedCheckpointError(
-                f"{where} is damaged: the checksum of its record '{damaged}' differs; load an older checkpoint"
-            )
-        try:
-            return decode(data)
-        except Exception as error:
-            raise CheckpointError(
-                f"{where} cannot be loaded without running code of its author, or is damaged: {error}"
-            ) from error
+        return decode(data, f"{str(self.folder / stored.file)!r}, object '{name}'")
 
 
 def _is_empty(value: Any) -> bool:

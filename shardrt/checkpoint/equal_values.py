@@ -32,7 +32,7 @@ def check_values(digests: Mapping[str, int], values: Mapping[str, bytes], comm: 
     """
     spelled = _differing(comm.exchange(digests))
     with agreed(comm):
-        own = {name: decode(values[name]) for name in spelled if name in values}
+        own = {name: decode(values[name], f"object '{name}'") for name in spelled if name in values}
         marks = {name: _mark(value) for name, value in own.items()}
     wrong = _differing(comm.exchange(marks))
     if not wrong:

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 from .dcp.stored import METADATA
 from .drafts import Draft, remove_abandoned
@@ -45,7 +46,17 @@ _OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY)
 _log = logging.getLogger("shardrt")
 
 
-def check_target(folder: str | os.PathLike[str], keep: int | None) -> Path:
+class Keep(NamedTuple):
+    """Which numbered checkpoints remain after a save: so many of the newest (None: all), and multiples of `every`."""
+
+    newest: int | None = None
+    every: int | None = None
+
+    def __str__(self) -> str:
+        return f"keep={self.newest}" + (f", keep_every={self.every}" if self.every is not None else "")
+
+
+def check_target(folder: str | os.PathLike[str], keep: Keep) -> Path:
     """The real path of a folder to save in. Raises ValueError for a name, or a `keep`, that a save cannot have."""
     target = Path(os.path.realpath(folder))
     if target.name.endswith((".tmp", ".aside")) or not target.name:
@@ -54,10 +65,12 @@ def check_target(folder: str | os.PathLike[str], keep: int | None) -> Path:
     with suppress(OSError):  # one of the two is not there
         if target.samefile(os.curdir):
             raise ValueError(f"{os.fspath(folder)!r} is the current directory, which would be replaced: save in one inside")
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep}: expected at least 1, or None to keep every checkpoint")
-    if keep is not None and not _NUMBERED.fullmatch(target.name):
-        raise ValueError(f"keep={keep} needs a folder whose name ends in a number, such as 'step-100'; found {target.name!r}")
+    if keep.newest is not None and keep.newest < 1:
+        raise ValueError(f"{keep}: expected at least 1, or None to keep every checkpoint")
+    if keep.every is not None and (keep.every < 1 or keep.newest is None):
+        raise ValueError(f"{keep}: expected keep_every to be at least 1, and beside keep=, without which nothing is deleted")
+    if keep.newest is not None and not _NUMBERED.fullmatch(target.name):
+        raise ValueError(f"{keep} needs a folder whose name ends in a number, such as 'step-100'; found {target.name!r}")
     return target
 
 
@@ -95,11 +108,10 @@ def check_files(folder: Path, files: Mapping[str, int]) -> None:
             )
 
 
-def commit(draft: Draft, files: Mapping[str, int], metadata: Sequence[Bytes], keep: int | None) -> None:
+def commit(draft: Draft, files: Mapping[str, int], metadata: Sequence[Bytes], keep: Keep) -> None:
     """Make a save visible, in the place of what was there; then delete old ones. Rank 0 calls it.
 
-    files: as `check_files` has them.   metadata: the contents of .metadata.   keep: how many numbered checkpoints of this kind
-    remain; None for all.
+    files: as `check_files` has them.   metadata: the contents of .metadata.
     """
     folder, target = draft.folder, draft.target
     with Writer(folder / METADATA, new=False) as writer:
@@ -115,9 +127,9 @@ def commit(draft: Draft, files: Mapping[str, int], metadata: Sequence[Bytes], ke
         if os.path.lexists(folder):  # what was `target` before
             with warned():
                 remove(folder, target.name)
-        if keep is not None:
-            prune(target, keep)
-        _clean(target, with_alike=keep is not None)
+        if keep.newest is not None:
+            prune(target, keep.newest, keep.every)
+        _clean(target, with_alike=keep.newest is not None)
     except (CheckpointError, OSError) as error:
         _log.warning("%s is saved, but: %s", target, error)
 
@@ -162,8 +174,9 @@ def set_aside_damaged(folder: Path) -> Path:
     return damaged
 
 
-def prune(target: Path, keep: int) -> None:
-    """Delete all but the `keep` newest committed checkpoints that are named as `target` is, up to the number.
+def prune(target: Path, keep: int, keep_every: int | None = None) -> None:
+    """Delete all but the `keep` newest committed checkpoints that are named as `target` is, up to the number, and but those
+    whose number is a multiple of `keep_every`.
 
     `target`, and those with higher numbers, stay; so do links, and, with a warning, folders with files that no checkpoint has.
     """
@@ -175,7 +188,7 @@ def prune(target: Path, keep: int) -> None:
         _log.warning("%s stays the latest checkpoint, not %s: save each training in a folder of its own", newest, target.name)
     older = [name for name in alike if _number(name) < _number(target.name)]
     for name in older[keep - 1 :]:
-        if not found[name].is_symlink():
+        if not found[name].is_symlink() and (keep_every is None or _number(name) % keep_every):
             with warned():
                 remove(found[name], name)
 

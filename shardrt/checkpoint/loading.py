@@ -22,7 +22,7 @@ from ..tensor.dtensor import DTensor
 from .arguments import Folder, folder_and_state
 from .contents import Contents
 from .dcp.metadata import read_stored
-from .errors import CheckpointError, agreed
+from .errors import CheckpointError, agreed, printable
 from .inference import outside_inference_mode
 from .materialise import materialise
 from .names import ParameterNames, cleaner, joined
@@ -96,7 +96,7 @@ def _load(path: Path, state: dict[str, Any], key_map: KeyMap | None, *, strict: 
         needed = sum(fetch.memory.numel() * fetch.memory.element_size() for fetch in contents.fetches)
         _log.debug("loaded '%s': read %d bytes for %d bytes of tensors (rank %d)", path, nbytes, needed, comm.rank)
     for warning in (*contents.warnings, *([f"{loose}; the rest is loaded"] if loose else [])) if comm.rank == 0 else ():
-        _log.warning("load of '%s': %s", path, warning)
+        _log.warning("load of '%s': %s", path, printable(warning))
 
 
 def _check_same(comm: Communicator, folder: str) -> None:
@@ -175,7 +175,7 @@ class _Loader:
             else:
                 left.append(name)
         if left:
-            _log.warning("load: the state lacks %d names of the checkpoint, such as '%s'", len(left), left[0])
+            _log.warning("load: the state lacks %d names of the checkpoint, such as '%s'", len(left), printable(left[0]))
         if isinstance(more, Mapping) and isinstance(container, MutableMapping):
             self._contents.finish.append(partial(container.update, more))
         elif isinstance(more, list) and isinstance(container, list) and not left:

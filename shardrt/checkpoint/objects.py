@@ -17,6 +17,7 @@ import io
 import numbers
 import os
 import sys
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from datetime import date, time, timedelta
@@ -24,7 +25,8 @@ from typing import Any
 
 import torch
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedCheckpointError
+from .expansion import check_archive
 from .stateful import has_state
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -39,9 +41,30 @@ def encode(name: str, value: Any) -> bytes:
         raise CheckpointError(_refusal(name, value)) from error
 
 
-def decode(data: bytes) -> Any:
-    """The object. Runs no code but torch's, and that of classes that the program vouches for."""
-    found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+def decode(data: bytes, where: str) -> Any:
+    """The object. Runs no code but torch's, and that of classes that the program vouches for.
+
+    where: what it is, for messages. Raises CheckpointError if it is damaged, or may not be loaded.
+    """
+    file = io.BytesIO(data)
+    try:
+        check_archive(file, where)
+        damaged = zipfile.ZipFile(file).testzip()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise DamagedCheckpointError(f"{where} is damaged ({error}); load an older checkpoint") from error
+    if damaged is not None:
+        raise DamagedCheckpointError(
+            f"{where} is damaged: the checksum of its record '{damaged}' differs; load an older checkpoint"
+        )
+    try:
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{where} cannot be loaded without running code of its author, or is damaged: {reason}"
+        ) from error
     return with_numpy(found) if ARRAY.encode() in data else found
 
 
@@ -57,7 +80,7 @@ def _checked_bytes(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     if not _is_plain(value):
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        decode(buffer.getvalue(), "the value")
     return buffer.getvalue()
 
 

@@ -13,8 +13,8 @@ KiB and objects are written by the first rank that has them, tensors of one memo
 In a file, chunks of 64 KiB and more come first, then the others, then objects, each at a multiple of 64 bytes, between two
 marks of the save (`dcp/marks.py`).
 
-Cost: on rank 0, operations on vectors with an element for each rank, for each tensor, and twice beyond two million chunks;
-memory for so many chunks and those of one tensor.
+Cost: on rank 0, some operations on vectors with an element for each rank, for each tensor, and many for each other layout;
+memory for layouts of two million chunks, and for that of one tensor. Layouts beyond these are made twice.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .chunks import Boxes
 from .dcp.items import ALIGNMENT, item_length, item_lengths
 from .dcp.marks import MARK_NBYTES
 from .dcp.metadata_pickle import Columns, MetadataWriter
-from .descriptions import Described, Description, describe, digest_of, fingerprint
+from .descriptions import Description, describe, digest_of, fingerprint
 from .equal_values import check_values
 from .errors import agreed
 from .parts import Part, parts
 from .state import Entry
 
 LARGE = 1 << 16  # bytes of a chunk
-_KEPT = 1 << 21  # chunks that are kept in memory between the two times they are needed
+_KEPT = 1 << 21  # chunks of layouts that are kept in memory
 
 
 class Item(NamedTuple):
@@ -203,34 +203,65 @@ class _Newest:
 _newest = _Newest()
 
 
+class _Rows(NamedTuple):
+    """Chunks of one tensor that lie in the same part of the files, that of large chunks or that of small ones.
+
+    at: which rows of its chunks.   rank: (n,).   before: (n,), bytes of the chunks before it in its rank's file.
+    taken: (n,), its bytes, with what fills up to the next multiple of 64.
+    """
+
+    is_large: bool
+    at: torch.Tensor
+    rank: torch.Tensor
+    before: torch.Tensor
+    taken: torch.Tensor
+
+
+class _Layout(NamedTuple):
+    """The chunks of a tensor.   lengths: (n,), of their items."""
+
+    chunks: Boxes
+    lengths: torch.Tensor
+    rows: tuple[_Rows, ...]
+
+    @classmethod
+    def of(cls, each: Assigned) -> _Layout:
+        """Raises CheckpointError as `Assigned.chunks` does."""
+        entry, chunks = each.entry, each.chunks()
+        assert entry.dtype is not None, "objects have no chunks"
+        nbytes = chunks.sizes.prod(1) * entry.dtype.itemsize
+        lengths = item_lengths(entry.dtype, len(entry.shape), nbytes)
+        taken, found = (lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, list[_Rows]()
+        for is_large in (True, False):
+            at = ((nbytes >= LARGE) == is_large).nonzero().view(-1)
+            if len(at):
+                found.append(_Rows(is_large, at, chunks.owner[at], _before(chunks.owner[at], taken[at]), taken[at]))
+        return cls(chunks, lengths, tuple(found))
+
+
 class _Files:
     """Where the next items go in every rank's file, as `_placed` has them."""
 
     def __init__(self, ranks: int, assigned: Iterable[Assigned]) -> None:
+        self._layouts, self._kept = dict[object, _Layout](), 0
         large, small = torch.zeros(ranks, dtype=torch.int64), torch.zeros(ranks, dtype=torch.int64)
-        self._kept, kept = dict[str, Boxes](), 0
         for each in assigned:
             if each.entry.dtype is not None and each.entry.tied is None:
-                chunks = each.chunks()
-                kept += len(chunks.owner)
-                if kept < _KEPT:
-                    self._kept[each.entry.name] = chunks
-                rank, lengths, is_large = _lengths(each.entry, chunks)
-                taken = _aligned_all(lengths)
-                large.index_add_(0, rank[is_large], taken[is_large])
-                small.index_add_(0, rank[~is_large], taken[~is_large])
+                for rows in self._layout(each).rows:
+                    (large if rows.is_large else small).index_add_(0, rows.rank, rows.taken)
         self._large = torch.full_like(large, MARK_NBYTES)
         self._small = self._large + large
         self._objects = self._small + small
 
     def place(self, each: Assigned) -> Columns:
         """The chunks of a tensor."""
-        chunks = self._kept.pop(each.entry.name, None) or each.chunks()
-        rank, lengths, is_large = _lengths(each.entry, chunks)
-        start = torch.empty_like(rank)
-        for chosen, cursor in ((is_large, self._large), (~is_large, self._small)):
-            start[chosen] = _take(cursor, rank[chosen], _aligned_all(lengths[chosen]))
-        return Columns(chunks.offsets, chunks.sizes, rank, start, lengths)
+        chunks, lengths, found = self._layout(each)
+        start = torch.empty_like(lengths)
+        for rows in found:
+            cursor = self._large if rows.is_large else self._small
+            start[rows.at] = cursor[rows.rank] + rows.before
+            cursor.index_add_(0, rows.rank, rows.taken)
+        return Columns(chunks.offsets, chunks.sizes, chunks.owner, start, lengths)
 
     def place_object(self, each: Assigned) -> tuple[int, int]:
         """Offset and length of an object."""
@@ -238,23 +269,18 @@ class _Files:
         self._objects[each.first] += _aligned(each.entry.nbytes)
         return start, each.entry.nbytes
 
+    def _layout(self, each: Assigned) -> _Layout:
+        # Cost: a third of a millisecond, and most tensors of a model have the layout of another one.
+        found = self._layouts.get(each.key) or _Layout.of(each)
+        if each.key not in self._layouts and self._kept < _KEPT:
+            self._layouts[each.key] = found
+            self._kept += len(found.lengths)
+        return found
 
-def _lengths(entry: Described, chunks: Boxes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each chunk its rank, the length of its item, and whether it is large."""
-    assert entry.dtype is not None, "objects have no chunks"
-    nbytes = chunks.sizes.prod(1) * entry.dtype.itemsize
-    return chunks.owner, item_lengths(entry.dtype, len(entry.shape), nbytes), nbytes >= LARGE
 
-
-def _take(cursor: torch.Tensor, rank: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Where items of these lengths begin: those of a rank, which are neighbours, one after the other from its cursor."""
-    before = lengths.cumsum(0) - lengths
+def _before(rank: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    """The sum of `taken` over the rows before, of the same rank; the rows of a rank are neighbours."""
+    total = taken.cumsum(0) - taken
     _, group, counts = torch.unique_consecutive(rank, return_inverse=True, return_counts=True)
     first = counts.cumsum(0) - counts
-    start = cursor[rank] + before - before[first][group]
-    cursor.index_add_(0, rank, lengths)
-    return start
-
-
-def _aligned_all(lengths: torch.Tensor) -> torch.Tensor:
-    return (lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    return total - total[first][group]

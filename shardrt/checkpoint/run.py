@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -33,11 +35,13 @@ from .folders import newest_first, set_aside_damaged
 from .loading import load
 from .random_state import RandomState
 from .saving import AsyncSave, async_save, end_previous, save
-from .stop import Noted, StopSignals
+from .stop import DUE, Noted, StopSignals
 
 STOPPED = os.EX_TEMPFAIL  # the exit code: "try again later"
 _KEY = "run"
 _PREFIX = "step-"
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
+_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _noted = Noted()
 _log = logging.getLogger("shardrt")
 
@@ -47,9 +51,12 @@ class Run:
 
     folder: of this run's checkpoints, on a file system that all ranks share.
     state: as `save` and `load` take it: its plain values are those at a save, and are replaced at the start. The key "run" is
-    taken.   every: steps between two saves.   keep: how many checkpoints remain.
+    taken.
+    every: steps between two saves; or the time, as "90s", "10min" or "1.5h", from entry and from each save to the next, by the
+        clock of rank 0: at the end of the step in which it has passed, unless a save is still under way.
+    keep: how many of the newest checkpoints remain.   keep_every: each of so many steps is saved as well, and never deleted.
     on_damage: "older": if the newest checkpoint is damaged, the newest one that is not is loaded, with a warning, and what is
-    damaged is kept as `step-00000200.damaged`; if all are, that is an error. "raise": it is one if the newest is.
+        damaged is kept as `step-00000200.damaged`; if all are, that is an error. "raise": it is one if the newest is.
     On SIGUSR1 or SIGTERM, to any rank, all ranks stop after the same step, save, and exit with code 75 (EX_TEMPFAIL);
     `scripts/slurm/train.sbatch` then requeues the job. A second signal, a second later or more, does what it did before.
     Collective: every rank makes the same `Run` and runs the same steps.
@@ -61,29 +68,36 @@ class Run:
         self,
         folder: str | os.PathLike[str],
         state: dict[str, Any],
-        every: int = 100,
+        every: int | str = 100,
         keep: int = 3,
         on_damage: Literal["older", "raise"] = "older",
+        *,
+        keep_every: int | None = None,
     ) -> None:
-        if every < 1 or keep < 1:
-            raise ValueError(f"Run(every={every}, keep={keep}): expected both to be at least 1")
+        if keep < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"Run(keep={keep}, keep_every={keep_every}): expected both to be at least 1")
         if on_damage not in ("older", "raise"):
             raise ValueError(f"Run(on_damage={on_damage!r}): expected 'older' or 'raise'")
+        self._every, self._every_s = _steps_and_seconds(every)
         if _KEY in state:
             raise ValueError(f"Run: the key {_KEY!r} of the state is taken by the run itself; use another")
         self.folder = Path(os.path.realpath(folder))  # the program may change its working directory
         self.done = 0  # steps
         self._state = state
-        self._every, self._keep, self._on_damage = every, keep, on_damage
+        self._keep = {"keep": keep, "keep_every": keep_every}
+        self._arguments = {"every": every, **self._keep, "on_damage": on_damage}
+        self._on_damage = on_damage
         self._signals = StopSignals(_noted)
         self._comm = world().mesh.communicator("run")
         self._saving: AsyncSave | None = None  # the save under way
+        self._saved_at = 0.0  # when the newest save began, or the run, by this rank's clock
         self._saved = 0  # the number of steps of the newest save, which may be under way, or of what was loaded
         self._is_in_step = False
         self._has_stopped = False
 
     def __enter__(self) -> Self:
         self._resume()
+        self._saved_at = time.monotonic()
         self._signals.__enter__()
         return self
 
@@ -162,7 +176,7 @@ class Run:
     def _newest_first(self) -> list[Path]:
         """The committed checkpoints, as rank 0 sees them. Collective."""
         end_previous()  # of a run in this process that ended with an exception
-        self._check_alike("Run", every=self._every, keep=self._keep, on_damage=self._on_damage)
+        self._check_alike("Run", **self._arguments)
         comm, found = world().comm, list[Path]()
         with agreed(comm):
             found = newest_first(self.folder, _PREFIX)
@@ -191,17 +205,25 @@ class Run:
         self._is_in_step = False
 
     def _after_step(self, *, is_last: bool) -> None:
-        told = self._signals.agreed(self._comm)
-        if told and not is_last:
+        told = self._signals.agreed(self._comm, is_due=self._is_time())
+        if told not in (0, DUE) and not is_last:
             self._stop(told)
         if self._saving is not None and self._saving.poll():
             self._committed()
-        if is_last or self.done % self._every == 0:
+        if is_last or told == DUE or any(n and self.done % n == 0 for n in (self._every, self._keep["keep_every"])):
             self._save()
+
+    def _is_time(self) -> bool:
+        """Whether this is rank 0, and it is time to save."""
+        # A save under way would be waited for, after each step if it takes longer than this time.
+        if self._every_s is None or self._saving is not None or self._comm.rank != 0:
+            return False
+        return time.monotonic() >= self._saved_at + self._every_s
 
     def _save(self) -> None:
         self._finish_saving()
-        self._saving = async_save(self._folder_of(self.done), self._with_own_state(), keep=self._keep)
+        self._saved_at = time.monotonic()
+        self._saving = async_save(self._folder_of(self.done), self._with_own_state(), **self._keep)
         self._saved = self.done
 
     def _stop(self, number: int) -> None:
@@ -211,7 +233,7 @@ class Run:
             if world().rank == 0:
                 _log.warning("'%s' was not saved: %s", self._folder_of(self._saved), error)
             self._saving = None
-        save(self._folder_of(self.done), self._with_own_state(), keep=self._keep)
+        save(self._folder_of(self.done), self._with_own_state(), **self._keep)
         self._saved = self.done
         self._has_stopped = True
         _noted.clear()
@@ -243,3 +265,16 @@ class Run:
             file.write_text(f"{self._saved}{' stopped' * self._has_stopped}\n")
         except OSError as error:
             _log.warning("the launcher will not know of step %d: cannot write '%s': %s", self._saved, file, error)
+
+
+def _steps_and_seconds(every: int | str) -> tuple[int | None, float | None]:
+    """One of both. Raises ValueError for anything else."""
+    match = _TIME.fullmatch(every) if isinstance(every, str) else None
+    steps = None if isinstance(every, str) or every < 1 else every
+    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
+    if steps is None and not seconds:
+        raise ValueError(
+            f"Run(every={every!r}): expected a number of steps, at least 1, or a time, more than 0, such as '90s', '10min' or "
+            "'1.5h'"
+        )
+    return steps, seconds or None

@@ -24,6 +24,7 @@ from ..comm.communicator import Communicator
 from ..comm.streams import Stream, current_stream, new_stream, observe
 from .arguments import Folder, folder_and_state
 from .errors import CheckpointError, agreed
+from .folders import Keep
 from .inference import outside_inference_mode
 from .plan import Item
 from .sources import Copies, Direct, Source, sources
@@ -112,10 +113,12 @@ class AsyncSave:
 
 
 @overload
-def save(folder: Folder, state: dict[str, Any], *, keep: int | None = None) -> None: ...
+def save(folder: Folder, state: dict[str, Any], *, keep: int | None = None, keep_every: int | None = None) -> None: ...
 @overload
-def save(state_dict: dict[str, Any], *, checkpoint_id: Folder, keep: int | None = None) -> None: ...
-def save(*given: Any, keep: int | None = None, **named: Any) -> None:
+def save(
+    state_dict: dict[str, Any], *, checkpoint_id: Folder, keep: int | None = None, keep_every: int | None = None
+) -> None: ...
+def save(*given: Any, keep: int | None = None, keep_every: int | None = None, **named: Any) -> None:
     """Save `state` in `folder`, in the format of torch.distributed.checkpoint. Collective; returns when it is committed.
 
     Called as `save(folder, state)`, or as that package's `save(state_dict, checkpoint_id=folder)`.
@@ -123,6 +126,7 @@ def save(*given: Any, keep: int | None = None, **named: Any) -> None:
     folder: the same on every rank, on a file system that all ranks share. A checkpoint that is there is replaced in one step;
     a folder with anything else is refused.   keep: delete all but so many of the newest checkpoints beside it that are
     named as it is, up to the number at the end; None deletes nothing. They are deleted when this one is committed.
+    keep_every: those whose number is a multiple of this are never deleted.
 
     Written is a folder beside it, of this save alone, which gets its name once the data of every rank has reached the disk: a
     job that is killed leaves the checkpoint before. Each rank writes what it has, and shares with others what they have too.
@@ -130,7 +134,7 @@ def save(*given: Any, keep: int | None = None, **named: Any) -> None:
     Raises: CheckpointError on every rank, with the reason, if one of them cannot write or refuses its part of the state: what
     was there before is as it was. It also raises the error of a save before that has not been raised yet.
     """
-    saving = _begin(*folder_and_state("save", given, named), keep, is_copied=False)
+    saving = _begin(*folder_and_state("save", given, named), Keep(keep, keep_every), is_copied=False)
     try:
         saving.wait()
     except KeyboardInterrupt:
@@ -139,10 +143,14 @@ def save(*given: Any, keep: int | None = None, **named: Any) -> None:
 
 
 @overload
-def async_save(folder: Folder, state: dict[str, Any], *, keep: int | None = None) -> AsyncSave: ...
+def async_save(
+    folder: Folder, state: dict[str, Any], *, keep: int | None = None, keep_every: int | None = None
+) -> AsyncSave: ...
 @overload
-def async_save(state_dict: dict[str, Any], *, checkpoint_id: Folder, keep: int | None = None) -> AsyncSave: ...
-def async_save(*given: Any, keep: int | None = None, **named: Any) -> AsyncSave:
+def async_save(
+    state_dict: dict[str, Any], *, checkpoint_id: Folder, keep: int | None = None, keep_every: int | None = None
+) -> AsyncSave: ...
+def async_save(*given: Any, keep: int | None = None, keep_every: int | None = None, **named: Any) -> AsyncSave:
     """Save `state` as `save` does, but return when it has been copied: the disk is written in a thread. Collective.
 
     What is saved are the values at the call: on a GPU, those of the work submitted before it. Call `poll` of what it returns
@@ -154,10 +162,10 @@ def async_save(*given: Any, keep: int | None = None, **named: Any) -> AsyncSave:
     Cost: the copy, and 20 us for each name. The first call also pays for fresh pages.
     Raises: as `save` does; and the error of the save before, if that failed and has not raised it yet.
     """
-    return _begin(*folder_and_state("async_save", given, named), keep, is_copied=True)
+    return _begin(*folder_and_state("async_save", given, named), Keep(keep, keep_every), is_copied=True)
 
 
-def _begin(folder: Folder, state: dict[str, Any], keep: int | None, *, is_copied: bool) -> AsyncSave:
+def _begin(folder: Folder, state: dict[str, Any], keep: Keep, *, is_copied: bool) -> AsyncSave:
     global _background
     end_previous()
     with outside_inference_mode():

@@ -17,6 +17,7 @@ from ..comm import Communicator
 from ..comm.monitor.exit_handlers import Deferred
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+DUE = 1 << 8  # no signal's number
 _REPEATS_S = 1.0  # in which a signal that comes again is the same one, from Slurm and from the launcher
 
 
@@ -60,15 +61,16 @@ class StopSignals(Deferred):
             if signal.getsignal(number) is self:
                 signal.signal(number, handler)
 
-    def agreed(self, comm: Communicator) -> int:
-        """The signal that this rank, or the lowest that has one, has noted; 0 if none has. Collective: the same on all ranks.
+    def agreed(self, comm: Communicator, *, is_due: bool = False) -> int:
+        """The signal that this rank, or the lowest that has one, has noted; if none has, `DUE` if something is due on any rank,
+        else 0. Collective: the same on all ranks.
 
         Cost: a wait for all ranks on the host, 5 us at 2 ranks. No wait for the device.
         """
-        own = self._noted.number
+        own = self._noted.number or (DUE if is_due else 0)
         with comm.watched("agree", None):
             answers = comm.compare(own, lambda: own)
-        return own if answers is None else next(number for number in answers if number)
+        return own if answers is None else min(filter(None, answers), key=lambda number: number == DUE)
 
     def arrived(self, number: int) -> Any:
         now, noted = time.monotonic(), self._noted

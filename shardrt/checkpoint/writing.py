@@ -43,7 +43,7 @@ class Prepared:
     target: Path
     folder: Path
     draft: Draft | None
-    keep: int | None
+    keep: folders.Keep
     plan: SavePlan
     sizes: tuple[int, ...]
     save_id: str
@@ -73,7 +73,7 @@ class Prepared:
 
 
 def prepare(
-    world: World, folder: str | os.PathLike[str], state: dict[str, Any], keep: int | None
+    world: World, folder: str | os.PathLike[str], state: dict[str, Any], keep: folders.Keep
 ) -> tuple[Prepared, tuple[Item, ...]]:
     """Agree on what is saved and where, and make the folder; returns what this rank writes as well. Collective.
 
@@ -88,8 +88,8 @@ def prepare(
     for rank, answer in enumerate(answers):
         if answer[:2] != answers[0][:2]:
             raise CheckpointError(
-                f"the ranks save in different folders: rank 0 in {answers[0][0]!r} with keep={answers[0][1]}, rank {rank} in "
-                f"{answer[0]!r} with keep={answer[1]}. Give all ranks the same, on a file system that they share"
+                f"the ranks save in different folders: rank 0 in {answers[0][0]!r} with {answers[0][1]}, rank {rank} in "
+                f"{answer[0]!r} with {answer[1]}. Give all ranks the same, on a file system that they share"
             )
     *_, save_id, machine = answers[0]
     written_in, draft = folder_of(target, machine, save_id), None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..expansion import check_archive
 from ..names import Path as Keys
 from ..names import joined
 from ..safetensors.format import Array, TensorInfo, read_arrays
@@ -69,7 +70,12 @@ class TorchCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         try:
-            tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            if is_zip := zipfile.is_zipfile(path):
+                with open(path, "rb") as file:
+                    check_archive(file, f"'{path}'")
+            tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        except CheckpointError:
+            raise
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(f"'{path}' is no file that torch.load(weights_only=True) reads: {reason}") from error

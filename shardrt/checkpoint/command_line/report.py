@@ -17,7 +17,7 @@ import torch
 from ..dcp.stored import Stored
 from ..dcp.stored_items import read_item
 from ..equal_values import as_ranges
-from ..errors import CheckpointError
+from ..errors import CheckpointError, printable
 from ..reading import fetches
 from ..store import Reader
 from .convert import open_checkpoint
@@ -37,7 +37,7 @@ def description(path: Path) -> Iterator[str]:
     rows = [("tensor", "shape", "dtype", "bytes", "ranks" if ranks else "")]
     for name, info in checkpoint.tensors.items():
         dtype = str(info.dtype).removeprefix("torch.")
-        rows.append((name, str(tuple(info.shape)), dtype, f"{info.nbytes:,}", as_ranges(ranks.get(name, ()))))
+        rows.append((printable(name), str(tuple(info.shape)), dtype, f"{info.nbytes:,}", as_ranges(ranks.get(name, ()))))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for name, shape, dtype, nbytes, written in rows:
         cells = (name.ljust(widths[0]), shape.ljust(widths[1]), dtype.ljust(widths[2]), nbytes.rjust(widths[3]), written)
