@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from ..comm.merge_dumps import printable
 from .command_line.convert import convert, open_checkpoint, select
 from .command_line.report import description, items_of, verify
 from .dcp.metadata import read_stored
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, RuntimeError, ValueError, MemoryError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(printable(f"error: {' '.join(str(error).split())}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -76,7 +77,7 @@ def _size(text: str) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     for line in description(options.path):
-        print(line)
+        print(printable(line))
     return 0
 
 
@@ -86,7 +87,7 @@ def _verify(options: argparse.Namespace) -> int:
     with _progress(sum(length for _, _, length in items)) as done:
         report = verify(stored, items, done)
     for line in report.damaged:
-        print(line)
+        print(printable(line))
     print(f"{options.path}: {report.summary}")
     return 1 if report.damaged else 0
 
@@ -100,7 +101,7 @@ def _convert(options: argparse.Namespace) -> int:
     left_out = [each.name for each in selected if each.name not in source.tensors] if options.to == "safetensors" else []
     if left_out:
         names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
-        print(f"left out, as safetensors has tensors only: {len(left_out)} objects: {names}", file=sys.stderr)
+        print(printable(f"left out, as safetensors has tensors only: {len(left_out)} objects: {names}"), file=sys.stderr)
     return 0
 
 

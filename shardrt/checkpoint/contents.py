@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +11,14 @@ from typing import Any
 import torch
 
 from ..tensor.dtensor import DTensor
+from .dcp.objects import check_object
 from .dcp.stored import Stored
-from .errors import CheckpointError, DamagedCheckpointError
+from .errors import CheckpointError
 from .names import Path as Keys
 from .names import joined
 from .parts import memory_of
 from .reading import Fetch, fetches, read_all
+from .shown import reason, shown
 from .trees import flattened, key_of, placed
 
 _LISTED = 20  # names in an error
@@ -119,20 +120,13 @@ class Contents:
         stored = self.stored.objects[name]
         with self.stored.open(stored.file) as reader:
             data = bytes(reader.read(stored.offset, stored.length))
-        where = f"{str(self.folder / stored.file)!r}, object '{name}'"
-        try:
-            damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()
-        except Exception as error:
-            raise DamagedCheckpointError(f"{where} is damaged ({error}); load an older checkpoint") from error
-        if damaged is not None:
-            raise DamagedCheckpointError(
-                f"{where} is damaged: the checksum of its record '{damaged}' differs; load an older checkpoint"
-            )
+        where = f"{str(self.folder / stored.file)!r}, object {shown(name)}"
+        check_object(data, where)
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(
-                f"{where} cannot be loaded without running code of its author, or is damaged: {error}"
+                f"{where} cannot be loaded without running code of its author, or is damaged: {reason(error)}"
             ) from error
 
 

@@ -133,7 +133,7 @@ class Item:
 
     @property
     def label(self) -> str:
-        return f"{'object' if self.dtype is None else 'tensor'} '{', '.join(self.names)}'"
+        return f"{'object' if self.dtype is None else 'tensor'} '{', '.join(self.names[:3])}{', ...' * (len(self.names) > 3)}'"
 
 
 def items_of(stored: Stored) -> dict[Place, Item]:

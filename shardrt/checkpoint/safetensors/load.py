@@ -18,6 +18,7 @@ from ..errors import CheckpointError, agreed
 from ..materialise import materialise
 from ..names import LoadedKeys
 from ..parts import Part, memory_of, parts
+from ..shown import shown
 from ..store import Reader, bytes_of
 from .format import Array, read_arrays
 from .model import Named, Scratch, byte_runs, lies_as_stored, named_tensors, pieces, take_back
@@ -88,7 +89,7 @@ def _match(model: Iterable[Named], arrays: Mapping[str, Array], folder: Path, *,
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)
+    return ", ".join(map(shown, names))
 
 
 def _renamed(arrays: Mapping[str, Array], key_map: KeyMap | None, folder: Path) -> dict[str, Array]:
