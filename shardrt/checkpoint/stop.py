@@ -9,12 +9,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from ..comm import Communicator
-from ..comm.monitor.exit_handlers import Deferred
+from ..comm.monitor.exit_handlers import Deferred, handler_of
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 _REPEATS_S = 1.0  # in which a signal that comes again is the same one, from Slurm and from the launcher
@@ -47,10 +48,12 @@ class StopSignals(Deferred):
     def __init__(self, noted: Noted) -> None:
         self._pid = os.getpid()
         self._noted = noted
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Any] = {}  # as `signal` knows them
+        self._restore: dict[int, Callable[[], object]] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            self._restore = {number: handler_of(number) for number in SIGNALS}
             self._before = {number: signal.signal(number, self) or signal.SIG_DFL for number in SIGNALS}
         return self
 
@@ -59,6 +62,7 @@ class StopSignals(Deferred):
             number, handler = self._before.popitem()
             if signal.getsignal(number) is self:
                 signal.signal(number, handler)
+                self._restore[number]()
 
     def agreed(self, comm: Communicator) -> int:
         """The signal that this rank, or the lowest that has one, has noted; 0 if none has. Collective: the same on all ranks.
