@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import re
 import stat
 import sys
 from collections import defaultdict
@@ -23,7 +24,11 @@ from typing import Any, TypeVar
 
 from .fingerprint import name_ranks
 
-_MAX_CHARACTERS = 1 << 29  # of a file; 2000 calls take about one million
+_MAX_NBYTES = 1 << 29  # of a file; 2000 calls take about one million, and 5 for each rank of each call's communicator
+# But for the ranks of equal communicators: sixty thousand calls.
+_MAX_CHARACTERS, _MAX_VALUES = 1 << 26, 2_000_000
+_MAX_SHOWN = 500  # characters of a text
+_RANKS = re.compile(rb'"ranks": \[[-0-9, ]*\]')
 
 T = TypeVar("T")
 
@@ -109,37 +114,48 @@ def _positions(at: dict[str, list[int]], size: int) -> str:
 def load(path: Path) -> Dump:
     """Read a dump. Raises: OSError; ValueError for what is not a dump."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would wait for a writer
-    with open(file, encoding="utf-8") as stream:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
+    with open(file, "rb") as stream:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("not a regular file")
-        text = stream.read(_MAX_CHARACTERS + 1)
-    if len(text) > _MAX_CHARACTERS:
-        raise ValueError(f"more than {_MAX_CHARACTERS} characters")
-    return parse(text)
+        if status.st_size > _MAX_NBYTES:
+            raise ValueError(f"{status.st_size:,} bytes, expected at most {_MAX_NBYTES:,}")
+        return parse(stream.read())
 
 
-def parse(text: str) -> Dump:
+def parse(text: bytes) -> Dump:
     """The dump of a text. Raises: ValueError for any other text."""
+    tables = dict[bytes, int]()
+    short = _RANKS.sub(lambda found: b'"ranks": %d' % tables.setdefault(found[0], len(tables)), text)
+    # Cost: a value takes up to a hundred bytes; so many of them are refused before any is made.
+    count = sum(part.count(mark) for part in (short, *tables) for mark in (b",", b"[", b"{"))
+    if count > _MAX_VALUES or len(short) > _MAX_CHARACTERS:
+        raise ValueError(
+            f"{count:,} values in {len(short):,} characters, expected at most {_MAX_VALUES:,} in {_MAX_CHARACTERS:,}; "
+            "SHARDRT_RECORDER says how many calls are kept"
+        )
     try:
-        report = json.loads(text)
+        report = json.loads(short)
+        ranks = [tuple(json.loads(b"{%b}" % table)["ranks"]) for table in tables]
     except RecursionError:
         raise ValueError("nested too deeply") from None
     rank, size, notes = _field(report, "rank", int), _field(report, "size", int), _field(report, "notes", list)
-    job, time = printable(_field(report, "job", str)), _field(report, "time", float)
+    job, time = _beginning(_field(report, "job", str)), _field(report, "time", float)
     if not 0 <= rank < size or not math.isfinite(time):
         raise ValueError(f"rank {rank} of {size}, at {time}")
     noted = _element(notes[-1], 1, str) if notes else None
-    calls = tuple(map(_call, _field(report, "calls", list)))
-    return Dump(rank, size, job, time, calls, None if noted is None else printable(noted))
+    calls = tuple(_call(call, ranks) for call in _field(report, "calls", list))
+    return Dump(rank, size, job, time, calls, None if noted is None else _beginning(noted))
 
 
-def _call(call: object) -> Call:
-    ranks = _field(call, "ranks", list)
-    if any(type(rank) is not int for rank in ranks):
-        raise ValueError("'ranks': expected numbers")
-    comm, what = printable(_field(call, "comm", str)), printable(_field(call, "what", str))
+def _call(call: object, ranks: Sequence[tuple[int, ...]]) -> Call:
+    """ranks: of the communicators that the dump has, by number."""
+    number = _field(call, "ranks", int)
+    if not 0 <= number < len(ranks):
+        raise ValueError("'ranks': expected a list of numbers")
+    comm, what = _beginning(_field(call, "comm", str)), _beginning(_field(call, "what", str))
     started, ended = _field(call, "started", float), _field(call, "ended", float)
-    return Call(comm, tuple(ranks), _field(call, "number", int), what, started, ended)
+    return Call(comm, ranks[number], _field(call, "number", int), what, started, ended)
 
 
 def _field(record: Any, name: str, kind: type[T]) -> T:
@@ -154,6 +170,11 @@ def _element(record: Any, index: int, kind: type[T]) -> T:
     if not isinstance(record, list) or len(record) <= index or type(record[index]) is not kind:
         raise ValueError(f"expected a list with {kind.__name__} at {index}")
     return record[index]
+
+
+def _beginning(text: str) -> str:
+    """As it is printed."""
+    return printable(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
 
 
 def printable(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import faulthandler
 import json
 import logging
 import os
@@ -87,6 +88,34 @@ def test_a_second_signal_does_what_it_did_before(world: shardrt.World) -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
     assert received == [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]
+
+
+@on_ranks(1)
+def test_handlers_in_c_are_restored(world: shardrt.World, tmp_path: Path) -> None:
+    """Of which the module `signal` knows nothing: without them the signals end the process."""
+
+    def stacks() -> int:
+        return (tmp_path / "stacks").read_text().count("test_handlers_in_c_are_restored")
+
+    with open(tmp_path / "stacks", "w") as file:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            faulthandler.register(number, file, all_threads=False)
+        try:
+            for runs in (1, 2):
+                with shardrt.Run(tmp_path / "run", {"value": 1}) as run:
+                    assert len(list(run.steps(2 * runs))) == 2
+                os.kill(os.getpid(), signal.SIGUSR1)
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert stacks() == 2 * runs
+            with StopSignals(Noted()):
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(1.05)
+                assert stacks() == 4
+                os.kill(os.getpid(), signal.SIGUSR1)  # the second one
+            assert stacks() == 5
+        finally:
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                faulthandler.unregister(number)
 
 
 @on_ranks(1)

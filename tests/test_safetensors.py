@@ -126,7 +126,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, header: Any, message: str
 def test_a_bad_folder_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no model.safetensors and no"):
         read_arrays(tmp_path)
-    with pytest.raises(CheckpointError, match=r"gone.safetensors' cannot be read: No such file"):
+    with pytest.raises(CheckpointError, match=r"cannot open .*gone.safetensors'.*No such file"):
         read_arrays(tmp_path / "gone.safetensors")
     save_file({"x": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
     index = tmp_path / "model.safetensors.index.json"

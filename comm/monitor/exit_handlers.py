@@ -60,12 +60,18 @@ def flush_output() -> None:
 @contextlib.contextmanager
 def handler_kept(number: signal.Signals) -> Iterator[None]:
     """Keep this signal's handler, whoever installed it, through a block that may replace it."""
-    libc, handler = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # more than a struct sigaction
-    libc.sigaction(number, None, handler)
+    restore = handler_of(number)
     try:
         yield
     finally:
-        libc.sigaction(number, handler, None)
+        restore()
+
+
+def handler_of(number: signal.Signals) -> Callable[[], object]:
+    """Installs the handler that this signal has now, again. It may be one in C, such as faulthandler's, unknown to `signal`."""
+    libc, handler = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # more than a struct sigaction
+    libc.sigaction(number, None, handler)
+    return lambda: libc.sigaction(number, handler, None)
 
 
 class Aborter:

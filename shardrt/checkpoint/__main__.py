@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from ..comm.merge_dumps import printable
 from .command_line.convert import convert, open_checkpoint, select
 from .command_line.report import description, items_of, verify
 from .dcp.metadata import read_stored
-from .errors import printable
 from .safetensors.format import parse_size
 
 KINDS = ("dcp", "safetensors", "torch")

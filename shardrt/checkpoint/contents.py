@@ -21,6 +21,7 @@ from .parts import memory_of
 from .per_rank import OF_RANK, PerRank
 from .reading import Fetch, fetches, read_all
 from .renaming import KeyMap, with_new_names
+from .shown import shown
 from .trees import flattened, key_of, placed
 
 _LISTED = 20  # names in an error
@@ -195,7 +196,7 @@ class Contents:
         stored = self.stored.objects[name]
         with self.stored.open(stored.file) as reader:
             data = bytes(reader.read(stored.offset, stored.length))
-        return decode(data, f"{str(self.folder / stored.file)!r}, object '{name}'")
+        return decode(data, f"{str(self.folder / stored.file)!r}, object {shown(name)}")
 
 
 def _is_empty(value: Any) -> bool:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from ..comm.calls import RemoteError
 from ..comm.control import ControlPlane
+from ..comm.merge_dumps import printable
 
 
 class CheckpointError(RuntimeError):
@@ -18,11 +19,6 @@ class CheckpointError(RuntimeError):
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
-
-
-def printable(text: str) -> str:
-    """The text with escapes in the place of what a terminal would act on: control characters, line ends, other directions."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 class DamagedCheckpointError(CheckpointError):

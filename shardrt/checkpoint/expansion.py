@@ -5,6 +5,7 @@ compressed records, several names for the same bytes    records that have more b
 storages                                                one that its record does not hold
 what the pickle calls, as `bytearray(2**30)`            all but the calls that torch.save writes, with arguments that they have
 these calls, with one large argument again and again    more than 64 bytes in all for each byte of the file
+keys that are tuples of the same tuple, ...             those of very many parts, as `check_keys` has it
 lists of the same list, of the same list, ...           more values, each as often as it is referred to, than 4 for each byte
 
 The calls are made with stand-ins, which add up what the real ones would copy.
@@ -22,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 
 from .dcp.items import LEGACY_STORAGES
-from .dcp.pickles import DTYPES, Ignored, restricted_load
+from .dcp.pickles import DTYPES, Ignored, StandIn, check_keys, restricted_load
 from .errors import CheckpointError
 
 _GROWTH = 64  # bytes that calls may make for each byte of the file
@@ -39,13 +40,9 @@ def check_archive(file: BinaryIO, where: str) -> None:
     """
     nbytes = file.seek(0, 2)
     with zipfile.ZipFile(file) as archive:
+        check_records(archive, nbytes, where)
         records = archive.infolist()
         names = [record.filename for record in records]
-        if (stored := sum(record.file_size for record in records)) > nbytes:
-            raise CheckpointError(
-                f"{where}: its records have {stored} bytes, and it has {nbytes}: they are compressed, or overlap; save with "
-                "plain torch.save"
-            )
         roots = [name.removesuffix("data.pkl") for name in names if name.endswith("/data.pkl")]
         # Hazard: torch ignores the case of names, so that it might unpickle another record than this.
         if len(roots) != 1 or len({name.lower() for name in names}) < len(names):
@@ -58,7 +55,16 @@ def check_archive(file: BinaryIO, where: str) -> None:
         raise CheckpointError(f"{where}: its containers refer to each other so often, or in a circle, that a copy has no end")
 
 
-class _Made:
+def check_records(archive: zipfile.ZipFile, nbytes: int, where: str) -> None:
+    """Raise CheckpointError if the records of an archive of so many bytes have more, together."""
+    if (stored := sum(record.file_size for record in archive.infolist())) > nbytes:
+        raise CheckpointError(
+            f"{where}: its records have {stored} bytes, and it has {nbytes}: they are compressed, or overlap; save with "
+            "plain torch.save"
+        )
+
+
+class _Made(StandIn):
     """In the place of a tensor, of a storage, or of bytes: so many bytes, as if each element had its own."""
 
     __slots__ = ("nbytes",)
@@ -70,7 +76,7 @@ class _Made:
         raise ValueError("state of a tensor, which torch.save writes otherwise")
 
 
-class _Dict(dict[Any, Any]):
+class _Dict(dict[Any, Any], StandIn):
     """In the place of dicts whose attributes a pickle may set."""
 
 
@@ -142,10 +148,12 @@ class _Calls:
 
     def _set(self, items: Any = ()) -> tuple[Any, ...]:
         self._made(_ENTRY * len(items))
+        check_keys(items)
         return tuple(items)
 
     def _dict(self, items: Any = ()) -> _Dict:
         self._made(_ENTRY * len(items))
+        check_keys(items if isinstance(items, dict) else [key for key, _ in items])
         return _Dict(items)
 
     def _size(self, sizes: Any = ()) -> tuple[int, ...]:

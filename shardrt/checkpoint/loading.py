@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 
 from ..comm import Communicator
 from ..comm.bootstrap import world
+from ..comm.merge_dumps import printable
 from ..tensor.dtensor import DTensor
 from .arguments import Folder, folder_and_state
 from .contents import Contents
 from .dcp.metadata import read_stored
-from .errors import CheckpointError, agreed, printable
+from .errors import CheckpointError, agreed
 from .inference import outside_inference_mode
 from .materialise import materialise
 from .names import ParameterNames, cleaner, joined

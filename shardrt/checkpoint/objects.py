@@ -27,6 +27,7 @@ import torch
 
 from .errors import CheckpointError, DamagedCheckpointError
 from .expansion import check_archive
+from .shown import reason
 from .stateful import has_state
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -53,7 +54,7 @@ def decode(data: bytes, where: str) -> Any:
     except CheckpointError:
         raise
     except Exception as error:
-        raise DamagedCheckpointError(f"{where} is damaged ({error}); load an older checkpoint") from error
+        raise DamagedCheckpointError(f"{where} is damaged ({reason(error)}); load an older checkpoint") from error
     if damaged is not None:
         raise DamagedCheckpointError(
             f"{where} is damaged: the checksum of its record '{damaged}' differs; load an older checkpoint"
@@ -61,9 +62,8 @@ def decode(data: bytes, where: str) -> Any:
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{where} cannot be loaded without running code of its author, or is damaged: {reason}"
+            f"{where} cannot be loaded without running code of its author, or is damaged: {reason(error)}"
         ) from error
     return with_numpy(found) if ARRAY.encode() in data else found
 

@@ -27,6 +27,7 @@ from .dcp.stored import Stored, StoredChunk, StoredTensor
 from .dcp.stored_items import ReadBytes, StoredItem, read_item
 from .errors import DamagedCheckpointError
 from .parts import Part, Runs, intersect, narrowed, parts, runs, tile
+from .shown import shown
 from .store import Reader, bytes_of
 
 _CPU = torch.device("cpu")
@@ -80,13 +81,13 @@ def fetches(name: str, stored: StoredTensor, target: torch.Tensor) -> list[Fetch
                 missing -= prod(box.sizes)
         if missing > 0:
             raise DamagedCheckpointError(
-                f"tensor '{name}': the checkpoint lacks {missing} of the {part.memory.numel()} elements of {part.box}, which "
-                "this rank needs; it was not written to its end, or its .metadata belongs to other files"
+                f"tensor {shown(name)}: the checkpoint lacks {missing} of the {part.memory.numel()} elements of {part.box}, "
+                "which this rank needs; it was not written to its end, or its .metadata belongs to other files"
             )
         boxes = [fetch.box for fetch in found[first:]]
         if len(boxes) > 1 and not tile(part.box, boxes):
             raise DamagedCheckpointError(
-                f"tensor '{name}': chunks of the checkpoint overlap in {part.box}; its .metadata is damaged"
+                f"tensor {shown(name)}: chunks of the checkpoint overlap in {part.box}; its .metadata is damaged"
             )
     return found
 
@@ -194,7 +195,7 @@ class _FileReading:
 
     def _source(self, fetch: Fetch, read: ReadBytes | None = None) -> Source:
         """The item of a fetch. read: gives bytes of it, if they have been read."""
-        chunk, where = fetch.chunk, f"{str(self._reader.path)!r}, tensor '{fetch.name}'"
+        chunk, where = fetch.chunk, f"{str(self._reader.path)!r}, tensor {shown(fetch.name)}"
         read = read or (lambda at, nbytes: bytes(self._reader.read(chunk.offset + at, nbytes)))
         item = known_item(read, fetch.dtype, chunk.box.sizes, chunk.length) or read_item(read, chunk.length, where)
         if (item.dtype, item.sizes) != (fetch.dtype, tuple(chunk.box.sizes)):

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import CheckpointError
+from .shown import shown
 from .store import explained
 
 _OWN_FILES = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
@@ -30,7 +31,7 @@ def refuse_foreign(folder: Path) -> None:
     with explained("list", folder):
         foreign = sorted(name for name in os.listdir(folder) if not _OWN_FILES.fullmatch(name))
     if foreign:
-        names = ", ".join(foreign[:_SHOWN]) + (", ..." if len(foreign) > _SHOWN else "")
+        names = ", ".join(shown(name)[1:-1] for name in foreign[:_SHOWN]) + (", ..." if len(foreign) > _SHOWN else "")
         raise CheckpointError(
             f"{str(folder)!r} is neither replaced nor deleted: it has {names}, which no checkpoint has. "
             "Move that elsewhere, or save in another folder"

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from ..comm import world
 from ..tensor.dtensor import DTensor
+from .dcp.stored import checked_keys, checked_name
 from .errors import CheckpointError
 from .names import ParameterNames, Path, cleaner, joined
 from .objects import encode
@@ -68,6 +69,7 @@ def entries(state: Mapping[str, Any]) -> list[Entry]:
         name = joined(path)
         if name in found:
             raise CheckpointError(f"two values of the state have the name '{name}'; rename one of the keys")
+        checked_name(name), checked_keys(path)  # as `load` does
         found[name] = Entry(name, _stored_form(name, value), path, not isinstance(value, (torch.Tensor, Whole)))
     return list(found.values())
 

@@ -9,12 +9,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from ..comm import Communicator
-from ..comm.monitor.exit_handlers import Deferred
+from ..comm.monitor.exit_handlers import Deferred, handler_of
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 DUE = 1 << 8  # no signal's number
@@ -48,18 +49,22 @@ class StopSignals(Deferred):
     def __init__(self, noted: Noted) -> None:
         self._pid = os.getpid()
         self._noted = noted
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Any] = {}  # as `signal` knows them
+        self._restore: dict[int, Callable[[], object]] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            self._restore = {number: handler_of(number) for number in SIGNALS}
             self._before = {number: signal.signal(number, self) or signal.SIG_DFL for number in SIGNALS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         while self._before:
             number, handler = self._before.popitem()
+            restore = self._restore[number]
             if signal.getsignal(number) is self:
                 signal.signal(number, handler)
+                restore()
 
     def agreed(self, comm: Communicator, *, is_due: bool = False) -> int:
         """The signal that this rank, or the lowest that has one, has noted; if none has, `DUE` if something is due on any rank,

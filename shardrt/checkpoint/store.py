@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,7 +137,10 @@ class Reader:
         self.path = path
         self.nbytes = 0
         with explained("open", path):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would wait for a writer
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.close(self._fd)
+            raise CheckpointError(f"{os.fspath(path)!r} is no regular file")
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill writable buffers, one after the other, from `offset` on."""
@@ -145,16 +149,22 @@ class Reader:
         self.nbytes += done
         wanted = sum(len(buffer) for buffer in buffers)
         if done < wanted:
-            raise DamagedCheckpointError(
-                f"{os.fspath(self.path)!r} is damaged: expected {wanted} bytes at {offset}, found {done} before its end. "
-                "Load an older checkpoint"
-            )
+            raise self._ends(offset, wanted, done)
 
     def read(self, offset: int, nbytes: int) -> bytearray:
         """The bytes at `offset`."""
+        # Before memory is taken for what a damaged file says.
+        if nbytes > (left := max(0, self.size() - offset)):
+            raise self._ends(offset, nbytes, left)
         found = bytearray(nbytes)
         self.read_into(offset, [memoryview(found)])
         return found
+
+    def _ends(self, offset: int, wanted: int, found: int) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            f"{os.fspath(self.path)!r} is damaged: expected {wanted} bytes at {offset}, found {found} before its end. "
+            "Load an older checkpoint"
+        )
 
     def size(self) -> int:
         """Bytes of the file."""

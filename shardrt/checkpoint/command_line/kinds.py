@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from ..expansion import check_archive
 from ..names import Path as Keys
 from ..names import joined
 from ..safetensors.format import Array, TensorInfo, read_arrays
+from ..shown import reason, shown
 from ..store import Reader, bytes_of
 from ..trees import flattened
 
@@ -76,9 +76,8 @@ class TorchCheckpoint(Checkpoint):
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         except CheckpointError:
             raise
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise CheckpointError(f"'{path}' is no file that torch.load(weights_only=True) reads: {reason}") from error
+        except Exception as error:
+            raise CheckpointError(f"'{path}' is no file that torch.load(weights_only=True) reads: {reason(error)}") from error
         if not isinstance(tree, Mapping):
             raise CheckpointError(f"'{path}' has a {type(tree).__name__}; expected a dict, as a state dict is")
         self._values, self.paths = dict[str, Any](), dict[str, Keys]()
@@ -86,7 +85,8 @@ class TorchCheckpoint(Checkpoint):
             name = joined(keys)
             if name in self.paths:
                 raise CheckpointError(
-                    f"'{path}' has two values of the name '{name}', at {self.paths[name]} and {keys}: rename one"
+                    f"'{path}' has two values of the name {shown(name)}, at {shown(self.paths[name])} and {shown(keys)}: "
+                    "rename one"
                 )
             self._values[name], self.paths[name] = value, keys
         tensors = {name: value for name, value in self._values.items() if isinstance(value, torch.Tensor)}
@@ -96,7 +96,7 @@ class TorchCheckpoint(Checkpoint):
     def tensor(self, name: str) -> torch.Tensor:
         value: torch.Tensor = self._values[name]
         if value.layout != torch.strided:
-            raise CheckpointError(f"tensor '{name}' has the layout {value.layout}: save its values and indices as tensors")
+            raise CheckpointError(f"tensor {shown(name)} has the layout {value.layout}: save its values and indices as tensors")
         return value.detach().resolve_conj().resolve_neg().contiguous()
 
     def object(self, name: str) -> Any:

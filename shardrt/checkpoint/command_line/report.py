@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from ...comm.merge_dumps import printable
 from ..dcp.stored import Stored
 from ..dcp.stored_items import read_item
 from ..equal_values import as_ranges
-from ..errors import CheckpointError, printable
+from ..errors import CheckpointError
+from ..expansion import check_records
 from ..reading import fetches
 from ..store import Reader
 from .convert import open_checkpoint
@@ -126,7 +128,7 @@ class Item:
 
     @property
     def label(self) -> str:
-        return f"{'object' if self.dtype is None else 'tensor'} '{', '.join(self.names)}'"
+        return f"{'object' if self.dtype is None else 'tensor'} '{', '.join(self.names[:3])}{', ...' * (len(self.names) > 3)}'"
 
 
 def items_of(stored: Stored) -> dict[Place, Item]:
@@ -171,6 +173,7 @@ def _compare(reader: Reader, start: int, length: int, item: Item) -> None:
 def _has_right_checksums(window: _Window) -> bool:
     """Whether there are any. Raises ValueError for one that is not that of the data."""
     with zipfile.ZipFile(window) as archive:
+        check_records(archive, window.seek(0, os.SEEK_END), "it")
         if not any(record.CRC for record in archive.infolist()):  # as torch.save writes after set_crc32_options(False)
             return False
         if damaged := archive.testzip():

@@ -13,53 +13,65 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..shown import shown
 from .metadata_pickle import Columns
-from .pickles import DTYPES, Ignored, Sealed, restricted_load
-from .stored import Lazy, Stored, StoredObject, StoredTensor, check_file_name, checked_object, checked_tensor, damage_of
+from .pickles import DTYPES, Ignored, Ordered, Record, Size, StandIn, integers, restricted_load
+from .stored import (
+    Lazy,
+    Stored,
+    StoredObject,
+    StoredTensor,
+    check_file_name,
+    checked_keys,
+    checked_name,
+    checked_object,
+    checked_tensor,
+    damage_of,
+)
 
 
-class _Metadata(metaclass=Sealed):
+class _Metadata(Record):
     state_dict_metadata: dict[str, Any]
     planner_data: Any = None
     storage_data: dict[_Index, _Info]
     storage_meta: _StorageMeta | None = None
 
 
-class _Tensor(metaclass=Sealed):
+class _Tensor(Record):
     properties: _Properties
     size: tuple[int, ...]
     chunks: list[_Chunk]
 
 
-class _Properties(metaclass=Sealed):
+class _Properties(StandIn):
     dtype: torch.dtype
 
     def __setstate__(self, state: tuple[Any, ...] | dict[str, Any]) -> None:
         self.dtype = state["dtype"] if isinstance(state, dict) else state[0]
 
 
-class _Chunk(metaclass=Sealed):
+class _Chunk(Record):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-class _Object(metaclass=Sealed):
+class _Object(Record):
     """In the place of `BytesStorageMetadata`."""
 
 
-class _Index(metaclass=Sealed):
+class _Index(Record):
     fqn: str
     offset: tuple[int, ...] | None = None
 
 
-class _Info(metaclass=Sealed):
+class _Info(Record):
     relative_path: str
     offset: int
     length: int
     transform_descriptors: list[str] | None = None
 
 
-class _StorageMeta(metaclass=Sealed):
+class _StorageMeta(Record):
     save_id: str | None = None
 
 
@@ -75,8 +87,8 @@ _GLOBALS: dict[tuple[str, str], object] = {
     (_CLASSES, "_MEM_FORMAT_ENCODING"): Ignored,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Info,
     ("torch.serialization", "_get_layout"): Ignored,
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
+    ("torch", "Size"): Size,
+    ("collections", "OrderedDict"): Ordered,
     **{(module, name): Ignored for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
 }
 
@@ -100,18 +112,24 @@ def stored_in(data: bytes, path: Path) -> Stored:
         )
     infos: dict[str, dict[Any, _Info]] = {}
     for index, info in (getattr(metadata, "storage_data", None) or {}).items():
-        infos.setdefault(index.fqn, {})[index.offset] = info
+        offset = None if index.offset is None else integers(index.offset)
+        infos.setdefault(checked_name(index.fqn), {})[offset] = info
     tensors = dict[str, Callable[[], StoredTensor]]()
     objects = dict[str, Callable[[], StoredObject]]()
     for name, value in metadata.state_dict_metadata.items():
+        checked_name(name)
         if isinstance(value, _Tensor):
             tensors[name] = _PickledTensor(path, name, value, infos.get(name, {}))
         else:
             objects[name] = _PickledObject(path, name, infos.get(name, {}))
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    paths = {name: keys for name, keys in planned.items() if isinstance(name, str) and isinstance(keys, tuple)}
-    meta = metadata.storage_meta
-    return Stored(path.parent, Lazy(tensors), Lazy(objects), paths, meta.save_id if isinstance(meta, _StorageMeta) else None)
+    paths = {
+        checked_name(name): checked_keys(keys)
+        for name, keys in planned.items()
+        if isinstance(name, str) and isinstance(keys, tuple)  # planners of other authors may keep anything else there
+    }
+    save_id = metadata.storage_meta.save_id if isinstance(metadata.storage_meta, _StorageMeta) else None
+    return Stored(path.parent, Lazy(tensors), Lazy(objects), paths, None if save_id is None else checked_name(save_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +142,16 @@ class _PickledTensor:
     infos: dict[Any, _Info]
 
     def __call__(self) -> StoredTensor:
-        with damage_of(self.path, f" tensor '{self.name}':"):
-            shape, chunks = tuple(self.found.size), self.found.chunks
-            infos = [_info(self.path, self.name, self.infos, tuple(chunk.offsets)) for chunk in chunks]
+        with damage_of(self.path, f" tensor {shown(self.name)}:"):
+            shape, chunks = integers(self.found.size), self.found.chunks
+            if len(chunks) > len(self.infos):  # the same one many times
+                raise ValueError(f"{len(chunks)} chunks at {len(self.infos)} places")
+            rows = [integers((*integers(chunk.offsets), *integers(chunk.sizes))) for chunk in chunks]
+            infos = [_info(self.path, self.name, self.infos, chunk.offsets) for chunk in chunks]
             files = tuple(dict.fromkeys(info.relative_path for info in infos))
             numbers = {file: number for number, file in enumerate(files)}
-            rows = [(*chunk.offsets, *chunk.sizes) for chunk in chunks]
             boxes = torch.tensor(rows, dtype=torch.int64).view(len(chunks), 2, len(shape))
-            places = torch.tensor([(numbers[i.relative_path], i.offset, i.length) for i in infos], dtype=torch.int64)
+            places = torch.tensor([integers((numbers[i.relative_path], i.offset, i.length)) for i in infos], dtype=torch.int64)
             columns = Columns(boxes[:, 0], boxes[:, 1], *places.view(-1, 3).unbind(1))
             return checked_tensor(self.path, self.name, StoredTensor(shape, self.found.properties.dtype, columns, files))
 
@@ -145,7 +165,7 @@ class _PickledObject:
     infos: dict[Any, _Info]
 
     def __call__(self) -> StoredObject:
-        with damage_of(self.path, f" object '{self.name}':"):
+        with damage_of(self.path, f" object {shown(self.name)}:"):
             info = _info(self.path, self.name, self.infos, None)
             found = StoredObject(info.relative_path, info.offset, info.length)
             return checked_object(self.path, self.name, found)
@@ -154,8 +174,9 @@ class _PickledObject:
 def _info(path: Path, name: str, infos: dict[Any, _Info], offset: tuple[int, ...] | None) -> _Info:
     info = infos.get(offset)
     if info is None:
-        raise DamagedCheckpointError(f"{path}: '{name}' has no place for what begins at {offset}; the file is damaged")
+        raise DamagedCheckpointError(f"{path}: {shown(name)} has no place for what begins at {offset}; the file is damaged")
     if info.transform_descriptors:
-        raise CheckpointError(f"{path}: '{name}' was written through {info.transform_descriptors}; save without extensions")
+        through = shown(info.transform_descriptors)
+        raise CheckpointError(f"{path}: {shown(name)} was written through {through}; save without extensions")
     check_file_name(path, info.relative_path)
     return info

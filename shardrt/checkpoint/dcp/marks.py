@@ -15,6 +15,7 @@ import zlib
 from typing import NamedTuple
 
 from ..errors import DamagedCheckpointError
+from ..shown import shown
 from ..store import Reader
 from .metadata_pickle import SAVED_BY
 
@@ -32,7 +33,7 @@ class Mark(NamedTuple):
     file: str
 
     def __str__(self) -> str:
-        return f"'{self.file}' of save {self.save_id}"
+        return f"{shown(self.file)} of save {self.save_id}"
 
     def encode(self) -> bytes:
         """The bytes in a file."""

@@ -6,6 +6,7 @@ Ours is read by its index: nothing is unpickled but lists of names, and of a ten
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..shown import shown
 from .foreign_metadata import stored_in
 from .metadata_pickle import (
     ENDING_NBYTES,
@@ -28,7 +30,7 @@ from .metadata_pickle import (
     save_id_of,
     storage_template,
 )
-from .pickles import DTYPES, restricted_load
+from .pickles import DTYPES, integers, restricted_load
 from .stored import (
     METADATA,
     Lazy,
@@ -36,6 +38,8 @@ from .stored import (
     StoredObject,
     StoredTensor,
     check_file_name,
+    checked_keys,
+    checked_name,
     checked_object,
     checked_tensor,
     damage_of,
@@ -68,14 +72,18 @@ class _Source:
     """The bytes of a `.metadata`: read at once if it is small, else in parts."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.nbytes = path, os.stat(path).st_size
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedCheckpointError(f"{path} is no regular file")
+        self.path, self.nbytes = path, status.st_size
         self._contents = path.read_bytes() if self.nbytes <= SMALL else None
 
     def span(self, start: int, nbytes: int) -> bytes:
         """These bytes. Raises CheckpointError if the file has fewer."""
+        found = b""
         if self._contents is not None:
             found = self._contents[start : start + nbytes]
-        else:
+        elif start + nbytes <= self.nbytes:
             with open(self.path, "rb") as file:
                 file.seek(start)
                 found = file.read(nbytes)
@@ -113,12 +121,16 @@ def _by_index(source: _Source, save_id: str, files: tuple[str, ...], rows: list[
     for file in files:
         check_file_name(source.path, file)
     for place, (name, path, kind, *rest) in enumerate(rows, FIRST_PLACE + len(files)):
-        paths[name] = path
+        if checked_name(name) in paths:
+            raise ValueError(f"the name {shown(name)} comes twice")
+        paths[name] = checked_keys(path)
         if kind is None:
-            file, start, length = rest
-            objects[name] = checked_object(source.path, name, StoredObject(files[file], start, length))
+            number, start, length = integers(rest)
+            objects[name] = checked_object(source.path, name, StoredObject(files[number], start, length))
         else:
-            tensors[name] = _IndexedTensor(source, files, place, name, DTYPES[kind], *rest)
+            shape, *numbers = rest
+            dtype = DTYPES[checked_name(kind)]
+            tensors[name] = _IndexedTensor(source, files, place, name, dtype, integers(shape), *integers(numbers))
     return Stored(source.path.parent, Lazy(tensors), objects, paths, SAVED_BY + save_id)
 
 
@@ -140,7 +152,7 @@ class _IndexedTensor:
 
     def __call__(self) -> StoredTensor:
         """Read the chunks."""
-        source, dims, what = self.source, len(self.shape), f"chunks of tensor '{self.name}'"
+        source, dims, what = self.source, len(self.shape), f"chunks of tensor {shown(self.name)}"
         chunks, infos = chunk_template(self.shape), storage_template(self.shape)
         boxes = chunks.values(source.checked(self.chunks_at, self.count * chunks.nbytes, self.chunks_crc, what))
         rows = infos.values(source.checked(self.infos_at, self.count * infos.nbytes, self.infos_crc, what))

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from ...tensor.placement import Box
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..shown import reason, shown
 from ..store import Reader, explained
 from .marks import check_marks, own_id
 from .metadata_pickle import Columns
@@ -22,6 +23,8 @@ from .metadata_pickle import Columns
 T = TypeVar("T")
 
 METADATA = ".metadata"
+_MOST_CHARACTERS, _MOST_KEYS = 4096, 256  # of a name; of a path
+_MOST_EMPTY = 10_000  # items of a list that hold nothing: stock torch stores no name for an empty dict
 
 
 class StoredChunk(NamedTuple):
@@ -108,6 +111,13 @@ class Stored:
     save_id: str | None
     _checked: set[str] = field(default_factory=set)  # the files whose marks have been compared
 
+    def __post_init__(self) -> None:
+        # Hazard: a list is made as long as an index says.
+        most = len(self.tensors) + len(self.objects) + _MOST_EMPTY
+        for name, keys in self.paths.items():
+            if any(isinstance(key, int) and key >= most for key in keys):
+                raise ValueError(f"{shown(keys)} as the path of {shown(name)}, expected indices below {most}")
+
     def open(self, file: str) -> Reader:
         """A file of the checkpoint. Raises CheckpointError if it cannot be read, or is of another save."""
         path = self.folder / file
@@ -134,15 +144,31 @@ def damage_of(path: Path, what: str = "") -> Iterator[None]:
     except (CheckpointError, OSError):
         raise
     except Exception as error:
-        raise DamagedCheckpointError(
-            f"{path}:{what} not the metadata of a checkpoint ({type(error).__name__}: {error})"
-        ) from error
+        raise DamagedCheckpointError(f"{path}:{what} not the metadata of a checkpoint ({reason(error)})") from error
+
+
+def checked_name(name: Any) -> str:
+    """A name in a checkpoint. Raises ValueError for what is none, or too long to be one."""
+    if not isinstance(name, str) or len(name) > _MOST_CHARACTERS or name.count(".") >= _MOST_KEYS:
+        raise ValueError(f"{shown(name)} in the place of a name")
+    return name
+
+
+def checked_keys(keys: Any) -> tuple[str | int, ...]:
+    """The path of a value. Raises ValueError for what is none."""
+    if not isinstance(keys, tuple) or len(keys) > _MOST_KEYS or not all(map(_is_key, keys)):
+        raise ValueError(f"{shown(keys)} in the place of a path of keys")
+    return keys
+
+
+def _is_key(key: object) -> bool:
+    return len(key) <= _MOST_CHARACTERS if isinstance(key, str) else type(key) is int and key >= 0
 
 
 def checked_tensor(path: Path, name: str, tensor: StoredTensor) -> StoredTensor:
     """The tensor. Raises CheckpointError if its chunks lie outside of it."""
     if prod(tensor.shape) * tensor.dtype.itemsize >= 1 << 63:
-        raise DamagedCheckpointError(f"{path}: tensor '{name}' of shape {tensor.shape} is larger than any memory; damaged")
+        raise DamagedCheckpointError(f"{path}: tensor {shown(name)} of shape {tensor.shape} is larger than any memory; damaged")
     columns = tensor.columns
     if not len(columns.file):
         return tensor
@@ -152,7 +178,7 @@ def checked_tensor(path: Path, name: str, tensor: StoredTensor) -> StoredTensor:
     lowest = torch.cat([columns.file, columns.start, columns.length, *(each.flatten() for each in boxes)]).min()
     if lowest < 0 or columns.file.max() >= len(tensor.files):
         raise DamagedCheckpointError(
-            f"{path}: tensor '{name}' of shape {tensor.shape} has chunks that lie outside of it; damaged"
+            f"{path}: tensor {shown(name)} of shape {tensor.shape} has chunks that lie outside of it; damaged"
         )
     return tensor
 
@@ -160,11 +186,12 @@ def checked_tensor(path: Path, name: str, tensor: StoredTensor) -> StoredTensor:
 def checked_object(path: Path, name: str, found: StoredObject) -> StoredObject:
     """The object. Raises CheckpointError if its place is none."""
     if any(type(number) is not int or number < 0 for number in (found.offset, found.length)):
-        raise DamagedCheckpointError(f"{path}: object '{name}' has {found.length!r} bytes at {found.offset!r}; damaged")
+        place = f"{shown(found.length)} bytes at {shown(found.offset)}"
+        raise DamagedCheckpointError(f"{path}: object {shown(name)} has {place}; damaged")
     return found
 
 
 def check_file_name(path: Path, name: object) -> None:
     """Raise CheckpointError for the name of a file that is not in the folder."""
     if not isinstance(name, str) or not name or os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
-        raise DamagedCheckpointError(f"{path}: refers to the file {name!r}; expected one in the checkpoint's folder")
+        raise DamagedCheckpointError(f"{path}: refers to the file {shown(name)}; expected one in the checkpoint's folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..shown import shown
 from .items import BLOCK_CRCS, CENTRAL, END, END64, IN_EXTRA, LEGACY_STORAGES, LOCAL, LOCATOR
-from .pickles import DTYPES, restricted_load
+from .pickles import DTYPES, Ordered, Size, integers, restricted_load
+
+_EXTRA = struct.Struct("<2H")  # kind and size of an extra field
 
 ReadBytes = Callable[[int, int], bytes]  # (offset in the item, number of bytes) -> the bytes
 
 _EDGE = 1024  # bytes read at each end of an item at first: all of what `items.py` writes but the memory
 _PICKLE_LIMIT = 1 << 20
+_MOST_ARGUMENTS, _MOST_CHARACTERS = 8, 100  # of a tensor; of a storage's key
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +72,16 @@ class _Tensor(NamedTuple):
     @classmethod
     def rebuilt(cls, storage: _Storage, offset: int, sizes: Any, strides: Any, *rest: Any) -> _Tensor:
         """In the place of `torch._utils._rebuild_tensor_v2` and, with a dtype, `_v3`."""
+        (offset,) = integers([offset])
+        if not isinstance(storage, _Storage) or len(rest) > _MOST_ARGUMENTS:
+            raise ValueError(f"a tensor of {shown(storage)} and {len(rest)} more")
         _, _, *more = rest  # requires_grad, hooks
         dtype = storage.dtype
         if dtype is None:
             dtype, *more = more
         if any(more) or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"a tensor with {more}, expected a plain one with a dtype")
-        return cls(storage, dtype, offset, tuple(sizes), tuple(strides))
+            raise ValueError(f"a tensor with {shown(more)}, expected a plain one with a dtype")
+        return cls(storage, dtype, offset, integers(sizes), integers(strides))
 
     @classmethod
     def of_parameter(cls, tensor: _Tensor, *_: Any) -> _Tensor:
@@ -91,11 +99,11 @@ def read_item(read: ReadBytes, length: int, where: str) -> StoredItem:
     records, root = _directory(source)
     for name, expected in (("byteorder", b"little"), (".data/byteorder", b"little")):
         if (record := records.get(root + name)) and source.contents(record, name) != expected:
-            raise source.error(f"its byte order is {source.contents(record, name)!r}; only {expected!r} can be read")
+            raise source.error(f"its byte order is {shown(source.contents(record, name))}; only {expected!r} can be read")
     tensor = _tensor(source, source.contents(records[f"{root}data.pkl"], "data.pkl"))
     name = f"{root}data/{tensor.storage.key}"
     if name not in records:
-        raise source.error(f"the archive has no record '{name}', which its pickle refers to; the file is damaged")
+        raise source.error(f"the archive has no record {shown(name)}, which its pickle refers to; the file is damaged")
     stored = records[name]
     itemsize, last = tensor.dtype.itemsize, sum((n - 1) * s for n, s in zip(tensor.sizes, tensor.strides, strict=True))
     if prod(tensor.sizes) and (tensor.offset + last + 1) * itemsize > stored.nbytes:
@@ -144,23 +152,28 @@ class _Source:
     def data_start(self, record: _Record, name: str) -> int:
         signature, _, flags, method, *_, name_length, extra_length = LOCAL.unpack(self.span(record.offset, LOCAL.size))
         if signature != b"PK\3\4":
-            raise self.error(f"no record where the archive's directory has '{name}'; the file is damaged")
+            raise self.error(f"no record where the archive's directory has {shown(name)}; the file is damaged")
         if (record.flags | flags) & 1 or record.method or method:
             kind = "encrypted" if (record.flags | flags) & 1 else "compressed"
             raise CheckpointError(
-                f"{self._where}: record '{name}' is {kind}; expected one that is stored as it is: save with plain torch.save"
+                f"{self._where}: record {shown(name)} is {kind}; expected one that is stored as it is: save with plain "
+                "torch.save"
             )
         start = record.offset + LOCAL.size + name_length + extra_length
         if start + record.nbytes > self.length:
-            raise self.error(f"record '{name}' of {record.nbytes} bytes ends behind the item; the file is damaged or cut off")
+            raise self.error(
+                f"record {shown(name)} of {record.nbytes} bytes ends behind the item; the file is damaged or cut off"
+            )
         return start
 
     def contents(self, record: _Record, name: str) -> bytes:
         if record.nbytes > _PICKLE_LIMIT:
-            raise self.error(f"record '{name}' has {record.nbytes} bytes; expected {_PICKLE_LIMIT} at most for one tensor")
+            raise self.error(f"record {shown(name)} has {record.nbytes} bytes; expected {_PICKLE_LIMIT} at most for one tensor")
         found = self.span(self.data_start(record, name), record.nbytes)
         if self.has_crcs and zlib.crc32(found) != record.crc:
-            raise self.error(f"the checksum of record '{name}' is {zlib.crc32(found):08x}, not {record.crc:08x}; it is damaged")
+            raise self.error(
+                f"the checksum of record {shown(name)} is {zlib.crc32(found):08x}, not {record.crc:08x}; it is damaged"
+            )
         return found
 
     def _checked(self, offset: int, size: int) -> bytes:
@@ -191,7 +204,7 @@ def _directory(source: _Source) -> tuple[dict[str, _Record], str]:
     source.has_crcs = any(record.crc for record in records.values())  # none after torch.serialization.set_crc32_options(False)
     roots = [name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")]
     if len(roots) != 1:
-        raise source.error(f"expected an archive with one tensor; found the records {', '.join(records)[:200]}")
+        raise source.error(f"expected an archive with one tensor; found the records {shown(list(records))}")
     return records, roots[0]
 
 
@@ -213,12 +226,12 @@ def _records(source: _Source, directory: bytes, count: int) -> dict[str, _Record
 
 def _with_zip64(sizes: tuple[int, int, int], extra: bytes) -> list[int]:
     """Size, stored size and offset, those that do not fit 32 bits from the Zip64 field of `extra`."""
-    field = b""
-    while len(extra) >= 4:
-        kind, size = int.from_bytes(extra[:2], "little"), int.from_bytes(extra[2:4], "little")
+    field, place = b"", 0
+    while len(extra) >= place + 4:
+        kind, size = _EXTRA.unpack_from(extra, place)
         if kind == 1:
-            field = extra[4 : 4 + size]
-        extra = extra[4 + size :]
+            field = extra[place + 4 : place + 4 + size]
+        place += 4 + size
     found = []
     for value in sizes:
         if value == IN_EXTRA and len(field) >= 8:
@@ -238,8 +251,7 @@ def _tensor(source: _Source, data: bytes) -> _Tensor:
     found = restricted_load(data, _find, where, _storage)
     if not isinstance(found, _Tensor):
         raise source.error(f"expected a tensor in the archive, found {type(found).__name__}")
-    numbers = (found.offset, *found.sizes, *found.strides)
-    if len(found.sizes) != len(found.strides) or any(type(number) is not int or number < 0 for number in numbers):
+    if len(found.sizes) != len(found.strides) or min(found.offset, *found.sizes, *found.strides, 0) < 0:
         raise source.error(f"expected sizes and strides of a tensor, found {found.sizes} and {found.strides}")
     return found
 
@@ -255,9 +267,13 @@ def _find(module: str, name: str) -> object:
 
 def _storage(pid: Any) -> _Storage:
     kind, dtype, key, *_ = pid
-    if kind != "storage" or not (dtype == _UNTYPED or isinstance(dtype, torch.dtype)):
-        raise ValueError(f"persistent id {pid!r}, expected that of a storage")
-    return _Storage(str(key), dtype if isinstance(dtype, torch.dtype) else None)
+    if kind != "storage" or not (dtype is _UNTYPED or isinstance(dtype, torch.dtype)) or not _is_key(key):
+        raise ValueError(f"persistent id {shown(pid)}, expected that of a storage")
+    return _Storage(key, dtype if isinstance(dtype, torch.dtype) else None)
+
+
+def _is_key(key: object) -> bool:
+    return isinstance(key, str) and len(key) <= _MOST_CHARACTERS
 
 
 _UNTYPED = "torch.UntypedStorage"
@@ -266,6 +282,6 @@ _GLOBALS: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_tensor_v3"): _Tensor.rebuilt,
     ("torch._utils", "_rebuild_parameter"): _Tensor.of_parameter,
     ("torch.storage", "UntypedStorage"): _UNTYPED,
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
+    ("torch", "Size"): Size,
+    ("collections", "OrderedDict"): Ordered,
 }

@@ -11,17 +11,20 @@ which file each tensor is. Format: https://github.com/huggingface/safetensors; f
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..shown import reason, shown
+from ..store import Reader
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_NBYTES = 100_000_000
+_MOST_DIMS, _MOST_CHARACTERS = 64, 4096  # of a shape; of a name
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -161,15 +164,12 @@ def read_arrays(path: Path) -> dict[str, Array]:
 
 def read_file(file: Path) -> dict[str, Array]:
     """The tensors of one file, by its header. Raises CheckpointError as `read_arrays` does."""
-    try:
-        with open(file, "rb") as stream:
-            file_nbytes = os.fstat(stream.fileno()).st_size
-            length = int.from_bytes(stream.read(8), "little")
-            if file_nbytes < 8 or length > min(MAX_HEADER_NBYTES, file_nbytes - 8):
-                raise _bad(file, f"a header of {length:,} bytes in a file of {file_nbytes:,}, at most {MAX_HEADER_NBYTES:,}")
-            text = stream.read(length)
-    except OSError as error:
-        raise CheckpointError(f"'{file}' cannot be read: {error.strerror}") from error
+    with Reader(file) as reader:
+        file_nbytes = reader.size()
+        length = int.from_bytes(reader.read(0, 8), "little") if file_nbytes >= 8 else 0
+        if file_nbytes < 8 or length > min(MAX_HEADER_NBYTES, file_nbytes - 8):
+            raise _bad(file, f"a header of {length:,} bytes in a file of {file_nbytes:,}, at most {MAX_HEADER_NBYTES:,}")
+        text = reader.read(8, length)
     header = _parse_json(file, text)
     check_metadata(header.pop("__metadata__", {}), f"'{file}'")
     arrays = {name: _array(file, name, entry, 8 + length) for name, entry in header.items()}
@@ -180,51 +180,53 @@ def read_file(file: Path) -> dict[str, Array]:
 def check_metadata(metadata: Any, where: str) -> None:
     """Raise CheckpointError unless it is a dict from strings to strings."""
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for pair in metadata.items() for text in pair):
-        raise CheckpointError(f"{where}: metadata {metadata!r:.200}: expected a dict from strings to strings")
+        raise CheckpointError(f"{where}: metadata {shown(metadata)}: expected a dict from strings to strings")
 
 
 def _bad(file: Path, found: str) -> CheckpointError:
     return DamagedCheckpointError(f"'{file}' is no safetensors file: {found}; it was cut off or changed: get it again")
 
 
-def _parse_json(file: Path, text: bytes) -> dict[str, Any]:
+def _parse_json(file: Path, text: bytes | bytearray) -> dict[str, Any]:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for name, value in pairs:
             if name in made:
-                raise _bad(file, f"the key '{name}' comes twice")
+                raise _bad(file, f"the key {shown(name)} comes twice")
             made[name] = value
         return made
 
     try:
         parsed = json.loads(text.decode(), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise _bad(file, f"what should be JSON is not ({error})") from error
+        raise _bad(file, f"what should be JSON is not ({reason(error)})") from error
     if not isinstance(parsed, dict) or not text.startswith(b"{"):
         raise _bad(file, "the JSON is no object")
     return parsed
 
 
 def _array(file: Path, name: str, entry: Any, begin: int) -> Array:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _bad(file, f"the entry of '{name}' is {entry!r:.200}, not dtype, shape and data_offsets")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"} or len(name) > _MOST_CHARACTERS:
+        raise _bad(file, f"the entry of {shown(name)} is {shown(entry)}, not dtype, shape and data_offsets")
     shape, offsets = (_counts(file, name, entry[key]) for key in ("shape", "data_offsets"))
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _bad(file, f"'{name}' has the data_offsets {offsets}")
+        raise _bad(file, f"{shown(name)} has the data_offsets {shown(offsets)}")
     if (dtype := DTYPES.get(entry["dtype"] if isinstance(entry["dtype"], str) else "")) is None:
-        raise CheckpointError(f"'{file}': tensor '{name}' has the dtype {entry['dtype']!r}; known are {', '.join(DTYPES)}")
-    numel = 1
-    for size in shape:
-        numel *= size
-    if numel * dtype.itemsize != offsets[1] - offsets[0]:
-        expected = numel * dtype.itemsize
-        raise _bad(file, f"'{name}' of shape {tuple(shape)} and {dtype} has {offsets[1] - offsets[0]} bytes, not {expected}")
+        known = ", ".join(DTYPES)
+        raise CheckpointError(f"'{file}': tensor {shown(name)} has the dtype {shown(entry['dtype'])}; known are {known}")
+    expected, found = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
+    if expected != found or prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
+        raise _bad(file, f"{shown(name)} of shape {shown(tuple(shape))} and {dtype} has {found} bytes, not {shown(expected)}")
     return Array(file, dtype, torch.Size(shape), begin + offsets[0])
 
 
 def _counts(file: Path, name: str, values: Any) -> list[int]:
-    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
-        raise _bad(file, f"'{name}' has {values!r:.200} where integers >= 0 are expected")
+    if (
+        not isinstance(values, list)
+        or len(values) > _MOST_DIMS
+        or not all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    ):
+        raise _bad(file, f"{shown(name)} has {shown(values)} where at most {_MOST_DIMS} integers >= 0 are expected")
     return values
 
 
@@ -232,7 +234,7 @@ def _check_coverage(file: Path, arrays: Mapping[str, Array], begin: int, end: in
     for name, array in sorted(arrays.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if array.offset != begin:
             what = "a hole before" if array.offset > begin else "an overlap with"
-            raise _bad(file, f"there is {what} '{name}', whose data begin at byte {array.offset} instead of {begin}")
+            raise _bad(file, f"there is {what} {shown(name)}, whose data begin at byte {array.offset} instead of {begin}")
         begin += array.nbytes
     if begin != end:
         raise _bad(file, f"its tensors end at byte {begin:,}, the file at {end:,}")
@@ -240,17 +242,18 @@ def _check_coverage(file: Path, arrays: Mapping[str, Array], begin: int, end: in
 
 def _read_indexed(folder: Path) -> dict[str, Array]:
     index = folder / INDEX_NAME
-    try:
-        parsed = _parse_json(index, index.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"'{index}' cannot be read: {error.strerror}") from error
+    with Reader(index) as reader:
+        if (nbytes := reader.size()) > MAX_HEADER_NBYTES:
+            raise _bad(index, f"an index of {nbytes:,} bytes, at most {MAX_HEADER_NBYTES:,}")
+        parsed = _parse_json(index, reader.read(0, nbytes))
     weight_map = parsed.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"'{index}': expected a 'weight_map' from names of tensors to names of files")
     found = dict(_indexed_arrays(folder, weight_map))
     if lacking := sorted(weight_map.keys() - found.keys()):
         raise CheckpointError(
-            f"'{index}' says that '{lacking[0]}' is in '{weight_map[lacking[0]]}', but it is not ({len(lacking)} such tensors)"
+            f"'{index}' says that {shown(lacking[0])} is in {shown(weight_map[lacking[0]])}, but it is not "
+            f"({len(lacking)} such tensors)"
         )
     return found
 
@@ -259,5 +262,5 @@ def _indexed_arrays(folder: Path, weight_map: Mapping[str, str]) -> Iterator[tup
     for file in dict.fromkeys(weight_map.values()):
         # Hazard: the index is data from elsewhere; a path in it must not lead out of the folder.
         if Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f"'{folder / INDEX_NAME}': '{file}' is no file of the folder")
+            raise CheckpointError(f"'{folder / INDEX_NAME}': {shown(file)} is no file of the folder")
         yield from ((name, array) for name, array in read_file(folder / file).items() if weight_map.get(name) == file)

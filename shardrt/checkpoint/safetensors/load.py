@@ -18,6 +18,7 @@ from ..materialise import materialise
 from ..names import LoadedKeys
 from ..parts import Part, memory_of, parts
 from ..renaming import KeyMap, new_names, renamer
+from ..shown import shown
 from ..store import Reader, bytes_of
 from .format import Array, read_arrays
 from .model import Named, Scratch, byte_runs, lies_as_stored, named_tensors, pieces, take_back
@@ -87,7 +88,7 @@ def _match(model: Iterable[Named], arrays: Mapping[str, Array], folder: Path, *,
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)
+    return ", ".join(map(shown, names))
 
 
 # ---------------------------------------------------------------------- values
