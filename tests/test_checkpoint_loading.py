@@ -621,6 +621,8 @@ def test_what_ranks_give_that_does_not_fit(world: World, tmp_path: Path) -> None
         quantised = torch.quantize_per_tensor(torch.ones(5), 0.1, 3, torch.qint8)
     with pytest.raises(CheckpointError, match=r"tensor 'w' .* is quantised"):
         save(tmp_path / "never", {"w": quantised})
+    with pytest.raises(CheckpointError, match=r"tensor 'w' .* is of 65 dims"):
+        save(tmp_path / "never", {"w": torch.ones([1] * 65)})
     if world.rank == 0:
         os.truncate(tmp_path / "1" / "__0_0.distcp", 200_000)
     world.comm.exchange(None)

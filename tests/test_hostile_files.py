@@ -27,9 +27,10 @@ from shardrt.checkpoint.dcp.objects import check_object
 from shardrt.checkpoint.dcp.stored import METADATA
 from shardrt.checkpoint.dcp.stored_items import read_item
 from shardrt.checkpoint.safetensors.format import read_arrays
+from shardrt.checkpoint.state import entries
 from shardrt.comm import merge_dumps
 
-SECONDS, MEGABYTES = 2.0, 200  # on a busy machine; alone, 0.2 s
+SECONDS, MEGABYTES = 2.0, 200  # of the processor, which may be busy; alone, 0.2 s
 LONGEST = 3000  # characters of a message
 
 CLASSES = "torch.distributed.checkpoint.metadata"
@@ -38,9 +39,9 @@ CLASSES = "torch.distributed.checkpoint.metadata"
 @pytest.fixture(autouse=True)
 def little_time_and_memory() -> Iterator[None]:
     Path("/proc/self/clear_refs").write_text("5")
-    before, begin = memory("VmRSS"), time.perf_counter()
+    before, begin = memory("VmRSS"), time.process_time()
     yield
-    assert time.perf_counter() - begin < SECONDS
+    assert time.process_time() - begin < SECONDS
     assert memory("VmHWM") - before < MEGABYTES
 
 
@@ -303,7 +304,10 @@ OBJECTS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_objects(kind: str) -> None:
-    refused(lambda: check_object(OBJECTS[kind], "file, object 'x'"))
+    if kind == "lists of the same lists":
+        check_object(OBJECTS[kind], "file, object 'x'")  # torch.load makes each of them once
+    else:
+        refused(lambda: check_object(OBJECTS[kind], "file, object 'x'"))
 
 
 def test_records_on_top_of_each_other() -> None:
@@ -326,13 +330,29 @@ def test_records_on_top_of_each_other() -> None:
         bytearray(b"abc"),
         1 << 5000,
         "é" * 9000,
+        [list(range(5000))] * 5000,
     ],
-    ids=["keys", "set", "shared", "bytearray", "number", "string"],
+    ids=["keys", "set", "shared", "bytearray", "number", "string", "rows"],
 )
 def test_objects_that_are_saved(value: object) -> None:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     check_object(buffer.getvalue(), "file, object 'x'")
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"n" * 5000: 1}, "in the place of a name"),
+        ({".".join("n" * 300): 1}, "in the place of a name"),
+        ({"x": {(1,) * 2000: 2}}, "cannot be saved"),
+        ({"x": {1 << 5000: 2}}, "cannot be saved"),
+    ],
+    ids=["name", "dots", "tuple", "number"],
+)
+def test_what_would_be_refused_is_not_saved(state: dict[str, Any], message: str) -> None:
+    with pytest.raises((CheckpointError, ValueError), match=message):
+        entries(state)
 
 
 def test_files_of_torch_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from ..comm import DeviceMesh
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import FlatShard, Partial, Placement, RaggedShard
+from .dcp.pickles import MOST_DIMS
 from .errors import CheckpointError
 from .state import Entry
 
@@ -96,6 +97,8 @@ def _check(name: str, value: torch.Tensor, rank: int) -> None:
     problem = None
     if value.layout != torch.strided:
         problem = f"of layout {value.layout}: save its values and indices as tensors"
+    elif value.dim() > MOST_DIMS:
+        problem = f"of {value.dim()} dims: reshape it to one of {MOST_DIMS} at most"
     elif value.is_quantized:
         problem = "quantised, with a scale that has no place in the format: save its int_repr() and its scale"
     elif value.is_meta:

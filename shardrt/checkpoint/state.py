@@ -26,6 +26,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..tensor.dtensor import DTensor
+from .dcp.objects import check_object
+from .dcp.stored import checked_keys, checked_name
 from .errors import CheckpointError
 from .names import ParameterNames, Path, cleaner, joined
 from .optimizers import Whole, optimizer_state
@@ -61,6 +63,7 @@ def entries(state: Mapping[str, Any]) -> list[Entry]:
         name = joined(path)
         if name in found:
             raise CheckpointError(f"two values of the state have the name '{name}'; rename one of the keys")
+        checked_name(name), checked_keys(path)  # as `load` does
         found[name] = Entry(name, _stored_form(name, value), path)
     return list(found.values())
 
@@ -119,6 +122,7 @@ def _saved(name: str, value: Any) -> bytes:
         is_other = isinstance(value, Mapping) and type(value) not in (Counter, OrderedDict)  # such as a defaultdict
         torch.save(dict(value) if is_other else value, buffer)
         if not _is_plain(value):
+            check_object(buffer.getvalue(), "what was saved")
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
         raise CheckpointError(

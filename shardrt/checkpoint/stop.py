@@ -60,9 +60,10 @@ class StopSignals(Deferred):
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         while self._before:
             number, handler = self._before.popitem()
+            restore = self._restore[number]
             if signal.getsignal(number) is self:
                 signal.signal(number, handler)
-                self._restore[number]()
+                restore()
 
     def agreed(self, comm: Communicator) -> int:
         """The signal that this rank, or the lowest that has one, has noted; 0 if none has. Collective: the same on all ranks.

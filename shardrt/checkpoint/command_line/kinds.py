@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..dcp.objects import check_archive
+from ..dcp.objects import check_file
 from ..errors import CheckpointError
 from ..names import Path as Keys
 from ..names import joined
@@ -71,7 +71,7 @@ class TorchCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         if is_zip := zipfile.is_zipfile(path):
             with open(path, "rb") as file:
-                check_archive(file, f"'{path}'")
+                check_file(file, f"'{path}'")
         try:
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         except Exception as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..dcp.objects import check_records
 from ..dcp.stored import Stored
 from ..dcp.stored_items import read_item
 from ..errors import CheckpointError
@@ -178,6 +179,7 @@ def _compare(reader: Reader, start: int, length: int, item: Item) -> None:
 def _has_right_checksums(window: _Window) -> bool:
     """Whether there are any. Raises ValueError for one that is not that of the data."""
     with zipfile.ZipFile(window) as archive:
+        check_records(archive, window.seek(0, os.SEEK_END), "it")
         if not any(record.CRC for record in archive.infolist()):  # as torch.save writes after set_crc32_options(False)
             return False
         if damaged := archive.testzip():

@@ -16,7 +16,7 @@ from ..shown import reason, shown
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 FindGlobal = Callable[[str, str], object]  # (module, name) -> what stands in its place; raises KeyError for others
 
-_MOST_DIMS = 64
+MOST_DIMS = 64
 _MOST_FIELDS = 64  # of an object
 _MOST_PARTS = 1000  # of a key of a dict
 _KEY_BITS = 1024
@@ -64,10 +64,10 @@ def integers(values: Any) -> tuple[int, ...]:
     """Sizes, strides or offsets. Raises ValueError for anything but a tuple or list of 64 integers of 64 bits at most."""
     if (
         not isinstance(values, tuple | list)
-        or len(values) > _MOST_DIMS
+        or len(values) > MOST_DIMS
         or any(type(value) is not int or value.bit_length() > 63 for value in values)
     ):
-        raise ValueError(f"{shown(values)}, expected at most {_MOST_DIMS} integers of 64 bits")
+        raise ValueError(f"{shown(values)}, expected at most {MOST_DIMS} integers of 64 bits")
     return tuple(values)
 
 
