@@ -33,10 +33,11 @@ _FEWEST = 1 << 20  # values that it may have in any case
 _ENTRY = 64  # bytes of an item of a dict or set, about
 
 
-def check_archive(file: BinaryIO, where: str) -> None:
+def check_archive(file: BinaryIO, where: str, *, is_copied: bool = True) -> None:
     """Raise CheckpointError for a file that would take far more memory than it has bytes, or that torch.save has not written.
 
-    where: what it is, for messages. Neither data nor checksums are read.
+    where: what it is, for messages.   is_copied: whether somebody will go through all values, each as often as it is referred
+    to. Neither data nor checksums are read.
     """
     nbytes = file.seek(0, 2)
     with zipfile.ZipFile(file) as archive:
@@ -51,7 +52,7 @@ def check_archive(file: BinaryIO, where: str) -> None:
     storages = {name.removeprefix(f"{roots[0]}data/"): record.file_size for name, record in zip(names, records, strict=True)}
     calls = _Calls(storages, max(_SMALLEST, _GROWTH * nbytes))
     found = restricted_load(data, calls.find, where, calls.storage)
-    if _count(found, {}) > max(_FEWEST, _VALUES * nbytes):
+    if is_copied and _count(found, {}) > max(_FEWEST, _VALUES * nbytes):
         raise CheckpointError(f"{where}: its containers refer to each other so often, or in a circle, that a copy has no end")
 
 

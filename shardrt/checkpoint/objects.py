@@ -47,9 +47,9 @@ def decode(data: bytes, where: str) -> Any:
 
     where: what it is, for messages. Raises CheckpointError if it is damaged, or may not be loaded.
     """
-    file = io.BytesIO(data)
+    file, has_arrays = io.BytesIO(data), ARRAY.encode() in data
     try:
-        check_archive(file, where)
+        check_archive(file, where, is_copied=has_arrays)
         damaged = zipfile.ZipFile(file).testzip()
     except CheckpointError:
         raise
@@ -65,7 +65,7 @@ def decode(data: bytes, where: str) -> Any:
         raise CheckpointError(
             f"{where} cannot be loaded without running code of its author, or is damaged: {reason(error)}"
         ) from error
-    return with_numpy(found) if ARRAY.encode() in data else found
+    return with_numpy(found) if has_arrays else found
 
 
 def _bytes_of(value: Any) -> bytes:
