@@ -157,8 +157,10 @@ def _link_pmix() -> Path | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [taken.getsockname()[1] for taken in sockets]
-    for taken in sockets:
-        taken.close()
+    """Below those that the system gives to connections, which might take them before the daemons do."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = secrets.choice(range(20_000, 32_000))
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
     return ports

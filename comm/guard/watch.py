@@ -249,9 +249,8 @@ class Guard:
             return
         elif self.phase is not Phase.RUN:
             self._has_ended_at_start(code, is_first=is_first)
-        elif self._table is None or self._table.claim():
-            last = "" if self._table is None else f"; {self._table.last_operation(self._place.rank)}"
-            self._end_job(_code_of_job(code), f"{self._describe(code)} before shardrt.finalize(){last}")
+        else:
+            self._has_ended_in_run(code)
 
     def _is_first(self) -> bool:
         """Whether this is the first rank of a job on one machine that ends: its end is then the cause of the others' ends."""
@@ -283,6 +282,14 @@ class Guard:
             self._end_job(_code_of_job(code), f"{self._describe(code)} {where} shardrt.init()")
         elif is_first:
             _reports().tell_launcher(_code_of_job(code), [""])
+
+    def _has_ended_in_run(self, code: int | None) -> None:
+        last = "" if self._table is None else f"; {self._table.last_operation(self._place.rank)}"
+        line = f"{self._describe(code)} before shardrt.finalize(){last}"
+        if code is None:  # if it is not 0, its launcher ends the job; else the ranks that wait for this one do
+            _reports().report(None, self._place.rank, [line])
+        elif self._table is None or self._table.claim():
+            self._end_job(_code_of_job(code), line)
 
     def _others_live(self) -> bool:
         """Whether another rank of this machine lives, and has not been killed: of the node, if the others cannot be seen."""

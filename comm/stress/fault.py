@@ -78,7 +78,7 @@ def judge(fault: Fault, column: str, way: Way, victim: int, ranks: int, ending: 
     if fault.guard_says and column == "MPICH":
         says += f".*{fault.guard_says}"
     codes = fault.codes if way is Way.LAUNCH or fault.bare is None else fault.bare
-    if column == "srun" and way is Way.BARE and codes and 0 not in codes:
+    if column == "srun" and (way is Way.BARE or fault.when is When.BEFORE) and codes and 0 not in codes:
         codes += SRUN
     if fault.when is When.CALL:
         # Hazard: where one rank raises and others wait, the job has no line of theirs.
