@@ -10,11 +10,12 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import CheckpointError
+from .remote_path import Location
 from .store import explained
 
 _OWN_FILES = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
@@ -28,7 +29,13 @@ def refuse_foreign(folder: Path) -> None:
     if folder.is_symlink():
         raise CheckpointError(f"{str(folder)!r} is a link, and is not deleted: move it elsewhere")
     with explained("list", folder):
-        foreign = sorted(name for name in os.listdir(folder) if not _OWN_FILES.fullmatch(name))
+        names = os.listdir(folder)
+    refuse_foreign_names(folder, names)
+
+
+def refuse_foreign_names(folder: Location, found: Iterable[str]) -> None:
+    """Raise CheckpointError if any of the names in the folder is one that no checkpoint has."""
+    foreign = sorted(name for name in found if not _OWN_FILES.fullmatch(name))
     if foreign:
         names = ", ".join(foreign[:_SHOWN]) + (", ..." if len(foreign) > _SHOWN else "")
         raise CheckpointError(
