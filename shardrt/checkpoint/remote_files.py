@@ -87,7 +87,8 @@ class RemoteReader(Reader):
             self._ahead = min(2 * self._ahead, _MOST_AHEAD) if goes_on else _AHEAD
             self._start = offset
             self._block = b"".join(self._ranges(offset, min(offset + self._ahead, self._size)))
-        return self._block[offset - self._start :][:nbytes]
+        place = offset - self._start
+        return self._block[place : place + nbytes]
 
     def _ranges(self, start: int, stop: int) -> list[bytes]:
         """These bytes, in pieces. A store with asynchronous requests makes one for each at the same time."""

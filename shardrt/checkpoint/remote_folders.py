@@ -94,11 +94,13 @@ def newest_first(parent: RemotePath, prefix: str | None) -> Iterator[RemotePath]
 
 
 def set_aside_damaged(folder: RemotePath) -> RemotePath:
-    """Give a damaged checkpoint a name that `latest` does not find. Cost: object stores copy it, within the store."""
+    """Give a damaged checkpoint a name that `latest` does not find. Cost: a copy within the store, before it is deleted."""
     names = (f"{folder.name}.{number}.damaged" if number else f"{folder.name}.damaged" for number in count())
     with explained("rename", folder):
         damaged = next(path for name in names if not (path := folder.with_name(name)).exists())
-        folder.rename(damaged)
+        damaged.mkdir()
+        folder.copy(folder.sizes(), damaged)
+    remove(folder)
     return damaged
 
 

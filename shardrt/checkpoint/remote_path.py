@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +76,6 @@ class RemotePath:
     def exists(self) -> bool:
         return self._kind() is not None
 
-    def is_dir(self) -> bool:
-        return self._kind() == "directory"
-
     def is_file(self) -> bool:
         return self._kind() == "file"
 
@@ -118,9 +115,14 @@ class RemotePath:
             self.fs.makedirs(self.path, exist_ok=True)
 
     def rename(self, new: RemotePath) -> None:
-        """Move a file or folder. Object stores copy it and delete it, within the store: an object appears whole there too."""
+        """Move a file. Object stores copy it and delete it, within the store: it appears whole there too."""
         with as_os_errors():
-            self.fs.mv(self.path, new.path, recursive=self.is_dir())
+            self.fs.mv(self.path, new.path)
+
+    def copy(self, names: Collection[str], folder: RemotePath) -> None:
+        """Copy files of a folder into another one, within the store."""
+        with as_os_errors():
+            self.fs.copy([f"{self.path}/{name}" for name in names], [f"{folder.path}/{name}" for name in names])
 
     def unlink(self, names: Iterable[str]) -> None:
         """Delete files of a folder."""
