@@ -32,9 +32,9 @@ from shardrt.checkpoint.dcp.items import (
 from shardrt.checkpoint.dcp.metadata import read_stored
 from shardrt.checkpoint.dcp.metadata_pickle import INDEX_KEY, Columns, MetadataWriter, ending
 from shardrt.checkpoint.dcp.metadata_pickle import Path as Keys
-from shardrt.checkpoint.dcp.stored import METADATA, Stored
+from shardrt.checkpoint.dcp.stored import Stored
 from shardrt.checkpoint.dcp.stored_items import read_item
-from shardrt.checkpoint.store import bytes_of
+from shardrt.checkpoint.store import METADATA, bytes_of
 from shardrt.tensor.placement import Box
 
 with warnings.catch_warnings():
@@ -397,7 +397,7 @@ class TestMetadata:
         stored = read_stored(folder)
         with open(folder / METADATA, "r+b") as file:
             file.truncate(500)
-        with pytest.raises(CheckpointError, match="cut off"):
+        with pytest.raises(CheckpointError, match=r"found .* before its end"):
             assert stored.tensors["steps.1"]
 
     def test_no_checkpoint(self, tmp_path: Path) -> None:

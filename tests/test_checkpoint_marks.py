@@ -24,7 +24,7 @@ from shardrt.checkpoint import CheckpointError, load, save
 from shardrt.checkpoint.__main__ import main
 from shardrt.checkpoint.dcp.marks import own_id
 from shardrt.checkpoint.dcp.metadata import read_stored
-from shardrt.checkpoint.dcp.stored import METADATA
+from shardrt.checkpoint.store import METADATA
 from shardrt.comm import World
 
 

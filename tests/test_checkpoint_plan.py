@@ -23,11 +23,10 @@ from shardrt.checkpoint.assignment import Agreed
 from shardrt.checkpoint.chunks import boxes_of
 from shardrt.checkpoint.dcp.items import BlockCrcs, item_footer, item_header, without_gaps
 from shardrt.checkpoint.dcp.metadata_pickle import ending
-from shardrt.checkpoint.dcp.stored import METADATA
 from shardrt.checkpoint.descriptions import Described, Grid
 from shardrt.checkpoint.plan import Item, SavePlan, make_plan, write_metadata
 from shardrt.checkpoint.state import Entry, entries
-from shardrt.checkpoint.store import bytes_of
+from shardrt.checkpoint.store import METADATA, bytes_of
 from shardrt.comm import DeviceMesh, World
 from shardrt.tensor.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard, Spec
 

@@ -1,7 +1,6 @@
 """Checkpoints: in PyTorch's DCP format and as safetensors, saved atomically, loaded on any number of ranks."""
 
 from .errors import CheckpointError, DamagedCheckpointError
-from .folders import latest
 from .full.get import get_model_state_dict, get_optimizer_state_dict, get_state_dict
 from .full.options import StateDictOptions
 from .full.set import set_model_state_dict, set_optimizer_state_dict, set_state_dict
@@ -12,6 +11,7 @@ from .run import Run
 from .safetensors.load import load_safetensors
 from .safetensors.save import save_safetensors
 from .saving import AsyncSave, async_save, save
+from .storage import latest
 
 __all__ = [
     "AsyncSave",

@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn, TextIO
 
 from ..comm.merge_dumps import printable
@@ -23,6 +22,7 @@ from .command_line.convert import convert, open_checkpoint, select
 from .command_line.report import description, items_of, verify
 from .dcp.metadata import read_stored
 from .safetensors.format import parse_size
+from .storage import located, on_disk
 
 KINDS = ("dcp", "safetensors", "torch")
 
@@ -53,14 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="shardrt-checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="print tensors, shapes, dtypes, bytes, step, and which ranks wrote")
-    inspect.add_argument("path", type=Path)
+    inspect.add_argument("path")
     inspect.set_defaults(run=_inspect)
     verify = commands.add_parser("verify", help="read everything and compare checksums; exit code 1 if anything is damaged")
-    verify.add_argument("path", type=Path, metavar="folder")
+    verify.add_argument("path", metavar="folder")
     verify.set_defaults(run=_verify)
     converting = commands.add_parser("convert", help="write a checkpoint as another kind")
-    converting.add_argument("source", type=Path)
-    converting.add_argument("target", type=Path, help="must not exist; of safetensors: a file if it ends so, else a folder")
+    converting.add_argument("source")
+    converting.add_argument("target", help="must not exist; of safetensors: a file if it ends so, else a folder")
     converting.add_argument("--to", choices=KINDS, required=True)
     converting.add_argument("--only", metavar="KEY", help="take what lies under a key, such as model, and drop the key")
     converting.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of safetensors; default: 5GB")
@@ -76,7 +76,7 @@ def _size(text: str) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    for line in description(options.path):
+    for line in description(located(options.path)):
         _print(line)
     return 0
 
@@ -93,11 +93,11 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    source = open_checkpoint(options.source)
+    source = open_checkpoint(located(options.source))
     selected = select(source, options.only)
     total = sum(source.tensors[each.name].nbytes for each in selected if each.name in source.tensors)
     with _progress(total) as done:
-        convert(source, selected, options.to, options.target, options.max_shard_size, done)
+        convert(source, selected, options.to, on_disk(options.target), options.max_shard_size, done)
     left_out = [each.name for each in selected if each.name not in source.tensors] if options.to == "safetensors" else []
     if left_out:
         names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")

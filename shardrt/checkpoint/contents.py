@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from .objects import ARRAY, decode, with_numpy
 from .parts import memory_of
 from .per_rank import OF_RANK, PerRank
 from .reading import Fetch, fetches, read_all
+from .remote_path import Location
 from .renaming import KeyMap, with_new_names
 from .shown import shown
 from .trees import flattened, key_of, placed
@@ -43,7 +43,9 @@ class Contents:
     Names are those that key_map gives; `old` has those of the files, of what it has renamed.
     """
 
-    def __init__(self, folder: Path, stored: Stored, key_map: KeyMap | None = None, *, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self, folder: Location, stored: Stored, key_map: KeyMap | None = None, *, rank: int = 0, ranks: int = 1
+    ) -> None:
         self.folder = folder
         self.stored, self.old, self._left_out = with_new_names(stored, key_map, folder)
         self._rank, self._ranks = rank, ranks

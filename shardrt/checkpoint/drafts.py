@@ -20,9 +20,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from .dcp.stored import METADATA
 from .removal import remove_files, take_away
-from .store import explained
+from .store import METADATA, explained
 
 _QUIET_S = 3600.0
 _TRIES, _RETRY_S = 1000, 0.01

@@ -23,17 +23,18 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from .dcp.stored import METADATA
 from .drafts import Draft, remove_abandoned
+from .drafts import folder_of as folder_of
 from .errors import CheckpointError
+from .remote_path import Location
 from .removal import refuse_foreign, remove, remove_files, warned
-from .store import Bytes, Writer, explained
+from .store import METADATA, Bytes, Reader, Writer, explained
 
 _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<number>\d+)")
 _LEFT = re.compile(  # of `base`; the last kinds of names are also those that earlier versions gave
@@ -56,22 +57,38 @@ class Keep(NamedTuple):
         return f"keep={self.newest}" + (f", keep_every={self.every}" if self.every is not None else "")
 
 
+reader = Reader
+
+
+@contextmanager
+def writer(path: Path) -> Iterator[Writer]:
+    """A new file, whose bytes and name have reached the disk when the `with` block ends."""
+    with Writer(path) as made:
+        yield made
+    sync_folder(path.parent)
+
+
 def check_target(folder: str | os.PathLike[str], keep: Keep) -> Path:
     """The real path of a folder to save in. Raises ValueError for a name, or a `keep`, that a save cannot have."""
     target = Path(os.path.realpath(folder))
-    if target.name.endswith((".tmp", ".aside")) or not target.name:
-        name = "neither *.tmp nor *.aside"
-        raise ValueError(f"a checkpoint cannot be saved as {os.fspath(folder)!r}: expected a folder whose name is {name}")
     with suppress(OSError):  # one of the two is not there
         if target.samefile(os.curdir):
             raise ValueError(f"{os.fspath(folder)!r} is the current directory, which would be replaced: save in one inside")
+    check_name(target, keep)
+    return target
+
+
+def check_name(target: Location, keep: Keep) -> None:
+    """Raise ValueError for a name, or a `keep`, that a save cannot have."""
+    if target.name.endswith((".tmp", ".aside")) or not target.name:
+        name = "neither *.tmp nor *.aside"
+        raise ValueError(f"a checkpoint cannot be saved as {os.fspath(target)!r}: expected a folder whose name is {name}")
     if keep.newest is not None and keep.newest < 1:
         raise ValueError(f"{keep}: expected at least 1, or None to keep every checkpoint")
     if keep.every is not None and (keep.every < 1 or keep.newest is None):
         raise ValueError(f"{keep}: expected keep_every to be at least 1, and beside keep=, without which nothing is deleted")
     if keep.newest is not None and not _NUMBERED.fullmatch(target.name):
         raise ValueError(f"{keep} needs a folder whose name ends in a number, such as 'step-100'; found {target.name!r}")
-    return target
 
 
 def begin(target: Path, folder: Path) -> Draft:
@@ -128,7 +145,7 @@ def commit(draft: Draft, files: Mapping[str, int], metadata: Sequence[Bytes], ke
             with warned():
                 remove(folder, target.name)
         if keep.newest is not None:
-            prune(target, keep.newest, keep.every)
+            prune(target, keep)
         _clean(target, with_alike=keep.newest is not None)
     except (CheckpointError, OSError) as error:
         _log.warning("%s is saved, but: %s", target, error)
@@ -142,24 +159,19 @@ def abandon(draft: Draft) -> None:
             remove(draft.folder, draft.target.name)
 
 
-def latest(parent: str | os.PathLike[str], prefix: str | None = None) -> Path | None:
-    """The newest committed checkpoint in `parent`: the folder with the highest number at the end of its name.
-
-    prefix: "step-" looks only at those that are named so, up to the number.
-    Returns None if there is none, or no such parent. Needs no ranks: it reads the names in the folder as this process sees it.
-    What is being written, or was when its job died, is not committed.
-    """
-    return next(iter(newest_first(Path(parent), prefix)), None)
-
-
 def newest_first(parent: Path, prefix: str | None) -> list[Path]:
     """All committed checkpoints among which `latest` chooses, in descending order."""
     try:
         found = _committed(parent)
     except FileNotFoundError:
         return []
-    names = [name for name in found if prefix in (None, _prefix(name))]
-    return [found[name] for name in sorted(names, key=lambda name: (_number(name), name), reverse=True)]
+    return [found[name] for name in descending(found, prefix)]
+
+
+def descending(names: Iterable[str], prefix: str | None) -> list[str]:
+    """Those that end in a number, and have this prefix before it, if one is given."""
+    numbered = [name for name in names if _prefix(name) is not None and prefix in (None, _prefix(name))]
+    return sorted(numbered, key=lambda name: (_number(name), name), reverse=True)
 
 
 def set_aside_damaged(folder: Path) -> Path:
@@ -174,23 +186,27 @@ def set_aside_damaged(folder: Path) -> Path:
     return damaged
 
 
-def prune(target: Path, keep: int, keep_every: int | None = None) -> None:
-    """Delete all but the `keep` newest committed checkpoints that are named as `target` is, up to the number, and but those
-    whose number is a multiple of `keep_every`.
+def prune(target: Path, keep: Keep) -> None:
+    """Delete the committed checkpoints that are named as `target` is, up to the number, but those that `keep` says.
 
     `target`, and those with higher numbers, stay; so do links, and, with a warning, folders with files that no checkpoint has.
     """
     with explained("list", target.parent):
         found = _committed(target.parent)
-    alike = sorted((name for name in found if _is_alike(name, target)), key=_number, reverse=True)
-    if alike and _number(alike[0]) > _number(target.name):
-        newest = found[alike[0]]
-        _log.warning("%s stays the latest checkpoint, not %s: save each training in a folder of its own", newest, target.name)
-    older = [name for name in alike if _number(name) < _number(target.name)]
-    for name in older[keep - 1 :]:
-        if not found[name].is_symlink() and (keep_every is None or _number(name) % keep_every):
+    for name in outdated(found, target, keep):
+        if not found[name].is_symlink():
             with warned():
                 remove(found[name], name)
+
+
+def outdated(committed: Iterable[str], target: Location, keep: Keep) -> list[str]:
+    """The names of those that `prune` deletes."""
+    alike = descending(committed, _prefix(target.name))
+    if alike and _number(alike[0]) > _number(target.name):
+        newest = target.with_name(alike[0])
+        _log.warning("%s stays the latest checkpoint, not %s: save each training in a folder of its own", newest, target.name)
+    older = [name for name in alike if _number(name) < _number(target.name)]
+    return [name for name in older[(keep.newest or 1) - 1 :] if keep.every is None or _number(name) % keep.every]
 
 
 def sync_folder(folder: Path) -> None:

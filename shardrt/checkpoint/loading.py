@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import setitem
-from pathlib import Path
 from typing import Any, overload
 from zlib import crc32
 
@@ -35,6 +33,7 @@ from .renaming import KeyMap
 from .shares import on_any_rank, share_of
 from .state import members, modules_of, optimizers_of
 from .stateful import has_state
+from .storage import located
 from .trees import fill, fills, has_inside, placed
 
 _log = logging.getLogger("shardrt")
@@ -70,15 +69,16 @@ def load(*given: Any, strict: bool = True, key_map: KeyMap | None = None, **name
     """
     folder, state = folder_and_state("load", given, named)
     with outside_inference_mode(modules_of(state).values()):
-        _load(Path(folder), state, key_map, strict=strict)
+        _load(folder, state, key_map, strict=strict)
 
 
-def _load(path: Path, state: dict[str, Any], key_map: KeyMap | None, *, strict: bool) -> None:
+def _load(folder: Folder, state: dict[str, Any], key_map: KeyMap | None, *, strict: bool) -> None:
     comm = world().comm
     with agreed(comm):
+        path = located(folder)
         contents = Contents(path, read_stored(path), key_map, rank=comm.rank, ranks=comm.size)
         modules = modules_of(state)
-    _check_same(comm, f"'{os.path.realpath(path)}' ({contents.stored.save_id})")
+    _check_same(comm, f"'{path.resolve()}' ({contents.stored.save_id})")
     with agreed(comm), torch.no_grad():
         for module in modules.values():
             materialise(module, comm.device, optimizers_of(state).values())

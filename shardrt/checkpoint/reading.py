@@ -32,7 +32,6 @@ from .store import Reader, bytes_of
 
 _CPU = torch.device("cpu")
 
-_WINDOW = 1 << 20  # bytes read and verified at a time
 _SCRATCH = 4 << 20  # bytes of the buffer for what cannot be read into its place
 _SMALL = 1 << 16  # items up to this size are read together
 _FEW_CHUNKS = 16
@@ -179,8 +178,8 @@ class _FileReading:
         item = source.item
         start, stop = item.data_start + first * BLOCK, item.data_start + min(last * BLOCK, item.data_nbytes)
         check = Checksums(source, start, stop)
-        window = bytes_of(self._scratch.of(_CPU))[:_WINDOW]
-        for place in range(start, stop, _WINDOW):
+        window = bytes_of(self._scratch.of(_CPU))[: self._reader.window]
+        for place in range(start, stop, len(window)):
             view = window[: stop - place]
             source.read_into(place, view)
             check.feed(view)
@@ -224,7 +223,7 @@ class _Stream:
         while start < len(view):
             if not self._left:
                 self._next_run()
-            window = view[start : start + min(self._left, _WINDOW)]
+            window = view[start : start + min(self._left, self._source.reader.window)]
             self._source.read_into(self._place, window)
             start += len(window)
             self._place += len(window)

@@ -10,11 +10,12 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import CheckpointError
+from .remote_path import Location
 from .shown import shown
 from .store import explained
 
@@ -29,7 +30,13 @@ def refuse_foreign(folder: Path) -> None:
     if folder.is_symlink():
         raise CheckpointError(f"{str(folder)!r} is a link, and is not deleted: move it elsewhere")
     with explained("list", folder):
-        foreign = sorted(name for name in os.listdir(folder) if not _OWN_FILES.fullmatch(name))
+        names = os.listdir(folder)
+    refuse_foreign_names(folder, names)
+
+
+def refuse_foreign_names(folder: Location, found: Iterable[str]) -> None:
+    """Raise CheckpointError if any of the names in the folder is one that no checkpoint has."""
+    foreign = sorted(name for name in found if not _OWN_FILES.fullmatch(name))
     if foreign:
         names = ", ".join(shown(name)[1:-1] for name in foreign[:_SHOWN]) + (", ..." if len(foreign) > _SHOWN else "")
         raise CheckpointError(

@@ -24,18 +24,18 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from ..comm import world
 from .dcp.metadata import read_stored
 from .errors import CheckpointError, DamagedCheckpointError, agreed
-from .folders import newest_first, set_aside_damaged
 from .loading import load
 from .random_state import RandomState
+from .remote_path import Location
 from .saving import AsyncSave, async_save, end_previous, save
 from .stop import DUE, Noted, StopSignals
+from .storage import located, storage_of
 
 STOPPED = os.EX_TEMPFAIL  # the exit code: "try again later"
 _KEY = "run"
@@ -81,7 +81,8 @@ class Run:
         self._every, self._every_s = _steps_and_seconds(every)
         if _KEY in state:
             raise ValueError(f"Run: the key {_KEY!r} of the state is taken by the run itself; use another")
-        self.folder = Path(os.path.realpath(folder))  # the program may change its working directory
+        with agreed(world().comm):
+            self.folder = located(folder).resolve()  # the program may change its working directory
         self.done = 0  # steps
         self._state = state
         self._keep = {"keep": keep, "keep_every": keep_every}
@@ -132,7 +133,7 @@ class Run:
     # ------------------------------------------------------------------ loading
 
     def _resume(self) -> None:
-        found, damaged = self._newest_first(), dict[Path, str]()  # and why
+        found, damaged = self._newest_first(), dict[Location, str]()  # and why
         for folder in found:
             try:
                 self._load(folder)
@@ -150,16 +151,16 @@ class Run:
                 + "; ".join(f"{folder.name}: {reason}" for folder, reason in damaged.items())
             )
 
-    def _set_aside(self, damaged: Mapping[Path, str]) -> None:
+    def _set_aside(self, damaged: Mapping[Location, str]) -> None:
         """Rename what could not be loaded, on rank 0, now that an older one is loaded."""
         for folder, reason in damaged.items() if world().rank == 0 else ():
             try:
-                where = f"now '{set_aside_damaged(folder)}'"
+                where = f"now '{storage_of(folder).set_aside_damaged(folder)}'"
             except CheckpointError as error:
                 where = f"left where it is ({error})"
             _log.warning("'%s' is damaged, and %s; the run goes on from step %d: %s", folder, where, self.done, reason)
 
-    def _load(self, found: Path) -> None:
+    def _load(self, found: Location) -> None:
         with agreed(world().comm):
             rows = read_stored(found).tensors.get(f"{_KEY}.random.rows")
             if rows is None:
@@ -173,13 +174,13 @@ class Run:
         random.load_state_dict(own["random"])
         self.done = self._saved = own["step"]
 
-    def _newest_first(self) -> list[Path]:
+    def _newest_first(self) -> list[Location]:
         """The committed checkpoints, as rank 0 sees them. Collective."""
         end_previous()  # of a run in this process that ended with an exception
         self._check_alike("Run", **self._arguments)
-        comm, found = world().comm, list[Path]()
+        comm, found = world().comm, list[Location]()
         with agreed(comm):
-            found = newest_first(self.folder, _PREFIX)
+            found = list(storage_of(self.folder).newest_first(self.folder, _PREFIX))
         first = comm.exchange([folder.name for folder in found])[0]
         with agreed(comm):
             if found and not first:
@@ -194,7 +195,7 @@ class Run:
         if other is not None:
             raise ValueError(f"{what}: rank 0 has {everyone[0]}, rank {other} has {everyone[other]}; expected the same")
 
-    def _folder_of(self, step: int) -> Path:
+    def _folder_of(self, step: int) -> Location:
         return self.folder / f"{_PREFIX}{step:08d}"
 
     # ------------------------------------------------------------------ between steps

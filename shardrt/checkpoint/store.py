@@ -15,8 +15,11 @@ from typing import Self
 import torch
 
 from .errors import CheckpointError, DamagedCheckpointError
+from .remote_path import Location
 
 Bytes = bytes | bytearray | memoryview
+
+METADATA = ".metadata"  # the file that makes a folder a checkpoint
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _CALL_BYTES = 4 << 20  # after which a call is made: what the caches still hold
@@ -67,7 +70,8 @@ class Writer:
     """
 
     def __init__(self, path: Path, *, new: bool = True) -> None:
-        self.path, self._new = path, new
+        self.path: Location = path
+        self._new = new
         self.nbytes = 0  # handed to the system
         self._waiting: list[Bytes] = []
         self._waiting_bytes = 0
@@ -133,8 +137,10 @@ class Reader:
     Raises: CheckpointError with the system's reason, or if the file ends before what is asked for.
     """
 
+    window = 1 << 20  # bytes to read at a time: what the caches hold until they are verified
+
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path: Location = path
         self.nbytes = 0
         with explained("open", path):
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would wait for a writer
@@ -147,24 +153,23 @@ class Reader:
         with explained("read", self.path):
             done = _transfer(os.preadv, self._fd, buffers, offset)
         self.nbytes += done
-        wanted = sum(len(buffer) for buffer in buffers)
-        if done < wanted:
-            raise self._ends(offset, wanted, done)
+        self._check_end(offset, sum(len(buffer) for buffer in buffers), done)
 
     def read(self, offset: int, nbytes: int) -> bytearray:
         """The bytes at `offset`."""
         # Before memory is taken for what a damaged file says.
-        if nbytes > (left := max(0, self.size() - offset)):
-            raise self._ends(offset, nbytes, left)
+        self._check_end(offset, nbytes, max(0, self.size() - offset))
         found = bytearray(nbytes)
         self.read_into(offset, [memoryview(found)])
         return found
 
-    def _ends(self, offset: int, wanted: int, found: int) -> DamagedCheckpointError:
-        return DamagedCheckpointError(
-            f"{os.fspath(self.path)!r} is damaged: expected {wanted} bytes at {offset}, found {found} before its end. "
-            "Load an older checkpoint"
-        )
+    def _check_end(self, offset: int, wanted: int, found: int) -> None:
+        """Raise CheckpointError if fewer bytes were found than wanted."""
+        if found < wanted:
+            raise DamagedCheckpointError(
+                f"{os.fspath(self.path)!r} is damaged: expected {wanted} bytes at {offset}, found {found} before its end. "
+                "Load an older checkpoint"
+            )
 
     def size(self) -> int:
         """Bytes of the file."""

@@ -13,19 +13,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..comm.bootstrap import World
-from . import folders
 from .dcp.items import BlockCrcs, item_footer, item_header
 from .dcp.marks import MARK_NBYTES, Mark, new_save_id
 from .dcp.metadata_pickle import ending
-from .drafts import Draft, folder_of, this_machine
+from .drafts import this_machine
 from .errors import CheckpointError, agreed
+from .folders import Keep
 from .plan import Item, SavePlan, file_of, make_plan
+from .remote_path import Location
 from .sources import Source
 from .state import entries
+from .storage import Storage, located, storage_of
 from .store import Writer
 
 _PIECE = 4 << 20  # bytes that are checked and written at a time: what the caches hold
@@ -35,45 +36,45 @@ _PIECE = 4 << 20  # bytes that are checked and written at a time: what the cache
 class Prepared:
     """A save that all ranks have agreed on, and whose folder is there.
 
-    target: where it will be.   folder: where it is written.   draft: that folder, on rank 0.
+    target: where it will be.   folder: where it is written.   draft: that folder, on rank 0, as the storage has begun it.
     plan: without its items, which hold the tensors.   sizes: of the ranks' files.   save_id: the same on every rank.
     """
 
     world: World
-    target: Path
-    folder: Path
-    draft: Draft | None
-    keep: folders.Keep
+    storage: Storage
+    target: Location
+    folder: Location
+    draft: Any
+    keep: Keep
     plan: SavePlan
     sizes: tuple[int, ...]
     save_id: str
 
     def write(self, items: Iterable[Source]) -> None:
-        """Write this rank's file. Returns when its bytes, and its name, have reached the disk."""
+        """Write this rank's file. Returns when its bytes, and its name, are safe in the storage."""
         if not self.plan.nbytes:
             return
         mark = Mark(self.save_id, self.plan.file).encode()
-        with Writer(self.folder / self.plan.file) as writer:
+        with self.storage.writer(self.folder / self.plan.file) as writer:
             writer.write(0, [mark])
             for item in items:
                 _write_item(writer, item)
             writer.write(self.plan.nbytes - MARK_NBYTES, [mark])
-        folders.sync_folder(self.folder)
 
     def commit(self) -> None:
         """Make the save visible, on rank 0; nothing on the others."""
         if self.draft is not None:
             files = {file_of(rank): nbytes for rank, nbytes in enumerate(self.sizes) if nbytes}
-            folders.commit(self.draft, files, [self.plan.metadata, ending(self.save_id)], self.keep)
+            self.storage.commit(self.draft, files, [self.plan.metadata, ending(self.save_id)], self.keep)
 
     def abandon(self) -> None:
         """Delete what was written, on rank 0, once no rank writes any more."""
         if self.draft is not None:
-            folders.abandon(self.draft)
+            self.storage.abandon(self.draft)
 
 
 def prepare(
-    world: World, folder: str | os.PathLike[str], state: dict[str, Any], keep: folders.Keep
+    world: World, folder: str | os.PathLike[str], state: dict[str, Any], keep: Keep
 ) -> tuple[Prepared, tuple[Item, ...]]:
     """Agree on what is saved and where, and make the folder; returns what this rank writes as well. Collective.
 
@@ -81,10 +82,12 @@ def prepare(
     folders, or states that do not fit together.
     """
     with agreed(world.comm):
-        target = folders.check_target(folder, keep)
+        where = located(folder)
+        storage = storage_of(where)
+        target = storage.check_target(where, keep)
         found = entries(state)
     plan = make_plan(found, world.comm)
-    answers = world.comm.exchange((os.path.abspath(folder), keep, plan.nbytes, new_save_id(), this_machine()))
+    answers = world.comm.exchange((str(where.absolute()), keep, plan.nbytes, new_save_id(), this_machine()))
     for rank, answer in enumerate(answers):
         if answer[:2] != answers[0][:2]:
             raise CheckpointError(
@@ -92,12 +95,12 @@ def prepare(
                 f"{answer[0]!r} with {answer[1]}. Give all ranks the same, on a file system that they share"
             )
     *_, save_id, machine = answers[0]
-    written_in, draft = folder_of(target, machine, save_id), None
+    written_in, draft = storage.folder_of(target, machine, save_id), None
     with agreed(world.comm):
         if world.rank == 0:
-            draft = folders.begin(target, written_in)
+            draft = storage.begin(target, written_in)
     sizes = tuple(answer[2] for answer in answers)
-    return Prepared(world, target, written_in, draft, keep, replace(plan, items=()), sizes, save_id), plan.items
+    return Prepared(world, storage, target, written_in, draft, keep, replace(plan, items=()), sizes, save_id), plan.items
 
 
 def _write_item(writer: Writer, item: Source) -> None:

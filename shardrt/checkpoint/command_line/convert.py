@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dcp.stored import METADATA
 from ..errors import CheckpointError
 from ..folders import sync_folder
 from ..names import Path as Keys
 from ..objects import without_numpy
+from ..remote_path import Location
 from ..safetensors.format import DTYPE_NAMES, INDEX_NAME, SINGLE_NAME, TensorInfo, encode_header, encode_index, split_into_files
-from ..store import Writer, bytes_of, explained
+from ..storage import on_disk
+from ..store import METADATA, Writer, bytes_of, explained
 from ..trees import placed
 from .dcp_folder import DcpCheckpoint, DcpWriter
 from .kinds import Checkpoint, SafetensorsCheckpoint, TorchCheckpoint
@@ -35,14 +36,15 @@ Progress = Callable[[int], object]  # is told how many bytes were done
 SUFFIX = ".safetensors"
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Location) -> Checkpoint:
     """The checkpoint at `path`. Raises CheckpointError if there is none of a known kind, and for what cannot be read."""
     if not path.exists():
         raise CheckpointError(f"no file or folder '{path}'")
-    if not path.is_dir():
-        return SafetensorsCheckpoint(path) if path.suffix == SUFFIX else TorchCheckpoint(path)
     if (path / METADATA).is_file():
         return DcpCheckpoint(path)
+    path = on_disk(path)
+    if not path.is_dir():
+        return SafetensorsCheckpoint(path) if path.suffix == SUFFIX else TorchCheckpoint(path)
     if (path / SINGLE_NAME).is_file() or (path / INDEX_NAME).is_file():
         return SafetensorsCheckpoint(path)
     raise CheckpointError(f"'{path}' is no checkpoint: it has no {METADATA}, {SINGLE_NAME} or {INDEX_NAME}")

@@ -15,13 +15,13 @@ from ..dcp.items import ALIGNMENT, BlockCrcs, item_footer, item_header
 from ..dcp.marks import MARK_NBYTES, Mark, new_save_id, own_id
 from ..dcp.metadata import read_stored
 from ..dcp.metadata_pickle import SAVED_BY, Columns, MetadataWriter, ending
-from ..dcp.stored import METADATA
 from ..folders import sync_folder
 from ..names import Path as Keys
 from ..objects import encode
 from ..reading import fetches, read_all
+from ..remote_path import Location
 from ..safetensors.format import TensorInfo
-from ..store import Bytes, Writer, bytes_of, explained
+from ..store import METADATA, Bytes, Writer, bytes_of, explained
 from .kinds import Checkpoint
 
 FILE = "__0_0.distcp"
@@ -31,7 +31,7 @@ _RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 class DcpCheckpoint(Checkpoint):
     """A folder with .metadata, of any writer."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         self.folder = folder
         self._stored = read_stored(folder)
         self._contents = Contents(folder, self._stored)

@@ -9,7 +9,6 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ..equal_values import as_ranges
 from ..errors import CheckpointError
 from ..expansion import check_records
 from ..reading import fetches
+from ..remote_path import Location
 from ..store import Reader
 from .convert import open_checkpoint
 from .dcp_folder import DcpCheckpoint
@@ -32,7 +32,7 @@ Place = tuple[str, int, int]  # file, offset, length
 # ---------------------------------------------------------------------- inspect
 
 
-def description(path: Path) -> Iterator[str]:
+def description(path: Location) -> Iterator[str]:
     """The lines of `inspect`: a line for each tensor, the names of objects, and the sums."""
     checkpoint = open_checkpoint(path)
     ranks = checkpoint.ranks() if isinstance(checkpoint, DcpCheckpoint) else {}
@@ -49,7 +49,7 @@ def description(path: Path) -> Iterator[str]:
     yield from _sums(path, checkpoint, ranks)
 
 
-def _sums(path: Path, checkpoint: Checkpoint, ranks: Mapping[str, Iterable[int]]) -> Iterator[str]:
+def _sums(path: Location, checkpoint: Checkpoint, ranks: Mapping[str, Iterable[int]]) -> Iterator[str]:
     infos = checkpoint.tensors.values()
     yield f"{path}: {checkpoint.kind}"
     yield f"{len(infos):,} tensors, {sum(info.shape.numel() for info in infos):,} elements"

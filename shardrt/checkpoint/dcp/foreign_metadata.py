@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..remote_path import Location
 from ..shown import shown
 from .metadata_pickle import Columns
 from .pickles import DTYPES, Ignored, Ordered, Record, Size, StandIn, integers, restricted_load
@@ -100,7 +100,7 @@ def _find(module: str, name: str) -> object:
     return _GLOBALS[module, name]
 
 
-def stored_in(data: bytes, path: Path) -> Stored:
+def stored_in(data: bytes, path: Location) -> Stored:
     """The contents that a `.metadata` of these bytes has. path: of the file.
 
     Raises CheckpointError if it cannot be read, or refers to globals that no checkpoint needs.
@@ -136,7 +136,7 @@ def stored_in(data: bytes, path: Path) -> Stored:
 class _PickledTensor:
     """A tensor of a metadata that was unpickled."""
 
-    path: Path
+    path: Location
     name: str
     found: _Tensor
     infos: dict[Any, _Info]
@@ -160,7 +160,7 @@ class _PickledTensor:
 class _PickledObject:
     """An object of a metadata that was unpickled."""
 
-    path: Path
+    path: Location
     name: str
     infos: dict[Any, _Info]
 
@@ -171,7 +171,7 @@ class _PickledObject:
             return checked_object(self.path, self.name, found)
 
 
-def _info(path: Path, name: str, infos: dict[Any, _Info], offset: tuple[int, ...] | None) -> _Info:
+def _info(path: Location, name: str, infos: dict[Any, _Info], offset: tuple[int, ...] | None) -> _Info:
     info = infos.get(offset)
     if info is None:
         raise DamagedCheckpointError(f"{path}: {shown(name)} has no place for what begins at {offset}; the file is damaged")

@@ -5,18 +5,20 @@ Ours is read by its index: nothing is unpickled but lists of names, and of a ten
 
 from __future__ import annotations
 
+import errno
 import os
-import stat
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..remote_path import Location
 from ..shown import shown
+from ..storage import located, storage_of
+from ..store import METADATA
 from .foreign_metadata import stored_in
 from .metadata_pickle import (
     ENDING_NBYTES,
@@ -32,7 +34,6 @@ from .metadata_pickle import (
 )
 from .pickles import DTYPES, integers, restricted_load
 from .stored import (
-    METADATA,
     Lazy,
     Stored,
     StoredObject,
@@ -54,8 +55,10 @@ def read_stored(folder: str | os.PathLike[str]) -> Stored:
     Raises CheckpointError if there is none, it is damaged, or its pickle refers to globals that no checkpoint needs; a tensor's
     own damage is raised when it is asked for.
     """
-    path = Path(folder) / METADATA
+    path = located(folder) / METADATA
     try:
+        if not path.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         source = _Source(path)
         with damage_of(path):
             index = source.index()
@@ -71,12 +74,11 @@ def read_stored(folder: str | os.PathLike[str]) -> Stored:
 class _Source:
     """The bytes of a `.metadata`: read at once if it is small, else in parts."""
 
-    def __init__(self, path: Path) -> None:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedCheckpointError(f"{path} is no regular file")
-        self.path, self.nbytes = path, status.st_size
-        self._contents = path.read_bytes() if self.nbytes <= SMALL else None
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        with storage_of(path).reader(path) as reader:
+            self.nbytes = reader.size()
+            self._contents = bytes(reader.read(0, self.nbytes)) if self.nbytes <= SMALL else None
 
     def span(self, start: int, nbytes: int) -> bytes:
         """These bytes. Raises CheckpointError if the file has fewer."""
@@ -84,9 +86,8 @@ class _Source:
         if self._contents is not None:
             found = self._contents[start : start + nbytes]
         elif start + nbytes <= self.nbytes:
-            with open(self.path, "rb") as file:
-                file.seek(start)
-                found = file.read(nbytes)
+            with storage_of(self.path).reader(self.path) as reader:
+                found = bytes(reader.read(start, nbytes))
         if len(found) != nbytes:
             raise DamagedCheckpointError(
                 f"{self.path}: expected {nbytes} bytes at {start}, found {len(found)}; the file is cut off"

@@ -8,21 +8,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from ...tensor.placement import Box
 from ..errors import CheckpointError, DamagedCheckpointError
+from ..remote_path import Location
 from ..shown import reason, shown
-from ..store import Reader, explained
+from ..storage import storage_of
+from ..store import METADATA, Reader, explained
 from .marks import check_marks, own_id
 from .metadata_pickle import Columns
 
 T = TypeVar("T")
 
-METADATA = ".metadata"
 _MOST_CHARACTERS, _MOST_KEYS = 4096, 256  # of a name; of a path
 _MOST_EMPTY = 10_000  # items of a list that hold nothing: stock torch stores no name for an empty dict
 
@@ -104,7 +104,7 @@ class Stored:
     save_id: "shardrt-" and the id of the save, "shardrt-1" of older versions, or what torch's DCP has there.
     """
 
-    folder: Path
+    folder: Location
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject]
     paths: dict[str, tuple[str | int, ...]]
@@ -121,11 +121,15 @@ class Stored:
     def open(self, file: str) -> Reader:
         """A file of the checkpoint. Raises CheckpointError if it cannot be read, or is of another save."""
         path = self.folder / file
-        with explained("open", path):
-            # A checkpoint that another job deletes at this time has no .metadata either.
-            if not path.exists() and (self.folder / METADATA).exists():
-                raise DamagedCheckpointError(f"{str(path)!r} is missing: .metadata says that it has a part of this checkpoint")
-        reader = Reader(path)
+        try:
+            reader = storage_of(path).reader(path)
+        except CheckpointError as error:
+            with explained("open", path):
+                # A checkpoint that another job deletes at this time has no .metadata either.
+                if isinstance(error.__cause__, FileNotFoundError) and (self.folder / METADATA).exists():
+                    what = "is missing: .metadata says that it has a part of this checkpoint"
+                    raise DamagedCheckpointError(f"{str(path)!r} {what}") from error
+            raise
         if file not in self._checked:
             try:
                 check_marks(reader, own_id(self.save_id))
@@ -137,7 +141,7 @@ class Stored:
 
 
 @contextmanager
-def damage_of(path: Path, what: str = "") -> Iterator[None]:
+def damage_of(path: Location, what: str = "") -> Iterator[None]:
     """Report errors on values of unexpected types as damage of the file."""
     try:
         yield
@@ -165,7 +169,7 @@ def _is_key(key: object) -> bool:
     return len(key) <= _MOST_CHARACTERS if isinstance(key, str) else type(key) is int and key >= 0
 
 
-def checked_tensor(path: Path, name: str, tensor: StoredTensor) -> StoredTensor:
+def checked_tensor(path: Location, name: str, tensor: StoredTensor) -> StoredTensor:
     """The tensor. Raises CheckpointError if its chunks lie outside of it."""
     if prod(tensor.shape) * tensor.dtype.itemsize >= 1 << 63:
         raise DamagedCheckpointError(f"{path}: tensor {shown(name)} of shape {tensor.shape} is larger than any memory; damaged")
@@ -183,7 +187,7 @@ def checked_tensor(path: Path, name: str, tensor: StoredTensor) -> StoredTensor:
     return tensor
 
 
-def checked_object(path: Path, name: str, found: StoredObject) -> StoredObject:
+def checked_object(path: Location, name: str, found: StoredObject) -> StoredObject:
     """The object. Raises CheckpointError if its place is none."""
     if any(type(number) is not int or number < 0 for number in (found.offset, found.length)):
         place = f"{shown(found.length)} bytes at {shown(found.offset)}"
@@ -191,7 +195,7 @@ def checked_object(path: Path, name: str, found: StoredObject) -> StoredObject:
     return found
 
 
-def check_file_name(path: Path, name: object) -> None:
+def check_file_name(path: Location, name: object) -> None:
     """Raise CheckpointError for the name of a file that is not in the folder."""
     if not isinstance(name, str) or not name or os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
         raise DamagedCheckpointError(f"{path}: refers to the file {shown(name)}; expected one in the checkpoint's folder")

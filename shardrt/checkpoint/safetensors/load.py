@@ -19,6 +19,7 @@ from ..names import LoadedKeys
 from ..parts import Part, memory_of, parts
 from ..renaming import KeyMap, new_names, renamer
 from ..shown import shown
+from ..storage import on_disk
 from ..store import Reader, bytes_of
 from .format import Array, read_arrays
 from .model import Named, Scratch, byte_runs, lies_as_stored, named_tensors, pieces, take_back
@@ -47,9 +48,10 @@ def load_safetensors(
     """
     comm = world().comm
     with agreed(comm):
-        found = read_arrays(Path(folder))
+        path = on_disk(folder)
+        found = read_arrays(path)
         arrays = {new: found[name] for new, name in new_names(found, renamer(key_map), folder).items()}
-        match = _match(named_tensors(model), arrays, Path(folder), strict=strict)
+        match = _match(named_tensors(model), arrays, path, strict=strict)
     with agreed(comm):
         materialise(model, comm.device)
         written = [named for named in named_tensors(model) if named.name in match.found]

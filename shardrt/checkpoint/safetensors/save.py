@@ -27,6 +27,7 @@ from ..errors import agreed
 from ..folders import exchange, sync_folder
 from ..inference import outside_inference_mode
 from ..parts import Part, memory_of, parts
+from ..storage import on_disk
 from ..store import Writer, bytes_of, explained
 from .format import (
     DTYPE_NAMES,
@@ -118,7 +119,7 @@ def save_safetensors(
 
 
 def _target(folder: str | os.PathLike[str]) -> Path:
-    target = Path(os.path.realpath(folder))
+    target = Path(os.path.realpath(on_disk(folder)))
     if target.is_mount() or (target.exists() and not target.is_dir()):
         raise ValueError(f"folder={str(target)!r}: expected a folder that is no mount point, or nothing")
     return target
