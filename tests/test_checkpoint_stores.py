@@ -226,13 +226,13 @@ def test_a_run_resumes_and_keeps_so_many(world: World) -> None:
                 train(expected)
             for total in (4, 9):
                 state = small_state(0)
-                with shardrt.Run(url, state, every=2, keep=2) as run:
+                with shardrt.Run(url, state, every=2, keep=2, keep_every=4) as run:
                     assert run.done == (0 if total == 4 else 4)
                     for _ in run.steps(total):
                         train(state)
             assert all(torch.equal(value, tensors_of(expected)[name]) for name, value in tensors_of(state).items())
             world.barrier()
-            assert sorted(remote_path(url).sizes()) == ["step-00000008", "step-00000009"]
+            assert sorted(remote_path(url).sizes()) == ["step-00000004", "step-00000008", "step-00000009"]
 
 
 @on_ranks(1, 2)
