@@ -164,6 +164,10 @@ class Host:
         self.events.append(("host split", color, key, name))
         return None if color is None else Host(0, 1, self.events)
 
+    def stop_transfers(self) -> None: ...
+
+    def leave(self, *, in_call: bool = False) -> None: ...
+
     def close(self) -> None:
         self.events.append(("host close",))
 

@@ -132,7 +132,7 @@ def test_the_recorder_lists_the_events_of_a_step(world: World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dump = json.loads(world.recorder.dump(Path(folder) / "dump.json").read_text())
     assert [what for _, what in dump["notes"]][-len(expected) :] == expected
-    dumps = [parse(json.dumps(dump | {"rank": rank, "size": 2})) for rank in (0, 1)]
+    dumps = [parse(json.dumps(dump | {"rank": rank, "size": 2}).encode()) for rank in (0, 1)]
     assert "last noted by ranks 0, 1: free OddMLP" in merge(dumps)
 
 

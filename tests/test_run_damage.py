@@ -18,7 +18,7 @@ from torch import nn
 
 import shardrt
 from checkpoints import shared_folder
-from ranks import on_ranks
+from ranks import on_ranks, settings_of
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, DamagedCheckpointError
 from shardrt.comm import World
@@ -206,7 +206,7 @@ def test_a_damaged_one_that_cannot_be_renamed_stays(world: World) -> None:
 
 @on_ranks(2)
 def test_the_launcher_knows_at_once_where_a_run_goes_on(world: World, tmp_path: Path) -> None:
-    with saved(world) as (folder, _), mock.patch.dict(os.environ, SHARDRT_PROGRESS=str(tmp_path / "progress")):
+    with saved(world) as (folder, _), settings_of(world, progress=tmp_path / "progress"):
         for name, damaged, expected in (("whole", (), "6"), ("damaged", (6,), "4")):
             here = copied(world, folder, name, *damaged)
             with shardrt.Run(here, make()):

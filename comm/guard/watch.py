@@ -71,6 +71,7 @@ class Guard:
         self._pending = b""  # the beginning of a message
         self._limit_s, self._patience_s, self._code = float("inf"), float("inf"), EXIT_CODE
         self._worked: dict[int, tuple[float, float]] = {}  # by rank: the CPU time it had used, and how long this one had waited
+        self._absent_s = 0.0  # how long it had waited when a rank was last seen not to have come
         self._told = 0  # how often that it waits for ranks that work
         self._election = Election(place.rank)
         self._scan_s, self._since_scan_s = _SCAN_S, 0.0
@@ -112,7 +113,7 @@ class Guard:
 
     def _on_init(self, limit_s: str, patience_s: str) -> None:
         self._limit_s, self._patience_s = float(limit_s), float(patience_s)
-        self._worked, self._told = {}, 0
+        self._worked, self._absent_s, self._told = {}, 0.0, 0
         self._scan_s = 0.0  # at once: what the others use is counted from now on
         self._set_phase(Phase.INIT)
 
@@ -182,12 +183,15 @@ class Guard:
         self._scan_s = often_s if has_gone or first == self._place.rank else _OTHERS_SCAN_S
 
     def _all_work(self, absent: Sequence[Neighbour]) -> bool:
-        """Whether there are ranks that have not come, and all of them have used a processor since SHARDRT_START_TIMEOUT."""
+        """Whether all ranks that have not come have used a processor since SHARDRT_START_TIMEOUT, or the last has just come."""
         for neighbour in absent:
             before, _ = self._worked.setdefault(neighbour.rank, (neighbour.cpu_s, 0.0))
             if neighbour.cpu_s > before:
                 self._worked[neighbour.rank] = neighbour.cpu_s, self._waited_s
-        return bool(absent) and self._waited_s < self._limit_s + min(self._worked[each.rank][1] for each in absent)
+        if absent:
+            self._absent_s = self._waited_s
+        worked_s = min((self._worked[each.rank][1] for each in absent), default=self._absent_s)
+        return self._waited_s < self._limit_s + worked_s
 
     def _start_report(self, neighbours: Mapping[int, Neighbour]) -> list[str]:
         words, host = _reports(), f"host {self._host}"
