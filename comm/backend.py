@@ -13,6 +13,7 @@ from typing import ClassVar, Self, TypeVar
 import torch
 
 from .calls import REDUCIBLE, CollectiveCall
+from .fingerprint import printable
 from .pool import Pool
 from .ranks import Ranks
 from .streams import Stream
@@ -34,7 +35,7 @@ class Backend(ABC):
     ranks: Ranks
 
     def __init__(self, name: str, rank: int, size: int, device: torch.device) -> None:
-        self.name = repr(name)[1:-1]  # control characters in it would forge lines of a report
+        self.name = printable(name)  # a line end in it would forge lines of a report
         self.rank = rank
         self.size = size
         self.device = device

@@ -48,6 +48,13 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(shown)}{f' and {more} more' if more else ''}"
 
 
+def printable(text: str) -> str:
+    """The text with what a terminal would act on, such as an escape sequence, written as in Python's source."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def fingerprint_of(text: str) -> int:
     """A hash of 63 bits, the same in every process."""
     return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()) >> 1

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .fingerprint import name_ranks
+from .fingerprint import name_ranks, printable
 
 _MAX_NBYTES = 1 << 29  # of a file; 2000 calls take about one million, and 5 for each rank of each call's communicator
 # But for the ranks of equal communicators: sixty thousand calls.
@@ -175,13 +175,6 @@ def _element(record: Any, index: int, kind: type[T]) -> T:
 def _beginning(text: str) -> str:
     """As it is printed."""
     return printable(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
-
-
-def printable(text: str) -> str:
-    """The text with what a terminal would act on, such as an escape sequence, written as in Python's source."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 # ---------------------------------------------------------------------- command line

@@ -94,6 +94,12 @@ def test_inspect_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "a.safetensors: safetensors\n1 tensors, 6 elements\n24 bytes (float32 24); 0 objects\n" in out
 
 
+def test_inspect_a_step_that_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"run": {"step": [3]}}, tmp_path / "saved.pt")
+    assert call("inspect", tmp_path / "saved.pt") == 0
+    assert "step 3" not in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------- verify
 
 

@@ -86,4 +86,8 @@ def test_a_name_cannot_forge_a_line(world: World) -> None:
     assert made is not None
     assert made.name == r"rows\n[shardrt] rank 1 \x1b[31mfailed\udc80, it's schön"
     assert "\n" not in repr(made)
+    inside = made.split(0, world.rank, f"{made.name}.inside")
+    assert inside is not None
+    assert inside.name == f"{made.name}.inside"
+    inside.close()
     made.close()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
-from ..comm.merge_dumps import printable
+from ..comm.fingerprint import printable
 from .command_line.convert import convert, open_checkpoint, select
 from .command_line.report import description, items_of, verify
 from .dcp.metadata import read_stored

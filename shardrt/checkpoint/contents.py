@@ -19,7 +19,6 @@ from .objects import ARRAY, decode, with_numpy
 from .parts import memory_of
 from .per_rank import OF_RANK, PerRank
 from .reading import Fetch, fetches, read_all
-from .remote_path import Location
 from .renaming import KeyMap, with_new_names
 from .shown import shown
 from .trees import flattened, key_of, placed
@@ -43,11 +42,8 @@ class Contents:
     Names are those that key_map gives; `old` has those of the files, of what it has renamed.
     """
 
-    def __init__(
-        self, folder: Location, stored: Stored, key_map: KeyMap | None = None, *, rank: int = 0, ranks: int = 1
-    ) -> None:
-        self.folder = folder
-        self.stored, self.old, self._left_out = with_new_names(stored, key_map, folder)
+    def __init__(self, stored: Stored, key_map: KeyMap | None = None, *, rank: int = 0, ranks: int = 1) -> None:
+        self.stored, self.old, self._left_out = with_new_names(stored, key_map)
         self._rank, self._ranks = rank, ranks
         self.fetches: list[Fetch] = []
         self.meshes: dict[str, DeviceMesh] = {}  # of the tensors that are read into a `DTensor`
@@ -176,7 +172,7 @@ class Contents:
         if strict and loose:
             problems = [*loose, *problems, "key_map gives names that fit, and strict=False loads the rest"]
         if problems:
-            raise CheckpointError(f"cannot load {str(self.folder)!r}: {'; '.join(problems)}")
+            raise CheckpointError(f"cannot load {str(self.stored.folder)!r}: {'; '.join(problems)}")
         return "; ".join(loose)
 
     def _of_rank(self, name: str, convert: Callable[[list[Any]], Any] | None) -> Any:
@@ -198,7 +194,7 @@ class Contents:
         stored = self.stored.objects[name]
         with self.stored.open(stored.file) as reader:
             data = bytes(reader.read(stored.offset, stored.length))
-        return decode(data, f"{str(self.folder / stored.file)!r}, object {shown(name)}")
+        return decode(data, f"{str(self.stored.folder / stored.file)!r}, object {shown(name)}")
 
 
 def _is_empty(value: Any) -> bool:

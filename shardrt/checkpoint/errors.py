@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ..comm.calls import RemoteError
 from ..comm.control import ControlPlane
-from ..comm.merge_dumps import printable
+from ..comm.fingerprint import printable
 
 
 class CheckpointError(RuntimeError):

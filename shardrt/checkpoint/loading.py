@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..comm import Communicator
 from ..comm.bootstrap import world
-from ..comm.merge_dumps import printable
+from ..comm.fingerprint import printable
 from ..tensor.dtensor import DTensor
 from .arguments import Folder, folder_and_state
 from .contents import Contents
@@ -76,7 +76,7 @@ def _load(folder: Folder, state: dict[str, Any], key_map: KeyMap | None, *, stri
     comm = world().comm
     with agreed(comm):
         path = located(folder)
-        contents = Contents(path, read_stored(path), key_map, rank=comm.rank, ranks=comm.size)
+        contents = Contents(read_stored(path), key_map, rank=comm.rank, ranks=comm.size)
         modules = modules_of(state)
     _check_same(comm, f"'{path.resolve()}' ({contents.stored.save_id})")
     with agreed(comm), torch.no_grad():

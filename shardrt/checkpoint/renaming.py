@@ -63,7 +63,7 @@ def new_names(names: Iterable[str], rename: Rename, where: str | os.PathLike[str
     return made
 
 
-def with_new_names(stored: Stored, key_map: KeyMap | None, folder: str | os.PathLike[str]) -> Renamed:
+def with_new_names(stored: Stored, key_map: KeyMap | None) -> Renamed:
     """Rename everything. What a rank saved for itself is renamed as if it had been saved for all."""
     if key_map is None:
         return Renamed(stored, {}, frozenset())
@@ -75,7 +75,7 @@ def with_new_names(stored: Stored, key_map: KeyMap | None, folder: str | os.Path
             return rename(name)
         return None if (new := rename(base)) is None else f"{new}.{last}"
 
-    old = new_names((*stored.tensors, *stored.objects), rename_any, folder)
+    old = new_names((*stored.tensors, *stored.objects), rename_any, stored.folder)
     tensors = Lazy({new: partial(stored.tensors.__getitem__, name) for new, name in old.items() if name in stored.tensors})
     objects = {new: stored.objects[name] for new, name in old.items() if name in stored.objects}
     paths = {new: _new_path(stored.paths[name], new) for new, name in old.items() if name in stored.paths}

@@ -34,7 +34,7 @@ class DcpCheckpoint(Checkpoint):
     def __init__(self, folder: Location) -> None:
         self.folder = folder
         self._stored = read_stored(folder)
-        self._contents = Contents(folder, self._stored)
+        self._contents = Contents(self._stored)
         self.kind = "dcp, written by shardrt" if (self._stored.save_id or "").startswith(SAVED_BY) else "dcp"
         self.save_id = own_id(self._stored.save_id)
         self.tensors = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...comm.merge_dumps import printable
+from ...comm.fingerprint import printable
 from ..dcp.stored import Stored
 from ..dcp.stored_items import read_item
 from ..equal_values import as_ranges
@@ -68,8 +68,8 @@ def _sums(path: Location, checkpoint: Checkpoint, ranks: Mapping[str, Iterable[i
 
 def step_of(checkpoint: Checkpoint) -> int | None:
     """The number of steps done: as a run has counted them, else as the optimizer has."""
-    if "run.step" in checkpoint.objects:
-        return int(checkpoint.object("run.step"))
+    if "run.step" in checkpoint.objects and isinstance(step := checkpoint.object("run.step"), int):
+        return step
     steps = (name for name, info in checkpoint.tensors.items() if name.endswith(".step") and not info.shape)
     name = next(steps, None)
     return None if name is None else int(checkpoint.tensor(name))
