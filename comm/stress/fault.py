@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from .faults import FAULTS, SRUN, Fault, When
+from .faults import ENDED, FAULTS, SRUN, STAND_IN, WATCHDOG, Fault, When
 from .jobs import END_S, Ending, Site, Way, run_job
 from .options import Options
 from .report import PRINT, Table
@@ -74,12 +74,7 @@ def _of_call(ending: Ending, fault: Fault) -> Ending:
 
 def judge(fault: Fault, column: str, way: Way, victim: int, ranks: int, ending: Ending) -> list[str]:
     """What was expected and did not happen, in words. column: of the table."""
-    says = fault.says.replace("VICTIM", str(victim))
-    if fault.guard_says and column == "MPICH":
-        says += f".*{fault.guard_says}"
-    codes = fault.codes if way is Way.LAUNCH or fault.bare is None else fault.bare
-    if column == "srun" and (way is Way.BARE or fault.when is When.BEFORE) and codes and 0 not in codes:
-        codes += SRUN
+    says, codes = _says(fault, column, victim), _codes(fault, column, way)
     if fault.when is When.CALL:
         # Hazard: where one rank raises and others wait, the job has no line of theirs.
         silent = [rank for rank in range(ranks) if not re.search(_raised(rank, fault, says), ending.output, re.MULTILINE)]
@@ -98,6 +93,25 @@ def judge(fault: Fault, column: str, way: Way, victim: int, ranks: int, ending: 
         f"expected {says!r} in the output" if fault.when is not When.CALL else f"expected {says!r} on every rank": not said,
     }
     return [text for text, is_so in checks.items() if is_so]
+
+
+def _says(fault: Fault, column: str, victim: int) -> str:
+    says = fault.says.replace("VICTIM", str(victim))
+    if fault.guard_says and column == "MPICH":
+        says += f".*{fault.guard_says}"
+    if fault.when is When.LAUNCHER and column == "srun":
+        says += f"|{STAND_IN}"
+    return says
+
+
+def _codes(fault: Fault, column: str, way: Way) -> tuple[int, ...]:
+    codes = fault.codes if way is Way.LAUNCH or fault.bare is None else fault.bare
+    if not codes or 0 in codes:
+        return codes
+    if column == "Open MPI" and fault.guard_says:
+        return codes + ENDED
+    fails_alone = fault.when is When.BEFORE and fault.bare is not None and fault.codes[0] not in WATCHDOG
+    return codes + SRUN if column == "srun" and (way is Way.BARE or fails_alone) else codes
 
 
 def _raised(rank: int, fault: Fault, says: str) -> str:

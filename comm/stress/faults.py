@@ -20,12 +20,12 @@ from .acts import FAR_S, SLEEP_S, kill, libc
 WATCHDOG = (17,)
 # Hazard: without shardrt.launch, only MPICH's mpirun takes an exit code from a guard; for others the guard kills its rank.
 GUARD = (17, 137)
-ENDED = (17, 143)  # Open MPI's launcher may take the code of a rank before its guard can, and ends the others by SIGTERM
+ENDED = (143,)  # Open MPI's launcher may take the code of a rank before its guard can, and ends the others by SIGTERM
 SRUN = (137, 143)  # srun's own code is the highest of its tasks, those included that it ends because of another one
 NAMED = r"rank VICTIM\b(?! pid| injects)"  # by other ranks: the rank itself prints its pid and its fault
+STAND_IN = "was ended by signal 10 .*; in #"  # under srun, shardrt.launch passes SIGUSR1 on in the place of other signals
 LAST = "(?:all_reduce|all_gather|reduce_scatter)"  # operation
-# Of a signal: the report tells the operations, or that there are none. Under srun, SIGUSR1 ends the ranks in its place.
-UNDER_WAY = r"{}\), .* under way|was ended by signal 10 .*; in #"
+UNDER_WAY = r"{}\), .* under way"  # of a signal: the report tells the operations, or that there are none
 
 
 class When(Enum):
@@ -138,8 +138,8 @@ _ROWS = (
     ),
     Fault("exit", "calls `sys.exit(0)` while others wait", _LEFT, sys.exit, WATCHDOG, NAMED),
     Fault("os-exit", "calls `os._exit(0)`", f"shows where, and {_ENDS}", lambda: os._exit(0), WATCHDOG, r"os\._exit\(0\)"),
-    Fault("c-exit", "calls C's `exit(0)`", _DIED, libc("exit", 0), ENDED, NAMED, guard_says=LAST, bare=(1, *GUARD)),
-    Fault("c-_exit", "calls C's `_exit(0)`", _DIED, libc("_exit", 0), ENDED, NAMED, guard_says=LAST, bare=(1, *GUARD)),
+    Fault("c-exit", "calls C's `exit(0)`", _DIED, libc("exit", 0), WATCHDOG, NAMED, guard_says=LAST, bare=(1, *GUARD)),
+    Fault("c-_exit", "calls C's `_exit(0)`", _DIED, libc("_exit", 0), WATCHDOG, NAMED, guard_says=LAST, bare=(1, *GUARD)),
     Fault("kill", "is killed (SIGKILL)", _DIED, kill(signal.SIGKILL), (), NAMED, guard_says=LAST),
     Fault("segfault", "crashes (SIGSEGV)", _DIED, kill(signal.SIGSEGV), (), NAMED, guard_says=LAST),
     Fault("abort", "calls `abort()`", _DIED, libc("abort"), (), NAMED, guard_says=LAST),
