@@ -238,14 +238,12 @@ class ControlPlane:
         self._thread = thread  # Python changes threads only in calls and loops: not since the line before
         try:
             self._number += 1
-            try:
-                self._begin(calls)
-                yield
-            finally:
-                for after in self._after:
-                    after(calls)
+            self._begin(calls)
+            yield
         finally:
             self._thread = 0
+            for after in self._after:
+                after(calls)
 
     def _raise_in_use(self, name: str) -> NoReturn:
         names = {thread.ident: thread.name for thread in enumerate_threads()}

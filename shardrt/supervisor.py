@@ -115,7 +115,8 @@ def cleaner(folders: list[Path]) -> Iterator[None]:
     try:
         yield
     finally:
-        os.write(writer, b".")
+        with suppress(BrokenPipeError):  # somebody has killed it
+            os.write(writer, b".")
 
 
 def clean_up(folders: list[Path]) -> None:
