@@ -18,6 +18,19 @@ from shardrt.comm import World
 from toys import OddMLP, batch, shard_blocks
 
 
+class Holder:
+    """Something whose state has any form."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inside": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["inside"]
+
+
 @contextmanager
 def shared_folder(world: World) -> Iterator[Path]:
     """A new folder that all ranks see; deleted when all have left the `with` block."""

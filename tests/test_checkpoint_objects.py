@@ -17,26 +17,13 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoints import assert_holds, shared_folder, small_state, stock_load, tensors_of, train
+from checkpoints import Holder, assert_holds, shared_folder, small_state, stock_load, tensors_of, train
 from ranks import on_ranks
 from shardrt.checkpoint import CheckpointError, PerRank, async_save, load, save, save_safetensors
 from shardrt.checkpoint.__main__ import main
 from shardrt.checkpoint.dcp.metadata import read_stored
 from shardrt.checkpoint.state import entries
 from shardrt.comm import World
-
-
-class Holder:
-    """Something whose state has any form."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inside": self.state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state["inside"]
 
 
 class Flat(Holder):

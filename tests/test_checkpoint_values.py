@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shardrt
-from checkpoints import shared_folder, stock_load
+from checkpoints import Holder, shared_folder, stock_load
 from ranks import job, on_ranks
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, async_save, load, save
@@ -32,19 +32,6 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["steps"] == [state["at"], {"epoch": 1}]
         self.at, self.seen = state["at"], state["workers"][0]["seen"]
-
-
-class Holder:
-    """Something whose state has any form."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inside": self.state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state["inside"]
 
 
 # ---------------------------------------------------------------------- values that differ
