@@ -94,7 +94,7 @@ def check_places(world: World, folder: Path, placements: tuple[Placement, ...], 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PLACEMENTS if kind not in ON_TWO_AXES])
-@on_ranks(2, 3)
+@on_ranks(2, more=(3,))
 def test_a_flipped_bit_in_columns(world: World, kind: str) -> None:
     """Of a tensor that was saved whole, by rows, and by columns that are cut elsewhere; also into another dtype."""
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)

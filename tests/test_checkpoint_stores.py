@@ -217,7 +217,7 @@ def test_a_flipped_bit_is_found_by_load_and_verify(world: World) -> None:
             checkpoint.load(f"{url}/step-1", {"tensors": empty(world, values)})
 
 
-@on_ranks(1, 2)
+@on_ranks(2, more=(1,))
 def test_a_run_resumes_and_keeps_so_many(world: World) -> None:
     for protocol in kinds(world):
         with store(world, protocol) as url:

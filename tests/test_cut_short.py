@@ -231,7 +231,7 @@ class Interruption:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "more", "all_gather", "group"])
-@on_ranks(2, 3)
+@on_ranks(2, more=(3,))
 def test_an_exception_anywhere_in_a_call(world: World, name: str) -> None:
     """The others get the right result or an error, in this call and the next; all go on together after an agree().
 

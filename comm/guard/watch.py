@@ -290,7 +290,7 @@ class Guard:
     def _has_ended_in_run(self, code: int | None) -> None:
         last = "" if self._table is None else f"; {self._table.last_operation(self._place.rank)}"
         line = f"{self._describe(code)} before shardrt.finalize(){last}"
-        if code is None:  # if it is not 0, its launcher ends the job; else the ranks that wait for this one do
+        if code is None and self._pmi is None:  # if it is not 0, the launcher ends the job; else the ranks that wait do
             _reports().report(None, self._place.rank, [line])
         elif self._table is None or self._table.claim():
             self._end_job(_code_of_job(code), line)
