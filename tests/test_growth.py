@@ -159,6 +159,9 @@ def test_differing(world: World) -> None:
         expected = [f"rank {rank}" for rank in range(world.size)]
         assert comm.differing(f"rank {world.rank}") == (None if world.size == 1 else expected)
         assert comm.differing("\udc80 no UTF-8") is None
+        for size in (1 << 18, 600_000):  # in one part, and in several
+            large = [(size + rank) * chr(ord("a") + rank) for rank in range(world.size)]
+            assert comm.differing(large[world.rank]) == (None if world.size == 1 else large)
 
 
 @given(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from mpi4py import MPI
@@ -18,11 +19,14 @@ from ..calls import Interrupted
 from .meeting import LEFT, QUIT
 from .waiting import looks
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
 _SHARED_MEMORY = Path("/dev/shm")
 _WORDS_NBYTES = 64
+_SIZE_NBYTES = 8
 _SPINS = 200  # 15 us
 
 
@@ -250,6 +254,25 @@ class SharedMemoryExchange:
             end += aligned_size(len(message))
         self.barrier()
         return starts
+
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's picklable `value`, in rank order.
+
+        No rank waits for one that has left after the last barrier: by then, what it had to write was there.
+        Raises: as barrier.
+        """
+        own, found, first, most = pickle.dumps(value), [bytearray() for _ in self._buffers[0]], 0, 1
+        step = self.capacity - _SIZE_NBYTES
+        while first < most:
+            outgoing, part = self._outgoing[(self.reached + 1) & 1], own[first : first + step]
+            outgoing[: _SIZE_NBYTES + len(part)] = len(own).to_bytes(_SIZE_NBYTES, "little") + part  # type: ignore[call-overload]
+            self.barrier()
+            for data, buffer in zip(found, self._buffers[self.reached & 1], strict=True):
+                size = int.from_bytes(buffer[:_SIZE_NBYTES], "little")
+                data += buffer[_SIZE_NBYTES:][: min(step, size - len(data))]
+                most = max(most, size)
+            first += step
+        return [pickle.loads(data) for data in found]
 
     def gather(self, out: MPI.buffer, start: int, nbytes: int) -> None:
         """Copy every rank's message at offset `start` to `out`, in rank order."""
