@@ -220,6 +220,7 @@ def test_help_of_the_step_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert {"--replicate", "--parts", "lone", *step.MODELS} <= set(text.replace(",", " ").split())
 
 
+@pytest.mark.all
 def test_host_time_of_a_block() -> None:
     us = run_script(BENCH.with_name("parallel.py"), "--rounds", "2")["host_us"]
     assert {name.split(",")[0] for name in us} == {"plain", "shardrt", "torch"}

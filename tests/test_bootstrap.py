@@ -44,7 +44,8 @@ print(f"rank {world.rank} of {world.size}, local {world.local_rank}, on {world.d
 
 
 @pytest.mark.parametrize(
-    ("size", "leave"), [(1, ""), pytest.param(3, "", marks=pytest.mark.all), (2, "shardrt.finalize(); shardrt.finalize()")]
+    ("size", "leave"),
+    [*(pytest.param(size, "", marks=pytest.mark.all) for size in (1, 3)), (2, "shardrt.finalize(); shardrt.finalize()")],
 )
 def test_embedding_in_five_lines(size: int, leave: str) -> None:
     done = run_script(FIVE_LINES + leave, size)

@@ -95,7 +95,7 @@ def tolerated(world: World, folder: Path, state: dict[str, Any], *texts: str) ->
 
 
 @pytest.mark.parametrize("form", ["groups", "flat", "bare"])
-@on_ranks(1, 2, 3)
+@on_ranks(2, more=(1, 3))
 def test_a_model_with_fewer_layers(world: World, form: str) -> None:
     key = "" if form == "bare" else "model"
     large, small = stepped(shard_blocks(OddMLP(layers=3))), stepped(shard_blocks(OddMLP(layers=2)))

@@ -37,7 +37,7 @@ def grad_of(tensor: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("outer", ["linear", "cubic"])
-@on_ranks(1, 2, 3)
+@on_ranks(2, more=(1, 3))
 def test_penalties_through_linear_layers(world: World, outer: str) -> None:
     """Every layout. The loss is linear in the output, so that no gradient from outside has a graph, or not."""
     for style in (ColwiseParallel, RowwiseParallel):

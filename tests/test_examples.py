@@ -80,6 +80,7 @@ def test_from_fsdp2_trains_as_the_original(tmp_path: Path) -> None:
     assert first + losses(run_example(FROM_FSDP2, "--steps", "4", "--load", saved)) == expected
 
 
+@pytest.mark.all
 def test_from_dcp_resumes_from_the_checkpoints_of_the_original(tmp_path: Path) -> None:
     """The last checkpoint is of step 4."""
     folder = tmp_path / "run"
@@ -159,6 +160,7 @@ def test_resume_goes_on_with_other_ranks(tmp_path: Path) -> None:
     assert (len(first), len(found)) == (7, 10)
 
 
+@pytest.mark.all
 def test_checkpoint_is_loaded_by_more_ranks(tmp_path: Path) -> None:
     path, parent = EXAMPLES / "checkpoint.py", tmp_path / "run"
     out = run_example(path, str(parent)) + run_example(path, str(parent), ranks=3)

@@ -316,7 +316,14 @@ def test_scales_of_weights_that_belong_to_no_group(world: World) -> None:
     assert model.weight._local_tensor._precomputed_scale is None
 
 
-@pytest.mark.parametrize("kind", ["int8_mixed_precision_training", "bitnet_training", "int8_weight_only_quantized_training"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bitnet_training",
+        pytest.param("int8_mixed_precision_training", marks=pytest.mark.all),
+        pytest.param("int8_weight_only_quantized_training", marks=pytest.mark.all),
+    ],
+)
 @on_ranks(2, more=(4,))
 def test_quantised_training_of_torchao(world: World, kind: str) -> None:
     """Prototypes of torchao: weights of int8 products, of 2 bits with a scale of all rows, and kept as int8."""

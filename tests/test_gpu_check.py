@@ -36,6 +36,7 @@ def test_a_machine_without_a_gpu_is_an_error() -> None:
     assert re.fullmatch(r"gpu_check.py: error: no GPU to check: .*\n", done.stderr)
 
 
+@pytest.mark.all
 def test_two_ranks_of_the_host_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly the checks on several ranks run, each with one result."""
     monkeypatch.setenv("PYTHONPATH", rank_environment()["PYTHONPATH"])

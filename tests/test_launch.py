@@ -783,8 +783,11 @@ shardrt.world().barrier()
 """
 
 
+MORE = [pytest.param(ranks, "job", marks=pytest.mark.all) for ranks in (1, 2)]
+
+
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "child"), (1, "job"), (2, "job"), (1, "launched")])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "child"), *MORE, (1, "launched")])
 def test_what_a_rank_starts_ends_no_job_but_its_own(ranks: int, kind: str, tmp_path: Path) -> None:
     (tmp_path / "trial.py").write_text(TRIAL)
     (tmp_path / "rank.py").write_text(RANK)

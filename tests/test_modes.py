@@ -158,7 +158,7 @@ def between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("loss", [forces, penalty, curvature, between])
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}])
-@on_ranks(1, 2)
+@on_ranks(2, more=(1,))
 def test_gradients_of_gradients(
     world: World, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], options: dict[str, bool]
 ) -> None:

@@ -90,7 +90,7 @@ def test_module_skipped_in_one_step(world: World) -> None:
     train_side_by_side(world, Skipping().double(), map(batch, range(STEPS)), before_step=skip)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2, 3, more=(1, 4))
 def test_accumulation_over_three_microbatches(world: World) -> None:
     train_side_by_side(world, OddMLP().double(), (batch(s, 36) for s in range(STEPS)), microbatches=3)
 
@@ -174,7 +174,7 @@ def _recompute_inside(model: nn.Module, use_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("where", ["around", "inside"])
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2, 3, more=(1, 4))
 def test_activation_checkpointing(world: World, where: str, use_reentrant: bool) -> None:
     def shard(model: nn.Module) -> None:
         if where == "inside":

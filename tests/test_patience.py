@@ -91,7 +91,7 @@ work(1)
     assert re.search(says, done.stderr), done.stderr
 
 
-@pytest.mark.parametrize(("patience", "code"), [("3600", 0), ("5", 17)])
+@pytest.mark.parametrize(("patience", "code"), [("3600", 0), pytest.param("5", 17, marks=pytest.mark.all)])
 def test_a_rank_that_works_before_init(patience: str, code: int) -> None:
     source = f"""{WORK}
 import os

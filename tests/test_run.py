@@ -217,7 +217,7 @@ def random_numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, more=(1, 3))
 def test_a_run_goes_on_with_the_numbers_of_numpy(world: shardrt.World, random_numbers: Path) -> None:
     """On as many ranks, with the same. On others: what was alike stays so, the rest is seeded by rank, the same each time."""
     for name in ("alike", "apart"):

@@ -270,7 +270,7 @@ def test_entry_point(script: str) -> None:
 # ---------------------------------------------------------------------- soaks
 
 
-@on_ranks(1, 3)
+@on_ranks(3, more=(1,))
 def test_soak_has_one_digest_for_one_seed(world: World) -> None:
     digests = []
     for arguments in (["--seed", "5"], ["--seed", "5", "--streams", "inline"], ["--seed", "6"]):

@@ -36,7 +36,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=lambda value: str(value))
-@on_ranks(2, 3)
+@on_ranks(3, more=(2,))
 def test_optimizers(world: World, name: str, options: dict[str, bool]) -> None:
     whole, sharded = OddMLP().double(), OddMLP().double()
     if name == "rprop":  # it indexes with masks, which on a 0-dim tensor is no elementwise operation

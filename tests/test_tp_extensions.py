@@ -126,7 +126,7 @@ def test_pre_load_state_dict_transform(world: World, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 4, more=(2, 3))
 def test_layouts_of_columns(world: World, rows: int) -> None:
     """Uneven parts: each column plans a layout of its own; the shards of all ranks are the whole, between rows or not."""
     for dp, tp in grids(world):

@@ -122,7 +122,8 @@ def alone_float64(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tmp_path_factory.mktemp("alone"), 1, FLOAT64)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.all)], ids=["1-D", "2-D"])
+@pytest.mark.all
+@pytest.mark.parametrize("ranks", [2, 4], ids=["1-D", "2-D"])
 def test_tensor_parallel_ranks_have_the_loss_curve_of_one(alone_float64: Run, tmp_path: Path, ranks: int) -> None:
     """The sample as well, whose sequences do not divide by the ranks."""
     done = train(tmp_path, ranks, f"{FLOAT64} --tp 2")

@@ -23,7 +23,7 @@ from toys_2d import Block, Toy, Transformer, loss_of, meshes, parallelize, shard
 
 
 @pytest.mark.parametrize("hidden", [3, 16, 17])
-@on_ranks(1, 2, 3, 4)
+@on_ranks(2, 4, more=(1, 3))
 def test_training(world: World, hidden: int) -> None:
     for tp in [size for size in (1, 2, 3) if world.size % size == 0]:
         model = train(*meshes(world, tp), Toy(hidden).double())
@@ -550,7 +550,7 @@ def without_sequence(model: nn.Module, tp: DeviceMesh) -> nn.Module:
 
 
 @pytest.mark.parametrize("hidden", [*(pytest.param(hidden, marks=pytest.mark.all) for hidden in (3, 16)), 17])
-@on_ranks(2, 3, 4)
+@on_ranks(4, more=(2, 3))
 def test_a_transformer(world: World, hidden: int) -> None:
     tp = 3 if world.size == 3 else 2
     for cut in (by_styles, without_sequence):

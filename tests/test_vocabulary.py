@@ -112,7 +112,7 @@ def check(world: World, logits: torch.Tensor, target: torch.Tensor, tolerance: f
     torch.testing.assert_close(mine.grad.double(), grad, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, more=(2, 4))
 def test_cross_entropy_is_torchs(world: World) -> None:
     for total, reduction, smoothing in itertools.product(VOCABULARIES, ("none", "sum", "mean"), (0.0, 0.1, 1.0)):
         for weighted, shape in ((False, ()), (True, (5,)), (False, (2, 3)), (True, (2, 1, 3))):
@@ -273,7 +273,7 @@ STEPS: dict[str, Steps] = {
 }
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, more=(1, 2))
 def test_loss_parallel_on_the_usual_ways_to_a_loss(world: World) -> None:
     logits, labels = drawn(3, 5, V), classes(3, 5, total=V)
     world.mesh.communicator("tp")
@@ -345,7 +345,7 @@ def test_the_context_of_loss_parallel(world: World) -> None:
     torch.testing.assert_close(found, F.cross_entropy(logits, labels))
 
 
-@on_ranks(2, 4)
+@on_ranks(4, more=(2,))
 def test_logits_on_a_mesh_of_several_axes(world: World) -> None:
     """Classes over one axis, rows over the other or whole there; the sums are those over all rows, and nothing is gathered."""
     classes_at = {"tp": 1, "dp": 0}
