@@ -12,16 +12,15 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch
 
 from .backend import Backend
+from .binding import Place, SharedGpuError, bind_device, locate
 from .communicator import Communicator
 from .control import apart
 from .malloc import keep_freed_memory
@@ -164,12 +163,13 @@ def inhabited(make: Callable[[], WorldKind]) -> Iterator[WorldKind]:
 def init(device: str | torch.device | None = None) -> World:
     """Start MPI if it is not running, bind this rank's device, and return the world. Collective; later calls return the same.
 
-    device: "cpu", "cuda" (this rank's GPU by local rank), or None for CUDA where torch has it, else the CPU.
+    device: "cpu", "cuda" (a GPU by this rank's number among those of the machine), or None for CUDA where torch has it, else
+    the CPU.
     Works without a launcher, as a world of one rank. In a dry world, whose device is the meta device, any device is right.
     Raises: RuntimeError when the launcher started N > 1 ranks and MPI sees one, after finalize(), for another device than the
-    world's, and where ranks of one node are in PID namespaces of their own; ImportError without mpi4py; ValueError on every
-    rank for a variable or a device that is malformed on one, and for variables, devices, or versions of torch and shardrt that
-    differ between ranks.
+    world's, where ranks of one node are in PID namespaces of their own, and where ranks take the same GPU; ImportError without
+    mpi4py; ValueError on every rank for a variable or a device that is malformed on one, and for variables, devices, or
+    versions of torch and shardrt that differ between ranks.
     """
     global _world
     if _world is None:
@@ -267,45 +267,45 @@ def _end_mpi() -> None:
 _started_mpi = False
 
 
-def _start(device: str | torch.device | None) -> World:
+def _start(requested: str | torch.device | None) -> World:
     if _monitor is not None:
         raise RuntimeError("shardrt.init() after shardrt.finalize(): a process has one world, made once")
     from .monitor.peers import NamespaceError, check_namespaces
 
     launcher = launched(os.environ)
-    settings, problems = read(os.environ, device)
+    settings, problems = read(os.environ, requested)
     with _guard.starting(settings.start_timeout_s, settings.patience_s):
         comm = _start_mpi()
         _check_launcher(comm.Get_size(), launcher)
         try:
             agree(comm, settings, problems)
-            place = _locate_in_node(comm, settings.ranks_per_node)
-            check_namespaces(comm, place[0])
-        except (SettingsError, NamespaceError):
+            place = locate(comm, settings.ranks_per_node)
+            check_namespaces(comm, place.node)
+            device = bind_device(comm, settings.device, place)
+        except (SettingsError, NamespaceError, SharedGpuError):
             _end_mpi()  # every rank is here, and each leaves with the error
             raise
-        return _make_world(comm, settings, *place)
+        return _make_world(comm, settings, place, device)
 
 
-def _make_world(comm: MPI.Intracomm, settings: Settings, node: int, local_rank: int, has_cores: bool) -> World:
+def _make_world(comm: MPI.Intracomm, settings: Settings, place: Place, device: torch.device) -> World:
     global _monitor
     keep_freed_memory()
     from .backends.mpi import MpiBackend
     from .monitor.install import Monitor
 
-    bound = _bind_device(settings.device, local_rank)
-    _monitor = Monitor(comm, node, bound, settings, _guard)
-    host = MpiBackend(comm.Dup(), "world", node, has_cores)
-    data = Communicator(_backend_for(bound, host), _monitor.hooks)
+    _monitor = Monitor(comm, place.node, device, settings, _guard)
+    host = MpiBackend(comm.Dup(), "world", place.node, place.has_cores)
+    data = Communicator(_backend_for(device, host), _monitor.hooks)
     atexit.register(_finalize_at_exit)
     return World(
         rank=data.rank,
         size=data.size,
-        local_rank=local_rank,
+        local_rank=place.local_rank,
         node=socket.gethostname(),
         nodes=host.nodes,
         ranks_per_node=host.ranks_per_node,
-        device=bound,
+        device=device,
         comm=data,
         mesh=DeviceMesh(data),
         recorder=_monitor.recorder,
@@ -344,29 +344,6 @@ def _start_mpi() -> MPI.Intracomm:
     return MPI.COMM_WORLD
 
 
-def _locate_in_node(comm: MPI.Intracomm, per_node: int | None) -> tuple[int, int, bool]:
-    """The number of this rank's node (its lowest rank), this rank's local rank, and if the node has a core for each rank.
-
-    per_node: treat every so many consecutive ranks as a node, as in a job on several nodes.
-    """
-    from mpi4py import MPI
-
-    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    if per_node is not None:
-        real, shared = shared, shared.Split(comm.Get_rank() // per_node)
-        real.Free()
-    cores = sum(1 << core for core in os.sched_getaffinity(0))
-    ranks, cores_of_ranks = zip(*shared.allgather((comm.Get_rank(), cores)), strict=True)
-    local_rank = shared.Get_rank()
-    shared.Free()
-    return ranks[0], local_rank, _has_cores(cores_of_ranks)
-
-
-def _has_cores(cores_of_ranks: Sequence[int]) -> bool:
-    """True if there is a core for each rank. cores_of_ranks: the cores that each may run on, as bits."""
-    return reduce(or_, cores_of_ranks).bit_count() >= len(cores_of_ranks)
-
-
 def _check_launcher(size: int, launcher: Launched | None) -> None:
     if size == 1 and launcher is not None and launcher.ranks > 1:
         raise RuntimeError(
@@ -374,16 +351,6 @@ def _check_launcher(size: int, launcher: Launched | None) -> None:
             "launcher and MPI do not match. Use the mpirun that came with this environment's MPI, or srun --mpi=pmi2 for MPICH "
             "and srun --mpi=pmix for Open MPI"
         )
-
-
-def _bind_device(requested: torch.device, local_rank: int) -> torch.device:
-    """The device of this rank, made current: NCCL binds a communicator to the current device."""
-    if requested.type == "cpu":
-        return requested
-    # A launcher may make one GPU visible to each rank, whatever the local rank.
-    index = requested.index if requested.index is not None else local_rank % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def _backend_for(device: torch.device, host: MpiBackend) -> Backend:

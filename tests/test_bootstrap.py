@@ -1,6 +1,7 @@
 """Jobs of their own: how they start, how they end, and that one rank's failure ends them all."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -295,6 +296,64 @@ assert not MPI.Is_finalized()
     assert done.returncode == 0, done.stderr
     expected = "went" if level == "multiple" else "need MPI_THREAD_MULTIPLE; MPI was initialised with level 1"
     assert done.stdout.count(expected) == 2
+
+
+GPUS = """
+import os
+from types import SimpleNamespace
+import torch
+from mpi4py import MPI
+import shardrt
+from shardrt.comm import bootstrap
+from shardrt.comm.monitor import watchdog
+
+seen = {seen}[MPI.COMM_WORLD.Get_rank()]  # the UUIDs of the GPUs that this rank sees
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: len(seen)
+torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=seen[index])
+torch.cuda.set_device = lambda index: None
+bootstrap._backend_for = lambda device, host: host
+watchdog.observe = lambda device: None
+world = shardrt.init({device!r})
+os.write(1, f"rank {{world.rank}} takes {{seen[world.device.index]}} as {{world.device}}\\n".encode())
+shardrt.finalize()
+"""
+
+
+def start_on_gpus(seen: list[str], device: str = "cuda", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Ranks that see these GPUs, each a letter, which torch says are there."""
+    return run_script(GPUS.format(seen=seen, device=device), len(seen), **environment)
+
+
+@pytest.mark.parametrize(
+    ("seen", "per_node", "taken"),
+    [
+        (["AB", "AB"], "", ["A as cuda:0", "B as cuda:1"]),
+        (["ABC"] * 3, "1", ["A as cuda:0", "B as cuda:1", "C as cuda:2"]),  # nodes that are none share the GPUs
+        (["A", "B"], "", ["A as cuda:0", "B as cuda:0"]),  # a launcher shows each rank its own
+    ],
+)
+def test_every_rank_takes_a_gpu_of_its_own(seen: list[str], per_node: str, taken: list[str]) -> None:
+    done = start_on_gpus(seen, SHARDRT_RANKS_PER_NODE=per_node)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} takes {gpu}" for rank, gpu in enumerate(taken)]
+
+
+@pytest.mark.parametrize(
+    ("seen", "device", "shared"),
+    [
+        (["AB"] * 3, "cuda", r"ranks 0, 2 of host \S+ share a GPU \(cuda:0, UUID A\)"),
+        (["AB"] * 2, "cuda:1", r"ranks 0, 1 of host \S+ share a GPU \(cuda:1, UUID B\)"),
+        (["A", "BA"], "cuda", r"ranks 0, 1 of host \S+ share a GPU \(cuda:0 and cuda:1, UUID A\)"),
+    ],
+)
+def test_ranks_that_share_a_gpu_are_refused(seen: list[str], device: str, shared: str) -> None:
+    """Every rank names them, unless NCCL is told to permit it."""
+    done = start_on_gpus(seen, device)
+    assert done.returncode != 0, done.stdout
+    assert len(re.findall(f"SharedGpuError: {shared}: expected one for each rank", done.stderr)) == len(seen), done.stderr
+    permitted = start_on_gpus(seen, device, NCCL_MULTI_RANK_GPU_ENABLE="1")
+    assert permitted.returncode == 0, permitted.stderr
 
 
 IN_A_NAMESPACE = """

@@ -16,7 +16,7 @@ from shardrt.comm.backends import shared_memory
 from shardrt.comm.backends.meeting import QUIT
 from shardrt.comm.backends.shared_memory import SharedMemoryExchange, WindowOffset
 from shardrt.comm.backends.staging import StagedCollectives
-from shardrt.comm.bootstrap import _has_cores
+from shardrt.comm.binding import has_cores
 from shardrt.comm.calls import Interrupted
 
 CAPACITY = 4096
@@ -185,7 +185,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_cores_of_a_node() -> None:
     """Ranks may be bound to a core each, or share some."""
-    assert _has_cores([0b01, 0b10])
-    assert _has_cores([0b11, 0b11])
-    assert not _has_cores([0b11, 0b11, 0b11])
-    assert not _has_cores([0b01, 0b01])
+    assert has_cores([0b01, 0b10])
+    assert has_cores([0b11, 0b11])
+    assert not has_cores([0b11, 0b11, 0b11])
+    assert not has_cores([0b01, 0b01])
