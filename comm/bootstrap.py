@@ -64,13 +64,15 @@ class World:
         """The stream for communication of this role, one for the whole process: no communicator is used by two threads.
 
         On the host it is a worker thread if SHARDRT_HOST_STREAMS=threaded or the job spans several nodes; on one node, where
-        ranks compute and communicate on the same cores, it is the caller's thread.
+        ranks compute and communicate on the same cores, it is the caller's thread. On CUDA the streams "gather" and "reduce"
+        have the priority -1.
         """
         kind = self.settings.host_streams or ("threaded" if self.nodes > 1 else "inline")
         if kind == "threaded" and self.device.type == "cpu":
             self._check_thread_level()
         if (role, kind) not in _streams:
-            _streams[role, kind] = new_stream(self.device, role, threaded=kind == "threaded")
+            priority = _PRIORITIES.get(role, 0)
+            _streams[role, kind] = new_stream(self.device, role, threaded=kind == "threaded", priority=priority)
         return _streams[role, kind]
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
@@ -137,6 +139,8 @@ _world: World | None = None
 _monitor: Monitor | None = None  # the world's; it stays when the world has ended
 _guard = RankGuard()
 _streams: dict[tuple[str, str], Stream] = {}  # by role and kind; closed by finalize()
+# Compute waits for these: without priority, their copies and collectives begin only where a GPU busy with compute has a gap.
+_PRIORITIES = {"gather": -1, "reduce": -1}
 _ends: list[Callable[[], None]] = []  # what finalize() calls first
 
 

@@ -52,7 +52,8 @@ STANDARD_LIBRARY = (
 SIDE_BY_SIDE = ("-n", "3", "--dist", "loadgroup")
 # Once more with groups that are gathered and reduced one by one: tiny models otherwise go through buckets only.
 WITHOUT_BUCKETS = ("tests/test_module.py", "tests/test_modes.py", "tests/test_parity.py")
-ON_STAND_IN = ("tests/test_fake_cuda.py", "tests/test_modes.py")  # streams, and steps of training in every mode
+# Streams, steps of training in every mode, and modules that are called on streams of the user's.
+ON_STAND_IN = ("tests/test_fake_cuda.py", "tests/test_modes.py", "tests/test_user_streams.py")
 
 
 @dataclass(frozen=True)

@@ -433,7 +433,7 @@ def test_an_early_buffer_is_freed(world: World) -> None:
         before = runtime.memory.in_use
         assert reduction.place(position, runtime.streams.compute) is not None
         assert (runtime.memory.in_use > before) == (not syncs)
-        reduction.drop_early(runtime.streams.compute)
+        reduction.drop_early()
         assert runtime.memory.in_use == before
         assert reduction.place(position, runtime.streams.compute) is not None
         model.reset_iter_state()

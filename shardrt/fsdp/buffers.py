@@ -225,6 +225,7 @@ class CommBuffer:
     taken: bool  # written by occupy() and leave()
     _left: Event | None  # when the stream of its last buffer was done with it; written by leave()
     _recall: Callable[[], None] | None  # ends a loan; written by lend(), occupy() and end_loan()
+    _lender: Stream | None  # on which somebody wrote there since; written by lend() and occupy()
 
     def __init__(self, memory: torch.Tensor, *, symmetric: bool = False) -> None:
         self.memory = memory
@@ -232,7 +233,7 @@ class CommBuffer:
         self.nbytes = memory.numel()
         self.storage = memory.untyped_storage()
         self.offset = int(memory.storage_offset()) * memory.element_size()
-        self.taken, self._left, self._recall = False, None, None
+        self.taken, self._left, self._recall, self._lender = False, None, None, None
 
     @classmethod
     def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, group: str) -> CommBuffer:
@@ -265,9 +266,8 @@ class CommBuffer:
         if self._recall is not None:
             recall, self._recall = self._recall, None
             recall()
-        if self._left is not None:
-            stream.wait(self._left)  # maybe of another root
-        self.taken = True
+        self._take_over(stream)
+        self.taken, self._lender = True, None
 
     def lend(self, stream: Stream, recall: Callable[[], None]) -> bool:
         """Let somebody write there on `stream` until a buffer occupies the memory, before which `recall` is called.
@@ -276,10 +276,16 @@ class CommBuffer:
         """
         if self.taken or self._recall is not None:
             return False
+        self._take_over(stream)
+        self._recall, self._lender = recall, stream
+        return True
+
+    def _take_over(self, stream: Stream) -> None:
+        """Let `stream` wait for the streams that used the memory before; maybe of another root."""
         if self._left is not None:
             stream.wait(self._left)
-        self._recall = recall
-        return True
+        if self._lender is not None and self._lender != stream:
+            stream.wait(self._lender.record())
 
     def end_loan(self) -> None:
         """Nobody writes there any more. Only for who has a loan, or had one that was recalled."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from ..comm import DeviceMesh, Stream, Work, current_stream, world
+from ..comm import DeviceMesh, Event, Stream, Work, current_stream, world
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import RaggedShard
 from ..tensor.rank_counts import RankCounts
@@ -148,6 +148,9 @@ class ExtensionGather(Gather):
     _outputs: tuple[torch.Tensor, ...]
     _metadata: Any  # of this rank's newest fsdp_pre_all_gather
     _made: list[torch.Tensor]  # tensors that the parameter consists of, outside of the buffers
+    # The stream that has filled the parameter, and when; None if what is gathered was not used. Written by fill_unsharded() and
+    # release()
+    _filled: tuple[Stream, Event] | None
     _made_nbytes: list[int]
 
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
@@ -219,7 +222,7 @@ class ExtensionGather(Gather):
             outputs.append(part.view(planned.dtype, 0, (planned.rows, *planned.row)))
             parts.append(part)
         self._outputs = tuple(outputs)
-        self._made, self._made_nbytes = [], []
+        self._made, self._made_nbytes, self._filled = [], [], None
         return FlatBuffers(parts), pairs
 
     def _plan_tensors(self) -> list[TensorPlan]:
@@ -265,8 +268,7 @@ class ExtensionGather(Gather):
         self._made = [tensor for tensor in made[1] if not self.full.holds(tensor)]
         self._made_nbytes = [tensor.untyped_storage().nbytes() for tensor in self._made]
         note("free", group.name)
-        streams.gather.wait(streams.compute.record())
-        self.release(streams.gather)
+        self.release(streams.gather, [streams.compute])
 
     def _gather_shards(self, stream: Stream) -> Work:
         self._reduce_scale(stream)
@@ -301,17 +303,26 @@ class ExtensionGather(Gather):
                 )
             view.copy_(tensor)
 
-    def fill_unsharded(self) -> None:
+    def fill_unsharded(self, stream: Stream) -> None:
+        if self._filled is not None:
+            stream.wait(self._filled[1])
+            return
         for tensor, nbytes in zip(self._made, self._made_nbytes, strict=True):
             tensor.untyped_storage().resize_(nbytes)
         (param,) = self.params
         with torch.no_grad(), preserve_version(param.unsharded):
             self._extension.fsdp_post_all_gather(self._outputs, self._metadata, self._dtypes[0], out=param.unsharded)
+        self._filled = stream, stream.record()
 
-    def release(self, stream: Stream) -> None:
+    def release(self, stream: Stream, readers: Iterable[Stream]) -> None:
+        if self._filled is not None:  # on that stream the tensors were allocated
+            filled_on, self._filled = self._filled[0], None
+            for reader in readers:
+                if reader != filled_on:
+                    filled_on.wait(reader.record())
         for tensor in self._made:
             tensor.untyped_storage().resize_(0)
-        super().release(stream)
+        super().release(stream, readers)
 
 
 def _described(metadata: object) -> list[str]:

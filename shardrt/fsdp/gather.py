@@ -6,7 +6,7 @@
 | fill_unsharded      | compute | full -> the unsharded parameters                 | nothing, and not called: they are views  |
 | reshard_to_subgroup | gather  | 1 / k of full is copied to a post-forward shard  | that part copied                         |
 | launch              | gather  | post-forward shards of k ranks -> full           | 1 all-gather among k neighbouring ranks  |
-| release             | gather  | full is freed                                    | no communication                         |
+| release             | gather  | full is freed, after all that has read it        | no communication                         |
 
 Legend: N ranks; S bytes in a segment of the layout; k ranks that share a post-forward shard.
 A single rank fills the buffer by itself, or, where nothing is converted, computes with its shards (`resident.py`).
@@ -17,7 +17,7 @@ A group is given one of three strategies: `FlatGather` here, `quantized_gather.Q
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import ClassVar
 
@@ -236,11 +236,16 @@ class Gather(ABC):
         """Copy this rank's shards to where the all-gather sends from. On the gather stream."""
 
     @abstractmethod
-    def fill_unsharded(self) -> None:
-        """Make the unsharded parameters of what was gathered. On the compute stream."""
+    def fill_unsharded(self, stream: Stream) -> None:
+        """Make the unsharded parameters of what was gathered, on the current stream; or let it wait for one that has."""
 
-    def release(self, stream: Stream) -> None:
-        """Free what was gathered, on the gather stream."""
+    def release(self, stream: Stream, readers: Iterable[Stream]) -> None:
+        """Free what was gathered, on the gather stream.
+
+        Hazard: its readers, the streams on which it was used, may still run: its memory must outlive that.
+        """
+        for reader in readers:
+            stream.wait(reader.record())
         stream.submit(self.full.release)
 
     def reshard_to_subgroup(self, ranks: int, stream: Stream) -> None:
@@ -357,5 +362,5 @@ class FlatGather(Gather):
     def _fill_own(self) -> None:
         pack_into(self._own_views, self._locals if self._casts else [self._flat_shard])
 
-    def fill_unsharded(self) -> None:
+    def fill_unsharded(self, stream: Stream) -> None:
         """Nothing to do: they are views of what was gathered."""

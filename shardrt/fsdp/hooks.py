@@ -162,7 +162,10 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
     assert isinstance(runtime, Runtime), "start() makes one"
     runtime.begin_backward()
     if not group.calls.begin_backward(call, group):
+        if group.visible.unsharded:
+            group.wait_unsharded()  # this output's stream may be another
         return
+    group.note_gradients()
     with ranged("FSDP::pre_backward", group):
         if group.settings.unshard_in_backward:
             group.unshard()
@@ -175,6 +178,7 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
 def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
     group = reference()
     assert group is not None, "the graph refers to it, at the outputs of its modules"
+    group.note_gradients()
     if group.reduction_due(Progress.GRADIENT_READY):
         runtime = group.runtime
         assert isinstance(runtime, Runtime), "a forward comes first"

@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils.weak import TensorWeakRef
 
+from ..comm import Stream
 from ..torch_internals import (
     Wanted,
     as_plain_tensors,
@@ -175,10 +176,14 @@ class Given:
         self._given[position] = TensorWeakRef(made)
         return made
 
-    def arrived(self, grads: Sequence[torch.Tensor | None], views: Mapping[int, torch.Tensor]) -> frozenset[int]:
-        """The positions whose gradient lies in its view. The buffer is about to be written or freed: others are copied away."""
+    def arrived(
+        self, grads: Sequence[torch.Tensor | None], views: Mapping[int, torch.Tensor], stream: Stream
+    ) -> frozenset[int]:
+        """The positions whose gradient lies in its view. Others are copied away: `stream` is about to write the buffer."""
         in_place = frozenset(position for position in self._given if _same_place(grads[position], views[position]))
-        self.give_up()
+        if any(reference() is not None for reference in self._given.values()):
+            stream.submit(self.give_up)
+        self._given.clear()
         return in_place
 
     def copy_away(self, grads: Sequence[torch.Tensor | None], views: Mapping[int, torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..comm import Stream
 from ..kernels import pack_into
 from .buffers import FlatBuffer, FlatBuffers
 from .grad_layout import Piece
@@ -121,4 +122,5 @@ class PackedGrads(NamedTuple):
     fresh: Sequence[int]  # of these, the parameters without an earlier gradient
     result: Result
     adds_partial: bool  # to what earlier backwards have reduced within the replica
-    used: Sequence[FlatBuffer]  # to be released on the compute stream after publish()
+    used: Sequence[FlatBuffer]  # to be released on `stream` after publish()
+    stream: Stream  # that has packed, and has allocated all of it

@@ -9,7 +9,8 @@
 | pack_grads           | compute     | gradients -> packed                        | gradients read and written once         |
 | reduce_grads         | reduce      | packed -> this rank's segment              | 1 reduce-scatter                        |
 
-Legend: N ranks; S bytes in a segment of the layout; k neighbouring ranks.
+Legend: N ranks; S bytes in a segment of the layout; k neighbouring ranks. Compute is the stream that is current: the user may
+call each module on another.
 Invariant: between these steps, what is gathered exists exactly while `ready` is not None. Only a gather that failed leaves
 memory without it, which the next one uses.
 `hooks.py` calls these steps around a module's forward and backward; `runtime.py` calls the reduction for several groups at a
@@ -26,7 +27,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ..comm import Communicator, DeviceMesh, Work, world
+from ..comm import Communicator, DeviceMesh, Stream, Work, world
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import set_group
 from ..torch_internals import outside_transforms
@@ -109,6 +110,8 @@ class ParamGroup:
 
     # Written by a step.
     ready: Work | None  # done when the parameters are gathered; None while sharded; written by unshard() and reshard()
+    _readers: dict[Stream, None]  # on which what is gathered was used; written by wait_unsharded() and reshard()
+    _grad_streams: dict[Stream, None]  # on which gradients were made since the last pack_grads(); written by note_gradients()
     trainable: list[ShardedParam]  # written by refresh_trainable() and detach()
     reduction: GradientReduction | None  # of the trainable parameters; written with them
     set_aside: SetAside  # gradients of parameters that are not trainable now
@@ -143,6 +146,7 @@ class ParamGroup:
         self.root_settings = RootSettings() if root_settings is None else root_settings
         self.calls = ModuleCalls(self._modules)
         self.runtime, self.ready, self.set_aside = None, None, SetAside()
+        self._readers, self._grad_streams = {}, {}
         self.trainable, self.reduction, self._versions = [], None, []
         # Made here, where every rank is: in a pipeline, ranks of a later stage wait for the output of this one.
         for param in params:
@@ -301,17 +305,22 @@ class ParamGroup:
                 self.ready = self.gather.launch(self._streams.gather)
 
     def wait_unsharded(self) -> None:
-        """Let compute wait for the gather and the modules see full parameters. No-op if they do."""
-        if self.visible.unsharded or self.ready is None:
+        """Let compute wait for the gather and the modules see full parameters. No-op if it has, and they do."""
+        if self.ready is None:
             return
+        compute = self._streams.compute
+        if self.visible.unsharded and compute in self._readers:
+            return
+        self._readers[compute] = None
         if (listener := trace.listener) is not None:
-            listener.begin(Step.WAIT, self, self._streams.compute)
+            listener.begin(Step.WAIT, self, compute)
         with ranged("FSDP::all_gather_copy_out", self):
-            self.ready.wait(self._streams.compute)
-            self.gather.fill_unsharded()
-            self.visible.show_unsharded()
+            self.ready.wait(compute)
+            self.gather.fill_unsharded(compute)
+            if not self.visible.unsharded:
+                self.visible.show_unsharded()
         if listener is not None:
-            listener.end(Step.WAIT, self, self._streams.compute)
+            listener.end(Step.WAIT, self, compute)
 
     def reshard(self) -> None:
         """Let the modules see the shards and free what is gathered. No-op while sharded."""
@@ -322,9 +331,10 @@ class ParamGroup:
         self.visible.show_sharded()
         if not self.gather.resident:
             self._note("free", self.name)
-            # Hazard: compute may still read what is gathered; its storage must outlive those reads.
-            self._streams.gather.wait(self._streams.compute.record())
-            self.gather.release(self._streams.gather)
+            # The current stream has waited for streams that were used inside of the modules.
+            self._readers[self._streams.compute] = None
+            self.gather.release(self._streams.gather, self._readers)
+        self._readers.clear()
         self.ready = None
 
     def reshard_to_subgroup(self, ranks: int) -> None:
@@ -389,13 +399,32 @@ class ParamGroup:
         unused = self.settings.reduce_unused and not reduced
         return self.settings.sync_gradients and (self.reduction.needs_reduction or unused)
 
+    def note_gradients(self) -> None:
+        """Gradients are made on the current stream; or it has waited for the one on which they were made."""
+        self._grad_streams[self._streams.compute] = None
+
     def pack_grads(self) -> PackedGrads | None:
-        """Move the gradients of the unsharded parameters to a packed buffer. None if nothing is to be reduced."""
+        """Move the gradients of the unsharded parameters to a packed buffer. None if nothing is to be reduced.
+
+        On the first stream on which they were made, unless memory of another one is held. Only after `note_gradients`.
+        """
         assert self.reduction is not None, "only trainable parameters get gradients"
         grads = [param.unsharded.grad for param in self.trainable]
         if self._sees_dtensors:
             grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-        packed = self.reduction.pack(grads, self._streams.compute)
+        made_on, self._grad_streams = self._grad_streams, {}
+        stream = self.reduction.packs_on(next(iter(made_on)))
+        self._streams.packed_on[stream] = None
+        others = [other for other in made_on if other != stream]
+        for other in others:
+            stream.wait(other.record())
+        if (listener := trace.listener) is not None:
+            listener.begin(Step.PACK, self, stream)
+        packed = self.reduction.pack(grads, stream)
+        if listener is not None:
+            listener.end(Step.PACK, self, stream)
+        for other in others:  # Hazard: gradients that they have allocated are about to be freed
+            other.wait(stream.record())
         for param in self.trainable:
             param.unsharded.grad = None
         return packed
@@ -416,5 +445,6 @@ class ParamGroup:
         if self.reduction is not None:
             self.reduction.discard()
         self.set_aside.discard()
+        self._grad_streams.clear()
         self.gather.drop_post_forward_shard(self._streams.gather)
         self.reshard()

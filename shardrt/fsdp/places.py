@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..comm import current_stream
 from ..torch_internals import post_accumulate_grad_hooks
 from . import context
 from .autograd import ModuleCalls, Phase
@@ -44,6 +43,4 @@ def _place(
     """
     is_expected = calls.phase is Phase.BACKWARD and weight.grad is None
     is_ours = len(post_accumulate_grad_hooks(weight) or ()) <= calls.watches_gradients
-    if not is_expected or not is_ours or current_stream(weight.device) != streams.compute:
-        return None
-    return reduction.place(position, streams.compute)
+    return reduction.place(position, streams.compute) if is_expected and is_ours else None

@@ -73,6 +73,7 @@ class GradientReduction:
     _packs_grads: bool  # a single shard rank's packed gradients may be its sharded ones
     _unpacked: UnpackedGrads | None  # what is published as it is, unless the settings say otherwise
     _early: PackBuffer | None  # where place() has made tensors since the last pack(); written by these and drop_early()
+    _stream: Stream  # on which what is held, or begun by place(), was allocated; written by pack() and place()
     _given: Given  # what place() has made since the last pack()
     _is_coded: bool  # over the shard ranks, the replicas, or both
     _reduce_scatter: CodedReduceScatter | None  # of `_ordinary`
@@ -158,6 +159,10 @@ class GradientReduction:
             return Held.ACCUMULATED
         return Held.PARTIAL if self._partial_positions else Held.NOTHING
 
+    def packs_on(self, stream: Stream) -> Stream:
+        """The stream to pack on: this one, or where memory is held, in which gradients are added up or computed, its own."""
+        return stream if self._early is None and self.held is Held.NOTHING else self._stream
+
     @property
     def needs_reduction(self) -> bool:
         """A reduction now would publish something that is held."""
@@ -199,8 +204,10 @@ class GradientReduction:
             return None
         if self._scaling().before != 1.0 or self._settings.reduce_hook is not None:  # which sees zeros between the gradients
             return None
+        if self.packs_on(compute) != compute:
+            return None
         if self._early is None:
-            self._early = self._early_source(compute)
+            self._early, self._stream = self._early_source(compute), compute
         return None if self._early is None else self._given.give(position, self._early.whole[position])
 
     def _early_source(self, compute: Stream) -> PackBuffer | None:
@@ -219,15 +226,19 @@ class GradientReduction:
         compute.submit(source.buffer.allocate)
         return source
 
-    def drop_early(self, compute: Stream | None = None) -> None:
-        """End what place() has begun. compute: the stream that has allocated memory for it, to be freed."""
+    def drop_early(self) -> None:
+        """End what place() has begun: gradients get memory of their own, and what was allocated is freed."""
         early, self._early = self._early, None
-        if early is not None:
-            copy_away = partial(self._given.copy_away, [param.unsharded.grad for param in self.params], early.whole)
-            copy_away() if compute is None else compute.submit(copy_away)
-        if early is self._ordinary and compute is not None:
-            compute.submit(early.buffer.release)
-        elif early is not None and early is self._in_comm_buffer and self._comm_buffer is not None:
+        if early is None:
+            return
+        grads = [param.unsharded.grad for param in self.params]
+        self._stream.submit(partial(self._given.copy_away, grads, early.whole))
+        if early is self._ordinary:
+            self._stream.submit(early.buffer.release)
+        self._end_loan(early)
+
+    def _end_loan(self, early: PackBuffer) -> None:
+        if early is self._in_comm_buffer and self._comm_buffer is not None:
             self._comm_buffer.end_loan()
 
     # ------------------------------------------------------------------ a reduction, in order
@@ -237,7 +248,9 @@ class GradientReduction:
 
         Returns what to launch and publish; None without synchronisation of gradients: then they stay here, accumulated. None
         also if they are published already, as they are.
+        compute: what `packs_on` returns.
         """
+        self._stream = compute
         if self._unpacked is not None:
             grads = self._unpacked.with_kept(grads, compute)
             if self._accumulated is None and self._unpacked.takes(grads, self._settings):
@@ -270,11 +283,12 @@ class GradientReduction:
 
     def _take_early(self, source: PackBuffer, grads: Sequence[torch.Tensor | None], compute: Stream) -> frozenset[int]:
         """Which of these gradients are in `source`, which is about to be written. What place() has begun is over."""
-        if self._early is None:
+        if self._early is not source:
+            self.drop_early()
             return _NONE
-        in_place = self._given.arrived(grads, source.whole) if self._early is source else _NONE
-        self.drop_early(None if self._early is source else compute)
-        return in_place
+        self._early = None
+        self._end_loan(source)
+        return self._given.arrived(grads, source.whole, compute)
 
     def _scaling(self) -> Scaling:
         settings = self._settings
@@ -290,7 +304,7 @@ class GradientReduction:
         held = self._accumulated
         source = self._source(compute, fills_grads=fills_grads) if held is None else held.source
         new = (source.grads or self.grads.new(fresh, compute)) if publishes and fresh else None
-        older = {position: self.grads.older(position) for position in positions.difference(fresh)} if publishes else {}
+        older = {position: self.grads.older(position, compute) for position in positions.difference(fresh)} if publishes else {}
         out = new.segment if new is not None and fills_grads else None
         result, used = Result.GRADS, list[FlatBuffer]()
         if not publishes:
@@ -302,7 +316,7 @@ class GradientReduction:
             compute.submit(self.grads.scratch.allocate)
             used.append(self.grads.scratch)
         used.append(source.buffer)
-        return PackedGrads(source, new, older, out, scaling, positions, fresh, result, adds_partial, used)
+        return PackedGrads(source, new, older, out, scaling, positions, fresh, result, adds_partial, used, compute)
 
     def _source(self, compute: Stream, *, fills_grads: bool) -> PackBuffer:
         """Where to pack gradients that are reduced at once, if none are packed. fills_grads: all of the result is gradients.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
 from typing import cast
@@ -16,7 +16,7 @@ from ..comm import malloc
 from ..torch_internals import outside_transforms, queue_backward_callback
 from . import context, registered, symmetric_windows, trace
 from .autograd import Phase, Progress, TensorWatcher
-from .buffers import Handoff
+from .buffers import FlatBuffer, Handoff
 from .extension import split_hooked
 from .grad_layout import reduce_layout
 from .moves import warn_of_unwritten
@@ -54,7 +54,7 @@ class Runtime(context.Context):
     _to_reduce: dict[ParamGroup, None]  # groups whose gradients are ready, in order; small ones wait for more
     _to_reduce_nbytes: int
     # The newest reductions: what each has packed and makes, and the buffers that it uses.
-    _in_flight: deque[tuple[Mapping[ParamGroup, PackedGrads], Handoff]]
+    _in_flight: deque[tuple[Mapping[ParamGroup, PackedGrads], Sequence[Handoff]]]
     _reductions_in_flight: int  # at most; written when an iteration begins
     _reduced: set[ParamGroup]  # in this backward
     _forwards: int  # begun so far
@@ -199,6 +199,7 @@ class Runtime(context.Context):
 
     def reduce(self, group: ParamGroup) -> None:
         """The gradients of `group` are due: pack and reduce them, small groups several at a time."""
+        group.note_gradients()
         if group not in self._to_reduce:
             self._to_reduce[group] = None
             self._to_reduce_nbytes += group.bucket_nbytes
@@ -212,19 +213,11 @@ class Runtime(context.Context):
             self._retire(0 if again else self._reductions_in_flight - 1)
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
             with ranged("FSDP::post_backward_accumulate", *self._to_reduce):
-                packed = {group: self._pack(group) for group in self._to_reduce}
+                packed = {group: group.pack_grads() for group in self._to_reduce}
             if sent := {group: grads for group, grads in packed.items() if grads is not None}:
                 self._send(sent)
         self._to_reduce.clear()
         self._to_reduce_nbytes = 0
-
-    def _pack(self, group: ParamGroup) -> PackedGrads | None:
-        if (listener := trace.listener) is None:
-            return group.pack_grads()
-        listener.begin(Step.PACK, group, self.streams.compute)
-        packed = group.pack_grads()
-        listener.end(Step.PACK, group, self.streams.compute)
-        return packed
 
     def _send(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         """Reduce what these groups have packed, over the shard ranks and over the replicas, and publish it."""
@@ -234,8 +227,11 @@ class Runtime(context.Context):
         with ranged("FSDP::post_backward_publish", *packed):
             for group, grads in packed.items():
                 _reduction(group).publish(grads, streams.post_reduce)
-        used = [buffer for grads in packed.values() for buffer in grads.used]
-        self._in_flight.append((packed, Handoff(used, streams.post_reduce.record(), streams.compute)))
+        used: dict[comm.Stream, list[FlatBuffer]] = {}
+        for grads in packed.values():
+            used.setdefault(grads.stream, []).extend(grads.used)
+        ready = streams.post_reduce.record()
+        self._in_flight.append((packed, [Handoff(buffers, ready, stream) for stream, buffers in used.items()]))
         if not streams.post_reduce.overlaps:
             self._retire(0)  # it has run
         self._reduced.update(packed)
@@ -244,7 +240,8 @@ class Runtime(context.Context):
         streams = self.streams
         if trace.listener is not None:
             trace.listener.launch(Step.REDUCE, packed)
-        streams.reduce.wait(streams.compute.record())
+        for stream in dict.fromkeys(grads.stream for grads in packed.values()):
+            streams.reduce.wait(stream.record())
         for group in [group for group in packed if group.sums_terms] if self._tensor_parallel else ():
             _reduction(group).sum_terms(packed[group], streams.reduce)
         joint = [group for group in packed if _reduction(group).launches_jointly]
@@ -273,7 +270,8 @@ class Runtime(context.Context):
     def _retire(self, newest: int) -> None:
         """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
         while len(self._in_flight) > newest:
-            self._in_flight[0][1].release()
+            for handoff in self._in_flight[0][1]:
+                handoff.release()
             self._in_flight.popleft()  # Hazard: not before: a hook may have dropped a gradient that a stream still uses
 
     def _end_backward(self) -> None:
@@ -294,7 +292,7 @@ class Runtime(context.Context):
         self._reduced.clear()
         for group in self.groups:
             if group.reduction is not None:
-                group.reduction.drop_early(self.streams.compute)
+                group.reduction.drop_early()
             if group.calls.phase is Phase.BACKWARD:
                 group.calls.end_backward(group)
             if group.ready is not None:
@@ -306,14 +304,14 @@ class Runtime(context.Context):
             self.settle()
 
     def settle(self) -> None:
-        """Let compute and the caller's stream see all reduced gradients, and free the buffers of the reductions."""
+        """Let the caller's stream, where the optimizer runs, see all gradients, and free the buffers of the reductions."""
         self._retire(0)
-        done = self.streams.post_reduce.record()
-        self.streams.compute.wait(done)
-        caller = comm.current_stream(self.streams.device)  # where the optimizer runs
-        caller.wait(done)
-        if caller != self.streams.compute:
-            caller.wait(self.streams.compute.record())  # which publishes what needs no reduction
+        caller = self.streams.compute
+        caller.wait(self.streams.post_reduce.record())
+        for stream in self.streams.packed_on:
+            if stream != caller:
+                caller.wait(stream.record())  # which publishes what needs no reduction
+        self.streams.packed_on.clear()
         if any(group.offloads for group in self.groups):
             self.streams.synchronize()  # the optimizer reads the gradients on the host, which waits for no stream
 

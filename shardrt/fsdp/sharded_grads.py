@@ -152,17 +152,21 @@ class ShardedGrads:
         if changed is not part:
             part.copy_(changed)
 
-    def older(self, position: int) -> torch.Tensor:
+    def older(self, position: int, stream: Stream) -> torch.Tensor:
         """This rank's part of a gradient from before.
 
         That may be a plain tensor of the whole parameter, which autograd made through a view of the gathered parameter: then it
-        is replaced by a sharded one.
+        is replaced by a sharded one, on `stream`.
         """
-        param, sharded = self._params[position], self._sharded[position]
+        sharded = self._sharded[position]
         if not isinstance(sharded.grad, DTensor):
-            whole = cast(torch.Tensor, sharded.grad)
-            sharded.grad = param.sharded_like(param.part_of(whole, sharded.spec).clone())  # type: ignore[attr-defined]
-        return sharded.grad.to_local()
+            stream.submit(partial(self._shard_older, position))
+        return cast(DTensor, sharded.grad).to_local()
+
+    def _shard_older(self, position: int) -> None:
+        param, sharded = self._params[position], self._sharded[position]
+        whole = cast(torch.Tensor, sharded.grad)
+        sharded.grad = param.sharded_like(param.part_of(whole, sharded.spec).clone())  # type: ignore[attr-defined]
 
     def assign(self, new: NewGrads, fresh: Sequence[int], stream: Stream) -> None:
         """Make these the parameters' gradients, as hooks change them on the stream that makes them."""

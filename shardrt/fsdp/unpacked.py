@@ -85,12 +85,18 @@ class UnpackedGrads:
             if grad.dim() == 0:
                 grad = grad.view(1)  # as the local tensor of a scalar is
             if user_hooks(sharded):
-                grad = earlier.hooked(position, grad)
+                changed: list[torch.Tensor] = []
+                compute.submit(partial(_append_hooked, changed, earlier, position, grad))
+                (grad,) = changed
             if sharded.grad is None:
                 sharded.grad = param.sharded_like(grad)
             else:
-                older.append(earlier.older(position))
+                older.append(earlier.older(position, compute))
                 newer.append(grad)
         if older:
             compute.submit(partial(add_into, older, newer))
         earlier.call_hooks(positions, compute)
+
+
+def _append_hooked(made: list[torch.Tensor], sharded: ShardedGrads, position: int, grad: torch.Tensor) -> None:
+    made.append(sharded.hooked(position, grad))
