@@ -265,7 +265,7 @@ class SharedMemoryExchange:
         step = self.capacity - _SIZE_NBYTES
         while first < most:
             outgoing, part = self._outgoing[(self.reached + 1) & 1], own[first : first + step]
-            outgoing[: _SIZE_NBYTES + len(part)] = len(own).to_bytes(_SIZE_NBYTES, "little") + part  # type: ignore[call-overload]
+            outgoing[: _SIZE_NBYTES + len(part)] = len(own).to_bytes(_SIZE_NBYTES, "little") + part
             self.barrier()
             for data, buffer in zip(found, self._buffers[self.reached & 1], strict=True):
                 size = int.from_bytes(buffer[:_SIZE_NBYTES], "little")
