@@ -71,11 +71,12 @@ class UnpackedGrads:
                 if grad is not None:
                     tell_observers(self._group, grad.untyped_storage())
         if publish:
-            self._publish(grads, sharded, compute)
+            compute.submit(partial(self._publish, grads, sharded, compute))
         else:
             self.kept = grads
 
     def _publish(self, grads: Grads, earlier: ShardedGrads, compute: Stream) -> None:
+        """On `compute`."""
         positions, older, newer = [], [], []
         for position, grad in enumerate(grads):
             if grad is None:
@@ -85,18 +86,12 @@ class UnpackedGrads:
             if grad.dim() == 0:
                 grad = grad.view(1)  # as the local tensor of a scalar is
             if user_hooks(sharded):
-                changed: list[torch.Tensor] = []
-                compute.submit(partial(_append_hooked, changed, earlier, position, grad))
-                (grad,) = changed
+                grad = earlier.hooked(position, grad)
             if sharded.grad is None:
                 sharded.grad = param.sharded_like(grad)
             else:
                 older.append(earlier.older(position, compute))
                 newer.append(grad)
         if older:
-            compute.submit(partial(add_into, older, newer))
+            add_into(older, newer)
         earlier.call_hooks(positions, compute)
-
-
-def _append_hooked(made: list[torch.Tensor], sharded: ShardedGrads, position: int, grad: torch.Tensor) -> None:
-    made.append(sharded.hooked(position, grad))
