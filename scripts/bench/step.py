@@ -51,7 +51,7 @@ import common.checkout  # noqa: F401  # before shardrt
 from bench.host_time import HOST_WORKERS, HostTime
 from bench.step_results import Result, Round, header, host_line, part_rows, row, summarize
 from bench.workers import TORCHRUN, WORKERS, Run, Timing
-from common.jobs import mpirun, run_job, torchrun
+from common.jobs import mpirun, run_job, torchrun, write_stacks_before_end
 from common.models import CASES
 from common.options import Parser, at_least, exit_with_usage_error
 
@@ -161,6 +161,8 @@ def main() -> None:
     options = parse_options()
     if options.worker is None:
         check_options(options)
+    else:
+        write_stacks_before_end()
     if options.worker in HOST_WORKERS:
         (options.results / "0").write_text(json.dumps(asdict(HOST_WORKERS[options.worker](options.steps))))
     elif options.worker is not None:
