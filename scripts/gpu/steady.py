@@ -21,15 +21,16 @@ from shardrt.comm import Stream, World, current_stream
 from shardrt.fsdp.param_group import ParamGroup
 from shardrt.fsdp.runtime import Runtime
 
+CONFIGS = {"cuda": GPTConfig(layers=8, channels=1024, heads=16, context=512), "cpu": GPTConfig(context=16)}
+
 
 class Job:
     """A GPT in the steady state, on the caller's stream: buffers are allocated, the execution order is recorded."""
 
     def __init__(self, world: World, *, symmetric: bool = False) -> None:
         """symmetric: all groups use NCCL's symmetric windows."""
-        on_gpu = world.device.type == "cuda"
         self.world = world
-        self.config = GPTConfig(layers=8, channels=1024, heads=16, context=512) if on_gpu else GPTConfig(context=16)
+        self.config = CONFIGS[world.device.type]
         self.model = GPT(self.config).to(world.device)
         shard(self.model, lambda module: shardrt.fully_shard(module, mp_policy=BFLOAT16))
         self.sharded = cast(shardrt.FSDPModule, self.model)
