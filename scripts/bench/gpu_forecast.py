@@ -11,7 +11,7 @@ Nothing here has been measured on a GPU.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -57,19 +57,25 @@ class Bounds(NamedTuple):
         least, most = zip(*bounds, strict=True)
         return cls(sum(least), sum(most))
 
-    def text(self, digits: int = 1) -> str:
-        least, most = (f"{value:,.{digits}f}" for value in self)
+    def text(self, digits: int) -> str:
+        """For a table: one number, or a range, rounded."""
+        least, most = (f"{value:,.{digits}f}" for value in self)  # two that are rounded alike are shown as one
         return least if least == most else f"{least} to {most}"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A part of a step, in milliseconds, or another figure in the unit that its name ends with."""
+    """A part of a step in milliseconds, or another figure in the unit that its name has.   digits: after the point."""
 
     name: str
     before: Bounds
     after: Bounds
     by: str  # the assumption
+    digits: int = 0
+
+    def line(self) -> str:
+        """Of a Markdown table."""
+        return f"| {self.name} | {self.before.text(self.digits)} | {self.after.text(self.digits)} | {self.by} |"
 
 
 # ---------------------------------------------------------------------- Llama-3 8B
@@ -159,6 +165,7 @@ def other_rows(found: Forecast) -> list[Row]:
             Bounds(gib, gib + packed),
             Bounds.exactly(gib),
             f"the packed gradients of the largest group, {packed:.1f} GiB, stayed; at most if none are in use at the peak",
+            digits=1,
         ),
         Row(
             "stall of an asynchronous checkpoint, s: copies on a stream of their own",
@@ -166,6 +173,7 @@ def other_rows(found: Forecast) -> list[Row]:
             Bounds.exactly(0.0),
             f"{state / 1e9:.1f} GB of a rank over PCIe 5, {PCIE_PARTS[0]:g} to {PCIE_PARTS[1]:g} of 64 GB/s; the next "
             "optimizer step comes later than that",
+            digits=2,
         ),
         Row(
             "full NCCL initialisations at the start",
@@ -176,15 +184,8 @@ def other_rows(found: Forecast) -> list[Row]:
     ]
 
 
-def table(rows: Iterable[Row], digits: int) -> Iterator[str]:
-    """The lines of a Markdown table."""
-    for row in rows:
-        yield f"| {row.name} | {row.before.text(digits)} | {row.after.text(digits)} | {row.by} |"
-
-
-def total(rows: Iterable[Row]) -> Row:
+def total(rows: Sequence[Row]) -> Row:
     """The row of a whole step."""
-    rows = list(rows)
     return Row("**step**", Bounds.total(row.before for row in rows), Bounds.total(row.after for row in rows), "the sum")
 
 
@@ -214,15 +215,16 @@ def lines(sheet: Sheet) -> Iterator[str]:
     found = planned(sheet)
     rows = step_rows(sheet, found)
     whole = total(rows)
+    rates = (Bounds(*(SEQUENCE / ms * 1e3 for ms in reversed(side))) for side in (whole.before, whole.after))
     yield "| of a step of Llama-3 8B, ms | before | after | by |"
     yield "|---|--:|--:|---|"
-    yield from table([*rows, whole], 1)
-    rates = (Bounds(*(SEQUENCE / ms * 1e3 for ms in reversed(side))) for side in (whole.before, whole.after))
-    yield from table([Row("tokens/s and GPU", *rates, "8,192 tokens by the step")], 0)
+    for row in (*rows, whole, Row("tokens/s and GPU", *rates, f"{SEQUENCE:,} tokens by the step")):
+        yield row.line()
     yield ""
     yield "| beside the step | before | after | by |"
     yield "|---|--:|--:|---|"
-    yield from table(other_rows(found), 2)
+    for row in other_rows(found):
+        yield row.line()
     yield ""
     yield "| GPUs | step of gpt-1b, ms | by FSDP2's |"
     yield "|--:|--:|--:|"
