@@ -297,7 +297,7 @@ def small_sizes() -> Iterator[None]:
     """Those of the host, where something else takes a GPU's place."""
     with ExitStack() as stack:
         for sizes in (exchange.SIZES, exchange.BESIDE, steady.CONFIGS):
-            stack.enter_context(mock.patch.dict(sizes, cuda=sizes["cpu"]))  # type: ignore[call-overload]
+            stack.enter_context(mock.patch.dict(sizes, cuda=sizes["cpu"]))
         yield
 
 

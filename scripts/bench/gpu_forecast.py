@@ -215,10 +215,10 @@ def lines(sheet: Sheet) -> Iterator[str]:
     found = planned(sheet)
     rows = step_rows(sheet, found)
     whole = total(rows)
-    rates = (Bounds(*(SEQUENCE / ms * 1e3 for ms in reversed(side))) for side in (whole.before, whole.after))
+    before, after = (Bounds(SEQUENCE / side.most * 1e3, SEQUENCE / side.least * 1e3) for side in (whole.before, whole.after))
     yield "| of a step of Llama-3 8B, ms | before | after | by |"
     yield "|---|--:|--:|---|"
-    for row in (*rows, whole, Row("tokens/s and GPU", *rates, f"{SEQUENCE:,} tokens by the step")):
+    for row in (*rows, whole, Row("tokens/s and GPU", before, after, f"{SEQUENCE:,} tokens by the step")):
         yield row.line()
     yield ""
     yield "| beside the step | before | after | by |"
