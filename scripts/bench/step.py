@@ -17,8 +17,8 @@ A lone process holds the whole model and all gradients of a step, which a rank o
 
 A step is forward, backward and optimizer; batches are made before. The time of a step is the mean over the ranks; the result is
 the median over the steps of all rounds. Peak memory is the maximum resident memory of any rank; on a GPU, the maximum that
-torch's allocator held for tensors plus the memory in use outside it (no other process may use the GPU). The peer runs on gloo,
-on GPUs on NCCL.
+torch's allocator held for tensors in the steps, plus the memory in use outside it (no other process may use the GPU). The peer
+runs on gloo, on GPUs on NCCL.
 
 --parts says what bounds a step: its forward, backward and optimizer on each side, and of shardrt's the time inside collectives,
 where ranks wait until the last one has come, and then move and add (on a GPU, parts are of the host, and collectives are not
