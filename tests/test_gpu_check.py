@@ -105,6 +105,22 @@ def _without_results(command: list[str], limit: float) -> Iterator[Result]:
     yield from ()
 
 
+@pytest.mark.parametrize(
+    ("code", "line", "outcome"),
+    [(17, "waited 4.0 s in #3 all_gather", Outcome.OK), (17, "waited", Outcome.FAILED), (0, "", Outcome.FAILED)],
+)
+def test_the_stuck_job_must_end_with_a_report(
+    code: int, line: str, outcome: Outcome, checker: Checker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(f"import sys\nprint({line!r}, file=sys.stderr)\nsys.exit({code})\n")
+    monkeypatch.setattr(gpu_checker, "SCRIPT", script)
+    checker.device = "cuda"
+    (result,) = checker.stuck(60.0)
+    assert result.outcome is outcome
+    assert outcome is Outcome.OK or f"exit code {code}" in result.note
+
+
 def test_results_are_on_the_disk_when_the_script_dies(tmp_path: Path) -> None:
     script = f"""
 import os, signal, sys

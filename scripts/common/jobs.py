@@ -33,9 +33,9 @@ def torchrun(ranks: int) -> list[str]:
     return [*module, "--nproc-per-node", str(ranks)]
 
 
-def run_job(command: Sequence[str], timeout: float) -> None:
+def run_job(command: Sequence[str], timeout: float, **environment: str) -> None:
     """Run a job to its end. If it fails, or is not done in `timeout` seconds, exit with its output."""
-    list(follow_job(command, timeout))
+    list(follow_job(command, timeout, **environment))
 
 
 def follow_job(command: Sequence[str], timeout: float, **environment: str) -> Generator[str, None, None]:

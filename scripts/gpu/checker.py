@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from typing import Any, cast
 import torch
 
 import shardrt
-from common.jobs import ENDS_AT, GRACE_S, follow_job, mpirun
+from common.jobs import GRACE_S, follow_job, mpirun, run_job
 from common.models import GPU_GPT
 from gpu.checks import PREFIX, Found, Outcome, Result
 from shardrt.launch import Launcher, LaunchError, find_site
@@ -138,13 +137,16 @@ class Checker:
             yield Result("stuck", 1, Outcome.SKIPPED, 0.0, "a host has no kernel that does not end")
             return
         command = [sys.executable, str(SCRIPT), "--device", self.device, "--suite", "stuck"]
-        start = time.monotonic()
-        environment = {"SHARDRT_TIMEOUT": f"{STUCK_S:g}", ENDS_AT: str(time.time() + limit)}
-        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=limit, check=False)
+        start, end = time.monotonic(), "exit code 0"
+        try:
+            run_job(command, limit, SHARDRT_TIMEOUT=f"{STUCK_S:g}")
+        except SystemExit as error:
+            if not isinstance(error.code, str):
+                raise  # a signal to this process
+            end = error.code
         outcome, note = Outcome.OK, ""
-        if done.returncode != EXIT_STUCK or not re.search(r"waited .* in #\d+ all_gather", done.stderr):
-            outcome = Outcome.FAILED
-            note = f"expected exit code {EXIT_STUCK} and the all_gather's name; found {done.returncode}: {done.stderr}"
+        if not end.startswith(f"exit code {EXIT_STUCK}:") or not re.search(r"waited .* in #\d+ all_gather", end):
+            outcome, note = Outcome.FAILED, f"expected exit code {EXIT_STUCK} and the all_gather's name; found {end}"
         yield Result("stuck", 1, outcome, round(time.monotonic() - start, 1), note)
 
     def tests(self, limit: float) -> Iterator[Result]:
