@@ -258,7 +258,7 @@ def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
             assert not [line for line in lines[:first] if line.startswith(("import shardrt", "from shardrt"))], path
     benches = {"step.py", "overlap.py", "padding.py", "parallel.py", "checkpoint.py"}
     benches |= {"quantized_gather.py", "quantized_training.py", "forecast.py", "growth.py", "peak.py", "published.py"}
-    assert benches | {"train.py", "gpu_check.py", "table.py"} == set(found)
+    assert benches | {"train.py", "gpu_check.py", "table.py", "gpu_forecast.py"} == set(found)
 
 
 def test_feature_table(capsys: pytest.CaptureFixture[str]) -> None:

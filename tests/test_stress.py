@@ -210,6 +210,23 @@ def test_peers(world: World, peer: str, buffers: str) -> None:
     assert f"ours / {peer}" in "\n".join(output)
 
 
+@on_ranks(1, 2, 3)
+def test_nccl_itself(world: World) -> None:
+    """On the host there is none; with GPUs its calls give right results, which a peer's are checked for, and averages too."""
+    sizes = ["-b", "4K", "-e", "4K", "-n", "2", "-w", "1", "--dtypes", "float32,bfloat16", "--ops", "sum,avg"]
+    if world.device.type == "cpu":
+        with pytest.raises(ValueError, match="--peer nccl does not support tensors on cpu"):
+            run_sweep(world, *sizes, "--peer", "nccl")
+        return
+    code, _, summary = run_sweep(world, *sizes, "--peer", "nccl", "--buffers", "ordinary")
+    assert code == 0
+    if world.rank == 0:
+        compared = {(row["collective"], row["redop"]) for row in summary["rows"] if row["ratio"]}
+        ops = ("sum", "avg") if world.size > 1 else ("sum",)
+        reductions = {(name, op) for name in ("all_reduce", "reduce_scatter", "reduce") for op in ops}
+        assert compared == reductions | {(name, "none") for name in COLLECTIVES if (name, "sum") not in reductions}
+
+
 @on_ranks(2)
 def test_peer_without_the_op_has_no_ratio(world: World) -> None:
     few = ["-b", "4K", "-e", "4K", "-n", "1", "--collectives", "all_reduce", "--ops", "avg", "--peer", "mpi4py"]

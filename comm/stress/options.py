@@ -111,7 +111,7 @@ def _add_sweep(add: Callable[..., object]) -> None:
         help="from comm.empty [window], or torch's own; symmetric: NCCL's windows",
     )
     add("--streams", choices=("inline", "threaded"), help="[inline; threaded in a soak]")
-    add("--peer", choices=("gloo", "mpi4py", "c10d-nccl"), help="time it in turns with shardrt, and print the ratios")
+    add("--peer", choices=("gloo", "mpi4py", "nccl", "c10d-nccl"), help="time it in turns with shardrt, and print the ratios")
     add("--compute", action="store_true", help="measure matrices, memory and small operations as well: for a hardware sheet")
     add("--json", type=Path, metavar="FILE")
     add("--plot", type=Path, metavar="FILE.png", help="bus bandwidth by size")

@@ -1,4 +1,4 @@
-"""Other libraries for comparison, on the same buffers, out of place: MPI's own collectives, torch.distributed."""
+"""Other libraries for comparison, on the same buffers, out of place: MPI's and NCCL's own calls, torch.distributed."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ class Peer:
 
 def make_peer(name: str, world: World) -> Peer:
     """Create a peer. Collective. Raises ValueError for a library that does not support the world's device."""
-    if world.device.type != ("cuda" if name == "c10d-nccl" else "cpu"):
+    if world.device.type != ("cuda" if name in ("nccl", "c10d-nccl") else "cpu"):
         raise ValueError(f"--peer {name} does not support tensors on {world.device}")
+    if name == "nccl":
+        return _nccl(world)
     return _mpi(world) if name == "mpi4py" else _torch(world, name.removeprefix("c10d-"))
 
 
@@ -73,6 +75,64 @@ def _mpi(world: World) -> Peer:
         "sendrecv": lambda p, out, inp: comm.Sendrecv(of(p, inp), after, 0, of(p, out), before, 0),
     }
     return Peer(calls, _MPI_DTYPES, _MPI_OPS, comm.Free)
+
+
+def _nccl(world: World) -> Peer:
+    """NCCL's calls through CuPy alone, on a communicator of their own. What has no call is sends and receives in a group."""
+    from cupy.cuda import nccl
+
+    rank, size = world.rank, world.size
+    comm = nccl.NcclCommunicator(size, world.comm.exchange(nccl.get_unique_id() if rank == 0 else None)[0], rank)
+    dtypes = {
+        torch.uint8: nccl.NCCL_UINT8,
+        torch.float64: nccl.NCCL_FLOAT64,
+        torch.float32: nccl.NCCL_FLOAT32,
+        torch.float16: nccl.NCCL_FLOAT16,
+        torch.bfloat16: nccl.NCCL_BFLOAT16,
+    }
+    ops: dict[Op | None, int] = {
+        ReduceOp.SUM: nccl.NCCL_SUM,
+        ReduceOp.PRODUCT: nccl.NCCL_PROD,
+        ReduceOp.MIN: nccl.NCCL_MIN,
+        ReduceOp.MAX: nccl.NCCL_MAX,
+    }
+    if size > 1:  # over one rank, NCCL before 2.29.7 leaves the end of an average unwritten
+        ops[ReduceOp.AVG] = nccl.NCCL_AVG
+
+    def stream() -> int:
+        return torch.cuda.current_stream(world.device).cuda_stream
+
+    def reduce(call: Callable[..., None], p: Problem, out: torch.Tensor, inp: torch.Tensor, *root: int) -> None:
+        count = min(out.numel(), inp.numel())
+        call(inp.data_ptr(), out.data_ptr(), count, dtypes[p.dtype], ops[p.op], *root, stream())
+
+    def move(going: dict[int, torch.Tensor], coming: dict[int, torch.Tensor]) -> None:
+        nccl.groupStart()
+        for peer, block in going.items():
+            comm.send(block.data_ptr(), block.numel(), nccl.NCCL_UINT8, peer, stream())
+        for peer, block in coming.items():
+            comm.recv(block.data_ptr(), block.numel(), nccl.NCCL_UINT8, peer, stream())
+        nccl.groupEnd()
+
+    def blocks(tensor: torch.Tensor, *, on: bool = True) -> dict[int, torch.Tensor]:
+        return dict(enumerate(tensor.view(-1).tensor_split(size))) if on else {}
+
+    calls: dict[str, Callable[[Problem, torch.Tensor, torch.Tensor], object]] = {
+        "all_gather": lambda p, out, inp: comm.allGather(
+            inp.data_ptr(), out.data_ptr(), inp.numel(), nccl.NCCL_UINT8, stream()
+        ),
+        "all_reduce": lambda p, out, inp: reduce(comm.allReduce, p, out, inp),
+        "reduce_scatter": lambda p, out, inp: reduce(comm.reduceScatter, p, out, inp),
+        "reduce": lambda p, out, inp: reduce(comm.reduce, p, out, inp, p.root),
+        "broadcast": lambda p, out, inp: comm.broadcast(
+            inp.data_ptr(), out.data_ptr(), inp.numel(), nccl.NCCL_UINT8, p.root, stream()
+        ),
+        "all_to_all": lambda p, out, inp: move(blocks(inp), blocks(out)),
+        "gather": lambda p, out, inp: move({p.root: inp}, blocks(out, on=rank == p.root)),
+        "scatter": lambda p, out, inp: move(blocks(inp, on=rank == p.root), {p.root: out}),
+        "sendrecv": lambda p, out, inp: move({(rank + 1) % size: inp}, {(rank - 1) % size: out}),
+    }
+    return Peer(calls, dtypes, ops, comm.destroy)
 
 
 def _torch(world: World, backend: str) -> Peer:

@@ -17,8 +17,8 @@ A lone process holds the whole model and all gradients of a step, which a rank o
 
 A step is forward, backward and optimizer; batches are made before. The time of a step is the mean over the ranks; the result is
 the median over the steps of all rounds. Peak memory is the maximum resident memory of any rank; on a GPU, the maximum that
-torch's allocator held for tensors plus the memory in use outside it (no other process may use the GPU). The peer runs on gloo,
-on GPUs on NCCL.
+torch's allocator held for tensors in the steps, plus the memory in use outside it (no other process may use the GPU). The peer
+runs on gloo, on GPUs on NCCL.
 
 --parts says what bounds a step: its forward, backward and optimizer on each side, and of shardrt's the time inside collectives,
 where ranks wait until the last one has come, and then move and add (on a GPU, parts are of the host, and collectives are not
@@ -51,7 +51,7 @@ import common.checkout  # noqa: F401  # before shardrt
 from bench.host_time import HOST_WORKERS, HostTime
 from bench.step_results import Result, Round, header, host_line, part_rows, row, summarize
 from bench.workers import TORCHRUN, WORKERS, Run, Timing
-from common.jobs import mpirun, run_job, torchrun
+from common.jobs import mpirun, run_job, torchrun, write_stacks_before_end
 from common.models import CASES
 from common.options import Parser, at_least, exit_with_usage_error
 
@@ -161,6 +161,8 @@ def main() -> None:
     options = parse_options()
     if options.worker is None:
         check_options(options)
+    else:
+        write_stacks_before_end()
     if options.worker in HOST_WORKERS:
         (options.results / "0").write_text(json.dumps(asdict(HOST_WORKERS[options.worker](options.steps))))
     elif options.worker is not None:

@@ -100,6 +100,9 @@ class Job:
         batches = [self.case.batch(generator) for _ in range(WARMUP + run.steps)]
         on_device = [(inputs.to(run.device), targets.to(run.device)) for inputs, targets in batches]
         marks, losses, calls = [], [], []
+        if run.device == "cuda":  # a whole model was built, which several ranks together never hold again
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         for inputs, targets in on_device:
             start = time.perf_counter()
             loss = self.case.loss(self.model(inputs), targets)
