@@ -198,20 +198,19 @@ class GradientReduction:
     def place(self, position: int, compute: Stream) -> torch.Tensor | None:
         """A tensor where pack() would copy this gradient, which autograd computes there and has as the gradient until then.
 
-        None: there is none now, or it was made since the last pack(). Only for parameters that `has_place`.
+        None: there is none now, or it was made since the last pack(). Only for parameters that `has_place`, and where all
+        streams are the caller's thread.
         """
         if position in self._given or self._accumulated is not None:
             return None
         if self._scaling().before != 1.0 or self._settings.reduce_hook is not None:  # which sees zeros between the gradients
-            return None
-        if self.packs_on(compute) != compute:
             return None
         if self._early is None:
             self._early, self._stream = self._early_source(compute), compute
         return None if self._early is None else self._given.give(position, self._early.whole[position])
 
     def _early_source(self, compute: Stream) -> PackBuffer | None:
-        """The buffer that pack() will use, to be written now; None if another reduction has it, or might until then."""
+        """The buffer that pack() will use, to be written now; None if another reduction has it."""
         if not self._settings.sync_gradients:
             source = self._ordinary
         else:
@@ -219,8 +218,7 @@ class GradientReduction:
         if source.grads is not None:
             return source
         if self._comm_buffer is not None and self._settings.sync_gradients:
-            # Cost: while the last reduction is under way, this one is packed. A second buffer would hold more memory.
-            return source if self._comm_buffer.lend(compute, self.drop_early) else None
+            return source if self._comm_buffer.lend(self.drop_early) else None
         if not source.buffer.available:
             return None
         compute.submit(source.buffer.allocate)
