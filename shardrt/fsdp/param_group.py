@@ -265,7 +265,7 @@ class ParamGroup:
                 self.settings,
                 self.mp_policy.reduction_dtype(param.dtype for param in trainable),
                 self.runtime.memory,
-                self.runtime.comm_buffer_for(self.nbytes),
+                self.runtime.comm_buffer_for(self.nbytes, symmetric=self.settings.symmetric),
                 self,
                 self.coded,
             )
