@@ -31,6 +31,7 @@ class Backend(ABC):
     reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE  # the dtypes that it reduces
     connects: ClassVar[bool] = False  # `connect` has work to do, which blocks
     has_pool: ClassVar[bool] = False  # `pool` has work to do, which blocks
+    multiplies_terms: ClassVar[bool] = False  # for AVG and PreMulSum it multiplies each rank's values, rounded, and adds them
 
     ranks: Ranks
 

@@ -50,6 +50,7 @@ class ControlPlane:
         self.device = backend.device
         self.name = backend.name
         self.is_async = backend.device.type == "cuda"  # a call that has been enqueued may still run
+        self.multiplies_terms = backend.multiplies_terms
         self.is_closed = False
         self.backend = backend
         self._set_hooks(hooks)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.autograd import profiler
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import Communicator, World, new_stream
-from shardrt.fsdp import ranges, symmetric_windows
+from shardrt.fsdp import buffers, ranges, symmetric_windows
 from shardrt.fsdp.buffers import CommBuffer
 from toys import OddMLP, batch, buckets_of, compare, loss_of, overlapping, shard_blocks, train_side_by_side
 
@@ -101,17 +102,18 @@ def parts_of_windows(kind: type[Communicator], patch: pytest.MonkeyPatch) -> lis
         windows.extend([made] if symmetric else [])
         return made
 
-    def note(name: str, tensor: torch.Tensor) -> None:
+    def note(name: str, rank: int, whole: torch.Tensor, own: torch.Tensor) -> None:
         for index, window in enumerate(windows):
-            if 0 <= tensor.data_ptr() - window.data_ptr() < window.nbytes:
-                parts.append((f"{name} {index}", tensor.data_ptr() - window.data_ptr(), tensor.nbytes))
+            if 0 <= whole.data_ptr() - window.data_ptr() < window.nbytes:
+                parts.append((f"{name} {index}", whole.data_ptr() - window.data_ptr(), whole.nbytes))
+                assert own.data_ptr() == whole.data_ptr() + rank * own.nbytes, "in place, so both sides are in the window"
 
     def spy_gather(self: Communicator, out: torch.Tensor, inp: torch.Tensor, **options: Any) -> Any:
-        note("all_gather", out)
+        note("all_gather", self.rank, out, inp)
         return gather(self, out, inp, **options)
 
     def spy_reduce(self: Communicator, out: torch.Tensor, inp: torch.Tensor, *options: Any, **named: Any) -> Any:
-        note("reduce_scatter", inp)
+        note("reduce_scatter", self.rank, inp, out)
         return reduce(self, out, inp, *options, **named)
 
     for name, spy in (("empty", spy_empty), ("all_gather", spy_gather), ("reduce_scatter", spy_reduce)):
@@ -130,13 +132,14 @@ def test_symmetric_windows(world: World) -> None:
         return model
 
     plain = train_side_by_side(world, OddMLP().double(), map(batch, range(1)), shard=shard)
-    assert plain.param_group.gather.custom is None
+    assert (plain.param_group.gather.custom is None) == (world.device.type == "cpu")
     with pytest.raises(RuntimeError, match=r"set_symm_mem_for_comm on 'OddMLP'|call it before the first forward"):
         plain.set_symm_mem_for_comm()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric_windows, "useful", lambda comm: True)
         patch.setattr("shardrt.fsdp.context.Context.is_large", lambda context, nbytes: True)
+        patch.setattr(buffers, "_comm_buffers", WeakKeyDictionary())  # on a GPU, the first model has made windows
         parts = parts_of_windows(type(world.comm), patch)
         model = train_side_by_side(world, OddMLP().double(), map(batch, range(3)), shard=shard)
         assert CommBuffer.of(model.param_group.gather_comm, 1).symmetric

@@ -7,6 +7,8 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -14,10 +16,19 @@ from torch import nn
 
 import shardrt
 from ranks import on_ranks
-from shardrt.comm import Event, Pool, World
+from shardrt.comm import Communicator, Event, Pool, World
 from shardrt.comm.streams import InlineStream
 from shardrt.fsdp import buffers
-from shardrt.fsdp.buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, Handoff, MemoryCounter, observing
+from shardrt.fsdp.buffers import (
+    BufferKind,
+    CommBuffer,
+    CommFlatBuffer,
+    FlatBuffer,
+    Handoff,
+    MemoryCounter,
+    allocated_buffers,
+    observing,
+)
 from shardrt.fsdp.host_memory import POOL
 from shardrt.fsdp.sharded_grads import observing_grads
 from toys import OddMLP, batch, buckets_of, loss_of, overlapping, shard_blocks, uncompiled
@@ -47,6 +58,36 @@ def test_peak_of_the_default_schedule(world: World) -> None:
     assert block.reduction is not None
     assert memory.peak == (root.layout.nbytes + 3 * block.layout.nbytes if world.size > 1 else 0)
     assert memory.in_use == 0
+
+
+@on_ranks(2, 3)
+@buckets_of(0)
+@uncompiled()
+def test_where_packed_gradients_lie_between_reductions(world: World) -> None:
+    """On a GPU nowhere: their memory is torch's, and freed. On the host it stays, where the ranks of a node read it."""
+    on_gpu = world.device.type == "cuda"
+    with pytest.MonkeyPatch.context() as patch:
+        made: list[int] = []
+        empty, before = Communicator.empty, torch.cuda.memory_allocated() if on_gpu else 0
+
+        def note(self: Communicator, numel: int, *args: object, **options: object) -> torch.Tensor:
+            made.append(numel)
+            return empty(self, numel, *args, **options)  # type: ignore[arg-type]
+
+        patch.setattr(Communicator, "empty", note)
+        patch.setattr(buffers, "_comm_buffers", WeakKeyDictionary())
+        model: Any = nn.Sequential(nn.Linear(301, 301), nn.Linear(301, 301))
+        for layer in (*model, model):
+            shardrt.fully_shard(layer)
+        for _ in range(3):
+            model(torch.ones(2, 301)).square().mean().backward()
+            model.zero_grad()
+    assert len(made) == (0 if on_gpu else 1)
+    assert not allocated_buffers(world.device)
+    if on_gpu:
+        layer = model[0].param_group
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() - before < 2 * layer.gather.shard_nbytes + layer.nbytes // 2
 
 
 @on_ranks(1, 2, 3, 4)

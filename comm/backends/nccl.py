@@ -89,6 +89,7 @@ class NcclBackend(Backend):
     reducible = frozenset(_DTYPES)
     connects = True
     has_pool = True
+    multiplies_terms = True
 
     _nccl: nccl.NcclCommunicator  # these three by `connect`
     _memory: NcclMemory

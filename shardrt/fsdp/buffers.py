@@ -225,7 +225,6 @@ class CommBuffer:
     taken: bool  # written by occupy() and leave()
     _left: Event | None  # when the stream of its last buffer was done with it; written by leave()
     _recall: Callable[[], None] | None  # ends a loan; written by lend(), occupy() and end_loan()
-    _lender: Stream | None  # on which somebody wrote there since; written by lend() and occupy()
 
     def __init__(self, memory: torch.Tensor, *, symmetric: bool = False) -> None:
         self.memory = memory
@@ -233,7 +232,7 @@ class CommBuffer:
         self.nbytes = memory.numel()
         self.storage = memory.untyped_storage()
         self.offset = int(memory.storage_offset()) * memory.element_size()
-        self.taken, self._left, self._recall, self._lender = False, None, None, None
+        self.taken, self._left, self._recall = False, None, None
 
     @classmethod
     def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, group: str) -> CommBuffer:
@@ -261,31 +260,24 @@ class CommBuffer:
         return comm_buffer
 
     def occupy(self, stream: Stream) -> None:
-        """Use the memory on `stream` from now on. It must be free."""
+        """Use the memory on `stream` from now on: it waits for the last one, maybe of another root. It must be free."""
         assert not self.taken, "one buffer at a time"
         if self._recall is not None:
             recall, self._recall = self._recall, None
             recall()
-        self._take_over(stream)
-        self.taken, self._lender = True, None
+        if self._left is not None:
+            stream.wait(self._left)
+        self.taken = True
 
-    def lend(self, stream: Stream, recall: Callable[[], None]) -> bool:
-        """Let somebody write there on `stream` until a buffer occupies the memory, before which `recall` is called.
+    def lend(self, recall: Callable[[], None]) -> bool:
+        """Let somebody write there until a buffer occupies the memory, before which `recall` is called.
 
-        Returns: False, and nothing is lent, if it is occupied or lent already.
+        Only where all streams are the caller's thread. Returns: False, and nothing is lent, if it is occupied or lent already.
         """
         if self.taken or self._recall is not None:
             return False
-        self._take_over(stream)
-        self._recall, self._lender = recall, stream
+        self._recall = recall
         return True
-
-    def _take_over(self, stream: Stream) -> None:
-        """Let `stream` wait for the streams that used the memory before; maybe of another root."""
-        if self._left is not None:
-            stream.wait(self._left)
-        if self._lender is not None and self._lender != stream:
-            stream.wait(self._lender.record())
 
     def end_loan(self) -> None:
         """Nobody writes there any more. Only for who has a loan, or had one that was recalled."""

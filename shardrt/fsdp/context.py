@@ -77,10 +77,18 @@ class Context:
         """Whether a group of this size fills a bucket by itself."""
         return nbytes > BUCKET_BYTES
 
+    def sends_from_comm_buffer(self, nbytes: int, *, symmetric: bool) -> bool:
+        """Whether a group of `nbytes` reduces from memory that stays. Small ones do not: several may be in flight at a time.
+
+        symmetric: it has asked for NCCL's windows. Without them NCCL gains nothing by memory that it knows, so on GPUs packed
+        gradients lie in torch's own; on the host ranks read each other's memory, and new pages cost more than the rest.
+        """
+        return self.is_large(nbytes) and (symmetric or self.streams.device.type != "cuda")
+
     def make_comm_buffer(self, reducer: comm.Communicator, nbytes: int, *, symmetric: bool) -> None:
         """Make the memory from which `reducer` reads packed gradients of large groups without a copy. Collective."""
         self._comm_buffer = CommBuffer.of(reducer, nbytes, symmetric=symmetric) if nbytes else None
 
-    def comm_buffer_for(self, nbytes: int) -> CommBuffer | None:
-        """That memory, for a group of `nbytes`; None for small groups, several of which may be in flight at a time."""
-        return self._comm_buffer if self.is_large(nbytes) else None
+    def comm_buffer_for(self, nbytes: int, *, symmetric: bool) -> CommBuffer | None:
+        """That memory, for a group that sends from it."""
+        return self._comm_buffer if self.sends_from_comm_buffer(nbytes, symmetric=symmetric) else None

@@ -7,7 +7,8 @@
 | backward  | torch's `AccumulateGrad`         | makes that tensor the weight's `.grad`: nobody else refers to it        |
 | pack      | `GradientReduction.pack`         | skips what lies in its place already                                    |
 
-Elsewhere a gradient is allocated, written, and copied into the buffer; here it is written once.
+Elsewhere a gradient is allocated, written, and copied into the buffer; here it is written once. This holds where all streams
+are the caller's thread. Beside overlapping reductions few groups would get the buffer in time, so gradients are copied there.
 Every number has the bits of torch's own `F.linear`: the same matrix products of the same operands. What is saved for backward
 is the same too, since an activation checkpoint compares it with what a recomputation saves, which may run as torch does.
 

@@ -147,7 +147,10 @@ class FSDPModule:
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # FSDP2's older name
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Let collectives sum only, and divide after: for networks that sum in hardware, such as NVLink SHARP."""
+        """Let collectives sum only, and divide after: for networks that sum in hardware, such as NVLink SHARP.
+
+        No effect on GPUs but for a custom reduce-scatter: NCCL only sums always, since gradients are divided when packed.
+        """
         for settings in self._settings(recurse=False):
             settings.force_sum = enable
 
@@ -208,7 +211,7 @@ class FSDPModule:
         """Gather into memory that the communicator knows, so that NCCL may copy less. FSDP2's name: here it is a communicator.
 
         RuntimeError after the first forward, which makes the buffers. No effect with a custom all-gather, which allocates for
-        itself, on the host, and where NCCL cannot (a warning is logged). What large groups reduce lies there always.
+        itself, on the host, and where NCCL cannot (a warning is logged). Reductions do not change: NCCL would gain nothing.
         """
         self._check_no_forward("set_allocate_memory_from_process_group_for_comm")
         for settings in self._settings(recurse=False):
@@ -219,10 +222,13 @@ class FSDPModule:
 
         The ranks agree on it in the first forward; RuntimeError there, on every rank alike, if they differ or if a custom
         collective is set as well. RuntimeError after the first forward, ValueError for another backend.
-        Windows stay, so gathers go through one, as large as the largest group: two copies of a group's bytes more. Large
-        groups reduce from a window without a copy; small ones, gathers from post-forward shards, all-gather extensions and
-        reductions over replicas do not change. No effect on the host. Where NCCL makes no windows a warning is logged, and
-        the memory is registered on each rank.
+        Windows stay: one for gathers and one for packed gradients, each as large as the largest group. A gather copies its
+        bytes into the window and out of it; a reduction of a large group is packed there, and copies this rank's segment out.
+        Both are in place, so both of their sides are in the window. Small groups, gathers from post-forward shards,
+        all-gather extensions and reductions over replicas do not change. No effect on the host.
+        NCCL before 2.27 makes no windows: a warning is logged, and the memory is registered on each rank. From 2.27 on its
+        kernels for windows take gathers, and sums of floats but float64, between GPUs that NVLink connects all; up to 2.28 if
+        both sides are in windows, from 2.29 on if the side is that other GPUs read or write.
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm({backend!r}) on '{self.param_group.name}': expected 'NCCL'")

@@ -100,6 +100,7 @@ class Accumulated(NamedTuple):
 
     source: PackBuffer
     positions: frozenset[int]
+    scaling: Scaling  # by whose `before` they are multiplied
 
 
 class Result(Enum):

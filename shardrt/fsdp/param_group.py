@@ -265,12 +265,13 @@ class ParamGroup:
                 self.settings,
                 self.mp_policy.reduction_dtype(param.dtype for param in trainable),
                 self.runtime.memory,
-                self.runtime.comm_buffer_for(self.nbytes),
+                self.runtime.comm_buffer_for(self.nbytes, symmetric=self.settings.symmetric),
                 self,
                 self.coded,
             )
-            # Cost: a group around others would have its packed buffer for all of the backward.
-            if self.runtime.is_large(self.nbytes) and not self.children:
+            # Cost: a group around others would have its packed buffer for all of the backward. Where reductions overlap compute
+            # the last one has the buffer while gradients are computed: 10 of 12 groups would be refused it.
+            if self.runtime.is_large(self.nbytes) and not self.children and not self._streams.reduce.overlaps:
                 self.visible.set_linear(give_places(trainable, self.reduction, self.calls, self._streams))
         for param in trainable:
             param.unsharded.requires_grad_()

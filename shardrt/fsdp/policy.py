@@ -275,7 +275,11 @@ class CustomReduceScatter(Protocol):
         """Memory for the packed gradients of a group, a (nbytes,) uint8 tensor. Called when buffers are made."""
 
     def __call__(self, out: torch.Tensor, inp: torch.Tensor, op: Op, comm: Communicator, stream: Stream) -> Work:
-        """Reduce as `comm.reduce_scatter(out, inp, op, stream=stream)` does."""
+        """Reduce as `comm.reduce_scatter(out, inp, op, stream=stream)` does.
+
+        op: as FSDP2 gives it. AVG, or a PreMulSum by another divide factor; SUM for float16, which is divided before and after,
+        and with `set_force_sum_reduction_for_comms`, which divides after.
+        """
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@
 | launch_over_replicas | post_reduce | the segment, averaged over the replicas if any      | 1 all-reduce                      |
 | publish              | post_reduce | segment -> `.grad`s, cast or added if necessary     | nothing, or the segment read once |
 
-`pack` copies what is not there yet: weight gradients of large linear layers are computed in the packed buffer (`in_place.py`).
+`pack` copies what is not there yet: where all streams are the caller's thread, weight gradients of large linear layers are
+computed in the packed buffer (`in_place.py`). For a library that would multiply before it adds, `pack` divides (`scaling.py`).
 `sum_terms` is for tensor-parallel parameters of whose gradients each rank has a term only (`tensor_parallel.py`).
 Where gradients are sent as codes, `launch` and `launch_over_replicas` have steps of their own (`quantized_reduce.py`).
 Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
@@ -70,12 +71,14 @@ class GradientReduction:
     _ordinary: PackBuffer
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
     _comm_buffer: CommBuffer | None  # in which that is
+    _own_in_window: torch.Tensor | None  # if that is a symmetric window: this rank's segment of `_in_comm_buffer`
     _packs_grads: bool  # a single shard rank's packed gradients may be its sharded ones
     _unpacked: UnpackedGrads | None  # what is published as it is, unless the settings say otherwise
     _early: PackBuffer | None  # where place() has made tensors since the last pack(); written by these and drop_early()
     _stream: Stream  # on which what is held, or begun by place(), was allocated; written by pack() and place()
     _given: Given  # what place() has made since the last pack()
     _is_coded: bool  # over the shard ranks, the replicas, or both
+    _divides_at_pack: bool
     _reduce_scatter: CodedReduceScatter | None  # of `_ordinary`
     _all_reduce: CodedAllReduce | None
     launches_jointly: bool  # launch() may be one of a group of calls: it uses at once nothing that it has received
@@ -102,6 +105,8 @@ class GradientReduction:
         self._settings = settings
         self._dtype = dtype
         self._is_coded = coded is not None
+        # A custom collective gets the operation that averages, as FSDP2's do.
+        self._divides_at_pack = self._is_coded or (comm.multiplies_terms and settings.reduce_scatter is None)
         self._layout = reduce_layout(layout, trainable, comm.rank, ALIGN if coded is None else BLOCK)
         self._uncut = self._layout.uncut
         self._ranks = comm.size * (1 if replicas is None else replicas.size)
@@ -140,10 +145,13 @@ class GradientReduction:
         ordinary.seal()
         self.launches_jointly = custom is None and self._reduce_scatter is None
         self.launches_jointly_over_replicas = self._all_reduce is None
-        self._in_comm_buffer = self._comm_buffer = None
+        self._in_comm_buffer = self._comm_buffer = self._own_in_window = None
         if comm_buffer is not None and nbytes <= comm_buffer.nbytes:
             self._comm_buffer = comm_buffer
             self._in_comm_buffer = self._lay_out(CommFlatBuffer(nbytes, comm_buffer, memory, BufferKind.PACKED, group))
+            if comm_buffer.symmetric:
+                self._own_in_window = self._in_comm_buffer.flat.chunk(comm.size)[comm.rank]
+                self.launches_jointly = False
         self._packs_grads = comm.size == 1 and not self.grads.converts and custom is None
 
     def _lay_out(self, buffer: FlatBuffer) -> PackBuffer:
@@ -198,20 +206,19 @@ class GradientReduction:
     def place(self, position: int, compute: Stream) -> torch.Tensor | None:
         """A tensor where pack() would copy this gradient, which autograd computes there and has as the gradient until then.
 
-        None: there is none now, or it was made since the last pack(). Only for parameters that `has_place`.
+        None: there is none now, or it was made since the last pack(). Only for parameters that `has_place`, and where all
+        streams are the caller's thread.
         """
         if position in self._given or self._accumulated is not None:
             return None
         if self._scaling().before != 1.0 or self._settings.reduce_hook is not None:  # which sees zeros between the gradients
-            return None
-        if self.packs_on(compute) != compute:
             return None
         if self._early is None:
             self._early, self._stream = self._early_source(compute), compute
         return None if self._early is None else self._given.give(position, self._early.whole[position])
 
     def _early_source(self, compute: Stream) -> PackBuffer | None:
-        """The buffer that pack() will use, to be written now; None if another reduction has it, or might until then."""
+        """The buffer that pack() will use, to be written now; None if another reduction has it."""
         if not self._settings.sync_gradients:
             source = self._ordinary
         else:
@@ -219,8 +226,7 @@ class GradientReduction:
         if source.grads is not None:
             return source
         if self._comm_buffer is not None and self._settings.sync_gradients:
-            # Cost: while the last reduction is under way, this one is packed. A second buffer would hold more memory.
-            return source if self._comm_buffer.lend(compute, self.drop_early) else None
+            return source if self._comm_buffer.lend(self.drop_early) else None
         if not source.buffer.available:
             return None
         compute.submit(source.buffer.allocate)
@@ -263,18 +269,20 @@ class GradientReduction:
         positions = everything if settings.reduce_unused else given
         if held is not None:
             positions |= held.positions
-        scaling, packed, first = self._scaling(), None, held is None
+        scaling, packed = self._scaling(), None
         if settings.sync_gradients:
             self._accumulated = packed = self._prepare(positions, scaling, compute)
             source = packed.source
         else:
             source = self._ordinary if held is None else held.source
-            self._accumulated = Accumulated(source, positions)
+            self._accumulated = Accumulated(source, positions, scaling)
         in_place = self._take_early(source, grads, compute)
-        if first:
+        if held is None:
             compute.submit(source.buffer.allocate)
             self._zero_padding(source, compute)
-        copy = pack_into if first else add_into
+        elif held.scaling.before != scaling.before:  # a divide factor may be set at any time
+            compute.submit(partial(source.flat.mul_, scaling.before / held.scaling.before))
+        copy = pack_into if held is None else add_into
         if self._uncut and given is everything and not in_place:
             compute.submit(partial(copy, source.pieces, sources, scaling.before))
         else:
@@ -291,8 +299,8 @@ class GradientReduction:
         return self._given.arrived(grads, source.whole, compute)
 
     def _scaling(self) -> Scaling:
-        settings = self._settings
-        return Scaling.of(self._dtype, self._ranks, self._comm.size, settings.divide_factor, settings.force_sum, self._is_coded)
+        factor, sums = self._settings.divide_factor, self._settings.force_sum
+        return Scaling.of(self._dtype, self._ranks, self._comm.size, factor, sums, self._divides_at_pack)
 
     def _prepare(self, positions: frozenset[int], scaling: Scaling, compute: Stream) -> PackedGrads:
         """Allocate what the reduction will write: the gradients themselves, if it is all of them, without a conversion."""
@@ -352,7 +360,12 @@ class GradientReduction:
             is_there = packed.source.grads is not None and packed.result is Result.GRADS
             if is_there and not isinstance(packed.scaling.op, PreMulSum):
                 return  # a single rank's gradients are its average
-            self._comm.reduce_scatter(packed.out, packed.source.flat, packed.scaling.op, stream=stream)
+            # NCCL before 2.29 wants what it writes in a window as well. Cost: one segment copied.
+            own = self._own_in_window if packed.source is self._in_comm_buffer else None
+            out = packed.out if own is None else own
+            self._comm.reduce_scatter(out, packed.source.flat, packed.scaling.op, stream=stream)
+            if own is not None:
+                stream.submit(partial(packed.out.copy_, own))
         else:
             custom(packed.out, packed.source.flat, packed.scaling.op, self._comm, stream)
 

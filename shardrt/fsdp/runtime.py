@@ -105,7 +105,11 @@ class Runtime(context.Context):
         for group in self.groups:
             group.attach(self, windows.get(group))
         whole = [group for group in self.groups if group.coded is None or group.coded.shards is None]
-        sent = [group for group in whole if self.is_large(group.nbytes) and group.mesh.size > 1]
+        sent = [
+            group
+            for group in whole
+            if group.mesh.size > 1 and self.sends_from_comm_buffer(group.nbytes, symmetric=group.settings.symmetric)
+        ]
         reducer = self.root.mesh.communicator("reduce")
         symmetric = symmetric_windows.useful(reducer) and any(group.settings.symmetric for group in sent)
         nbytes = max((packed_nbytes(group) for group in sent), default=0)

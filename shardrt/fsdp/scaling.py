@@ -21,12 +21,12 @@ class Scaling(NamedTuple):
     @classmethod
     @lru_cache(maxsize=256)  # a divide factor may differ in every step
     def of(
-        cls, dtype: torch.dtype, ranks: int, shard_ranks: int, divide_factor: float | None, sums: bool, encodes: bool
+        cls, dtype: torch.dtype, ranks: int, shard_ranks: int, divide_factor: float | None, sums: bool, at_pack: bool
     ) -> Scaling:
-        """float16 is divided by about sqrt(ranks) before and after, which keeps it in range; others by the collective.
+        """float16 is divided by about sqrt(ranks) before and after, which keeps it in range.
 
-        sums: collectives must only sum, so what was reduced is divided.
-        encodes: values are sent as codes, which are only added up, so gradients are divided when they are packed.
+        at_pack: others are divided when they are packed, which costs nothing, and then only added up. Else by the collective.
+        sums: collectives must only sum, so what was reduced is divided, unless that is done already.
         """
         factor = float(ranks) if divide_factor is None else divide_factor
         if dtype is torch.float16:
@@ -34,7 +34,7 @@ class Scaling(NamedTuple):
             while factor % before == 0 and factor / before > before:
                 before *= 2
             return cls(1 / before, ReduceOp.SUM, ReduceOp.SUM, before / factor)
-        if encodes:
+        if at_pack:
             return cls(1 / factor, ReduceOp.SUM, ReduceOp.SUM, 1.0)
         if sums:
             return cls(1.0, ReduceOp.SUM, ReduceOp.SUM, 1 / factor)
