@@ -219,6 +219,8 @@ class _Reader:
             requested = None
         if requested is not None and requested.type == "cuda" and not torch.cuda.is_available():
             expected = f"'cpu', since torch {torch.__version__} sees no CUDA device here"
+        elif requested is not None and requested.type == "cuda" and (requested.index or 0) >= torch.cuda.device_count():
+            expected = f"'cuda', or a number below {torch.cuda.device_count()}, the GPUs that torch sees here"
         elif requested is not None and requested.type in ("cpu", "cuda"):
             return requested
         self.problems.append(Problem(f"init(device={device!r})", expected))

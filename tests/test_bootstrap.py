@@ -356,6 +356,12 @@ def test_ranks_that_share_a_gpu_are_refused(seen: list[str], device: str, shared
     assert permitted.returncode == 0, permitted.stderr
 
 
+def test_a_gpu_that_one_rank_does_not_have_is_refused_on_every_rank() -> None:
+    done = start_on_gpus(["ABC", "AB"], "cuda:2")
+    expected = r"init\(device='cuda:2'\) on rank 1: expected 'cuda', or a number below 2, the GPUs that torch sees here"
+    assert len(re.findall(f"SettingsError: {expected}", done.stderr)) == 2, done.stderr
+
+
 IN_A_NAMESPACE = """
 import os, sys
 if "INSIDE" not in os.environ:
