@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar, overload
 import torch
 
 from .backend import Backend
+from .backends.cuda_builds import CudaBuildError, check_builds, own_builds
 from .binding import Place, SharedGpuError, bind_device, locate
 from .communicator import Communicator
 from .control import apart
@@ -171,9 +172,9 @@ def init(device: str | torch.device | None = None) -> World:
     the CPU.
     Works without a launcher, as a world of one rank. In a dry world, whose device is the meta device, any device is right.
     Raises: RuntimeError when the launcher started N > 1 ranks and MPI sees one, after finalize(), for another device than the
-    world's, where ranks of one node are in PID namespaces of their own, and where ranks take the same GPU; ImportError without
-    mpi4py; ValueError on every rank for a variable or a device that is malformed on one, and for variables, devices, or
-    versions of torch and shardrt that differ between ranks.
+    world's, where ranks of one node are in PID namespaces of their own, where ranks take the same GPU, and where torch, CuPy
+    and NCCL are built for different versions of CUDA; ImportError without mpi4py; ValueError on every rank for a variable or a
+    device that is malformed on one, and for variables, devices, or versions of torch and shardrt that differ between ranks.
     """
     global _world
     if _world is None:
@@ -286,7 +287,9 @@ def _start(requested: str | torch.device | None) -> World:
             place = locate(comm, settings.ranks_per_node)
             check_namespaces(comm, place.node)
             device = bind_device(comm, settings.device, place)
-        except (SettingsError, NamespaceError, SharedGpuError):
+            if device.type == "cuda":
+                check_builds(comm.allgather(own_builds()))
+        except (SettingsError, NamespaceError, SharedGpuError, CudaBuildError):
             _end_mpi()  # every rank is here, and each leaves with the error
             raise
         return _make_world(comm, settings, place, device)

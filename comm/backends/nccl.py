@@ -28,6 +28,7 @@ from ..backend import Backend
 from ..calls import CollectiveCall, Counts, Op, ReduceOp
 from ..pool import Pool
 from ..streams import Stream
+from .cuda_builds import loaded_nccls
 from .libnccl import Library
 from .nccl_memory import NcclMemory
 
@@ -105,7 +106,7 @@ class NcclBackend(Backend):
         torch.cuda.set_device(device)
         Device(device.index).use()
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("%s: NCCL %s from %s", self, _version(nccl.get_version()), _library_paths())
+            _log.debug("%s: NCCL %s from %s", self, _version(nccl.get_version()), ", ".join(loaded_nccls()))
 
     def connect(self) -> None:
         """Raises: RuntimeError when NCCL cannot connect the ranks."""
@@ -296,9 +297,3 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _version(code: int) -> str:
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
-
-
-def _library_paths() -> str:
-    """The paths of every loaded libnccl; one, unless torch and CuPy use different ones."""
-    with open("/proc/self/maps") as maps:
-        return ", ".join(sorted({line.split()[-1] for line in maps if "libnccl" in line}))
