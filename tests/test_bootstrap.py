@@ -312,7 +312,7 @@ torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: len(seen)
 torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=seen[index])
 torch.cuda.set_device = lambda index: None
-bootstrap._backend_for = lambda device, host: host
+bootstrap._backend_for = lambda device, host, policy: host
 watchdog.observe = lambda device: None
 world = shardrt.init({device!r})
 os.write(1, f"rank {{world.rank}} takes {{seen[world.device.index]}} as {{world.device}}\\n".encode())
