@@ -5,6 +5,7 @@ from .calls import MismatchError, Op, PreMulSum, ReduceOp, RemoteError, Work
 from .communicator import Communicator
 from .environment import without_launcher_variables
 from .mesh import DeviceMesh, current_mesh
+from .nccl_policy import NcclPolicy
 from .pool import Pool, new_pool
 from .streams import Event, Stream, current_stream, new_stream
 
@@ -13,6 +14,7 @@ __all__ = [
     "DeviceMesh",
     "Event",
     "MismatchError",
+    "NcclPolicy",
     "Op",
     "Pool",
     "PreMulSum",

@@ -29,7 +29,6 @@ class Backend(ABC):
 
     library: ClassVar[str]  # as messages name it
     reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE  # the dtypes that it reduces
-    connects: ClassVar[bool] = False  # `connect` has work to do, which blocks
     has_pool: ClassVar[bool] = False  # `pool` has work to do, which blocks
     multiplies_terms: ClassVar[bool] = False  # for AVG and PreMulSum it multiplies each rank's values, rounded, and adds them
 
@@ -81,10 +80,10 @@ class Backend(ABC):
 
     @abstractmethod
     def split(self, color: int | None, key: int, name: str) -> Self | None:
-        """A backend for each colour, not connected yet; None for a rank without one. Collective."""
+        """A backend for each colour; None for a rank without one. Collective."""
 
     def part(self, ranks: Sequence[int], name: str) -> Self:
-        """A backend for these of its ranks, this one among them, in their order, not connected yet.
+        """A backend for these of its ranks, this one among them, in their order.
 
         Collective: every rank gives the part that it is in; parts that share a rank are the same.
         """
@@ -100,9 +99,16 @@ class Backend(ABC):
     def close(self) -> None:
         """Free the connection and its buffers. Collective; called once."""
 
-    def connect(self) -> None:
-        """Connect the ranks, for a backend that `connects`. Collective; called once, before any other call."""
-        raise NotImplementedError
+    def async_error(self) -> str | None:
+        """What has made calls fail that had been launched, in words; None: nothing that the library tells of.
+
+        From any thread, beside a call of another one; never blocks.
+        """
+        return None
+
+    def abort(self) -> None:
+        """End this rank's calls that are under way, on this rank alone. The job ends; from any thread, if none is in a call."""
+        return None
 
     def pool(self) -> Pool | None:
         """Make the pool of `Communicator.pool`, for a backend that `has_pool`. Collective; called once."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar, overload
 import torch
 
 from .backend import Backend
+from .backends.cuda_builds import CudaBuildError, check_builds, own_builds
 from .binding import Place, SharedGpuError, bind_device, locate
 from .communicator import Communicator
 from .control import apart
@@ -27,6 +28,7 @@ from .malloc import keep_freed_memory
 from .memory_access import may_read_other_processes
 from .mesh import DeviceMesh, positional_names
 from .monitor.guarding import RankGuard
+from .nccl_policy import NcclPolicy
 from .settings import Launched, Settings, SettingsError, agree, launched, read
 from .streams import Stream, current_stream, new_stream
 from .totals import Value, reduce_values
@@ -164,20 +166,21 @@ def inhabited(make: Callable[[], WorldKind]) -> Iterator[WorldKind]:
             _world = before
 
 
-def init(device: str | torch.device | None = None) -> World:
+def init(device: str | torch.device | None = None, *, nccl: NcclPolicy | None = None) -> World:
     """Start MPI if it is not running, bind this rank's device, and return the world. Collective; later calls return the same.
 
     device: "cpu", "cuda" (a GPU by this rank's number among those of the machine), or None for CUDA where torch has it, else
     the CPU.
+    nccl: how NCCL's communicators are made, the same on every rank; None for the defaults. The first call's counts.
     Works without a launcher, as a world of one rank. In a dry world, whose device is the meta device, any device is right.
     Raises: RuntimeError when the launcher started N > 1 ranks and MPI sees one, after finalize(), for another device than the
-    world's, where ranks of one node are in PID namespaces of their own, and where ranks take the same GPU; ImportError without
-    mpi4py; ValueError on every rank for a variable or a device that is malformed on one, and for variables, devices, or
-    versions of torch and shardrt that differ between ranks.
+    world's, where ranks of one node are in PID namespaces of their own, where ranks take the same GPU, and where torch, CuPy
+    and NCCL are built for different versions of CUDA; ImportError without mpi4py; ValueError on every rank for a variable or a
+    device that is malformed on one, and for variables, devices, or versions of torch and shardrt that differ between ranks.
     """
     global _world
     if _world is None:
-        _world = _start(device)
+        _world = _start(device, nccl or NcclPolicy())
     requested = torch.device(_world.device if device is None or _world.device.type == "meta" else device)
     if requested.type != _world.device.type or requested.index not in (None, _world.device.index):
         raise RuntimeError(f"init(device={str(device)!r}): this world's device is {_world.device}, and a process has one world")
@@ -271,13 +274,13 @@ def _end_mpi() -> None:
 _started_mpi = False
 
 
-def _start(requested: str | torch.device | None) -> World:
+def _start(requested: str | torch.device | None, policy: NcclPolicy) -> World:
     if _monitor is not None:
         raise RuntimeError("shardrt.init() after shardrt.finalize(): a process has one world, made once")
     from .monitor.peers import NamespaceError, check_namespaces
 
     launcher = launched(os.environ)
-    settings, problems = read(os.environ, requested)
+    settings, problems = read(os.environ, requested, policy)
     with _guard.starting(settings.start_timeout_s, settings.patience_s):
         comm = _start_mpi()
         _check_launcher(comm.Get_size(), launcher)
@@ -286,7 +289,9 @@ def _start(requested: str | torch.device | None) -> World:
             place = locate(comm, settings.ranks_per_node)
             check_namespaces(comm, place.node)
             device = bind_device(comm, settings.device, place)
-        except (SettingsError, NamespaceError, SharedGpuError):
+            if device.type == "cuda":
+                check_builds(comm.allgather(own_builds()))
+        except (SettingsError, NamespaceError, SharedGpuError, CudaBuildError):
             _end_mpi()  # every rank is here, and each leaves with the error
             raise
         return _make_world(comm, settings, place, device)
@@ -300,7 +305,7 @@ def _make_world(comm: MPI.Intracomm, settings: Settings, place: Place, device: t
 
     _monitor = Monitor(comm, place.node, device, settings, _guard)
     host = MpiBackend(comm.Dup(), "world", place.node, place.has_cores)
-    data = Communicator(_backend_for(device, host), _monitor.hooks)
+    data = Communicator(_backend_for(device, host, settings.nccl), _monitor.hooks)
     atexit.register(_finalize_at_exit)
     return World(
         rank=data.rank,
@@ -357,9 +362,10 @@ def _check_launcher(size: int, launcher: Launched | None) -> None:
         )
 
 
-def _backend_for(device: torch.device, host: MpiBackend) -> Backend:
+def _backend_for(device: torch.device, host: MpiBackend, policy: NcclPolicy) -> Backend:
     if device.type == "cpu":
         return host
     from .backends.nccl import NcclBackend
+    from .backends.nccl_config import Family
 
-    return NcclBackend(host, device, "world")
+    return NcclBackend(host, device, "world", Family(policy))

@@ -48,7 +48,7 @@ class PreMulSum:
 Op = ReduceOp | PreMulSum
 
 # Control calls: they block the caller and run on its thread.
-BLOCKING = frozenset({"create", "exchange", "split", "empty", "pool", "agree", "rejoin", "close", "finalize"})
+BLOCKING = frozenset({"exchange", "split", "empty", "pool", "agree", "rejoin", "close", "finalize"})
 
 
 class Counts(NamedTuple):
@@ -92,6 +92,8 @@ class Member(Protocol):
     def swap_numbers(self, numbers: Sequence[int]) -> list[int]: ...
 
     def align(self, numbers: Iterable[int]) -> None: ...
+
+    def async_error(self) -> str | None: ...
 
 
 @dataclass(slots=True, eq=False)

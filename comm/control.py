@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from threading import Event as Flag
 from threading import current_thread, get_ident
 from threading import enumerate as enumerate_threads
 from time import sleep
@@ -57,13 +58,11 @@ class ControlPlane:
         self._number = 0  # of the next call
         self._depth = 0  # of blocks of `agree()` that this rank is in
         self._thread = 0  # that makes a call now
+        self._is_aborted = False
         self._newest: tuple[Stream, Event] | None = None  # call
         self._newest_collective: Event = PAST
         self._pool: Pool | None = None
         self._needs_pool = backend.has_pool
-        if backend.connects:
-            with self.watched("create"):
-                backend.connect()
         _open[self] = None
 
     def exchange(self, value: T) -> list[T]:
@@ -247,6 +246,8 @@ class ControlPlane:
                 after(calls)
 
     def _raise_in_use(self, name: str) -> NoReturn:
+        if self._is_aborted:
+            Flag().wait()  # the process ends
         names = {thread.ident: thread.name for thread in enumerate_threads()}
         raise RuntimeError(
             f"{name} on {self}: thread '{current_thread().name}' calls it while thread '{names.get(self._thread, '?')}' is in "
@@ -279,6 +280,19 @@ class ControlPlane:
             self.is_closed = True
             del _open[self]
             _left.discard(self)
+
+    def async_error(self) -> str | None:
+        """What has made calls of this communicator fail on the GPU, in words; None: nothing, or not known. Never blocks."""
+        return None if self.is_closed else self.backend.async_error()
+
+    def _abort(self) -> None:
+        """End this rank's calls that are under way on the GPU, unless a thread is in a call: for a job that ends.
+
+        From any thread. Whoever makes a call of this communicator afterwards waits until the process ends.
+        """
+        if self.is_async and not self._thread:
+            self._thread, self._is_aborted = get_ident(), True
+            self.backend.abort()
 
     def check_open(self, name: str) -> None:
         """Raise RuntimeError after close(). name: of the call, for the message."""
@@ -410,6 +424,13 @@ def apart() -> Iterator[None]:
     finally:
         _open.clear()
         _open.update(before)
+
+
+def abort_all() -> None:
+    """End what runs on the GPU, for a job that ends: all communicators that are open, as far as they can be aborted."""
+    for comm in list(_open):
+        with suppress(Exception):  # one that cannot be aborted leaves the others to be
+            comm._abort()
 
 
 def remove_hooks() -> None:

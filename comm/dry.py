@@ -23,6 +23,7 @@ from .calls import CollectiveCall
 from .communicator import Communicator
 from .dumps import DumpFolder
 from .mesh import DeviceMesh
+from .nccl_policy import NcclPolicy
 from .ranks import Ranks, pick
 from .recorder import Recorder
 from .settings import Settings
@@ -239,6 +240,7 @@ def _settings(per_node: int) -> Settings:
     forever = float("inf")
     return Settings(
         device=META,
+        nccl=NcclPolicy(),
         timeout_s=forever,
         start_timeout_s=forever,
         patience_s=forever,

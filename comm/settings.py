@@ -20,6 +20,7 @@ import torch
 from .fingerprint import name_ranks
 from .guard.node import launcher_variables
 from .guard.processes import is_launched
+from .nccl_policy import NcclPolicy
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Settings:
     """What the environment and the argument of `init` ask for. Made once, by `read`; the same on all ranks after `agree`."""
 
     device: torch.device  # without an index, unless the program chose one
+    nccl: NcclPolicy  # the argument of `init`
     timeout_s: float  # SHARDRT_TIMEOUT; infinity for no limit
     start_timeout_s: float  # SHARDRT_START_TIMEOUT; infinity for no limit
     patience_s: float  # SHARDRT_PATIENCE; infinity for no limit
@@ -73,6 +75,7 @@ class Settings:
             "shardrt": __version__,
             "torch": torch.__version__,
             "device": self.device.type,
+            "init(nccl=)": str(self.nccl),
             "SHARDRT_TIMEOUT": f"{self.timeout_s:g}",
             "SHARDRT_START_TIMEOUT": f"{self.start_timeout_s:g}",
             "SHARDRT_PATIENCE": f"{self.patience_s:g}",
@@ -85,12 +88,15 @@ class Settings:
         }
 
 
-def read(environment: Mapping[str, str], device: str | torch.device | None = None) -> tuple[Settings, list[Problem]]:
-    """This rank's settings, and what is malformed: its default stands in for it. device: the argument of `init`."""
+def read(
+    environment: Mapping[str, str], device: str | torch.device | None = None, nccl: NcclPolicy | None = None
+) -> tuple[Settings, list[Problem]]:
+    """This rank's settings, and what is malformed: its default stands in for it. device, nccl: the arguments of `init`."""
     reader = _Reader(environment)
     kind = reader.device(device)
     settings = Settings(
         device=kind,
+        nccl=nccl or NcclPolicy(),
         timeout_s=reader.seconds("SHARDRT_TIMEOUT", 600.0),
         start_timeout_s=reader.seconds("SHARDRT_START_TIMEOUT", 120.0),
         patience_s=reader.seconds("SHARDRT_PATIENCE", 3600.0),
@@ -219,6 +225,8 @@ class _Reader:
             requested = None
         if requested is not None and requested.type == "cuda" and not torch.cuda.is_available():
             expected = f"'cpu', since torch {torch.__version__} sees no CUDA device here"
+        elif requested is not None and requested.type == "cuda" and (requested.index or 0) >= torch.cuda.device_count():
+            expected = f"'cuda', or a number below {torch.cuda.device_count()}, the GPUs that torch sees here"
         elif requested is not None and requested.type in ("cpu", "cuda"):
             return requested
         self.problems.append(Problem(f"init(device={device!r})", expected))

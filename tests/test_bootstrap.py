@@ -312,7 +312,7 @@ torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: len(seen)
 torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=seen[index])
 torch.cuda.set_device = lambda index: None
-bootstrap._backend_for = lambda device, host: host
+bootstrap._backend_for = lambda device, host, policy: host
 watchdog.observe = lambda device: None
 world = shardrt.init({device!r})
 os.write(1, f"rank {{world.rank}} takes {{seen[world.device.index]}} as {{world.device}}\\n".encode())
@@ -354,6 +354,12 @@ def test_ranks_that_share_a_gpu_are_refused(seen: list[str], device: str, shared
     assert len(re.findall(f"SharedGpuError: {shared}: expected one for each rank", done.stderr)) == len(seen), done.stderr
     permitted = start_on_gpus(seen, device, NCCL_MULTI_RANK_GPU_ENABLE="1")
     assert permitted.returncode == 0, permitted.stderr
+
+
+def test_a_gpu_that_one_rank_does_not_have_is_refused_on_every_rank() -> None:
+    done = start_on_gpus(["ABC", "AB"], "cuda:2")
+    expected = r"init\(device='cuda:2'\) on rank 1: expected 'cuda', or a number below 2, the GPUs that torch sees here"
+    assert len(re.findall(f"SettingsError: {expected}", done.stderr)) == 2, done.stderr
 
 
 IN_A_NAMESPACE = """

@@ -369,6 +369,48 @@ time.sleep(600)
     assert reports(done.stderr, "[0] present: ranks 0, 1; missing: none")
 
 
+def test_an_asynchronous_error() -> None:
+    """What a communicator reports of a call that was launched ends the job at once, and what runs on the GPU is aborted."""
+    source = """
+import os, sys, time
+import torch
+import shardrt
+from mpi4py import MPI
+from shardrt.comm.calls import CallList, CollectiveCall, Work
+from shardrt.comm.monitor.guarding import RankGuard
+from shardrt.comm.monitor.install import Monitor
+from shardrt.comm.streams import Event
+
+class Never(Event):
+    def query(self): return False
+    def synchronize(self): raise AssertionError
+
+def abort(name):
+    os.write(1, f"rank {world.rank} aborts {name}\\n".encode())
+    time.sleep(600)
+
+world = shardrt.init("cpu")
+shardrt.comm.monitor.watchdog.observe = lambda device: None
+monitor = Monitor(MPI.COMM_WORLD, 0, torch.device("cuda", world.rank), world.settings, RankGuard())
+watchdog = next(hook for hook in monitor.hooks if type(hook).__name__ == "Watchdog")
+comm, busy = world.comm.split(0, world.rank, "gpu"), world.comm.split(0, world.rank, "busy")
+comm.is_async = busy.is_async = True
+busy._thread = 1  # is in a call
+comm.backend.abort, busy.backend.abort = lambda: abort("gpu"), lambda: abort("busy")
+if world.rank == 1:
+    comm.backend.async_error = lambda: "remote process exited (socket closed)"
+call = CollectiveCall(comm, 7, "all_gather", torch.ones(4), torch.ones(4), (), world.stream)
+watchdog.called(CallList([call]).describe(), Work(Never()))
+time.sleep(600)
+"""
+    done = run_script(source, 2, SHARDRT_TIMEOUT="300")
+    assert done.returncode == 17, done.stderr
+    error = "NCCL failed in #7 all_gather float32 4 on 'gpu': remote process exited (socket closed)"
+    assert reports(done.stderr, f"[1] rank 1: {error}; ending the job with exit code 17")
+    assert "waited" not in done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 aborts gpu", "rank 1 aborts gpu"]
+
+
 @pytest.mark.mpi
 def test_ranks_that_are_late() -> None:
     """Over many operations: it is named. After the deadline, moments before the report: the job goes on, and ends in order."""

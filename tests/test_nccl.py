@@ -29,12 +29,13 @@ import torch
 
 import shardrt.comm
 from ranks import skip_at_home
-from shardrt.comm import recorder
-from shardrt.comm.backends import libnccl
+from shardrt.comm import control, recorder
+from shardrt.comm.backends import libnccl, nccl_config
 from shardrt.comm.backends.mpi import MpiBackend
 from shardrt.comm.calls import Hook, PreMulSum, ReduceOp, Work
 from shardrt.comm.communicator import Communicator
 from shardrt.comm.dumps import DumpFolder
+from shardrt.comm.nccl_policy import CTA_POLICIES, NcclPolicy
 from shardrt.comm.pool import Pool
 from shardrt.comm.streams import CudaStream, InlineStream, Stream, current_stream, new_stream
 
@@ -51,6 +52,9 @@ SIGNATURES = {
     "NcclCommunicator": "int ndev, bytes commId, int rank, NcclConfig config=None",
     "allGather": "intptr_t sendbuf, intptr_t recvbuf, size_t count, int datatype, intptr_t stream",
     "allReduce": "intptr_t sendbuf, intptr_t recvbuf, size_t count, int datatype, int op, intptr_t stream",
+    "commSplit": "int color, int key, NcclConfig config=None",
+    "abort": "",
+    "check_async_error": "",
     "broadcast": "intptr_t sendbuff, intptr_t recvbuff, size_t count, int datatype, int root, intptr_t stream",
     "destroy": "",
     "groupEnd": "",
@@ -100,10 +104,13 @@ class Double:
     failures: dict[str, Exception] = field(default_factory=dict)  # what a function of CuPy's raises
     codes: dict[str, int] = field(default_factory=dict)  # what a C function answers; else 0
     window: int | None = WINDOW  # what a symmetric window is made as
+    last_error: bytes | None = None  # what ncclGetLastError returns
     memory: list[ctypes.Array[ctypes.c_char]] = field(default_factory=list)  # what ncclMemAlloc gave
 
     def communicator(self, rank: int = 0, size: int = 2, name: str = "world") -> Any:
+        """One that is connected."""
         comm = Communicator(load_backend().NcclBackend(Host(rank, size, self.events), DEVICE, name))
+        comm.backend._connect()
         self.events.clear()
         return comm
 
@@ -114,7 +121,7 @@ class Double:
         parameters = [parameter.split() for parameter in SIGNATURES[name].split(", ") if parameter]
         required = [found for found in parameters if "=" not in found[-1]]
         assert len(required) <= len(args) <= len(parameters), f"{name}{args}"
-        for (kind, _), value in zip(required, args, strict=True):
+        for (kind, _), value in zip(required, args[: len(required)], strict=True):
             assert type(value) is (bytes if kind == "bytes" else int), f"{name}: {kind}, {value!r}"
         self.events.append((name, *args))
 
@@ -236,6 +243,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Double:
     for name, arguments in libnccl._SIGNATURES.items():
         prototype = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
         setattr(result.library, name, prototype(lambda *args, name=name: result.c_call(name, *args)))
+    result.library.ncclGetLastError = partial(lambda comm: result.last_error)  # no callback of ctypes returns text
     monkeypatch.setattr(libnccl, "CDLL", lambda path: result.library if path == __file__ else ctypes.CDLL(path))
     patch_torch(monkeypatch, result.events)
     return result
@@ -254,6 +262,10 @@ def binding(double: Double) -> ModuleType:
             if name not in SIGNATURES.keys() - OF_MODULE:
                 raise AttributeError(name)
             return lambda *args: double.call(name, *args)
+
+        def commSplit(self, *args: object) -> NcclCommunicator:
+            double.call("commSplit", *args)
+            return NcclCommunicator.__new__(NcclCommunicator)
 
     def get_unique_id() -> bytes:
         double.events.append(("unique id",))
@@ -370,25 +382,139 @@ def test_c_functions_have_the_signatures_of_the_installed_header(cupy_nccl: Any)
         assert found == list(expected), name
 
 
+def test_the_last_error_is_that_of_the_installed_header(cupy_nccl: Any) -> None:
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl.so" in line}
+    header = Path(paths.pop()).parent.parent / "include" / "nccl.h"
+    if not header.exists():
+        skip_at_home(f"no {header}")
+    assert re.search(r"const char\*\s+ncclGetLastError\((const )?ncclComm_t comm\);", header.read_text())
+    extension = sys.modules[cupy_nccl.NcclCommunicator.__module__].__file__
+    assert extension is not None
+    assert libnccl.Library(extension, cupy_nccl.check_status).last_error() == ""
+
+
 # ---------------------------------------------------------------------- creating
 
 
-def test_rank_0_makes_the_unique_id_after_the_device_is_bound(double: Double) -> None:
-    Communicator(load_backend().NcclBackend(Host(0, 2, double.events), DEVICE, "world"))
-    assert double.events == [
-        ("torch device", DEVICE),
-        ("cupy device", 1),
-        ("unique id",),
-        ("exchange", UNIQUE_ID),
-        ("NcclCommunicator", 2, UNIQUE_ID, 0),
-    ]
+BOUND = [("torch device", DEVICE), ("cupy device", 1)]
+
+
+def unconnected(double: Double, rank: int = 0, size: int = 2, policy: NcclPolicy | None = None) -> Any:
+    family = None if policy is None else nccl_config.Family(policy)
+    comm = Communicator(load_backend().NcclBackend(Host(rank, size, double.events), DEVICE, "world", family))
+    assert double.events == BOUND
+    double.events.clear()
+    return comm
+
+
+def reduce_four(comm: Communicator) -> None:
+    comm.all_reduce(on_gpu(4), on_gpu(4), ReduceOp.SUM, stream=cuda_stream())
+
+
+def test_the_first_collective_connects_the_ranks(double: Double) -> None:
+    comm = unconnected(double)
+    reduce_four(comm)
+    reduce_four(comm)
+    made = [*BOUND, ("unique id",), ("exchange", UNIQUE_ID), ("NcclCommunicator", 2, UNIQUE_ID, 0)]
+    assert double.events[:-2] == made
+    assert [event[0] for event in double.events[-2:]] == ["allReduce"] * 2
+
+
+@pytest.mark.parametrize("call", ["empty", "pool"])
+def test_buffers_of_nccl_connect_the_ranks(double: Double, plain: list[int], call: str) -> None:
+    del double.library.ncclCommRegister
+    comm = unconnected(double)
+    comm.empty(4, torch.float32) if call == "empty" else comm.pool()
+    assert [event[0] for event in double.events[2:5]] == ["unique id", "exchange", "NcclCommunicator"]
+
+
+def test_where_only_the_host_agrees_nccl_makes_nothing(double: Double) -> None:
+    comm = unconnected(double)
+    comm.exchange("value")
+    assert comm.differing("value") is None
+    assert comm.async_error() is None
+    comm._abort()
+    comm._thread = 0
+    comm.close()
+    assert {event[0] for event in double.events} == {"exchange", "compare", "host close"}
 
 
 def test_other_ranks_receive_the_unique_id(double: Double) -> None:
-    comm = Communicator(load_backend().NcclBackend(Host(1, 3, double.events), DEVICE, "world"))
-    assert double.events[2:] == [("exchange", None), ("NcclCommunicator", 3, UNIQUE_ID, 1)]
+    comm = unconnected(double, 1, 3)
+    reduce_four(comm)
+    assert double.events[2:-1] == [("exchange", None), ("NcclCommunicator", 3, UNIQUE_ID, 1)]
     assert (comm.rank, comm.size, comm.device, comm.name) == (1, 3, DEVICE, "world")
     assert comm.ranks == (0, 1, 2)
+
+
+def test_a_rank_0_that_cannot_make_the_unique_id_fails_on_every_rank(double: Double) -> None:
+    def fail() -> bytes:
+        raise NcclError(1)
+
+    vars(sys.modules["cupy.cuda.nccl"]).update(get_unique_id=fail)
+    comm = unconnected(double)
+    with pytest.raises(RuntimeError, match=r"create on .*rank 0 of 2.*unhandled cuda error"):
+        reduce_four(comm)
+    (_, told) = double.events[-1]
+    double.events.clear()
+    other = unconnected(double, 1)
+    other.backend._host.others[0] = told
+    with pytest.raises(RuntimeError, match=r"create on .*rank 0 of 2.*unhandled cuda error"):
+        reduce_four(other)
+
+
+def test_over_the_same_ranks_further_ones_are_split_from_the_first(double: Double) -> None:
+    first = unconnected(double, size=1)
+    second, third = (first.split(0, 0, name) for name in ("dp.gather", "dp.reduce"))
+    reduce_four(second)  # the first to make a collective
+    double.events.clear()
+    reduce_four(first)
+    split = [*BOUND, ("synchronize", DEVICE), ("commSplit", 0, 0)]
+    assert double.events[:-1] == split
+    first.close()
+    double.events.clear()
+    reduce_four(third)
+    assert double.events[:-1] == split
+    second.close()
+    double.events.clear()
+    fourth = third.split(0, 0, "late")
+    reduce_four(fourth)  # nothing to split from
+    assert ("NcclCommunicator", 1, UNIQUE_ID, 0) in double.events
+
+
+def test_over_other_ranks_nothing_is_split(double: Double) -> None:
+    comm = double.communicator()
+    part = comm.split(0, 0, "of one rank")
+    double.events.clear()
+    reduce_four(part)
+    assert ("NcclCommunicator", 1, UNIQUE_ID, 0) in double.events
+
+
+@pytest.mark.parametrize(("rank", "size", "peer"), [(0, 3, 1), (1, 2, 1)])
+def test_sends_and_receives_do_not_connect_ranks_that_may_not_come(double: Double, rank: int, size: int, peer: int) -> None:
+    comm = unconnected(double, rank, size)
+    send, recv = (partial(call, on_gpu(4), peer, stream=cuda_stream()) for call in (comm.send, comm.recv))
+    with pytest.raises(RuntimeError, match=r"send on .*expected a call that all its ranks make first, such as barrier\(\)"):
+        in_group(comm, send, recv)
+    assert double.events == []
+    with comm.group():
+        send()
+        comm.barrier(stream=cuda_stream())
+    assert ("NcclCommunicator", size, UNIQUE_ID, rank) in double.events
+
+
+def test_a_send_connects_two_ranks(double: Double) -> None:
+    comm = unconnected(double)
+    comm.send(on_gpu(4), 1, stream=cuda_stream())
+    assert ("NcclCommunicator", 2, UNIQUE_ID, 0) in double.events
+
+
+def test_a_capture_connects_nothing(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = unconnected(double)
+    monkeypatch.setitem(type(comm.backend)._connect.__globals__, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="its first call, which connects the ranks, is captured in a CUDA graph"):
+        reduce_four(comm)
+    assert double.events == []
 
 
 def test_version_is_logged(double: Double, caplog: pytest.LogCaptureFixture) -> None:
@@ -498,9 +624,10 @@ def test_barrier_reduces_one_lasting_element(double: Double) -> None:
     comm = double.communicator()
     comm.barrier(stream=cuda_stream())
     comm.barrier(stream=cuda_stream(handle=HANDLE + 1))
-    token = double.events[0][1]
+    token = double.events[-1][1]
     rest = (token, token, 1, DTYPES[torch.float32][1], OPS[ReduceOp.SUM][1])
-    assert double.events == [("allReduce", *rest, HANDLE), ("allReduce", *rest, HANDLE + 1)]
+    made = [("on stream", HANDLE), ("off stream",)]
+    assert double.events == [*made, ("allReduce", *rest, HANDLE), ("allReduce", *rest, HANDLE + 1)]
 
 
 def all_calls(comm: Communicator, stream: Stream) -> list[Callable[[], Work]]:
@@ -534,6 +661,69 @@ def test_the_default_cuda_stream_is_accepted(double: Double) -> None:
     launches = [event for event in double.events if event[0] in SIGNATURES.keys() - OF_MODULE or event[0] == "ncclAlltoAll"]
     assert [launch[-1] or 0 for launch in launches] == [0] * 11  # ctypes has None for a null pointer
     assert {event[1] for event in double.events if event[0] == "on stream"} == {0}
+
+
+# ---------------------------------------------------------------------- policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "share", "written"),
+    [
+        (NcclPolicy(share_resources=True), 1, (-1, -1, -1)),
+        (NcclPolicy(cta_policy="zero", max_ctas=8), 0, (nccl_config.UNDEFINED, 8, 2)),
+        (NcclPolicy(min_ctas=2, max_ctas=2), 0, (2, 2, nccl_config.UNDEFINED)),
+    ],
+)
+def test_the_policy_is_that_of_the_first_communicator(
+    double: Double, monkeypatch: pytest.MonkeyPatch, policy: NcclPolicy, share: int, written: tuple[int, int, int]
+) -> None:
+    """Those that are split from it take over its configuration."""
+    inside = nccl_config.Config(minCTAs=-1, maxCTAs=-1, CTAPolicy=-1)
+    vars(sys.modules["cupy.cuda.nccl"]).update(NcclConfig=lambda split_share: ("config", split_share))
+    monkeypatch.setattr(nccl_config, "view", lambda made: inside)
+    comm = unconnected(double, size=1, policy=policy)
+    reduce_four(comm)
+    assert ("NcclCommunicator", 1, UNIQUE_ID, 0, ("config", share)) in double.events
+    assert (inside.minCTAs, inside.maxCTAs, inside.CTAPolicy) == written
+    part = comm.split(0, 0, "dp.gather")
+    reduce_four(part)
+    assert ("commSplit", 0, 0) in double.events
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"cta_policy": "fast"}, {"min_ctas": 0}, {"max_ctas": True}, {"max_ctas": 1.5}, {"min_ctas": 4, "max_ctas": 3}]
+)
+def test_wrong_policies_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"NcclPolicy\(.*expected"):
+        NcclPolicy(**wrong)
+
+
+def test_the_configuration_is_that_of_the_installed_cupy(cupy_nccl: Any) -> None:
+    made = cupy_nccl.NcclConfig(split_share=1)
+    inside = nccl_config.view(made)
+    values = {name: getattr(inside, name) for name, *_ in nccl_config.Config._fields_[3:]}
+    assert values.pop("splitShare") == 1
+    assert set(values.values()) == {nccl_config.UNDEFINED, None}
+    nccl_config.configure(made, NcclPolicy(max_ctas=8))
+    assert (nccl_config.view(made).maxCTAs, made.split_share) == (8, 1)
+    with pytest.raises(RuntimeError, match="does not hold NCCL's configuration as that of CuPy"):
+        nccl_config.view(object())
+
+
+def test_the_configuration_is_that_of_the_installed_header(cupy_nccl: Any) -> None:
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl.so" in line}
+    header = Path(paths.pop()).parent.parent / "include" / "nccl.h"
+    if not header.exists():
+        skip_at_home(f"no {header}")
+    text = header.read_text()
+    declared = re.search(r"typedef struct ncclConfig_v\d+ \{(.*?)\} ncclConfig_t;", re.sub(r"/\*.*?\*/", "", text), re.DOTALL)
+    assert declared is not None
+    kinds = {"size_t": ctypes.c_size_t, "unsigned int": ctypes.c_uint, "int": ctypes.c_int, "const char *": ctypes.c_char_p}
+    fields = [re.fullmatch(r"\s*(.*?[ *])(\w+)\s*", line) for line in declared[1].split(";")[:-1]]
+    found = [(match[2], kinds[match[1].strip()]) for match in fields if match]
+    assert found[: len(nccl_config.Config._fields_)] == list(nccl_config.Config._fields_)
+    for name, code in CTA_POLICIES.items():
+        assert re.search(rf"#define NCCL_CTA_POLICY_{name.upper()} 0x0{code}\b", text)
 
 
 # ---------------------------------------------------------------------- sends and receives, groups
@@ -665,7 +855,7 @@ def test_a_group_is_one_group_of_nccl(double: Double) -> None:
     assert work.is_done()
     with comm.group():
         comm.barrier(stream=cuda_stream())
-    assert [event[0] for event in double.events[7:]] == ["allReduce"]
+    assert [event[0] for event in double.events[7:]] == ["on stream", "off stream", "allReduce"]
 
 
 def test_a_call_that_fails_ends_its_group(double: Double) -> None:
@@ -962,8 +1152,7 @@ def test_what_goes_into_a_cuda_graph_is_not_waited_for(
     comm = Communicator(load_backend().NcclBackend(Host(0, 2, double.events), DEVICE, "world"), [hook])
     comm.all_gather(on_gpu(4), on_gpu(2), stream=cuda_stream())
     hook.poll()
-    created, call = json.loads(hook.dump().read_text())["calls"]
-    assert (created["what"], created["ended"] > 0) == ("create", True)
+    (call,) = json.loads(hook.dump().read_text())["calls"]
     assert (call["ended"] > 0) == (not captured)
 
 
@@ -989,11 +1178,7 @@ def test_split_splits_the_host_first(double: Double) -> None:
     made = double.communicator().split(3, 7, "dp.gather")
     assert double.events == [
         ("host split", 3, 7, "dp.gather"),
-        ("torch device", DEVICE),
-        ("cupy device", 1),
-        ("unique id",),
-        ("exchange", UNIQUE_ID),
-        ("NcclCommunicator", 1, UNIQUE_ID, 0),
+        *BOUND,
     ]
     assert (made.rank, made.size, made.device, made.name) == (0, 1, DEVICE, "dp.gather")
 
@@ -1055,11 +1240,52 @@ def test_codes_that_cupy_cannot_name_are_reported_too(double: Double, code: int)
         comm.barrier(stream=cuda_stream())
 
 
+def test_an_asynchronous_error_is_told_in_words(double: Double) -> None:
+    comm, failures = double.communicator(), double.failures
+    assert comm.async_error() is None
+    assert double.events == [("check_async_error",)]
+    failures["check_async_error"] = NcclError(1)
+    assert comm.async_error() == "NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error"
+    double.last_error = b"\nsocket.cc:12 NCCL WARN Connection closed\n"
+    assert comm.async_error() == (
+        "NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error (socket.cc:12 NCCL WARN Connection closed)"
+    )
+    for code, text in ((7, None), (8, "ncclResult_t 8 (socket.cc:12 NCCL WARN Connection closed)")):
+        failures["check_async_error"] = KeyError(code)  # 7: in progress
+        assert comm.async_error() == text
+    del double.library.ncclGetLastError
+    failures["check_async_error"] = NcclError(5)
+    assert double.communicator().async_error() == "NCCL_ERROR_INVALID_USAGE: invalid usage"
+
+
+@pytest.mark.parametrize("ended", ["close", "_abort"])
+def test_a_communicator_that_has_ended_is_asked_no_more(double: Double, ended: str) -> None:
+    """Its memory is free."""
+    comm = double.communicator()
+    getattr(comm, ended)()
+    double.events.clear()
+    comm.backend.abort()
+    assert (comm.async_error(), comm.backend.async_error()) == (None, None)
+    assert double.events == []
+
+
+def test_all_that_are_open_are_aborted_but_those_in_a_call(double: Double) -> None:
+    """NCCL frees what a call of another thread still uses. One that fails leaves the others to be aborted."""
+    with control.apart():
+        first, closed, busy, _ = (double.communicator(name=name) for name in ("first", "closed", "busy", "last"))
+        closed.close()
+        busy._thread = 1
+        vars(first.backend).update(abort=lambda: 1 / 0)
+        double.events.clear()
+        control.abort_all()
+    assert double.events == [("abort",)]
+
+
 def test_failing_to_connect_names_the_communicator(double: Double) -> None:
     double.failures["NcclCommunicator"] = NcclError(1)
     host = Host(1, 2, double.events)
     with pytest.raises(RuntimeError, match=r"create on .*'dp.gather', rank 1 of 2.*NCCL failed"):
-        Communicator(load_backend().NcclBackend(host, DEVICE, "dp.gather"))
+        reduce_four(Communicator(load_backend().NcclBackend(host, DEVICE, "dp.gather")))
 
 
 # ---------------------------------------------------------------------- on a GPU, one rank

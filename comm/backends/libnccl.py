@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import CDLL, POINTER, byref, c_int, c_size_t, c_void_p, cast
+from ctypes import CDLL, POINTER, byref, c_char_p, c_int, c_size_t, c_void_p, cast
 from pathlib import Path
 
 import torch
@@ -49,6 +49,10 @@ class Library:
                 function.restype, function.argtypes = c_int, arguments
                 function.errcheck = lambda code, *_: check(code)
                 self._functions[name] = function
+        self._last_error: Callable[..., bytes | None] | None = None
+        if hasattr(loaded, "ncclGetLastError"):
+            loaded.ncclGetLastError.restype, loaded.ncclGetLastError.argtypes = c_char_p, (c_void_p,)
+            self._last_error = loaded.ncclGetLastError
         self.has_pre_mul_sum = self._has("ncclRedOpCreatePreMulSum", "ncclRedOpDestroy")
         self.has_registration = self._has("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister")
         self.has_windows = self._has("ncclCommWindowRegister", "ncclCommWindowDeregister")
@@ -56,6 +60,11 @@ class Library:
 
     def _has(self, *names: str) -> bool:
         return all(name in self._functions for name in names)
+
+    def last_error(self) -> str:
+        """NCCL's newest message in this process, in one line; empty if there is none. From any thread."""
+        text = None if self._last_error is None else self._last_error(None)
+        return " ".join((text or b"").decode(errors="replace").split())
 
     @contextmanager
     def pre_mul_sum(self, scalar: torch.Tensor, dtype: int, comm: int) -> Iterator[int]:

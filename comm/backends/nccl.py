@@ -9,6 +9,9 @@ under the same rules as `Communicator`.
 Precision: NCCL reduces in the tensors' own dtype, in an order of its own choice. AVG and PreMulSum multiply every rank's values
 by the factor, rounded to the dtype, before they are added: up to 0.2 % off in bfloat16 unless it is a power of two.
 
+A backend connects its ranks at its first collective: one over which only the host agrees has no NCCL communicator. The first
+one over some ranks is made from a unique id, further ones over the same ranks by ncclCommSplit.
+
 Hazard: a communicator runs its calls one after the other, even those on different streams; calls that are to overlap need
 different communicators, called in the same order on every rank.
 """
@@ -20,15 +23,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from ..backend import Backend
 from ..calls import CollectiveCall, Counts, Op, ReduceOp
+from ..nccl_policy import NcclPolicy
 from ..pool import Pool
-from ..streams import Stream
+from ..streams import Stream, is_capturing
+from .cuda_builds import loaded_nccls
 from .libnccl import Library
+from .nccl_config import Family, configure
 from .nccl_memory import NcclMemory
 
 if TYPE_CHECKING:
@@ -64,6 +71,7 @@ _DTYPES = {
     torch.bool: nccl.NCCL_UINT8,
 }
 _BYTE = nccl.NCCL_INT8  # NCCL itself turns every all-gather and broadcast into one of these
+_IN_PROGRESS = 7  # ncclResult_t: no error
 _OPS = {
     ReduceOp.SUM: nccl.NCCL_SUM,
     ReduceOp.AVG: nccl.NCCL_AVG,
@@ -82,40 +90,114 @@ class NcclBackend(Backend):
     """One GPU per rank, and the host backend over the same ranks, which it owns.
 
     The host backend carries the unique id and the control calls. Creating makes `device` (with its index) the current one of
-    torch and of CuPy: NCCL binds a communicator to the device that is current.
+    torch and of CuPy.
     """
 
     library = "NCCL"
     reducible = frozenset(_DTYPES)
-    connects = True
     has_pool = True
     multiplies_terms = True
 
-    _nccl: nccl.NcclCommunicator  # these three by `connect`
+    _nccl: nccl.NcclCommunicator  # both by `_connect`, which sets `_asked` as well
     _memory: NcclMemory
-    _token: torch.Tensor  # what a barrier reduces; it outlives every barrier, and its value is never read
 
-    def __init__(self, host: MpiBackend, device: torch.device, name: str) -> None:
+    def __init__(self, host: MpiBackend, device: torch.device, name: str, family: Family | None = None) -> None:
         super().__init__(name, host.rank, host.size, device)
         self.ranks = host.ranks
         self._host = host
+        self._family = family or Family(NcclPolicy())
+        self._is_connected = False
+        self._token: torch.Tensor | None = None  # what barriers reduce; it outlives them, and its value is never read
         self._ops = _OPS if host.size > 1 else _OPS_OF_ONE_RANK
         self._has_pre_mul_sum = _library.has_pre_mul_sum and host.size > 1
+        self._asked: nccl.NcclCommunicator | None = None  # what other threads use: the same, until it ends
+        self._asking = Lock()
         # Hazard: a group's calls are launched at its end; until then, what they read must not be freed.
         self._temporaries: list[torch.Tensor] = []
-        torch.cuda.set_device(device)
-        Device(device.index).use()
+        self._bind()
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("%s: NCCL %s from %s", self, _version(nccl.get_version()), _library_paths())
+            _log.debug("%s: NCCL %s from %s", self, _version(nccl.get_version()), ", ".join(loaded_nccls()))
 
-    def connect(self) -> None:
-        """Raises: RuntimeError when NCCL cannot connect the ranks."""
-        own_id = _attempt(self, "create", nccl.get_unique_id) if self.rank == 0 else None
-        unique_id = self._host.exchange(own_id)[0]
-        self._nccl = _attempt(self, "create", nccl.NcclCommunicator, self.size, unique_id, self.rank)
-        self._token = torch.zeros(1, device=self.device)
+    def _bind(self) -> None:
+        """Make the device current in this thread: NCCL binds a communicator to the one that is."""
+        torch.cuda.set_device(self.device)
+        Device(self.device.index).use()
+
+    def _connect(self) -> None:
+        """Make the NCCL communicator, at the first call. Collective: every rank is in it, or the watchdog says which is not.
+
+        Raises: RuntimeError when NCCL cannot connect the ranks, and where the call is captured in a CUDA graph.
+        """
+        if is_capturing():
+            raise RuntimeError(
+                f"{self}: its first call, which connects the ranks, is captured in a CUDA graph; make one before the capture"
+            )
+        self._bind()  # backward runs in a thread of its own
+        first = self._family.first.get(tuple(self.ranks))
+        self._nccl = self._init() if first is None else self._split_from(first)
+        self._family.first.setdefault(tuple(self.ranks), self)
         label = str(self)
         self._memory = NcclMemory(_library, self._host, self._nccl.comm, self.device, label, partial(_attempt, label))
+        self._asked, self._is_connected = self._nccl, True
+
+    def _init(self) -> nccl.NcclCommunicator:
+        own: bytes | RuntimeError | None = None
+        if self.rank == 0:
+            try:
+                own = _attempt(self, "create", nccl.get_unique_id)
+            except RuntimeError as error:
+                own = RuntimeError(*error.args)
+        unique_id = self._host.exchange(own)[0]
+        if isinstance(unique_id, RuntimeError):
+            raise unique_id
+        config, policy = [], self._family.policy
+        if policy != NcclPolicy():
+            config = [nccl.NcclConfig(split_share=int(policy.share_resources))]
+            configure(config[0], policy)
+        return _attempt(self, "create", nccl.NcclCommunicator, self.size, unique_id, self.rank, *config)
+
+    def _split_from(self, first: NcclBackend) -> nccl.NcclCommunicator:
+        """A communicator with the configuration of the first one."""
+        # Hazard: what the first one runs now may wait for a rank that waits in the split; so may what waits for that.
+        torch.cuda.synchronize(self.device)
+        return _attempt(self, "create", first._nccl.commSplit, 0, self.rank)
+
+    def _check_first(self, calls: Sequence[CollectiveCall]) -> None:
+        """Raise RuntimeError if the first call need not be one of all ranks. Every rank that makes such a call raises it."""
+        if any(call.name not in ("send", "recv") for call in calls):
+            return
+        if self.size > 2 or {self.rank, *(call.args[0] for call in calls)} != set(range(self.size)):
+            raise RuntimeError(
+                f"{calls[0].name} on {self}: expected a call that all its ranks make first, such as barrier(), found sends and "
+                "receives alone; the first call connects the ranks"
+            )
+
+    def async_error(self) -> str | None:
+        # Such as one of the network, found by NCCL's own threads: the kernels that wait for it never end.
+        # Cost: reads of two or three variables (ncclCommGetAsyncError of a blocking communicator, in NCCL's sources of 2.31).
+        with self._asking:
+            if self._asked is None:
+                return None
+            try:
+                self._asked.check_async_error()
+            except (nccl.NcclError, KeyError) as error:
+                if isinstance(error, KeyError) and error.args == (_IN_PROGRESS,):
+                    return None
+                found, more = _describe(error), _library.last_error()
+                return f"{found} ({more})" if more else found
+        return None
+
+    def abort(self) -> None:
+        # Hazard: the kernels end as if they were done: what reads their results from now on reads wrong values.
+        # The abort of a blocking communicator is best effort: it waits for NCCL's own threads.
+        if self._asked is not None:
+            self._withdraw()
+            self._nccl.abort()
+
+    def _withdraw(self) -> None:
+        """Let no other thread use the communicator any more: it ends."""
+        with self._asking:
+            self._asked = None
 
     def exchange(self, value: T) -> list[T]:
         return self._host.exchange(value)
@@ -137,24 +219,35 @@ class NcclBackend(Backend):
 
     def split(self, color: int | None, key: int, name: str) -> NcclBackend | None:
         host = self._host.split(color, key, name)
-        return None if host is None else NcclBackend(host, self.device, name)
+        return None if host is None else NcclBackend(host, self.device, name, self._family)
 
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
+        if not self._is_connected:
+            self._connect()
         return self._memory.empty(numel, dtype, symmetric)
 
     def pool(self) -> Pool | None:
+        if not self._is_connected:
+            self._connect()
         return self._memory.pool()
 
     def close(self) -> None:
-        # Hazard: a collective that still runs would lose its buffers.
-        torch.cuda.synchronize(self.device)
-        self._memory.close()
-        self._nccl.destroy()
+        if self._is_connected:
+            # Hazard: a collective that still runs would lose its buffers.
+            torch.cuda.synchronize(self.device)
+            self._memory.close()
+            self._withdraw()
+            if self._family.first.get(tuple(self.ranks)) is self:
+                del self._family.first[tuple(self.ranks)]
+            self._nccl.destroy()
         self._host.close()
 
     # ------------------------------------------------------------------ collectives
 
     def launch(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:
+        if not self._is_connected:
+            self._check_first(calls)
+            self._connect()
         try:
             if len(calls) == 1:
                 self._launch_call(stream, calls[0])
@@ -212,7 +305,13 @@ class NcclBackend(Backend):
             self._nccl.recv(out.data_ptr(), _nbytes(out), _BYTE, source, stream.handle)
 
     def barrier(self, stream: Stream, out: None, inp: None) -> None:
+        if self._token is None:
+            stream.submit(self._make_token)
+        assert self._token is not None, "a CUDA stream runs it at once"
         self._reduce_by(self._nccl.allReduce, stream, self._token, self._token, 1, ReduceOp.SUM)
+
+    def _make_token(self) -> None:
+        self._token = torch.zeros(1, device=self.device)
 
     def _reduce_by(
         self,
@@ -259,8 +358,11 @@ def _attempt(owner: object, name: str, fn: Callable[..., T], *args: object, call
     # CuPy names NCCL's codes up to 6; a later one (in progress, timeout) is a KeyError(code).
     except (nccl.NcclError, KeyError) as error:
         about = "" if call is None else _about(call)
-        found = f"ncclResult_t {error}" if isinstance(error, KeyError) else str(error)
-        raise RuntimeError(f"{name} on {owner}{about}: NCCL failed: {found}") from error
+        raise RuntimeError(f"{name} on {owner}{about}: NCCL failed: {_describe(error)}") from error
+
+
+def _describe(error: nccl.NcclError | KeyError) -> str:
+    return f"ncclResult_t {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _blocks(tensor: torch.Tensor, size: int, counts: tuple[int, ...] | None = None) -> dict[int, torch.Tensor]:
@@ -297,9 +399,3 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _version(code: int) -> str:
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
-
-
-def _library_paths() -> str:
-    """The paths of every loaded libnccl; one, unless torch and CuPy use different ones."""
-    with open("/proc/self/maps") as maps:
-        return ", ".join(sorted({line.split()[-1] for line in maps if "libnccl" in line}))

@@ -75,11 +75,19 @@ def handler_of(number: signal.Signals) -> Callable[[], object]:
 
 
 class Aborter:
-    """Ends the job, in a thread that is started early: at the interpreter's exit, where finalize runs, none can be started."""
+    """Ends the job, in threads that are started early: at the interpreter's exit, where finalize runs, none can be started.
 
-    def __init__(self, timing: Timing, guard: RankGuard) -> None:
+    abort_communicators: ends what runs on the GPU; None if there is none. It may block, so it has a thread of its own.
+    """
+
+    def __init__(self, timing: Timing, guard: RankGuard, abort_communicators: Callable[[], None] | None) -> None:
         self._timing = timing
         self._guard = guard
+        self._last_act = abort_communicators
+        self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._actor = threading.Thread(target=self._act, name="shardrt-abort-nccl", daemon=True)
+        if abort_communicators is not None:
+            self._actor.start()
         self._codes: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="shardrt-abort", daemon=True)
         self._thread.start()
@@ -93,7 +101,10 @@ class Aborter:
         _exit(code)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
+        if self._last_act is not None:
+            self._acts.put(None)
+            self._actor.join()
         self._codes.put(None)
         self._thread.join()
 
@@ -107,9 +118,17 @@ class Aborter:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         # Hazard: on an abort mpirun drops output that it has not passed on yet, such as a report.
         time.sleep(self._timing.flush_s)
+        if self._last_act is not None:
+            # Hazard: the program goes on with wrong values where it waited for a kernel that is aborted: this comes last.
+            self._acts.put(self._last_act)
+            self._actor.join(self._timing.abort_nccl_s)
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(code)
+
+    def _act(self) -> None:
+        if (act := self._acts.get()) is not None:
+            act()
 
 
 class Deferred(ABC):

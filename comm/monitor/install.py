@@ -13,7 +13,7 @@ import torch
 
 from ..calls import Hook
 from ..communicator import Communicator
-from ..control import remove_hooks
+from ..control import abort_all, remove_hooks
 from ..dumps import DumpFolder
 from ..recorder import Recorder
 from ..settings import Settings
@@ -42,7 +42,7 @@ class Monitor:
         self._watchdog, self._exit_handlers = None, None
         if size > 1 or device.type == "cuda":
             timing = Timing.from_settings(settings)
-            self._aborter = Aborter(timing, guard)
+            self._aborter = Aborter(timing, guard, abort_all if device.type == "cuda" else None)
             self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter, timing)
             self._watchdog.share_table(guard)
             self.hooks.append(self._watchdog)

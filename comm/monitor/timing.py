@@ -25,6 +25,7 @@ class Timing:
     interval_s: float = 1.0  # between two exchanges of the side channel, without an alarm
     connect_s: float = 10.0  # for a connection of the side channel
     flush_s: float = 0.5  # for the launcher to pass on the output before the job is aborted
+    abort_nccl_s: float = 1.0  # for NCCL to end the kernels that wait, before the job is aborted; within abort_s
     abort_s: float = 5.0  # for an abort, before the process exits by itself
     interrupt_s: float = 2.0  # for the main thread to return from MPI and handle a Ctrl-C
     straggler_s: float = 10.0  # between two comparisons of the ranks' progress; a window has six

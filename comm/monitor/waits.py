@@ -94,6 +94,7 @@ class Overdue:
     wait: Wait
     missing: list[int]
     is_under_way: Callable[[], bool]
+    error: str | None = None  # of the communicator, because of which it cannot come through
 
     @property
     def everyone_is_here(self) -> bool:

@@ -2,10 +2,11 @@
 
 Each rank writes what it does into the status table (`status_table.py`), and its watchdog checks the rank's own operations
 several times a second. An operation is overdue after SHARDRT_TIMEOUT seconds (600; 0: never), or after a few seconds if it
-waits for a rank that has left its program or whose process is gone; while all ranks that it waits for work (`activity.py`), or
-wait for ranks that do, only after SHARDRT_PATIENCE (3600). Then the rank raises the alarm in its row. If the operation
-does not come through meanwhile, one of the ranks that raised it writes the report, with the stacks of the ranks of its node
-(`states.py` says which one, and when); each rank writes its flight recorder's dump; the job ends with exit code 17.
+waits for a rank that has left its program or whose process is gone, or at once if its communicator has an error on the GPU;
+while all ranks that it waits for work (`activity.py`), or wait for ranks that do, only after SHARDRT_PATIENCE (3600). Then the
+rank raises the alarm in its row. If the operation does not come through meanwhile, one of the ranks that raised it writes the
+report, with the stacks of the ranks of its node (`states.py` says which one, and when); each rank writes its flight recorder's
+dump; the job ends with exit code 17.
 
 A rank that is stopped, or runs C code that holds the GIL, cannot report; other ranks report it, with its stacks (`stacks.py`).
 """
@@ -171,9 +172,13 @@ class Watchdog(Hook):
         self._recorder.poll()
         self._activity.tick()
         overdue, idle = None, list[float]()
-        for watched in list(self._watched.values()):
+        for (comm, _), watched in list(self._watched.items()):
             wait = watched.advance(elapsed)
-            if wait is None or overdue is not None or watched.seconds < min(self._timing.lost_s, self._timing.timeout_s):
+            if wait is None or overdue is not None:
+                continue
+            if (error := comm.async_error()) is not None:
+                overdue = Overdue(wait, self._peers.missing(wait), watched.is_where_it_was, error)
+            if overdue is not None or watched.seconds < min(self._timing.lost_s, self._timing.timeout_s):
                 continue
             missing = self._peers.missing(wait)
             # A circle of ranks that wait for each other grows older with each look.
@@ -262,18 +267,23 @@ class Watchdog(Hook):
     def _last_words(self, overdue: Overdue | None) -> list[str]:
         if overdue is None:
             return ["an operation of another rank never completed"]
-        return [f"waits in {overdue.wait}; last call: {self._recorder.last_call()}"]
+        reason = "" if overdue.error is None else f", in which NCCL failed: {overdue.error}"
+        return [f"waits in {overdue.wait}{reason}; last call: {self._recorder.last_call()}"]
 
     def _report(self, overdue: Overdue | None) -> list[str]:
         assert overdue is not None, "an operation"
         wait, missing = overdue.wait, overdue.missing
         present = [rank for rank in wait.ranks if rank not in missing]
-        limit_s, variable = self._timing.timeout_s, "SHARDRT_TIMEOUT"
-        if wait.seconds >= self._timing.patience_s:
-            limit_s, variable = self._timing.patience_s, "SHARDRT_PATIENCE"
         return [
-            f"waited {wait.seconds // 1:.0f} s in {wait} (limit {limit_s:.0f} s, {variable}); "
-            f"ending the job with exit code {EXIT_CODE}",
+            f"{self._reason(overdue)}; ending the job with exit code {EXIT_CODE}",
             f"present: {name_ranks(present)}; missing: {name_ranks(missing) if missing else 'none'}",
             *(f"missing {self._peers.describe(rank)}" for rank in missing),
         ]
+
+    def _reason(self, overdue: Overdue) -> str:
+        wait, limit_s, variable = overdue.wait, self._timing.timeout_s, "SHARDRT_TIMEOUT"
+        if overdue.error is not None:
+            return f"NCCL failed in {wait}: {overdue.error}"
+        if wait.seconds >= self._timing.patience_s:
+            limit_s, variable = self._timing.patience_s, "SHARDRT_PATIENCE"
+        return f"waited {wait.seconds // 1:.0f} s in {wait} (limit {limit_s:.0f} s, {variable})"

@@ -1,6 +1,8 @@
 // NCCL between processes without a GPU: ranks synchronise in shared memory and read each other's buffers (process_vm_readv), at
 // the call or at the end of its group. Reductions add rank by rank, each step rounded to the dtype. If a collective differs
 // between ranks, the job ends with a message that names both calls; ranks that call in different orders hang, as under NCCL.
+// FAKE_NCCL_ERROR=RANK:NUMBER: the process's collective launch of this number, from 0, on this rank of its communicator meets an
+// asynchronous error, and never ends. FAKE_NCCL_LOG=1: each rank writes a line for each communicator that is made.
 
 #include <fcntl.h>
 #include <sched.h>
@@ -14,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -35,7 +38,24 @@ struct Shared {
     std::atomic<int> sent[MOST_RANKS][MOST_RANKS], received[MOST_RANKS][MOST_RANKS];
     Call sends[MOST_RANKS][MOST_RANKS][64];  // a ring for each pair
 };
-struct Comm { int rank, size; Shared *shared; std::vector<Call> queue; std::map<int, double> factors; };
+struct Comm {
+    int rank, size;
+    Shared *shared;
+    std::vector<Call> queue;
+    std::map<int, double> factors;
+    std::string id;
+    int children = 0;
+    std::atomic<int> error{0};  // ncclResult_t
+};
+struct Config {  // ncclConfig_t of NCCL 2.27
+    size_t size;
+    unsigned magic, version;
+    int blocking, cgaClusterSize, minCTAs, maxCTAs;
+    const char *netName;
+    int splitShare, trafficClass;
+    const char *commName;
+    int collnetEnable, CTAPolicy, shrinkShare, nvlsCTAs;
+};
 thread_local int depth = 0;  // of open groups
 thread_local std::vector<Comm *> grouped;
 
@@ -145,6 +165,33 @@ std::vector<char> result(Comm *comm, size_t i) {
     return out;
 }
 
+void log(const std::string &made) {
+    const std::string line = "fake NCCL: " + made + "\n";
+    if (getenv("FAKE_NCCL_LOG") && write(2, line.data(), line.size()) < 0) abort();
+}
+
+int init(Comm **comm, int size, const std::string &id, int rank) {
+    const int file = shm_open(id.c_str(), O_CREAT | O_RDWR, 0600);
+    if (size > MOST_RANKS || file < 0 || ftruncate(file, sizeof(Shared)) != 0) return 2;  // ncclSystemError
+    void *memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    *comm = new Comm{rank, size, (Shared *)memory, {}, {}, id};
+    (*comm)->shared->pids[rank] = getpid();
+    meet(*comm);
+    shm_unlink(id.c_str());
+    return 0;
+}
+
+void fail_if_asked(Comm *comm) {
+    static std::atomic<int> launches{0};
+    static const char *const asked = getenv("FAKE_NCCL_ERROR");
+    int rank, number;
+    const int launch = launches++;
+    if (!asked || sscanf(asked, "%d:%d", &rank, &number) != 2 || rank != comm->rank || number != launch) return;
+    comm->error = 6;  // ncclRemoteError
+    while (true) usleep(1000);
+}
+
 void run(Comm *comm) {
     std::vector<Call> collectives, sends;
     for (const Call &call : comm->queue) (call.kind == SEND || call.kind == RECV ? sends : collectives).push_back(call);
@@ -152,6 +199,7 @@ void run(Comm *comm) {
     if (!sends.empty()) run_sends(comm, sends);
     if (collectives.empty()) return;
     if (collectives.size() > MOST_CALLS) abort();
+    fail_if_asked(comm);
     std::copy(collectives.begin(), collectives.end(), comm->shared->calls[comm->rank]);
     meet(comm);
     std::vector<std::vector<char>> results;
@@ -183,7 +231,9 @@ extern "C" {
 struct UniqueId { char name[128]; };
 
 int ncclGetVersion(int *version) { return *version = 22809, 0; }
-const char *ncclGetErrorString(int) { return "an error"; }
+const char *ncclGetErrorString(int code) { return code == 6 ? "remote process exited or there was a network error" : "an error"; }
+const char *ncclGetLastError(Comm *) { return getenv("FAKE_NCCL_ERROR") ? "\nnet.cc:1 NCCL WARN Connection closed" : ""; }
+int ncclCommGetAsyncError(Comm *comm, int *error) { return *error = comm->error, 0; }
 int ncclGetUniqueId(UniqueId *id) {
     static int count = 0;
     *id = {};
@@ -191,18 +241,21 @@ int ncclGetUniqueId(UniqueId *id) {
     return 0;
 }
 int ncclCommInitRank(Comm **comm, int size, UniqueId id, int rank) {
-    const int file = shm_open(id.name, O_CREAT | O_RDWR, 0600);
-    if (size > MOST_RANKS || file < 0 || ftruncate(file, sizeof(Shared)) != 0) return 2;  // ncclSystemError
-    void *memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    close(file);
-    *comm = new Comm{rank, size, (Shared *)memory, {}, {}};
-    (*comm)->shared->pids[rank] = getpid();
-    meet(*comm);
-    shm_unlink(id.name);
-    return 0;
+    log("init");
+    return init(comm, size, id.name, rank);
 }
-int ncclCommInitRankConfig(Comm **comm, int size, UniqueId id, int rank, void *) {
-    return ncclCommInitRank(comm, size, id, rank);
+int ncclCommInitRankConfig(Comm **comm, int size, UniqueId id, int rank, Config *config) {
+    if (config->magic != 0xcafebeef) return 4;  // ncclInvalidArgument
+    const int values[] = {config->splitShare, config->minCTAs, config->maxCTAs, config->CTAPolicy};
+    std::string made = "init";
+    for (int value : values) made += " " + std::to_string(value);
+    log(made);
+    return init(comm, size, id.name, rank);
+}
+int ncclCommSplit(Comm *comm, int color, int key, Comm **child, Config *) {
+    if (color != 0 || key != comm->rank) return 4;  // all ranks, in their order, is what is needed here
+    log("split");
+    return init(child, comm->size, comm->id + "-" + std::to_string(comm->children++), comm->rank);
 }
 int ncclCommDestroy(Comm *comm) {
     munmap(comm->shared, sizeof(Shared));
