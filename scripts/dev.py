@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-TYPES = ROOT / "build" / "types" / "shardrt"
 # For another version of Python: against its standard library. Cost: with the types of torch it would take ten times as long;
 # without them, these codes mean nothing.
 STANDARD_LIBRARY = (
@@ -206,13 +205,12 @@ def run(venv: Venv, module: str, *arguments: str, **variables: str) -> int:
 
 def run_checks() -> list[Outcome]:
     """Lint, format, types, imports and documents."""
-    link_types()
     imports = ["-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-logo", "--no-cache"]
     commands = {
         "ruff check": ["-m", "ruff", "check", "."],
         "ruff format": ["-m", "ruff", "format", "--check", "."],
         "mypy": ["-m", "mypy"],
-        "mypy (3.13)": ["-m", "mypy", "--python-version", "3.13", *STANDARD_LIBRARY, str(TYPES)],
+        "mypy (3.13)": ["-m", "mypy", "--python-version", "3.13", *STANDARD_LIBRARY, "shardrt"],
         "import-linter": [*imports, "--config", str(ROOT / "setup.cfg")],
         "docs": ["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "build/docs"],
     }
@@ -220,12 +218,11 @@ def run_checks() -> list[Outcome]:
 
 
 def run_check(name: str, command: list[str]) -> Outcome:
-    """Run a tool and keep its output, in which files are named by their paths in the checkout."""
+    """Run a tool and keep its output."""
     start = time.perf_counter()
-    folder = TYPES.parent if name == "import-linter" else ROOT  # first on the import path, with all of shardrt
     done = subprocess.run(
         [str(MPICH.python), *command],
-        cwd=folder,
+        cwd=ROOT,
         env=environment(MPICH),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -233,32 +230,7 @@ def run_check(name: str, command: list[str]) -> Outcome:
         text=True,
         check=False,
     )
-    return Outcome(name, done.returncode, time.perf_counter() - start, real_paths(done.stdout))
-
-
-def link_types() -> None:
-    """Bring build/types/shardrt up to date: a link per file of shardrt/, and comm/ and kernels/.
-
-    mypy reads folders and runs no import hook: in its tree, shardrt.comm must be shardrt/comm.
-    """
-    sources = [path for path in (ROOT / "shardrt").iterdir() if path.name != "__pycache__"]
-    wanted = {path.name: path for path in (*sources, ROOT / "comm", ROOT / "kernels")}
-    TYPES.mkdir(parents=True, exist_ok=True)
-    for link in TYPES.iterdir():
-        if link.name not in wanted:
-            link.unlink()
-    for name, path in wanted.items():
-        # Relative links, so that a moved or copied checkout does not check the original.
-        if not (TYPES / name).is_symlink():
-            (TYPES / name).symlink_to(os.path.relpath(path, TYPES))
-
-
-def real_paths(report: str) -> str:
-    """Replace links by the files they lead to: comm/backends/mpi.py, not build/types/shardrt/comm/backends/mpi.py."""
-    tree = f"{TYPES.relative_to(ROOT)}/"
-    for name in ("comm/", "kernels/"):
-        report = report.replace(tree + name, name)
-    return report.replace(tree, "shardrt/")
+    return Outcome(name, done.returncode, time.perf_counter() - start, done.stdout)
 
 
 # ---------------------------------------------------------------------- environment

@@ -1,15 +1,5 @@
 """shardrt: a standalone runtime for fully sharded data parallel training."""
 
-from pathlib import Path as _Path
-
-# In a checkout, comm/ and kernels/ are siblings of this folder; in an installed package they are inside it. With the
-# checkout's root in the search path, `PYTHONPATH=checkout` suffices.
-# Hazard: site-packages may contain unrelated packages `comm` and `kernels`, so an installed package must not search there.
-# communicator.py identifies our comm/.
-_here = _Path(__file__).resolve().parent
-if not (_here / "comm").is_dir() and (_here.parent / "comm" / "communicator.py").is_file():
-    __path__.append(str(_here.parent))
-
 from . import checkpoint as checkpoint
 from . import parallel as parallel
 from . import tensor as tensor

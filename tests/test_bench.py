@@ -18,7 +18,8 @@ from bench import forecast, published, step
 from bench.checkpoint_metadata import simulate
 from bench.host_time import HostTime, per_group
 from bench.step_results import Round, header, host_line, inside_and_waiting, part_rows, row, summarize
-from bench.workers import AdamWOfShare, Call, Optimizer, Run, Timing, adamw
+from bench.timing import Call, Run, Timing
+from bench.workers import AdamWOfShare, Optimizer, adamw
 from common.models import CASES
 from ranks import on_ranks
 from shardrt import World

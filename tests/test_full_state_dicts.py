@@ -32,6 +32,7 @@ from shardrt.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from shardrt.checkpoint.full.get import full_optimizer_state
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import parallelize_module
 from toys import OddMLP, TiedGPT, shard_blocks
@@ -504,6 +505,7 @@ def test_optimizers_that_step_on_local_shards(world: World) -> None:
     make_step(0, model, optimizers[0])
     state, optimizer_state = get_state_dict(model, optimizers[0], options=FULL)
     check_equal(optimizer_state, torchs.get_optimizer_state_dict(whole, plain))
+    check_equal(full_optimizer_state(optimizers[0], keep=True), plain.state_dict())
     set_state_dict(other, optimizers[1], model_state_dict=state, optim_state_dict=optimizer_state, options=FULL)
     make_step(1, whole, plain)
     make_step(1, other, optimizers[1])

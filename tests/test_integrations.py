@@ -337,6 +337,14 @@ def train_with_transformers(world: World, folder: Path) -> None:
     alone.train(resume_from_checkpoint=str(folder / "sharded" / "checkpoint-2"))
     compare(alone.model)
 
+    # So does the state of an optimizer that steps on local shards.
+    in_one_go, resumed = (make(ShardedTrainer, name, accumulate=2, optim="adamw_bnb_8bit") for name in ("bits", "more bits"))
+    for trainer in (in_one_go, resumed):
+        trainer.model.float()
+    in_one_go.train()
+    resumed.train(resume_from_checkpoint=str(folder / "bits" / "checkpoint-2"))
+    compare_parameters(resumed.model, in_one_go.model, 0.0)
+
     # Labels are also shifted with label smoothing, which the Trainer decides by the class name.
     kinds = {"smooth": transformers.Trainer, "smooth_sharded": ShardedTrainer}
     smooth = [make(kind, name, accumulate=1, label_smoothing_factor=0.1) for name, kind in kinds.items()]

@@ -13,8 +13,10 @@ from torch import nn
 
 import shardrt
 from ranks import on_ranks
+from shardrt.checkpoint import CheckpointError
+from shardrt.checkpoint.full.get import full_optimizer_state
+from shardrt.checkpoint.full.set import load_full_optimizer_state
 from shardrt.comm import World
-from shardrt.integrations.world import full_optimizer_state
 from toys import OddMLP, batch, compare, loss_of, shard_blocks, without_scalars
 
 Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
@@ -239,11 +241,34 @@ def test_bitsandbytes(world: World) -> None:
             local = model.hidden.weight.to_local()
             state = optimizer.state[model.hidden.weight]
             assert ("absmax1" in state) == (name.endswith("8bit") and local.numel() >= 4096)
-            with pytest.raises(RuntimeError, match=f"the state of {name} is local to each rank"):
-                full_optimizer_state(optimizer, keep=True)
+            if name == "AdamW":
+                check_full_state(world, model, optimizer, lambda params: optim.AdamW(params, lr=1e-3))
+            else:
+                with pytest.raises(RuntimeError, match="depends on where the shards begin, so it has no full form"):
+                    full_optimizer_state(optimizer, keep=True)
             if "absmax1" in state:
                 assert state["absmax1"].shape[-1] == -(-local.numel() // 256)  # blocks of the local shard
             check_resume(world, model, optimizer, lambda params, name=name: getattr(optim, name)(params, lr=1e-3))
+
+
+def check_full_state(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, make: Make) -> None:
+    """A lone process can go on from it, and so can other shards."""
+    state = full_optimizer_state(optimizer, keep=world.rank == world.size - 1)
+    assert bool(state) == (world.rank == world.size - 1)
+    state = world.comm.exchange(state)[-1]
+    whole, other = sharded_wide()
+    for each in (whole, other):
+        each.load_state_dict({name: param.full_tensor() for name, param in model.state_dict().items()})
+    alone, again = make(whole.parameters()), make(other.parameters())
+    alone.load_state_dict(copy.deepcopy(state))
+    load_full_optimizer_state(again, state)
+    steps(whole, alone, range(5, 7))
+    for each, its in ((model, optimizer), (other, again)):
+        steps(each, its, range(5, 7), world)
+    compare(whole, other, 1e-4, "from a full state")
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match=r"has groups of \[\d+\] parameters, expected \[1\]"):
+        load_full_optimizer_state(make([next(other.parameters())]), state)
 
 
 def check_resume(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, make: Make) -> None:

@@ -32,6 +32,16 @@ import shardrt, shardrt.comm, shardrt.kernels
 for module in (shardrt, shardrt.comm, shardrt.kernels):
     print(module.__file__)
 """
+# A second name would load the package once more.
+OTHER_NAMES = ("shardrt.scripts", "shardrt.shardrt", "shardrt.tests")
+TRY_OTHER_NAMES = f"""
+import importlib
+for name in {OTHER_NAMES}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        print(name)
+"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a clone holds, as builds leave files behind."""
     copy = tmp_path_factory.mktemp("clone") / "checkout"
     made_here = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
-    shutil.copytree(ROOT, copy, ignore=made_here)
+    shutil.copytree(ROOT, copy, ignore=made_here, symlinks=True)
     return copy
 
 
@@ -119,6 +129,20 @@ def test_wheel_holds_the_three_packages_and_nothing_else(wheel: Path, checkout: 
     assert len(sheets) == 4
     assert packaged == modules | sheets | {"shardrt/py.typed", "shardrt/kernels/kernels.cu"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_wheel_of_an_sdist_is_the_wheel_of_the_checkout(wheel: Path, checkout: Path, tmp_path: Path) -> None:
+    """Without links, an sdist holds each file once, in the place that its import name says."""
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
+    execute([*build, "--sdist", str(checkout)], cwd=checkout, env=clean_environment())
+    (sdist,) = tmp_path.iterdir()
+    shutil.unpack_archive(sdist, tmp_path, filter="data")
+    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
+    execute([*build, "--wheel", str(unpacked)], cwd=tmp_path, env=clean_environment())
+    (again,) = tmp_path.glob("*.whl")
+    first, second = ({info.filename: info.CRC for info in zipfile.ZipFile(path).infolist()} for path in (wheel, again))
+    assert first.keys() == second.keys()
+    assert {name for name in first if first[name] != second[name]} <= {name for name in first if name.endswith("/RECORD")}
 
 
 def test_wheel_asks_for_torch_alone(wheel: Path) -> None:
@@ -194,15 +218,15 @@ def test_wheel_with_its_mpi_alone_trains_on_two_ranks(wheel: Path, torch: str) -
 
 def test_editable_install_imports_the_checkout(checkout: Path, python: Python, tmp_path: Path) -> None:
     python.install("--editable", str(checkout))
-    files = [str(checkout / folder / "__init__.py") for folder in FOLDERS]
-    assert python.run(PRINT_FILES, cwd=tmp_path) == files
+    files = [str(checkout / folder / "__init__.py") for folder in FOLDERS.values()]
+    assert python.run(PRINT_FILES + TRY_OTHER_NAMES, cwd=tmp_path) == [*files, *OTHER_NAMES]
 
 
 def test_bare_checkout_imports_without_cupy_and_starts_no_mpi(checkout: Path, python: Python, tmp_path: Path) -> None:
     block = "import sys; sys.modules['cupy'] = None\n"
-    code = block + PRINT_FILES + "print('mpi4py.MPI' in sys.modules)"
-    files = [str(checkout / folder / "__init__.py") for folder in FOLDERS]
-    assert python.run(code, cwd=tmp_path, pythonpath=checkout) == [*files, "False"]
+    code = block + PRINT_FILES + "print('mpi4py.MPI' in sys.modules)\n" + TRY_OTHER_NAMES
+    files = [str(checkout / folder / "__init__.py") for folder in FOLDERS.values()]
+    assert python.run(code, cwd=tmp_path, pythonpath=checkout) == [*files, "False", *OTHER_NAMES]
 
 
 def test_without_a_launcher_the_world_is_one_rank(checkout: Path, tmp_path: Path) -> None:
@@ -275,8 +299,3 @@ def test_dev_keeps_how_to_reach_packages_and_drops_where_to_put_them(
     environment = dev.environment(dev.MPICH)
     assert environment["PIP_INDEX_URL"] == environment["PIP_CERT"] == "there"
     assert not {"PIP_TARGET", "PIP_NO_DEPS", "PYTHONPATH"} & environment.keys()
-
-
-def test_dev_names_files_by_their_places() -> None:
-    report = "build/types/shardrt/comm/backends/mpi.py:1: error\nbuild/types/shardrt/fsdp/param_group.py:2: error\n"
-    assert dev.real_paths(report) == "comm/backends/mpi.py:1: error\nshardrt/fsdp/param_group.py:2: error\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from bench.workers import Call
+from bench.timing import Call
 from shardrt.comm.calls import CallList, Hook
 
 

@@ -50,7 +50,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
 import common.checkout  # noqa: F401  # before shardrt
 from bench.host_time import HOST_WORKERS, HostTime
 from bench.step_results import Result, Round, header, host_line, part_rows, row, summarize
-from bench.workers import TORCHRUN, WORKERS, Run, Timing
+from bench.timing import Run, Timing
+from bench.workers import TORCHRUN, WORKERS
 from common.jobs import mpirun, run_job, torchrun, write_stacks_before_end
 from common.models import CASES
 from common.options import Parser, at_least, exit_with_usage_error

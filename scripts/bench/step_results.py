@@ -9,7 +9,7 @@ from statistics import fmean, median
 import torch
 
 from bench.host_time import HostTime
-from bench.workers import Call, Timing
+from bench.timing import Call, Timing
 from common.models import CASES
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative, of losses: the order of sums differs

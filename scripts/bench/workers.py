@@ -14,38 +14,12 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from bench.timing import Call, Run, Timing
 from common.models import Case, next_byte_loss, shard
 from common.parallel import gpt_plan
 
 LEARNING_RATE = 1e-5  # with more, the losses of the wide MLP grow
 WARMUP = 3  # steps that allocate and record; not timed
-Call = tuple[str, float, float]  # a collective, by the same name on all of its ranks; when this rank came and left, in seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The options of one job."""
-
-    device: str
-    steps: int  # timed, after WARMUP
-    fused: bool  # AdamW's fused loop, not foreach
-    tp: int = 1  # tensor-parallel ranks
-    replicate: bool = False  # every rank has the whole model
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """The measurements of one rank. Lists but `losses` have an entry for each timed step."""
-
-    seconds: list[float]
-    forward: list[float]  # seconds, as are the next two; on a GPU of the host, which does not wait for the device
-    backward: list[float]
-    optimizer: list[float]  # with the wait for the end of the step
-    calls: list[list[Call]]  # of shardrt's collectives on the host; otherwise none
-    losses: list[float]  # per step, warm-up included
-    start_mb: float  # in use before the model was built
-    peak_mb: float
-    reserved_mb: float  # on a GPU with the memory that torch's allocator cached; otherwise peak_mb
 
 
 class Optimizer(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import setitem
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..tensor.dtensor import DTensor
 from ..tensor.local_optimizers import steps_locally
+from ..tensor.optimizer_state import elementwise_keys
 from .contents import Contents
 from .errors import CheckpointError
 from .names import ParameterNames, Path, joined
@@ -233,20 +234,20 @@ def _number(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def _elementwise(names: ParameterNames, saved: SavedOptimizer, contents: Contents) -> set[str]:
-    """Keys whose tensors have the parameter's shape for all parameters; for one alone it may be a 0-dim counter."""
-    shaped: dict[str, bool] = {"step": False}
-    for param in names.params:
-        for keys, name in (each for alias in names.of(param) for each in saved.state.get(alias, ())):
-            stored = contents.stored.tensors.get(name)
-            if stored is not None and len(keys) == 1:
-                key = str(keys[0])
-                shaped[key] = shaped.get(key, True) and tuple(stored.shape) == tuple(param.shape)
-    return {key for key, alike in shaped.items() if alike}
+def _elementwise(names: ParameterNames, saved: SavedOptimizer, contents: Contents) -> set[Hashable]:
+    """Keys of tensors with one number for each element of the parameter."""
+    tensors = contents.stored.tensors
+    return elementwise_keys(
+        (str(keys[0]), tensors[name].shape, param.shape)
+        for param in names.params
+        for alias in names.of(param)
+        for keys, name in saved.state.get(alias, ())
+        if len(keys) == 1 and name in tensors
+    )
 
 
 def _state(
-    target: _Target, saved: list[tuple[Path, str]], current: Mapping[str, Any], elementwise: set[str], contents: Contents
+    target: _Target, saved: list[tuple[Path, str]], current: Mapping[str, Any], elementwise: set[Hashable], contents: Contents
 ) -> dict[str, Any]:
     """The parameter's state, whose tensors are read later."""
     state: dict[str, Any] = {}

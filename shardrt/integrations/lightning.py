@@ -17,17 +17,17 @@ from torch import nn
 
 from .. import comm
 from ..batch_norm import convert_sync_batchnorm
+from ..checkpoint.full.get import full_optimizer_state
+from ..checkpoint.full.set import load_full_optimizer_state
 from ..comm import ReduceOp
 from ..fsdp.module import FSDPModule
 from ..fsdp.module_functions import register_fsdp_forward_method, unsharded
 from ..optim import clip_grad_norm_
 from .world import (
     check_sharded,
-    full_optimizer_state,
     full_state_dict,
     gather,
     is_sharded,
-    load_full_optimizer_state,
     no_gradient_sync,
     reduce,
     repeated_blocks,

@@ -19,11 +19,13 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from .. import comm
+from ..checkpoint.full.get import full_optimizer_state
+from ..checkpoint.full.set import load_full_optimizer_state
 from ..comm import without_launcher_variables
 from .accelerate import Accelerator, check_no_process_group
 from .evaluation import OwnRows, exact_evaluation, own_average
 from .pretrained import make_methods_collective
-from .world import Originals, full_optimizer_state, full_state_dict, is_sharded, load_full_optimizer_state, shard_blocks
+from .world import Originals, full_state_dict, is_sharded, shard_blocks
 
 _UNSUPPORTED = ("fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size", "eval_use_gather_object")
 

@@ -180,55 +180,22 @@ def _move_state(optimizer: torch.optim.Optimizer, moved: Mapping[torch.Tensor, n
             "steps on local shards, so that its state cannot be sharded; make the optimizer after fully_shard"
         )
     for param in with_state:
-        entries = optimizer.state.pop(param)
-        optimizer.state[moved[param]] = {key: _local_shard(moved[param], key, value) for key, value in entries.items()}
+        optimizer.state[moved[param]] = optimizer.state.pop(param)
+    shard_optimizer_state(optimizer)
 
 
-# ---------------------------------------------------------------------- full states, as a single process has them
+# ---------------------------------------------------------------------- full state, as a single process has it
 
 
+@torch.no_grad()
 def full_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """`module.state_dict()` with full tensors on the host if `keep` is true, otherwise an empty dict. Collective.
 
     Parameters are gathered one at a time: a rank with `keep` false needs memory for the largest parameter only.
     """
-    return _gather_full(module.state_dict(keep_vars=True), keep=keep)
-
-
-def full_optimizer_state(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:
-    """`optimizer.state_dict()` with full tensors on the host if `keep` is true, otherwise an empty dict. Collective.
-
-    Tensors are gathered one at a time, as in `full_state_dict`. Any number of ranks, or a single process, can load the result.
-    Raises RuntimeError for an optimizer that steps on local shards (`register_local_optimizer`).
-    """
-    if steps_locally(type(optimizer)):
-        raise RuntimeError(
-            f"the state of {type(optimizer).__name__} is local to each rank, since it steps on local shards, and cannot be "
-            f"gathered (rank {comm.world().rank}): save optimizer.state_dict() on every rank, and the checkpoint without it"
-        )
-    shard_optimizer_state(optimizer)
-    state = optimizer.state_dict()
-    full = {number: _gather_full(entries, keep=keep) for number, entries in state["state"].items()}
-    return {**state, "state": full} if keep else {}
-
-
-def load_full_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a result of `full_optimizer_state`. Every rank passes the full state and keeps its shards. No communication."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    owners = dict(zip(numbers, params, strict=True))
-    shards = {
-        number: {key: _local_shard(owners[number], key, value) for key, value in entries.items()}
-        for number, entries in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": shards})
-
-
-@torch.no_grad()
-def _gather_full(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     seen: dict[int, torch.Tensor] = {}  # tied parameters stay tied
-    for key, value in state.items():
+    for key, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, DTensor) and id(value) not in seen:
             full = value.full_tensor()
             seen[id(value)] = full.cpu() if keep else full.new_empty(0)
@@ -236,11 +203,3 @@ def _gather_full(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:
             value = seen.get(id(value), value)
             kept[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
     return kept
-
-
-@torch.no_grad()
-def _local_shard(param: torch.Tensor, key: str, value: Any) -> Any:
-    """`value` sharded as `param` is, if it has the shape of `param`; otherwise `value` itself."""
-    if key == "step" or not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or value.shape != param.shape:
-        return value
-    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)

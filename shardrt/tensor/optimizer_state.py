@@ -1,8 +1,8 @@
-"""Sharding of optimizer state that was loaded from a full state dict."""
+"""Which optimizer state is sharded as its parameter is, and sharding of what was loaded from a full state dict."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from weakref import WeakSet
 
 import torch
@@ -22,7 +22,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
     The first step of an optimizer calls this, and from then on each `load_state_dict`. Call it between the first load and the
     first step to free the memory of the full tensors at once.
     """
-    keys = _elementwise_keys(optimizer)
+    keys = elementwise_keys(_shapes(optimizer))
     for param, state in optimizer.state.items():
         if isinstance(param, DTensor):
             for key in keys & state.keys():
@@ -40,11 +40,20 @@ def shard_loaded_state(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_post_hook(shard_optimizer_state)
 
 
-def _elementwise_keys(optimizer: Optimizer) -> set[Hashable]:
-    """Keys whose tensors have the parameter's shape for all parameters; for one alone it may be a 0-dim counter."""
+def elementwise_keys(shapes: Iterable[tuple[Hashable, Iterable[int], Iterable[int]]]) -> set[Hashable]:
+    """Keys of state with one number for each element: their tensors have the parameter's shape for all parameters.
+
+    For one parameter alone, such a tensor may be a 0-dim counter. "step" is always one.
+    shapes: key, shape of the state's tensor, shape of the parameter; of all tensors in an optimizer's state.
+    """
     shaped: dict[Hashable, bool] = {"step": False}
+    for key, found, of_parameter in shapes:
+        shaped[key] = shaped.get(key, True) and tuple(found) == tuple(of_parameter)
+    return {key for key, alike in shaped.items() if alike}
+
+
+def _shapes(optimizer: Optimizer) -> Iterator[tuple[Hashable, torch.Size, torch.Size]]:
     for param, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(param, torch.Tensor) and isinstance(value, torch.Tensor):
-                shaped[key] = shaped.get(key, True) and value.shape == param.shape
-    return {key for key, alike in shaped.items() if alike}
+                yield key, value.shape, param.shape

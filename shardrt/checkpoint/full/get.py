@@ -60,12 +60,7 @@ def get_optimizer_state_dict(
     chosen, listed = StateDictOptions.of(options), as_list(optimizers)
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
     for index, optimizer in enumerate(listed):
-        names, local = ParameterNames(str(index), optimizer, {"": model}), steps_locally(type(optimizer))
-        if not local:
-            shard_optimizer_state(optimizer)
-        packed = optimizer_state(optimizer, names)
-        if local and chosen.full_state_dict:
-            packed["state"] = _completed(packed["state"], names, world().comm)
+        packed = _state_by_name(optimizer, ParameterNames(str(index), optimizer, {"": model}), full=chosen.full_state_dict)
         merged["state"].update(packed["state"])
         merged["param_groups"] += packed["param_groups"]
     return _collected(flat_form(merged) if chosen.flatten_optimizer_state_dict else merged, chosen)
@@ -79,6 +74,28 @@ def get_state_dict(
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, options=options),
     )
+
+
+def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
+    """`optimizer.state_dict()` as a single process has it: full tensors, on the host. Collective.
+
+    keep: whether this rank gets it. The others get an empty dict, and need memory for the largest tensor only.
+    Any number of ranks (`load_full_optimizer_state`), or a single process, can load the result.
+    Raises RuntimeError, on every rank, for state of a local optimizer that depends on where shards begin.
+    """
+    packed = _state_by_name(optimizer, ParameterNames("", optimizer, {"": numbered(optimizer)}), full=True)
+    by_number = {int(number): values for number, values in packed["state"].items()}
+    groups = [{**group, "params": [int(number) for number in group["params"]]} for group in packed["param_groups"]]
+    state = {**optimizer.state_dict(), "state": by_number, "param_groups": groups}
+    return dict(_copied(state, full=True, offload=True, keep=keep))
+
+
+def numbered(optimizer: Optimizer) -> nn.Module:
+    """A module with the optimizer's parameters, whose names are their numbers in its own state dict."""
+    holder = nn.Module()
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    holder._parameters.update((str(number), param) for number, param in enumerate(params))
+    return holder
 
 
 def as_list(optimizers: Optimizers) -> list[Optimizer]:
@@ -124,24 +141,28 @@ def _inside(
                 yield name if keep_prefixes else name.removeprefix(prefix), value
 
 
-@torch.no_grad()
 def _collected(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     """The state with tensors as the options want them. Collective if they are to be full."""
     full, offload = options.full_state_dict, options.cpu_offload
     if not (full or offload):
-        return mapped(state, _detached)
-    kept = not (full and offload) or world().rank == 0
+        return dict(mapped(state, _detached))
+    return _copied(state, full=full, offload=offload, keep=not (full and offload) or world().rank == 0)
+
+
+@torch.no_grad()
+def _copied(state: dict[str, Any], *, full: bool, offload: bool, keep: bool) -> dict[str, Any]:
+    """Copies of all values on the ranks that keep them, an empty dict on the others. Collective if tensors are to be full."""
     seen: dict[int, Any] = {}  # tied tensors stay tied
 
     def copy_of(value: Any) -> Any:
         key = id(value)  # the state keeps it alive
         if key not in seen:
             made = copied(value.value if isinstance(value, Whole) else value, full=full, offload=offload)
-            seen[key] = made if kept else None
+            seen[key] = made if keep else None
         return seen[key]
 
     collected = mapped(state, copy_of)
-    return collected if kept else {}
+    return collected if keep else {}
 
 
 def _detached(value: Any) -> Any:
@@ -150,7 +171,18 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-# ---------------------------------------------------------------------- optimizers that step on local shards
+# ---------------------------------------------------------------------- optimizers
+
+
+def _state_by_name(optimizer: Optimizer, names: ParameterNames, *, full: bool) -> dict[str, Any]:
+    """The state of one optimizer, sharded; with `full`, all of it has a full form. Collective for a local optimizer."""
+    local = steps_locally(type(optimizer))
+    if not local:
+        shard_optimizer_state(optimizer)
+    packed = optimizer_state(optimizer, names)
+    if local and full:
+        packed["state"] = _completed(packed["state"], names, world().comm)
+    return packed
 
 
 def _completed(state: Mapping[str, Any], names: ParameterNames, comm: Communicator) -> dict[str, Any]:
@@ -163,13 +195,14 @@ def _completed(state: Mapping[str, Any], names: ParameterNames, comm: Communicat
     for theirs in comm.exchange(mine):
         for name, values in theirs.items():
             everyone.setdefault(name, {}).update(values)
+    params = {names[param]: param for param in names.params}
     for name, values in everyone.items():
         if bound := [key for key in values if OF_RANK.fullmatch(str(key))]:
+            full_name = getattr(params[name], "full_name", name)
             raise RuntimeError(
-                f"the state '{bound[0]}' of parameter '{name}' depends on where the shards begin, so it has no full form (rank "
-                f"{comm.rank}): save it with shardrt.checkpoint.save"
+                f"the state '{bound[0]}' of parameter '{full_name}' depends on where the shards begin, so it has no full form "
+                f"(rank {comm.rank}): save it with shardrt.checkpoint.save"
             )
-    params = {names[param]: param for param in names.params}
     return {name: {**_without_elements(params[name], values), **state.get(name, {})} for name, values in everyone.items()}
 
 

@@ -6,7 +6,8 @@ Full tensors are sent one at a time: a rank needs memory for the largest beside 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from ...comm import World, world
 from ...tensor.dtensor import DTensor
 from ...tensor.local_optimizers import steps_locally
+from ...tensor.optimizer_state import elementwise_keys
 from ...tensor.placement import Spec
 from ...tensor.redistribute import redistribute
 from ..errors import agreed
@@ -25,7 +27,7 @@ from ..names import LoadedKeys, ParameterNames, cleaner
 from ..optimizer_loading import split_flat
 from ..safetensors.model import Named, named_tensors, take_back
 from ..trees import placed
-from .get import Optimizers, as_list, mapped
+from .get import Optimizers, as_list, mapped, numbered
 from .options import StateDictOptions
 
 _log = logging.getLogger("shardrt")
@@ -80,6 +82,30 @@ def set_optimizer_state_dict(
         elementwise = [_elementwise(each, saved) for each in names]
     for optimizer, each, keys in zip(listed, names, elementwise, strict=True):
         optimizer.load_state_dict(_packed(optimizer, each, saved, keys, here))
+
+
+def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a result of `full_optimizer_state`, or of `state_dict()` in a single process. Collective.
+
+    state: every rank passes it, and copies its shards of it.
+    Raises, on every rank alike: CheckpointError for parameter groups of other sizes than the optimizer's, and for state of
+    other shapes.
+    """
+    here = world()
+    with agreed(here.comm):
+        names = ParameterNames("", optimizer, {"": numbered(optimizer)})
+        sizes, found = ([len(group["params"]) for group in of] for of in (optimizer.param_groups, state["param_groups"]))
+        if sizes != found:
+            raise RuntimeError(f"the optimizer's state dict has groups of {found} parameters, expected {sizes}")
+        saved = _saved_state(
+            {
+                "state": {str(number): values for number, values in state["state"].items()},
+                "param_groups": [{**group, "params": [*map(str, group["params"])]} for group in state["param_groups"]],
+            },
+            set(names),
+        )
+        elementwise = _elementwise(names, saved)
+    optimizer.load_state_dict({**state, **_packed(optimizer, names, saved, elementwise, here)})
 
 
 def set_state_dict(
@@ -248,7 +274,7 @@ def _check_complete(names: Iterable[ParameterNames], saved: _SavedState) -> None
 
 
 def _packed(
-    optimizer: Optimizer, names: ParameterNames, saved: _SavedState, elementwise: set[Any], here: World
+    optimizer: Optimizer, names: ParameterNames, saved: _SavedState, elementwise: set[Hashable], here: World
 ) -> dict[str, Any]:
     """A state dict with numbers of parameters, and state as sharded as they are. Collective."""
     state, groups, number = dict[int, Any](), list[dict[str, Any]](), 0
@@ -265,23 +291,29 @@ def _packed(
     return {"state": state, "param_groups": groups}
 
 
-def _elementwise(names: ParameterNames, saved: _SavedState) -> set[Any]:
-    """Keys whose tensors have the parameter's shape for all parameters; for one alone it may be a 0-dim counter.
+def _elementwise(names: ParameterNames, saved: _SavedState) -> set[Hashable]:
+    """Keys of tensors with one number for each element of the parameter.
 
     Raises RuntimeError for one of another shape where most have the parameter's. Sizes of 1 are those of reduced dims.
     """
-    alike: dict[Any, list[bool]] = {"step": [False]}
-    wrong: dict[Any, str] = {}
-    for param in names.params:
-        for key, value in (_first(saved.state, names.of(param)) or {}).items():
-            if isinstance(value, (torch.Tensor, _Sent)):
-                own, found = tuple(param.shape), tuple(value.shape)
-                alike.setdefault(key, []).append(found == own)
-                if len(found) == len(own) and any(size not in (1, of) for size, of in zip(found, own, strict=True)):
-                    wrong[key] = f"'{key}' of parameter '{names[param]}': expected shape {own}, found {found}"
-    if problems := [text for key, text in wrong.items() if 2 * sum(alike[key]) > len(alike[key])]:
-        raise RuntimeError(f"the optimizer's state dict does not fit the model: {'; '.join(problems)}")
-    return {key for key, found in alike.items() if all(found)}
+    shapes = [
+        (param, key, tuple(value.shape), tuple(param.shape))
+        for param in names.params
+        for key, value in (_first(saved.state, names.of(param)) or {}).items()
+        if isinstance(value, (torch.Tensor, _Sent))
+    ]
+    alike = Counter(key for _, key, found, own in shapes if found == own)
+    other = Counter(key for _, key, found, own in shapes if found != own)
+    wrong = {
+        key: f"'{key}' of parameter '{names[param]}': expected shape {own}, found {found}"
+        for param, key, found, own in shapes
+        if alike[key] > other[key]
+        and len(found) == len(own)
+        and any(size not in (1, of) for size, of in zip(found, own, strict=True))
+    }
+    if wrong:
+        raise RuntimeError(f"the optimizer's state dict does not fit the model: {'; '.join(wrong.values())}")
+    return elementwise_keys((key, found, own) for _, key, found, own in shapes)
 
 
 def _first(table: Mapping[str, dict[Any, Any]], names: Iterable[str]) -> dict[Any, Any] | None:
