@@ -72,7 +72,7 @@ def test_where_packed_gradients_lie_between_reductions(world: World) -> None:
 
         def note(self: Communicator, numel: int, *args: object, **options: object) -> torch.Tensor:
             made.append(numel)
-            return empty(self, numel, *args, **options)  # type: ignore[arg-type]
+            return empty(self, numel, *args, **options)
 
         patch.setattr(Communicator, "empty", note)
         patch.setattr(buffers, "_comm_buffers", WeakKeyDictionary())
