@@ -1,7 +1,7 @@
 """Launches of the kernels in kernels.cu on torch's current stream. CuPy compiles each kernel at its first use.
 
-A multi-tensor kernel gets its tensors by value, as one argument of 3.5 KiB (`Lists` in kernels.cu), which the driver copies in the
-call: sizes as a `Plan` has them, which is made once per list of fixed dtypes, shapes and strides, and the current addresses.
+A multi-tensor kernel gets its tensors by value, as one argument of 3.5 KiB (`Lists` in kernels.cu), which the driver copies in
+the call: sizes as a `Plan` has them, which is made once per list of fixed dtypes, shapes and strides, and current addresses.
 So nothing is uploaded, no memory has to outlive a launch, and a CUDA graph records all of it. A longer list takes a launch for
 each TENSORS tensors.
 """
@@ -178,11 +178,11 @@ def _make_plan(
     for position, tensors in enumerate(zip(*lists, strict=True)):
         alike = all(tensor.device == device for tensor in tensors) and _same_layout(tensors)
         names[position] = naming(*tensors, *options) if alike else None
-    batches = list[Batch]()
+    batches, rest = list[Batch](), [position for position in names if names[position] is None]
     for name in dict.fromkeys(name for name in names.values() if name is not None):
         positions = [position for position in names if names[position] == name]
         batches += (_make_batch(name, positions[start : start + TENSORS], lists) for start in range(0, len(positions), TENSORS))
-    return Plan(_guards(flat), [batch for batch in batches if batch.chunks], [position for position in names if names[position] is None])
+    return Plan(_guards(flat), [batch for batch in batches if batch.chunks], rest)
 
 
 def _make_batch(kernel: str, positions: list[int], lists: Sequence[Sequence[torch.Tensor]]) -> Batch:

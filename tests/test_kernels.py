@@ -522,7 +522,7 @@ OTHERS = sorted(set(itertools.product(("sm_80", "sm_90", "sm_100"), (CUDA_12, CU
 
 @pytest.mark.parametrize(("arch", "wheel"), [ALWAYS, *(pytest.param(*each, marks=pytest.mark.all) for each in OTHERS)])
 def test_kernels_compile(arch: str, wheel: str) -> None:
-    """To machine code, with the options of CuPy, without a word from the compiler: registers suffice. Every name is a symbol."""
+    """To machine code, with the options of CuPy, without a word from the compiler, of spills too; all names are symbols."""
     library, program = nvrtc(wheel), ctypes.c_void_p()
     source = cuda.SOURCE.read_bytes()
     assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
