@@ -203,7 +203,7 @@ def _run(batch: Batch, lists: Sequence[Sequence[torch.Tensor]], args: tuple[int 
     if len(batch.positions) < len(lists[0]):
         lists = [[tensors[position] for position in batch.positions] for tensors in lists]
     given = batch.lists.copy()
-    batch.addresses.pack_into(given, 0, *map(torch.Tensor.data_ptr, [tensor for tensors in lists for tensor in tensors]))
+    batch.addresses.pack_into(given.data, 0, *map(torch.Tensor.data_ptr, [tensor for tensors in lists for tensor in tensors]))
     launch(batch.kernel, batch.chunks, THREADS, (given, *args), lists[0][0].device)
 
 

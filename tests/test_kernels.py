@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import importlib.util
 import itertools
 import re
 import subprocess
@@ -492,6 +493,19 @@ def test_offsets_beyond_32_bits() -> None:
     covered = torch.zeros(4, dtype=torch.int64).index_add_(0, owners, counts)
     assert covered.tolist() == list(numels)
     assert (int(starts[owners == 1].max()), int(counts[owners == 1][-1])) == (3 * 2**32, 5)
+
+
+def test_cupy_passes_arrays_of_one_element_by_value() -> None:
+    """The installed CuPy looks at the arguments before it needs a driver, and refuses others."""
+    if importlib.util.find_spec("cupy") is None:
+        skip_at_home("CuPy is not installed")
+    function = importlib.import_module("cupy.cuda.function")
+    kernel, lists = function.Function.__new__(function.Function), cuda.lists_of([3, 5], 4)[0]
+    with pytest.raises(TypeError, match=r"Only numpy\.ndarrays of size one"):
+        kernel((1,), (1,), (numpy.concatenate([lists, lists]),), stream=SimpleNamespace(ptr=0))
+    with pytest.raises(RuntimeError, match="CUDA"):  # there is no driver, or the kernel is none
+        kernel((1,), (1,), (lists, 0.5, 3), stream=SimpleNamespace(ptr=0))
+    assert function.CNumpyArray(lists).ptr == lists.ctypes.data
 
 
 # ---------------------------------------------------------------------- compiled, without a GPU

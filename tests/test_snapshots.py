@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -23,7 +23,7 @@ from shardrt import checkpoint
 from shardrt.checkpoint import async_save, saving, set_model_state_dict
 from shardrt.comm import World
 from shardrt.tensor import snapshots
-from toys import batch, shard_blocks
+from toys import batch
 from worker import take_races
 
 State = dict[str, Any]
@@ -164,19 +164,20 @@ def test_forward_and_backward_do_not_wait(world: World) -> None:
         events.append("wait")
         wait(snapshot)
 
-    with shared_folder(world) as folder, mock.patch.object(snapshots.Snapshot, "wait", noted), held():
-        running = async_save(folder / "step-1", state)
-        for _ in range(2):
-            loss = model(batch(2).float()).square().mean()
-            events.append("forward")
-            loss.backward()
-            events.append("backward")
-        shardrt.clip_grad_norm_(model.parameters(), 1.0)
-        torch._foreach_mul_([param.grad for param in model.parameters()], 0.5)
-        events.append("gradients")
-        optimizer.step()
-        events.append("step")
-    running.wait()
+    with shared_folder(world) as folder, mock.patch.object(snapshots.Snapshot, "wait", noted):
+        with held():
+            running = async_save(folder / "step-1", state)
+            for _ in range(2):
+                loss = model(batch(2).float()).square().mean()
+                events.append("forward")
+                loss.backward()
+                events.append("backward")
+            shardrt.clip_grad_norm_(model.parameters(), 1.0)
+            torch._foreach_mul_([param.grad for param in model.parameters()], 0.5)
+            events.append("gradients")
+            optimizer.step()
+            events.append("step")
+        running.wait()
     waits = ["wait"] * (world.device.type == "cuda")
     assert events == [*["forward", "backward"] * 2, "gradients", *waits, "step"]
 
@@ -200,7 +201,7 @@ def test_memory_that_is_given_back_is_copied_first(world: World) -> None:
 @on_ranks(1, 2)
 def test_a_forward_may_write_buffers(world: World) -> None:
     """And plain parameters, and on one rank those with whose memory modules compute: they are not copied beside it."""
-    model = shard_blocks(nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 6)))
+    model = shardrt.fully_shard(nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 6)))
     plain = nn.Linear(3, 3)
     expected = {f"model.{name}": value for name, value in whole_values(model).items()}
     expected |= {f"plain.{name}": value for name, value in whole_values(plain).items()}
@@ -210,11 +211,15 @@ def test_a_forward_may_write_buffers(world: World) -> None:
             model(torch.randn(5, 6))
             plain.weight.zero_()
             if world.size == 1:
-                model[0].register_forward_pre_hook(lambda module, _: module.weight.zero_() and None)
+                model[0].register_forward_pre_hook(clear)
                 model(torch.randn(5, 6))
         running.wait()
         if world.rank == 0:
             assert_holds(folder / "step-1", expected)
+
+
+def clear(module: nn.Module, _: object) -> None:
+    cast(nn.Linear, module).weight.zero_()
 
 
 def whole_values(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -247,9 +252,11 @@ def test_after_a_captured_step_nothing_is_copied_beside_it(world: World) -> None
     with mock.patch.object(snapshots, "captured_a_step", False):
         with mock.patch.object(snapshots, "is_capturing", return_value=True):
             state = small_state(2)
-        with shared_folder(world) as folder, held():
-            async_save(folder / "step-1", state)
-            assert snapshots.current is None
+        with shared_folder(world) as folder:
+            with held():
+                running = async_save(folder / "step-1", state)
+                assert snapshots.current is None
+            running.wait()
 
 
 @on_ranks(2)

@@ -38,8 +38,8 @@ class Snapshot:
         current = self
 
     def has_any(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether it copies one of these plain tensors, or others in the same storages."""
-        return any(address(tensor) in self._storages for tensor in tensors)
+        """Whether it copies one of these tensors, or others in the same storages; no subclasses, which may have no storage."""
+        return any(type(tensor) is torch.Tensor and address(tensor) in self._storages for tensor in tensors)
 
     def wait(self) -> None:
         """Let what is submitted from now on to the current stream run after the copies."""
@@ -67,7 +67,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def wait_to_write(tensors: Iterable[torch.Tensor] | None = None) -> None:
-    """Wait, on the current stream, for the snapshot under way if it copies one of these plain tensors. None: in any case."""
+    """Wait, on the current stream, for the snapshot under way if it copies one of these tensors. None: in any case."""
     snapshot = current  # another thread may end it now
     if snapshot is not None and (tensors is None or snapshot.has_any(tensors)):
         snapshot.wait()
