@@ -22,6 +22,7 @@ from ranks import on_ranks
 from shardrt import checkpoint
 from shardrt.checkpoint import async_save, saving, set_model_state_dict
 from shardrt.comm import World
+from shardrt.comm.streams import observe
 from shardrt.tensor import snapshots
 from toys import batch
 from worker import take_races
@@ -32,7 +33,7 @@ State = dict[str, Any]
 @contextmanager
 def held() -> Iterator[None]:
     """In the block, the thread of a save does not look whether the copies are there: on a GPU they may be under way."""
-    go_on, observe = threading.Event(), saving.observe
+    go_on = threading.Event()
 
     def late(device: torch.device) -> None:
         go_on.wait()
