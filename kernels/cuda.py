@@ -1,14 +1,9 @@
 """Launches of the kernels in kernels.cu on torch's current stream. CuPy compiles each kernel at its first use.
 
-A launch reads two tables on the device:
-
-| table     | content                                     | created                                                          |
-|-----------|---------------------------------------------|------------------------------------------------------------------|
-| geometry  | sizes, and the chunk of each block          | once per list: a `Plan` is valid for fixed dtypes, shapes, strides |
-| addresses | the current addresses of the tensors        | once per set of addresses: one small copy from pinned memory     |
-
-Tables are cached by their content, so they cannot become stale: new gradients and resized storages at other addresses select or
-create another table. A table belongs to the stream that copied it: only this stream reads it, and its memory is freed there.
+A multi-tensor kernel gets its tensors by value, as one argument of 3.5 KiB (`Lists` in kernels.cu), which the driver copies in
+the call: sizes as a `Plan` has them, which is made once per list of fixed dtypes, shapes and strides, and current addresses.
+So nothing is uploaded, no memory has to outlive a launch, and a CUDA graph records all of it. A longer list takes a launch for
+each TENSORS tensors.
 """
 
 from __future__ import annotations
@@ -19,24 +14,33 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Protocol
+from struct import Struct
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from . import host
 from .reference import BLOCK
 
+if TYPE_CHECKING:
+    from numpy import void
+    from numpy.typing import NDArray
+
 CHUNK_NBYTES = 32768  # as in kernels.cu
 THREADS = 256
+TENSORS = 128
 SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("--std=c++17",)
 FLOATS = {torch.float32: "float", torch.float64: "double", torch.float16: "f16", torch.bfloat16: "bf16"}
 CODES = {torch.int8: "i8", torch.float8_e4m3fn: "e4m3"}
 WORDS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
-Kernel = Callable[[tuple[int, ...], tuple[int, ...], tuple[int | float, ...]], None]  # grid, block, arguments
+Arguments = tuple["int | float | NDArray[void]", ...]
+Kernel = Callable[[tuple[int, ...], tuple[int, ...], Arguments], None]  # grid, block, arguments
 Name = Callable[..., str | None]
 _PLANS = 1024  # the cache's capacity; when full it is cleared
-_TABLES = 4096
+_COUNTERS = 4096
+_LISTS = Struct(f"{2 * TENSORS}q{TENSORS}q{TENSORS}I")  # as in kernels.cu
+_NO_CHUNK = 2**32 - 1
 
 
 @cache
@@ -49,8 +53,11 @@ def _kernel(name: str) -> Kernel:
     return kernel
 
 
-def launch(name: str, blocks: int, threads: int, args: tuple[int | float, ...], device: torch.device) -> None:
-    """Launch a kernel on the current stream of `device`. args: an int is passed as i64 or pointer, a float as double."""
+def launch(name: str, blocks: int, threads: int, args: Arguments, device: torch.device) -> None:
+    """Launch a kernel on the current stream of `device`.
+
+    args: an int is passed as i64 or pointer, a float as double, an array of one element as a struct of its bytes.
+    """
     with torch.cuda.device(device), _cupys(_stream(device), device.index):
         _kernel(name)((blocks,), (threads,), args)
 
@@ -74,31 +81,27 @@ def _cupys(stream: _Handle, device: int) -> AbstractContextManager[object]:
     return made
 
 
-def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # Hazard: a CUDA graph's capture only records the copy; the captured code must have run on this stream before.
-    # torch reuses the pinned memory only after the copy.
-    return table.pin_memory().to(device, non_blocking=True)
+def lists_of(numels: Sequence[int], chunk: int) -> tuple[NDArray[void], int]:
+    """`Lists` for at most TENSORS tensors, in chunks of at most `chunk` elements, without addresses; the number of chunks."""
+    import numpy
 
-
-@lru_cache(_TABLES)
-def _addresses(device: torch.device, stream: int, addresses: tuple[int, ...]) -> torch.Tensor:
-    return _upload(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
-
-
-def geometry(numels: Sequence[int], chunk: int) -> torch.Tensor:
-    """(2 * n + chunks,) int64 for n tensors, in chunks of at most `chunk` elements: see kernels.cu."""
-    elements = torch.tensor(numels, dtype=torch.int64, device="cpu")
-    chunks = (elements + chunk - 1) // chunk
-    return torch.cat([elements, chunks.cumsum(0) - chunks, torch.repeat_interleave(chunks)])
+    first, chunks = list[int](), 0
+    for numel in numels:
+        first.append(chunks)
+        chunks += -(-numel // chunk)
+    missing = TENSORS - len(numels)
+    packed = _LISTS.pack(*[0] * 2 * TENSORS, *numels, *[0] * missing, *first, *[_NO_CHUNK] * missing)
+    return numpy.frombuffer(packed, f"V{_LISTS.size}"), chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One launch: the tensors at `positions`."""
+    """One launch: the tensors at `positions`. addresses: writes those of all lists into a copy of `lists`."""
 
     kernel: str
     positions: list[int]
-    geometry: torch.Tensor
+    addresses: Struct
+    lists: NDArray[void]
     chunks: int
 
 
@@ -158,7 +161,7 @@ def _plan(naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[
     Cost: some microseconds for ten tensors after the first call. Shapes and dtypes are the key; `guards` decide, in C++.
     """
     together = [tensor for tensors in lists for tensor in tensors]
-    key = (naming, options, _stream(lists[0][0].device), *map(_SHAPE, lists[0]), *map(_DTYPE, together))
+    key = (naming, options, *map(_SHAPE, lists[0]), *map(_DTYPE, together))
     plan = _plans.get(key)
     if plan is None or not plan.guards.check(*together):
         if len(_plans) >= _PLANS:
@@ -175,15 +178,18 @@ def _make_plan(
     for position, tensors in enumerate(zip(*lists, strict=True)):
         alike = all(tensor.device == device for tensor in tensors) and _same_layout(tensors)
         names[position] = naming(*tensors, *options) if alike else None
-    batches = []
+    batches, rest = list[Batch](), [position for position in names if names[position] is None]
     for name in dict.fromkeys(name for name in names.values() if name is not None):
         positions = [position for position in names if names[position] == name]
-        itemsize = max(tensors[positions[0]].element_size() for tensors in lists)
-        table = geometry([lists[0][position].numel() for position in positions], CHUNK_NBYTES // itemsize)
-        chunks = len(table) - 2 * len(positions)
-        if chunks:
-            batches.append(Batch(name, positions, _upload(table, device), chunks))
-    return Plan(_guards(flat), batches, [position for position in names if names[position] is None])
+        batches += (_make_batch(name, positions[start : start + TENSORS], lists) for start in range(0, len(positions), TENSORS))
+    return Plan(_guards(flat), [batch for batch in batches if batch.chunks], rest)
+
+
+def _make_batch(kernel: str, positions: list[int], lists: Sequence[Sequence[torch.Tensor]]) -> Batch:
+    itemsize = max(tensors[positions[0]].element_size() for tensors in lists)
+    given, chunks = lists_of([lists[0][position].numel() for position in positions], CHUNK_NBYTES // itemsize)
+    gap = f"{8 * (TENSORS - len(positions))}x"
+    return Batch(kernel, positions, Struct(gap.join([f"{len(positions)}q"] * len(lists))), given, chunks)
 
 
 def _same_layout(tensors: Sequence[torch.Tensor]) -> bool:
@@ -196,11 +202,9 @@ def _same_layout(tensors: Sequence[torch.Tensor]) -> bool:
 def _run(batch: Batch, lists: Sequence[Sequence[torch.Tensor]], args: tuple[int | float, ...]) -> None:
     if len(batch.positions) < len(lists[0]):
         lists = [[tensors[position] for position in batch.positions] for tensors in lists]
-    device = lists[0][0].device
-    addresses = tuple(map(torch.Tensor.data_ptr, [tensor for tensors in lists for tensor in tensors]))
-    table = _addresses(device, _stream(device), addresses)
-    tables = (table.data_ptr(), batch.geometry.data_ptr(), len(batch.positions))
-    launch(batch.kernel, batch.chunks, THREADS, (*tables, *args), device)
+    given = batch.lists.copy()
+    batch.addresses.pack_into(given.data, 0, *map(torch.Tensor.data_ptr, [tensor for tensors in lists for tensor in tensors]))
+    launch(batch.kernel, batch.chunks, THREADS, (given, *args), lists[0][0].device)
 
 
 def _pack_name(view: torch.Tensor, tensor: torch.Tensor, plain: bool, accumulate: bool) -> str | None:
@@ -212,7 +216,7 @@ def _pack_name(view: torch.Tensor, tensor: torch.Tensor, plain: bool, accumulate
 
 
 def pack(views: list[torch.Tensor], tensors: list[torch.Tensor], scale: float, accumulate: bool) -> None:
-    """See `reference.pack`. One launch for each pair of dtypes."""
+    """See `reference.pack`. One launch for each pair of dtypes, and each TENSORS tensors."""
     plan = _plan(_pack_name, (views, tensors), (scale == 1.0 and not accumulate, accumulate))
     for batch in plan.batches:
         _run(batch, (views, tensors), () if batch.kernel.startswith("copy") else (float(scale),))
@@ -224,10 +228,19 @@ def _single_name(tensor: torch.Tensor, kernel: str) -> str | None:
     return f"{kernel}<{FLOATS[tensor.dtype]}>" if tensor.dtype in FLOATS else None
 
 
-@lru_cache(_TABLES)
-def _arrived(device: torch.device, stream: int) -> torch.Tensor:
-    """The counter of a launch's finished blocks; 0 between the launches of a stream."""
-    return _upload(torch.zeros(1, dtype=torch.int64, device="cpu"), device)
+def _arrived(device: torch.device) -> torch.Tensor:
+    """(1,) int64: the counter of a launch's finished blocks; 0 between the launches of a stream.
+
+    A CUDA graph gets one of its own: it may be replayed on another stream than the one that it was captured on.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    return _counter(device, _stream(device))
+
+
+@lru_cache(_COUNTERS)
+def _counter(device: torch.device, stream: int) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -235,7 +248,8 @@ def squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     plan, device = _plan(_single_name, (tensors,), ("squares",)), tensors[0].device
     out = (torch.empty if plan.batches else torch.zeros)(2, dtype=torch.float64, device=device)
     sums = torch.empty(2 * max((batch.chunks for batch in plan.batches), default=0), dtype=torch.float64, device=device)
-    scratch = (sums.data_ptr(), _arrived(device, _stream(device)).data_ptr(), out.data_ptr())
+    arrived = _arrived(device)
+    scratch = (sums.data_ptr(), arrived.data_ptr(), out.data_ptr())
     for index, batch in enumerate(plan.batches):
         _run(batch, (tensors,), (*scratch, index))
     if plan.rest:

@@ -2,8 +2,8 @@
 // No headers: NVRTC alone has none for half precision. Arithmetic on elements is PTX, since CuPy's options flush subnormals and
 // the compiler may fuse operations.
 //
-// Multi-tensor kernels: block b processes chunk b. `geometry` is one table for n tensors: [0, n) elements of each,
-// [n, 2n) the first chunk of each, [2n, 2n + gridDim.x) the tensor of each chunk. `addresses`: the first list, the second.
+// Multi-tensor kernels: block b processes chunk b. They get their tensors by value, so that a launch reads no table that the
+// host would have to copy and to keep: a CUDA graph records all of it.
 
 typedef signed char i8;
 typedef unsigned char u8;
@@ -17,6 +17,7 @@ struct e4m3 { u8 bits; };
 constexpr int THREADS = 256;
 constexpr int CHUNK_BYTES = 32768;  // of the wider side: 8 vectors of 16 bytes for each thread
 constexpr int IN_FLIGHT = 4;        // vectors that a thread loads before it uses the first
+constexpr int TENSORS = 128;        // of a launch: arguments of a kernel have at most 4 KiB on every GPU and driver
 __device__ inline float mul(float a, float b) { float r; asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
 __device__ inline double mul(double a, double b) { return __dmul_rn(a, b); }
 __device__ inline float add(float a, float b) { float r; asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
@@ -54,11 +55,22 @@ template <typename T, int V> struct alignas(sizeof(T) * V) Vec { T at[V]; };
 template <typename T, int V> __device__ inline bool aligned(const T *pointer) { return (u64)pointer % (sizeof(T) * V) == 0; }
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
+// One list of at most TENSORS tensors, or two whose i-th tensors have as many elements.
+struct Lists {
+    i64 addresses[2 * TENSORS];  // from TENSORS on, those of the second list
+    i64 elements[TENSORS];
+    u32 first[TENSORS];  // chunk of each tensor, ascending; 2^32 - 1 where there is no tensor
+};
+
 struct Chunk {
-    i64 tensor, start, count;  // elements
-    __device__ Chunk(const i64 *geometry, i64 n, i64 size) : tensor(geometry[2 * n + blockIdx.x]) {
-        start = (blockIdx.x - geometry[n + tensor]) * size;
-        i64 left = geometry[tensor] - start;
+    i64 start, count;  // elements
+    int tensor = 0;    // the last one whose first chunk is not after this one: a tensor without elements has no chunk
+    __device__ Chunk(const Lists &lists, i64 size) {
+#pragma unroll
+        for (int step = TENSORS / 2; step > 0; step /= 2)
+            if (lists.first[tensor + step] <= blockIdx.x) tensor += step;
+        start = (blockIdx.x - lists.first[tensor]) * size;
+        i64 left = lists.elements[tensor] - start;
         count = left < size ? left : size;
     }
 };
@@ -95,10 +107,10 @@ __device__ inline void transform(Out *out, const In *in, i64 count, F f) {
     for (i64 i = done + threadIdx.x; i < count; i += THREADS) out[i] = f(in[i], READS ? out[i] : Out());
 }
 
-template <typename T> __global__ void __launch_bounds__(THREADS) copy(const i64 *addresses, const i64 *geometry, i64 n) {
-    const Chunk chunk(geometry, n, CHUNK_BYTES / sizeof(T));
-    T *out = (T *)addresses[chunk.tensor] + chunk.start;
-    const T *in = (const T *)addresses[n + chunk.tensor] + chunk.start;
+template <typename T> __global__ void __launch_bounds__(THREADS) copy(const __grid_constant__ Lists lists) {
+    const Chunk chunk(lists, CHUNK_BYTES / sizeof(T));
+    T *out = (T *)lists.addresses[chunk.tensor] + chunk.start;
+    const T *in = (const T *)lists.addresses[TENSORS + chunk.tensor] + chunk.start;
     constexpr int V = 16 / sizeof(T);
     const i64 words = aligned<T, V>(out) && aligned<T, V>(in) ? chunk.count / V : 0;
     using Word = Vec<u64, 2>;
@@ -108,11 +120,11 @@ template <typename T> __global__ void __launch_bounds__(THREADS) copy(const i64 
 }
 
 template <typename Out, typename In, bool ADDS>
-__global__ void __launch_bounds__(THREADS) pack(const i64 *addresses, const i64 *geometry, i64 n, double scale) {
+__global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ Lists lists, double scale) {
     typedef Wide<Out, In> W;
-    const Chunk chunk(geometry, n, CHUNK_BYTES / larger(sizeof(Out), sizeof(In)));
-    Out *out = (Out *)addresses[chunk.tensor] + chunk.start;
-    const In *in = (const In *)addresses[n + chunk.tensor] + chunk.start;
+    const Chunk chunk(lists, CHUNK_BYTES / larger(sizeof(Out), sizeof(In)));
+    Out *out = (Out *)lists.addresses[chunk.tensor] + chunk.start;
+    const In *in = (const In *)lists.addresses[TENSORS + chunk.tensor] + chunk.start;
     const W factor = as<W>(scale);
     transform<ADDS>(out, in, chunk.count, [=](In x, Out y) {
         return as<Out>(ADDS ? fused(wide<W>(x), factor, wide<W>(y)) : mul(wide<W>(x), factor));
@@ -120,12 +132,12 @@ __global__ void __launch_bounds__(THREADS) pack(const i64 *addresses, const i64 
 }
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS) rescale(const i64 *addresses, const i64 *geometry, i64 n, const double *scale) {
+__global__ void __launch_bounds__(THREADS) rescale(const __grid_constant__ Lists lists, const double *scale) {
     typedef Wide<T> W;
     const W factor = as<W>(*scale);
     if (factor == W(1)) return;
-    const Chunk chunk(geometry, n, CHUNK_BYTES / sizeof(T));
-    T *out = (T *)addresses[chunk.tensor] + chunk.start;
+    const Chunk chunk(lists, CHUNK_BYTES / sizeof(T));
+    T *out = (T *)lists.addresses[chunk.tensor] + chunk.start;
     transform<false>(out, out, chunk.count, [=](T x, T) { return as<T>(mul(wide<W>(x), factor)); });
 }
 
@@ -148,11 +160,11 @@ __device__ inline double2 block_sum(double2 x) {
 // else 0. arrived: 0 before and after.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
-squares(const i64 *addresses, const i64 *geometry, i64 n, double2 *sums, u32 *arrived, double2 *out, i64 adds) {
+squares(const __grid_constant__ Lists lists, double2 *sums, u32 *arrived, double2 *out, i64 adds) {
     typedef Wide<T> W;
     constexpr int V = 16 / sizeof(T);
-    const Chunk chunk(geometry, n, CHUNK_BYTES / sizeof(T));
-    const T *in = (const T *)addresses[chunk.tensor] + chunk.start;
+    const Chunk chunk(lists, CHUNK_BYTES / sizeof(T));
+    const T *in = (const T *)lists.addresses[chunk.tensor] + chunk.start;
     const bool vectors = aligned<T, V>(in);
     W sum = 0, poison = 0;
     for (i64 base = threadIdx.x * V; base < chunk.count; base += IN_FLIGHT * THREADS * V) {

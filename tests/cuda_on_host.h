@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstring>
 #include <functional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #define __device__
 #define __shared__ static
 #define __launch_bounds__(threads)
+#define __grid_constant__
 
 struct Index { unsigned x; };
 static Index blockIdx, threadIdx, gridDim;
@@ -84,21 +86,25 @@ bool launch(unsigned blocks, unsigned block_threads, std::function<void()> kerne
     return good;
 }
 
-// Every argument is eight bytes: a pointer, an i64 or a double.
-template <typename T> T of_bits(unsigned long long bits) {
-    static_assert(sizeof(T) == sizeof bits);
+// Arguments come as the driver takes them: the address of each, here with its bytes.
+struct Argument { const void *value; unsigned long long nbytes; };
+template <typename T> T read(const Argument &argument) {
     T value;
-    std::memcpy(&value, &bits, sizeof bits);
+    std::memcpy(&value, argument.value, sizeof value);
     return value;
 }
 template <typename... P, std::size_t... I>
-std::function<void()> with_args(void (*kernel)(P...), const unsigned long long *args, std::index_sequence<I...>) {
-    return [=] { kernel(of_bits<P>(args[I])...); };
+std::function<void()> with_args(void (*kernel)(P...), const Argument *args, std::index_sequence<I...>) {
+    return [kernel, values = std::make_tuple(read<P>(args[I])...)] { kernel(std::get<I>(values)...); };
+}
+template <typename... P, std::size_t... I> bool fit(void (*)(P...), const Argument *args, std::index_sequence<I...>) {
+    return ((args[I].nbytes == sizeof(P)) && ...);
 }
 template <typename... P>
-bool call(void (*kernel)(P...), unsigned blocks, unsigned threads, const unsigned long long *args, unsigned count) {
-    return count == sizeof...(P) && threads <= MOST_THREADS && threads % WARP == 0 &&
-           launch(blocks, threads, with_args(kernel, args, std::index_sequence_for<P...>()));
+bool call(void (*kernel)(P...), unsigned blocks, unsigned threads, const Argument *args, unsigned count) {
+    constexpr auto all = std::index_sequence_for<P...>();
+    return count == sizeof...(P) && fit(kernel, args, all) && threads <= MOST_THREADS && threads % WARP == 0 &&
+           launch(blocks, threads, with_args(kernel, args, all));
 }
 
 template <typename T, typename F> auto in_warp(T x, F f) {

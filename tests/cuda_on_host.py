@@ -10,11 +10,15 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from numpy import void
+from numpy.typing import NDArray
+
 from ranks import skip_at_home
+from shardrt.kernels.cuda import Arguments
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", f"-I{FOLDER}")
-EXPORT = 'extern "C" bool kernel_{}(u32 blocks, u32 threads, const u64 *args, u32 count)'
+EXPORT = 'extern "C" bool kernel_{}(u32 blocks, u32 threads, const host::Argument *args, u32 count)'
 
 
 class Kernels:
@@ -34,12 +38,22 @@ class Kernels:
         assert done.returncode == 0, done.stderr
         self._library = ctypes.CDLL(str(library))
 
-    def launch(self, name: str, blocks: int, threads: int, args: Sequence[int | float]) -> None:
+    def launch(self, name: str, blocks: int, threads: int, args: Arguments) -> None:
         """Run a kernel until it ends."""
-        bits = struct.pack("".join("d" if isinstance(arg, float) else "q" for arg in args), *args)
+        values = [_bytes_of(arg) for arg in args]
+        pairs = [number for value in values for number in (ctypes.addressof(value), len(value))]
         function = getattr(self._library, f"kernel_{self._names.index(name)}")
         function.restype = ctypes.c_bool
-        assert function(blocks, threads, bits, len(args)), f"{name}: {args} do not fit, or threads wait at a barrier forever"
+        given = (ctypes.c_uint64 * len(pairs))(*pairs)
+        assert function(blocks, threads, given, len(args)), f"{name}: {args} do not fit, or threads wait at a barrier forever"
+
+
+def _bytes_of(arg: int | float | NDArray[void]) -> ctypes.Array[ctypes.c_char]:
+    """A copy of an argument, as CuPy passes it on."""
+    if isinstance(arg, int | float):
+        return ctypes.create_string_buffer(struct.pack("d" if isinstance(arg, float) else "q", arg), 8)
+    assert arg.size == 1, "CuPy takes arrays of one element"
+    return ctypes.create_string_buffer(arg.tobytes(), arg.nbytes)
 
 
 def _without_ptx(source: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import importlib.util
 import itertools
 import re
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,7 @@ CODINGS = list(itertools.product(cuda.CODES, FLOATS[:1] + FLOATS[2:]))  # not fl
 PAIRS = list(itertools.product(FLOATS, FLOATS))
 NUMELS = (0, 1, 3, 16, 1000, 20011)
 CPU = torch.device("cpu")
+LISTS = numpy.dtype([("addresses", "i8", 2 * cuda.TENSORS), ("elements", "i8", cuda.TENSORS), ("first", "u4", cuda.TENSORS)])
 
 
 def name(dtype: torch.dtype) -> str:
@@ -237,7 +240,6 @@ class Double:
 
     kernels: Kernels
     launches: list[tuple[str, int]] = field(default_factory=list)
-    uploads: int = 0
     streams: list[int] = field(default_factory=list)
     stream: int = 0x5EED
 
@@ -252,11 +254,6 @@ class Double:
         version, handle = stream.__cuda_stream__()
         assert version == 0
         return CurrentStream(self, handle)
-
-    def upload(self, table: torch.Tensor, device: torch.device) -> torch.Tensor:
-        assert table.dtype is torch.int64
-        self.uploads += 1
-        return table.clone()
 
 
 @dataclass
@@ -283,7 +280,7 @@ class Run:
         self.double.launches.append((self.kernel, grid[0]))
         assert len(grid) == len(block) == 1
         assert grid[0] > 0
-        assert all(type(arg) in (int, float) for arg in args), args
+        assert all(type(arg) in (int, float, numpy.ndarray) for arg in args), args
         self.double.kernels.launch(self.kernel, grid[0], block[0], args)
 
 
@@ -301,13 +298,12 @@ def double(monkeypatch: pytest.MonkeyPatch, on_host: Kernels) -> Iterator[Double
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(cuda, "_stream", lambda device: cuda._Handle(made.stream))
-    monkeypatch.setattr(cuda, "_upload", made.upload)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(cuda, "_plans", {})
-    for cached in (cuda._kernel, cuda._cupys, cuda._addresses, cuda._arrived):
+    for cached in (cuda._kernel, cuda._cupys, cuda._counter):
         cached.cache_clear()
     yield made
-    for cached in (cuda._kernel, cuda._cupys, cuda._addresses, cuda._arrived):
+    for cached in (cuda._kernel, cuda._cupys, cuda._counter):
         cached.cache_clear()
 
 
@@ -357,27 +353,69 @@ def test_launched_beyond_32_bits(double: Double, kernel: str) -> None:
     )
     chunk = cuda.CHUNK_NBYTES // out.element_size()
     start = 3 * 2**32 // chunk * chunk
-    addresses = torch.tensor([tensor.data_ptr() - start * tensor.element_size() for tensor in (out, inp)])
-    geometry = torch.tensor([start + 5, -start // chunk, 0])  # the block is its first, and so chunk 0 lies far before
+    lists = cuda.lists_of([start + 5], chunk)[0].copy()
+    fields = lists.view(LISTS)
+    fields["addresses"][0, [0, cuda.TENSORS]] = [each.data_ptr() - start * each.element_size() for each in (out, inp)]
+    fields["first"][0, 0] = 2**32 - start // chunk  # the block is its first, and so chunk 0 lies far before
     scale = (1.0,) if "pack" in kernel else ()
-    double.kernels.launch(kernel, 1, cuda.THREADS, (addresses.data_ptr(), geometry.data_ptr(), 1, *scale))
+    double.kernels.launch(kernel, 1, cuda.THREADS, (lists, *scale))
     assert torch.equal(out, inp.to(out.dtype))
 
 
-def test_tables_are_kept(double: Double) -> None:
-    """Geometry is uploaded once; addresses when they are new; both again for another stream."""
-    views, tensors = random(NUMELS, torch.float32), random(NUMELS, torch.bfloat16)
-    seen = []
-    for sources in (tensors, tensors, [t.clone() for t in tensors], [t.clone() for t in tensors[:-1]] + [tensors[-1]]):
-        before = double.uploads
-        pack_into(views, sources)
-        same(views, [source.float() for source in sources])
-        seen.append(double.uploads - before)
-    assert seen == [2, 0, 1, 1]
-    double.stream = 0xFEED
-    pack_into(views, tensors)
-    assert double.uploads == 6
+def test_nothing_is_uploaded(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses are arguments of a launch, also new ones: a CUDA graph would replay a copy from memory that has been reused."""
+    views, tensors, scale = random(NUMELS, torch.float32), random(NUMELS, torch.bfloat16), torch.tensor(0.5)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
+    for stream in (0x5EED, 0xFEED):
+        double.stream = stream
+        for sources in (tensors, [t.clone() for t in tensors], [t.clone() for t in tensors[:-1]] + [tensors[-1]]):
+            pack_into(views, sources)
+            same(views, [source.float() for source in sources])
+            rescale(views, scale)
+            assert squared_norm(views, CPU)[1] == 0
+    assert len(cuda._plans) == 3
     assert [double.streams[0], double.streams[-1]] == [0x5EED, 0xFEED]
+
+
+def test_captured_norms_have_counters_of_their_own(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two graphs may run at once, and a launch beside them, though all were captured, and launched, on one stream."""
+    counters, tensors = list[int](), random(NUMELS, torch.float32)
+    run, made = cuda._run, list[torch.Tensor]()
+    zeros = torch.zeros
+
+    def kept(*sizes: int, **given: Any) -> torch.Tensor:
+        made.append(zeros(*sizes, **given))
+        return made[-1]
+
+    def noted(batch: cuda.Batch, lists: Any, args: tuple[int, ...]) -> None:
+        counters.append(args[1])
+        run(batch, lists, args)
+
+    monkeypatch.setattr(cuda, "_run", noted)
+    monkeypatch.setattr(torch, "zeros", kept)
+    for is_capturing in (False, True, True, False):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=is_capturing: now)
+        squared_norm(tensors, CPU)
+    first, second, third, fourth = counters
+    assert first == fourth
+    assert len({first, second, third}) == 3
+
+
+@pytest.mark.parametrize("count", [cuda.TENSORS - 1, cuda.TENSORS, cuda.TENSORS + 2, 3 * cuda.TENSORS])
+def test_long_lists_take_several_launches(double: Double, count: int) -> None:
+    """With tensors without elements first, in between and last, and a tensor of several chunks."""
+    numels = [0 if i % 7 in (0, 3) or i == count - 1 else 20011 if i == count - 2 else i % 50 for i in range(count)]
+    views, tensors = random(tuple(numels), torch.float32), random(tuple(numels), torch.float16)
+    pack_into(views, tensors, 0.5)
+    same(views, [tensor.float() * 0.5 for tensor in tensors])
+    launched = -(-count // cuda.TENSORS)
+    assert len(double.launches) == launched
+    found = squared_norm(views, CPU)
+    assert torch.allclose(found, reference.squared_norm(views), rtol=1e-5)
+    rescale(views, torch.tensor(2.0))
+    same(views, [tensor.float() for tensor in tensors])
+    assert len(double.launches) == 3 * launched
 
 
 @pytest.fixture(params=["torch's guards", "no such module", "another signature"])
@@ -417,7 +455,7 @@ def test_imported_without_what_torch_has_private() -> None:
 
 
 def test_launched_whatever_the_default_device(double: Double) -> None:
-    """Tables are made on the host."""
+    """Counters are made on the tensors' own."""
     views, tensors, scale = random(NUMELS, torch.float32), random(NUMELS, torch.bfloat16), torch.tensor(0.5)
     with torch.device("meta"):
         pack_into(views, tensors)
@@ -442,15 +480,32 @@ def test_wrong_shapes_are_refused(double: Double) -> None:
 def test_offsets_beyond_32_bits() -> None:
     """The last chunk of a tensor of 3 * 2**32 elements ends where it does, and the next tensor begins anew."""
     numels, size = (7, 3 * 2**32 + 5, 0, 2 * 4096), 4096
-    table = cuda.geometry(numels, size)
-    elements, first, owners = table[:4], table[4:8], table[8:]
-    assert elements.tolist() == list(numels)
-    starts = (torch.arange(len(owners)) - first[owners]) * size
+    lists, chunks = cuda.lists_of(numels, size)
+    fields = lists.view(LISTS)
+    elements, first = (torch.from_numpy(fields[name][0].astype("int64")) for name in ("elements", "first"))
+    assert elements[:5].tolist() == [*numels, 0]
+    assert first[4:].tolist() == [2**32 - 1] * (cuda.TENSORS - 4)
+    blocks = torch.arange(chunks)
+    owners = torch.searchsorted(first, blocks, right=True) - 1
+    starts = (blocks - first[owners]) * size
     counts = (elements[owners] - starts).clamp(max=size)
     assert counts.min() > 0
     covered = torch.zeros(4, dtype=torch.int64).index_add_(0, owners, counts)
     assert covered.tolist() == list(numels)
     assert (int(starts[owners == 1].max()), int(counts[owners == 1][-1])) == (3 * 2**32, 5)
+
+
+def test_cupy_passes_arrays_of_one_element_by_value() -> None:
+    """The installed CuPy looks at the arguments before it needs a driver, and refuses others."""
+    if importlib.util.find_spec("cupy") is None:
+        skip_at_home("CuPy is not installed")
+    function = importlib.import_module("cupy.cuda.function")
+    kernel, lists = function.Function.__new__(function.Function), cuda.lists_of([3, 5], 4)[0]
+    with pytest.raises(TypeError, match=r"Only numpy\.ndarrays of size one"):
+        kernel((1,), (1,), (numpy.concatenate([lists, lists]),), stream=SimpleNamespace(ptr=0))
+    with pytest.raises(RuntimeError, match="CUDA"):  # there is no driver, or the kernel is none
+        kernel((1,), (1,), (lists, 0.5, 3), stream=SimpleNamespace(ptr=0))
+    assert function.CNumpyArray(lists).ptr == lists.ctypes.data
 
 
 # ---------------------------------------------------------------------- compiled, without a GPU
@@ -481,13 +536,14 @@ OTHERS = sorted(set(itertools.product(("sm_80", "sm_90", "sm_100"), (CUDA_12, CU
 
 @pytest.mark.parametrize(("arch", "wheel"), [ALWAYS, *(pytest.param(*each, marks=pytest.mark.all) for each in OTHERS)])
 def test_kernels_compile(arch: str, wheel: str) -> None:
-    """To machine code, with the options of CuPy, without a word from the compiler; every name is a symbol."""
+    """To machine code, with the options of CuPy, without a word from the compiler, of spills too; all names are symbols."""
     library, program = nvrtc(wheel), ctypes.c_void_p()
     source = cuda.SOURCE.read_bytes()
     assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
     for kernel in EVERY_KERNEL:
         assert library.nvrtcAddNameExpression(program, kernel.encode()) == 0
-    options = [option.encode() for option in (*cuda.OPTIONS, "-ftz=true", f"--gpu-architecture={arch}")]
+    warnings = [f"--ptxas-options=--{what}" for what in ("warn-on-spills", "warn-on-local-memory-usage")]
+    options = [option.encode() for option in (*cuda.OPTIONS, "-ftz=true", f"--gpu-architecture={arch}", *warnings)]
     code = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     assert (code, read(library, program, "ProgramLog").strip(b"\0\n ")) == (0, b"")
     binary, symbol = read(library, program, "CUBIN"), ctypes.c_char_p()
@@ -502,6 +558,7 @@ def test_constants_are_those_of_the_source() -> None:
     assert {key: int(value) for key, value in found.items()}.items() >= {
         "THREADS": cuda.THREADS,
         "CHUNK_BYTES": cuda.CHUNK_NBYTES,
+        "TENSORS": cuda.TENSORS,
         "BLOCK": reference.BLOCK,
     }.items()
 

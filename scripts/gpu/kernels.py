@@ -139,7 +139,7 @@ def launches(world: World) -> Found:
         "norm": ("squares<float>", lambda: kernels.squared_norm(small, world.device)),
     }
 
-    def counted(name: str, blocks: int, threads: int, args: tuple[int | float, ...], device: torch.device) -> None:
+    def counted(name: str, blocks: int, threads: int, args: cuda.Arguments, device: torch.device) -> None:
         names.append(name)
         launch(name, blocks, threads, args, device)
 

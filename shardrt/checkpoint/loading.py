@@ -18,6 +18,7 @@ from ..comm import Communicator
 from ..comm.bootstrap import world
 from ..comm.fingerprint import printable
 from ..tensor.dtensor import DTensor
+from ..tensor.snapshots import wait_to_write
 from .arguments import Folder, folder_and_state
 from .contents import Contents
 from .dcp.metadata import read_stored
@@ -68,6 +69,7 @@ def load(*given: Any, strict: bool = True, key_map: KeyMap | None = None, **name
     state may be partly loaded.
     """
     folder, state = folder_and_state("load", given, named)
+    wait_to_write()
     with outside_inference_mode(modules_of(state).values()):
         _load(folder, state, key_map, strict=strict)
 

@@ -122,7 +122,7 @@ class _Scratch:
         """(_SCRATCH,) uint8"""
         pinned = device.type == "cuda"
         if pinned not in self._kept:
-            self._kept[pinned] = torch.empty(_SCRATCH, dtype=torch.uint8, pin_memory=pinned)
+            self._kept[pinned] = torch.empty(_SCRATCH, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._kept[pinned]
 
 

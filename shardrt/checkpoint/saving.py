@@ -22,6 +22,7 @@ import torch
 from ..comm.bootstrap import at_finalize, world
 from ..comm.communicator import Communicator
 from ..comm.streams import Stream, current_stream, new_stream, observe
+from ..tensor.snapshots import Snapshot
 from .arguments import Folder, folder_and_state
 from .errors import CheckpointError, agreed
 from .folders import Keep
@@ -45,8 +46,11 @@ class Phase(Enum):
 class AsyncSave:
     """A save that is written in the background: see `async_save`."""
 
-    def __init__(self, prepared: Prepared, comm: Communicator, thread: Stream, write: Callable[[], None]) -> None:
+    def __init__(
+        self, prepared: Prepared, comm: Communicator, thread: Stream, write: Callable[[], None], snapshot: Snapshot | None
+    ) -> None:
         self.folder = prepared.target
+        self._snapshot = snapshot
         self._prepared = prepared
         self._comm = comm
         self._thread = thread
@@ -82,6 +86,16 @@ class AsyncSave:
     def result(self) -> None:
         """`wait`, by the name that it has in the future of torch.distributed.checkpoint. Collective, which that is not."""
         self.wait()
+
+    def staged(self) -> None:
+        """Let the current CUDA stream wait until the state has been copied, so that anything may write it. Not collective.
+
+        Optimizers, operations on `DTensor`s and loads wait by themselves. Call it before something else writes sharded
+        parameters or optimizer state: a kernel on local tensors that `to_local()` gave before the save, or the replay of a CUDA
+        graph without an optimizer's step in it. No-op on the host.
+        """
+        if self._snapshot is not None:
+            self._snapshot.wait()
 
     def interrupt(self) -> None:
         """Let the save fail if this rank still writes: what it writes may change from now on. `poll` then raises."""
@@ -153,9 +167,11 @@ def async_save(
 def async_save(*given: Any, keep: int | None = None, keep_every: int | None = None, **named: Any) -> AsyncSave:
     """Save `state` as `save` does, but return when it has been copied: the disk is written in a thread. Collective.
 
-    What is saved are the values at the call: on a GPU, those of the work submitted before it. Call `poll` of what it returns
-    at every step, and `wait` where the checkpoint has to be there. A save that is under way is waited for first. finalize(),
-    which runs at exit, commits the last one; if the job fails before, the older checkpoint stays.
+    What is saved are the values at the call: on a GPU, those of the work submitted before it. Its sharded parameters and
+    optimizer state are copied on a stream of their own, for which what writes them next waits by itself, such as the next step
+    of an optimizer; `staged` says what does not. Call `poll` of what it returns at every step, and `wait` where the checkpoint
+    has to be there. A save that is under way is waited for first. finalize(), which runs at exit, commits the last one; if the
+    job fails before, the older checkpoint stays.
 
     Memory: a copy of this rank's part of the state, in buffers of 256 MiB of host memory (pinned for a GPU's tensors), which
     later saves reuse.
@@ -229,7 +245,7 @@ class _Background:
 
     def __init__(self) -> None:
         self.current: AsyncSave | None = None
-        self._copies = Copies()
+        self._copies = Copies(new_stream(world().device, "staging"))
         self._comm = world().mesh.communicator("checkpoint")  # its own, so that polls come in any order with other calls
         self._thread = new_stream(torch.device("cpu"), "checkpoint", threaded=True)
         at_finalize(self.close)
@@ -241,16 +257,19 @@ class _Background:
             with agreed(self._comm):
                 found = self._copy(items) if is_copied else sources(items, Direct().pieces)
         except CheckpointError:
+            self._copies.restart()
             prepared.abandon()
             raise
-        arrived = current_stream(device).record()
+        snapshot, arrived = self._copies.start(), current_stream(device).record()
 
         def write() -> None:
             observe(device)
+            if snapshot is not None:
+                snapshot.end()
             arrived.synchronize()
             prepared.write(found)
 
-        self.current = AsyncSave(prepared, self._comm, self._thread, write)
+        self.current = AsyncSave(prepared, self._comm, self._thread, write, snapshot)
         return self.current
 
     def close(self) -> None:

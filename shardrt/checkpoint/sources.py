@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..comm.streams import Stream, current_stream
+from ..tensor.snapshots import Snapshot, address
 from .dcp.items import without_gaps
+from .known_writers import storages_with_known_writers
 from .plan import Item
 from .store import bytes_of
 
@@ -58,7 +61,7 @@ class Direct:
     def _passing(self, memory: torch.Tensor) -> Iterator[memoryview]:
         """While the host reads one piece, the next one is on its way."""
         if not self._pinned:
-            self._pinned = [torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._pinned = [torch.empty(_PINNED, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
         parts = _flat_bytes(memory).split(_PINNED)
         following = self._fetch(parts[0], 0)
         for index in range(len(parts)):
@@ -81,29 +84,49 @@ class Direct:
 class Copies:
     """Copies of tensors in buffers that are kept: `restart` takes them for other tensors.
 
-    Copies of a GPU's tensors are made on its current stream, so that what is submitted to it later cannot change them; they
-    have arrived when an event recorded there has passed.
+    Copies of a GPU's tensors are made on its current stream, so that what is submitted to it later cannot change them. But
+    those of which every writer waits are made on a stream of their own, so that what is submitted later runs beside them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Stream) -> None:
         self._buffers = {False: _Buffers(is_pinned=False), True: _Buffers(is_pinned=True)}
+        self._stream = stream
+        self._aside = frozenset[int]()  # the storages of what is copied there
+        self._pairs = list[tuple[torch.Tensor, torch.Tensor]]()  # (to, from), which `start` copies there
 
     def restart(self) -> None:
         """Give up the copies, not their memory."""
+        self._aside, self._pairs = storages_with_known_writers(), []
         for buffers in self._buffers.values():
             buffers.restart()
 
     def pieces(self, memory: torch.Tensor) -> list[memoryview]:
-        """The copy of a tensor; several pieces where it lies in several buffers."""
-        flat, pieces = _flat_bytes(memory), []
+        """The copy of a tensor, which is there when `start` says; several pieces where it lies in several buffers."""
+        flat, pieces, is_aside = _flat_bytes(memory), [], address(memory) in self._aside
         buffers, left = self._buffers[memory.device.type != "cpu"], flat.numel()
         while left:
             here = buffers.take(left)
             start = flat.numel() - left
-            here.copy_(flat[start : start + here.numel()], non_blocking=True)
+            source = flat[start : start + here.numel()]
+            if is_aside:
+                self._pairs.append((here, source))
+            else:
+                here.copy_(source, non_blocking=True)
             pieces.append(bytes_of(here))
             left -= here.numel()
         return pieces
+
+    def start(self) -> Snapshot | None:
+        """Start the copies on the stream of their own, after the current one; returns them. None if there are none.
+
+        They end after those on the current stream.
+        """
+        pairs, self._pairs = self._pairs, []
+        if not pairs:
+            return None
+        self._stream.wait(current_stream(self._stream.device).record())
+        self._stream.submit(lambda: [here.copy_(source, non_blocking=True) for here, source in pairs])
+        return Snapshot([source for _, source in pairs], self._stream.record())
 
 
 class _Buffers:
@@ -130,7 +153,7 @@ class _Buffers:
 
     def _allocate(self) -> torch.Tensor:
         if self._is_pinned:
-            return torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(_CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
         # Cost: memory is taken page by page when it is first written; large pages make that three times as fast.
         memory = mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without them

@@ -16,6 +16,7 @@ from ..kernels import round_trip
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
 from ..tensor.replaced import note_gathered, note_replaced
+from ..tensor.snapshots import wait_to_write
 from ..torch_internals import same_storage
 from .buffers import FlatBuffer
 from .layout import Layout
@@ -217,6 +218,7 @@ class ShardedParam:
         # Only what differs: the unsharded parameter may be of a lower precision, and one NaN makes all of a block of codes NaN.
         gathered = self._as_gathered(part.dtype)
         same = (part == gathered) | (part.isnan() & gathered.isnan())
+        wait_to_write([local])
         local.copy_(torch.where(same, local, part.to(local.dtype)))
         increment_version(sharded)
 
@@ -231,7 +233,7 @@ class ShardedParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's part."""
-        return self.sharded.to_local()  # type: ignore[attr-defined]
+        return cast(DTensor, self.sharded)._local_tensor
 
     @torch.no_grad()
     def sharded_for_loading(self, value: torch.Tensor) -> DTensor:

@@ -32,11 +32,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..torch_internals import clip_lists_of
+from . import snapshots
 from .activations import activations_in, run_gathered, run_on_activations
 from .dtensor import RULES, DTensor, Rule
 from .elementwise import UNTAGGED, check_partial, copy, elementwise, new_empty_strided, on_local_shards
 from .losses import LOSSES, loss, loss_backward
-from .operands import first_element, local_shards, raise_undefined, specs_of
+from .operands import first_element, local_shards, mutated_tensors, raise_undefined, specs_of, wait_to_write
 from .random import RANDOM, broadcast_indices, broadcast_seed, fill
 from .reductions import TO_SCALAR, foreach_norm, to_scalar, unscale, vector_norm
 from .views import gathered_view, new_empty, random_like
@@ -94,6 +95,20 @@ FOREACH_AND_FUSED = (
 
 def _find_rule(func: Any) -> Rule:
     """The rule for one overload. Called once per overload."""
+    rule = _rule_of(func)
+    if not func._schema.is_mutable:
+        return rule
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if snapshots.current is not None:
+            wait_to_write(mutated_tensors(func, args, kwargs))
+        return rule(func, args, kwargs)
+
+    return run
+
+
+def _rule_of(func: Any) -> Rule:
+    """The row of the table for one overload, or what runs on activations."""
     rule = _row_of(func)
     if rule not in (gathered_view, raise_undefined, random_like, _index_put):
         return rule

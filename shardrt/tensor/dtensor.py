@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from ..comm import DeviceMesh, ReduceOp, current_mesh
 from ..torch_internals import OpOverload, disabled_torch_function
+from . import snapshots
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
 from .redistribute import check_replicas, redistribute
 from .strides import with_stride, with_stride_of
@@ -137,6 +138,8 @@ class DTensor(torch.Tensor):
         tensor, with `Replicate` in the place of `Partial`. Raises ValueError for those that do not fit the mesh or the shape,
         and for those that give this rank another shape than its local shard's.
         """
+        if snapshots.current is not None:
+            snapshots.wait_to_write([self._local_tensor])
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor
         if grad_placements is None:
@@ -219,6 +222,7 @@ class DTensor(torch.Tensor):
                 shard = redistribute(value._local_tensor, value.spec, self.spec.placements)
             else:
                 shard = self.spec.local_shard(value.full_tensor() if isinstance(value, DTensor) else value)
+            snapshots.wait_to_write([self._local_tensor])
             self._local_tensor.copy_(shard)
         increment_version(self)  # the new version makes the next forward gather again
 
@@ -380,6 +384,8 @@ def _without_dispatcher(name: str) -> Callable[..., torch.Tensor]:
                 return method(self, *args, **kwargs)
         if spec.partial or is_grad_enabled():  # autograd records the operation on the DTensor
             return method(self, *args, **kwargs)
+        if in_place and snapshots.current is not None:
+            snapshots.wait_to_write([self._local_tensor])
         out = method(self._local_tensor, *local_args, **kwargs)
         if not in_place:
             return DTensor(out, spec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 from weakref import ReferenceType, ref
 
@@ -36,3 +36,10 @@ def group_of(param: torch.Tensor) -> Group | None:
     """The group that owns `param`, which is an original or a sharded parameter; None if it has no owner."""
     found: ReferenceType[Group] | None = _groups.get(param)
     return None if found is None else found()
+
+
+def owned() -> Iterator[tuple[torch.Tensor, Group]]:
+    """All parameters that have an owner, originals among them, with it."""
+    for param in list(_groups):
+        if (group := group_of(param)) is not None:
+            yield param, group

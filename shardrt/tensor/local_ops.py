@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from ..torch_internals import OpOverload, OpOverloadPacket
 from .dtensor import RULES, DTensor
-from .operands import local_shards, raise_undefined, specs_of, tensors_in
+from .operands import local_shards, raise_undefined, specs_of, tensors_in, wait_to_write
 from .placement import Spec
 
 
@@ -51,6 +51,8 @@ class _LocalOp:
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         sharded = [t for value in given.values() for t in tensors_in(value) if isinstance(t, DTensor)]
+        mutated = [t for name in self._mutated for t in tensors_in(given.get(name)) if isinstance(t, DTensor)]
+        wait_to_write(mutated)
         if any(tensor.spec.partial for tensor in sharded):
             raise_undefined(func, tuple(given.values()), {})
         specs = specs_of(tuple(value for name, value in given.items() if name not in self._plain))
@@ -65,7 +67,7 @@ class _LocalOp:
         if not func._schema.returns and not any(tensor._local_tensor.numel() for tensor in sharded):
             return None
         out = func(**local)
-        increment_version([t for name in self._mutated for t in tensors_in(given.get(name)) if isinstance(t, DTensor)])
+        increment_version(mutated)
         owners = {id(tensor._local_tensor): tensor for tensor in sharded}
         if isinstance(out, (list, tuple)):
             shared = specs * len(out) if len(specs) == 1 else specs

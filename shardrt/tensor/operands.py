@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..torch_internals import tree_map
+from . import snapshots
 from .dtensor import DTensor
 from .group_registry import group_of
 from .placement import FlatShard, Replicate, Sharded, Spec, local_shape
@@ -176,6 +177,11 @@ def mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         given.get(argument.name) for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
     )
     return tensors_in(list(mutated))
+
+
+def wait_to_write(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait, on the current stream, for the snapshot under way if it copies the local shard of one of these tensors."""
+    snapshots.wait_to_write(tensor._local_tensor for tensor in tensors if isinstance(tensor, DTensor))
 
 
 def tensors_in(args: object) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from ..comm import DeviceMesh
 from ..torch_internals import OpOverload, disabled_torch_function, tree_map, tree_map_only
 from .dtensor import DTensor
-from .operands import check_gradients, gather_full, mutated_tensors, raise_undefined, tensors_in
+from .operands import check_gradients, gather_full, mutated_tensors, raise_undefined, tensors_in, wait_to_write
 from .placement import Replicate, Spec
 from .random import RANDOM, broadcast_indices, broadcast_seed
 
@@ -173,6 +173,7 @@ def _run_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         args = (args[0], broadcast_indices(args[0]._origin.spec.mesh, args[1]), *args[2:])
     for view in views.values():
         view._refresh(func)
+    wait_to_write(view._origin for view in views.values())
     out = func(*_plain(args), **_plain(kwargs))
     for view in views.values():
         view._write_back()

@@ -10,7 +10,6 @@ found.
 from __future__ import annotations
 
 import ctypes
-import struct
 import sys
 import tempfile
 import warnings
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 
 import cupy
 import cupy.cuda.nccl
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
@@ -227,6 +227,8 @@ class RawModule:
 
 def _touched(name: str, blocks: int, args: Sequence[Any]) -> Iterator[tuple[int, int, bool]]:
     """The accesses of a launch: address, bytes, and whether it writes them."""
+    from test_kernels import LISTS
+
     base, _, types = name.rstrip(">").partition("<")
     widths = [WIDTHS.get(each, 2) for each in types.split(", ")[:2]]
     if base in ("encode", "decode_sum"):
@@ -236,19 +238,16 @@ def _touched(name: str, blocks: int, args: Sequence[Any]) -> Iterator[tuple[int,
         yield code, rows * n, base == "encode"
         yield scales, 4 * rows * -(-n // 256), base == "encode"
         return
-    n = args[2]
-    lists = 2 if base in ("copy", "pack") else 1
-    addresses, numels = (struct.unpack(f"{k * n}q", ctypes.string_at(args[i], 8 * k * n)) for i, k in ((0, lists), (1, 1)))
-    yield args[0], 8 * lists * n, False
-    yield args[1], 8 * (2 * n + blocks), False
-    for i, numel in enumerate(numels):
-        if lists == 2:
-            yield addresses[n + i], numel * (widths[1] if base == "pack" else widths[0]), False
+    fields = np.frombuffer(args[0], LISTS)[0]
+    addresses, numels = fields["addresses"].tolist(), fields["elements"].tolist()
+    for i, numel in enumerate(numels):  # 0 where there is no tensor
+        if base in ("copy", "pack"):
+            yield addresses[len(numels) + i], numel * (widths[1] if base == "pack" else widths[0]), False
         yield addresses[i], numel * widths[0], base != "squares"
     if base == "rescale":
-        yield args[3], 8, False
+        yield args[1], 8, False
     if base == "squares":
-        yield from ((args[3], 16 * blocks, True), (args[4], 4, True), (args[5], 16, True))
+        yield from ((args[1], 16 * blocks, True), (args[2], 4, True), (args[3], 16, True))
 
 
 warnings.filterwarnings("ignore", "Warning only once for all operators")

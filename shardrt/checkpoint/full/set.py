@@ -21,6 +21,7 @@ from ...tensor.local_optimizers import steps_locally
 from ...tensor.optimizer_state import elementwise_keys
 from ...tensor.placement import Spec
 from ...tensor.redistribute import redistribute
+from ...tensor.snapshots import wait_to_write
 from ..errors import agreed
 from ..materialise import materialise
 from ..names import LoadedKeys, ParameterNames, cleaner
@@ -182,7 +183,9 @@ def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(target, DTensor):
         target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
         return
-    target._local_tensor.copy_(_shard_of(value, target.spec))
+    shard = _shard_of(value, target.spec)
+    wait_to_write([target._local_tensor])
+    target._local_tensor.copy_(shard)
     increment_version(target)  # the next forward gathers again
 
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from ...comm import world
 from ...tensor.dtensor import DTensor
+from ...tensor.snapshots import wait_to_write
 from ..errors import CheckpointError, agreed
 from ..materialise import materialise
 from ..names import LoadedKeys
@@ -52,6 +53,7 @@ def load_safetensors(
         found = read_arrays(path)
         arrays = {new: found[name] for new, name in new_names(found, renamer(key_map), folder).items()}
         match = _match(named_tensors(model), arrays, path, strict=strict)
+    wait_to_write()
     with agreed(comm):
         materialise(model, comm.device)
         written = [named for named in named_tensors(model) if named.name in match.found]

@@ -1,0 +1,83 @@
+"""Snapshots: tensors that a stream copies while training goes on. Only what writes them next waits for the copies.
+
+| what writes                                                    | waits in                                              |
+|----------------------------------------------------------------|-------------------------------------------------------|
+| an optimizer                                                   | a hook before its step                                |
+| an operation on `DTensor`s, or on views of them, in place      | the rule, or the method (`dispatch.py`, `views.py`)   |
+| an assignment to `.data`                                       | `DTensor.data`                                        |
+| the holder of the local tensor                                 | `DTensor.to_local`, when it is asked for              |
+| loads, and what a user has written to a gathered parameter     | there                                                 |
+
+So nobody has to wait by hand for tensors that nothing else writes: `checkpoint/known_writers.py` says which these are. What is
+not seen are writes to local tensors that were asked for earlier, and replays of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from weakref import WeakSet
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..comm.streams import Event, current_stream, is_capturing
+
+
+class Snapshot:
+    """Copies of plain tensors of one device, which are under way until `copied` passes."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], copied: Event) -> None:
+        """From now on, what writes these tensors waits."""
+        global current
+        # Hazard: of memory that is given back meanwhile, other tensors would be made before it is copied.
+        self._tensors = tensors
+        self._copied = copied
+        self._device = tensors[0].device
+        self._storages = frozenset(map(address, tensors))
+        current = self
+
+    def has_any(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether it copies one of these tensors, or others in the same storages; no subclasses, which may have no storage."""
+        return any(type(tensor) is torch.Tensor and address(tensor) in self._storages for tensor in tensors)
+
+    def wait(self) -> None:
+        """Let what is submitted from now on to the current stream run after the copies."""
+        # While a CUDA graph is captured there is nothing to wait for: torch has waited for the device before.
+        if not is_capturing():
+            current_stream(self._device).wait(self._copied)
+
+    def end(self) -> None:
+        """Block until the copies are there. Nobody waits any more."""
+        global current
+        self._copied.synchronize()
+        self._tensors = ()
+        if current is self:
+            current = None
+
+
+current: Snapshot | None = None  # that is under way; written by Snapshot, in any thread
+optimizers: WeakSet[Optimizer] = WeakSet()  # that have stepped
+captured_a_step = False  # in a CUDA graph, whose replays run no hook
+
+
+def address(tensor: torch.Tensor) -> int:
+    """The address of the storage of a plain tensor."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def wait_to_write(tensors: Iterable[torch.Tensor] | None = None) -> None:
+    """Wait, on the current stream, for the snapshot under way if it copies one of these tensors. None: in any case."""
+    snapshot = current  # another thread may end it now
+    if snapshot is not None and (tensors is None or snapshot.has_any(tensors)):
+        snapshot.wait()
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    global captured_a_step
+    optimizers.add(optimizer)
+    captured_a_step |= is_capturing()
+    wait_to_write()
+
+
+register_optimizer_step_pre_hook(_before_step)
