@@ -58,7 +58,7 @@ class Direct:
     def _passing(self, memory: torch.Tensor) -> Iterator[memoryview]:
         """While the host reads one piece, the next one is on its way."""
         if not self._pinned:
-            self._pinned = [torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._pinned = [torch.empty(_PINNED, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
         parts = _flat_bytes(memory).split(_PINNED)
         following = self._fetch(parts[0], 0)
         for index in range(len(parts)):
@@ -130,7 +130,7 @@ class _Buffers:
 
     def _allocate(self) -> torch.Tensor:
         if self._is_pinned:
-            return torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(_CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
         # Cost: memory is taken page by page when it is first written; large pages make that three times as fast.
         memory = mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without them
