@@ -100,7 +100,8 @@ def _watch_files() -> None:
 def _reporting(function: Callable[..., Any], position: int, writes: bool) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         given = args[position]
-        for buffer in map(memoryview, given if isinstance(given, list) else (given,)):
+        for each in given if isinstance(given, list) else (given,):
+            buffer = memoryview(each)
             if buffer.nbytes > 0 and not buffer.readonly:  # pinned memory is not
                 address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
                 _runtime.fake_host_access(address, buffer.nbytes, writes, function.__name__.encode())

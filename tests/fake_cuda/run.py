@@ -36,8 +36,8 @@ def symbols(*options: str) -> set[str]:
 def build(libraries: Path) -> Path:
     """The folder with the two libraries, which are compiled unless an earlier run has: its name says what they were made of.
 
-    Other functions that torch and CuPy import from them become stubs that do nothing. Runs at the same time compile in folders of
-    their own; the first to end names its folder, and the others take that one.
+    Other functions that torch and CuPy import from them become stubs that do nothing. Runs at the same time compile in folders
+    of their own; the first to end names its folder, and the others take that one.
     """
     binaries = sorted(
         [
