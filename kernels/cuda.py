@@ -106,7 +106,7 @@ class Batch:
 
 
 class Guards(Protocol):
-    """The dtypes, shapes, strides and devices of a list of tensors."""
+    """The classes, dtypes, shapes, strides and devices of a list of tensors."""
 
     def check(self, *tensors: torch.Tensor) -> bool:
         """Whether `tensors` have the same ones."""
@@ -123,7 +123,7 @@ class PythonGuards:
 
     @staticmethod
     def _properties(tensor: torch.Tensor) -> tuple[object, ...]:
-        return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+        return type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Guards:
@@ -194,9 +194,16 @@ def _make_batch(kernel: str, positions: list[int], lists: Sequence[Sequence[torc
 
 def _same_layout(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all have the same shape and order of elements in memory, without gaps."""
+    if not all(map(_has_memory, tensors)):
+        return False
     first = tensors[0]
     order = sorted(range(first.dim()), key=first.stride, reverse=True)
     return all(tensor.shape == first.shape and tensor.permute(order).is_contiguous() for tensor in tensors)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False for subclasses that hold other tensors: their address is 0."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _run(batch: Batch, lists: Sequence[Sequence[torch.Tensor]], args: tuple[int | float, ...]) -> None:

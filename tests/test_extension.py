@@ -82,7 +82,7 @@ def test_two_tensors_train_as_one(world: World, reshard: bool, pre: Any) -> None
     """Both tensors of every weight are gathered; training equals the plain model's, for even and uneven rows."""
     torch.manual_seed(0)
     with two_tensors_gather_both(pre):
-        model = two_tensor_mlp(width=4)
+        model = two_tensor_mlp(width=4, device=str(world.device))
         whole = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 12, bias=False), nn.Linear(12, 3, bias=False))
         for linear, twin in zip(whole, model, strict=True):
             linear.weight.data = twin.weight.detach().a.clone()
@@ -489,7 +489,7 @@ def test_two_tensors_from_the_meta_device(world: World) -> None:
         for linear in model:
             shardrt.fully_shard(linear, mp_policy=shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         shardrt.fully_shard(model, mp_policy=shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        model.to_empty(device="cpu")
+        model.to_empty(device=world.device)
         for param in model.parameters():
             nn.init.normal_(param)
             param._local_tensor.b.copy_(param._local_tensor.a)  # initialised separately

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardrt  # noqa: F401  (makes shardrt.kernels importable from a checkout)
 from cuda_on_host import Kernels
@@ -508,17 +508,28 @@ def test_cupy_passes_arrays_of_one_element_by_value() -> None:
     assert function.CNumpyArray(lists).ptr == lists.ctypes.data
 
 
+def test_tensors_that_hold_others_are_left_to_torch(double: Double) -> None:
+    """A gradient may be of a subclass that has no memory of its own."""
+    held, views = torch.randn(7), [torch.zeros(7), torch.zeros(7)]
+    for tensors in ([held, held], [held, TwoTensor(held, held.clone())], [held, held]):  # of equal shapes, strides and dtypes
+        plan = cuda._plan(cuda._pack_name, (views, tensors), (True, False))
+        assert plan.rest == [i for i, tensor in enumerate(tensors) if type(tensor) is TwoTensor]
+        assert cuda.PythonGuards(tensors).check(held, held) is (plan.rest == [])
+
+
 # ---------------------------------------------------------------------- compiled, without a GPU
 
 
 def nvrtc(wheel: str) -> ctypes.CDLL:
-    """The library of the wheel."""
+    """The library of the wheel, and before it its builtins, which it would look for on the loader's path alone."""
     try:
         files = importlib.metadata.files(wheel) or []
     except importlib.metadata.PackageNotFoundError:
         skip_at_home(f"NVRTC is not installed: pip install {wheel}")
-    (path,) = (Path(str(file.locate())) for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name))
-    return ctypes.CDLL(str(path))
+    for name in (r"libnvrtc-builtins\.so\.[\d.]+", r"libnvrtc\.so\.\d+"):
+        (path,) = (str(file.locate()) for file in files if re.fullmatch(name, file.name))
+        library = ctypes.CDLL(path)
+    return library
 
 
 def read(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:

@@ -4,7 +4,7 @@
 
 Takes a CUDA 13 build of torch, CuPy, mpi4py, an MPI, nvidia-cuda-crt (headers), and a C++ compiler. It replaces libcudart
 and libnccl, which torch and CuPy's binding load. The code of shardrt, torch's allocator, its streams and its events are real,
-and results are right; only timing is not. sitecustomize.py lists what this cannot find.
+and results are right; only timing is not. "On GPUs" in docs/performance.md lists what this cannot find.
 
     python tests/fake_cuda/run.py --gpus 4 env SHARDRT_TEST_DEVICE=cuda python -m pytest tests/test_modes.py
     python tests/fake_cuda/run.py --gpus 2 mpirun -n 2 python scripts/gpu_check.py --suite together    # compiled models fail
@@ -13,10 +13,13 @@ and results are right; only timing is not. sitecustomize.py lists what this cann
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import os
 import re
 import subprocess
 import sysconfig
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -30,30 +33,55 @@ def symbols(*options: str) -> set[str]:
     return {line.split()[-1].partition("@")[0] for line in found.splitlines() if line}
 
 
-def build(libraries: Path) -> None:
-    """Compile the two libraries. Other functions that torch and CuPy import from them become stubs that do nothing."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    binaries = [
-        *libraries.glob("torch/lib/*.so"),
-        *libraries.glob("nvidia/**/*.so*"),
-        *libraries.glob("cupy_backends/cuda/libs/nccl*.so"),
-    ]
-    wanted = set().union(*(symbols("--undefined-only", str(path)) for path in binaries))
-    (BUILD / "versions").write_text("libcudart.so.13 { global: cuda*; __cuda*; };\nOTHERS { global: cu[A-Z]*; fake_*; };\n")
-    headers = [f"-I{path.parent}" for path in libraries.glob("nvidia/**/cuda_runtime_api.h")]
-    cuda = [*headers, f"-Wl,-soname,libcudart.so.13,--version-script={BUILD / 'versions'}"]
-    compile_with_stubs("cudart", "libcudart.so.13", r"(__)?cu(da)?[A-Z]\w*", wanted, cuda)
-    link = BUILD / "libcuda.so.1"
-    link.unlink(missing_ok=True)
-    link.symlink_to("libcudart.so.13")
-    compile_with_stubs(
-        "nccl", "libnccl.so.2", r"nccl[A-Z]\w*", wanted, ["-Wl,-soname,libnccl.so.2", str(BUILD / "libcudart.so.13"), "-lrt"]
+def build(libraries: Path) -> Path:
+    """The folder with the two libraries, which are compiled unless an earlier run has: its name says what they were made of.
+
+    Other functions that torch and CuPy import from them become stubs that do nothing. Runs at the same time compile in folders
+    of their own; the first to end names its folder, and the others take that one.
+    """
+    binaries = sorted(
+        [
+            *libraries.glob("torch/lib/*.so"),
+            *libraries.glob("nvidia/**/*.so*"),
+            *libraries.glob("cupy_backends/cuda/libs/nccl*.so"),
+        ]
     )
+    headers = sorted(path.parent for path in libraries.glob("nvidia/**/cuda_runtime_api.h"))
+    finished = BUILD / digest(binaries, headers)
+    if not finished.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
+            made = Path(scratch) / "made"
+            made.mkdir()
+            compile_both(made, binaries, headers)
+            with contextlib.suppress(OSError):  # another run was faster
+                made.rename(finished)
+    return finished
 
 
-def compile_with_stubs(name: str, library: str, pattern: str, wanted: set[str], options: list[str]) -> None:
+def digest(binaries: list[Path], headers: list[Path]) -> str:
+    """Of everything that the result depends on: sources, commands, and the libraries that import from it."""
+    sources = [HERE / "cudart.cpp", HERE / "nccl.cpp", Path(__file__)]
+    about = [str((path, path.stat().st_size, path.stat().st_mtime_ns)) for path in binaries]
+    content = [*(path.read_bytes() for path in sources), repr((COMPILE, headers, about)).encode()]
+    return hashlib.sha256(b"\0".join(content)).hexdigest()[:16]
+
+
+def compile_both(into: Path, binaries: list[Path], headers: list[Path]) -> None:
+    wanted = set().union(*(symbols("--undefined-only", str(path)) for path in binaries))
+    versions = into / "versions"
+    versions.write_text("libcudart.so.13 { global: cuda*; __cuda*; };\nOTHERS { global: cu[A-Z]*; fake_*; };\n")
+    cuda = [*(f"-I{path}" for path in headers), f"-Wl,-soname,libcudart.so.13,--version-script={versions}"]
+    cudart = into / "libcudart.so.13"
+    compile_with_stubs("cudart", cudart, r"(__)?cu(da)?[A-Z]\w*", wanted, cuda)
+    (into / "libcuda.so.1").symlink_to(cudart.name)
+    options = ["-Wl,-soname,libnccl.so.2", str(cudart), "-lrt"]
+    compile_with_stubs("nccl", into / "libnccl.so.2", r"nccl[A-Z]\w*", wanted, options)
+
+
+def compile_with_stubs(name: str, target: Path, pattern: str, wanted: set[str], options: list[str]) -> None:
     """Compile HERE/name.cpp, then once more with a stub that returns 0 for each wanted function that it lacks."""
-    stubs, target = BUILD / f"{name}_stubs.cpp", BUILD / library
+    stubs = target.with_name(f"{name}_stubs.cpp")
     command = [*COMPILE, str(HERE / f"{name}.cpp"), *options, "-o", str(target)]
     subprocess.run(command, check=True)
     missing = sorted(each for each in wanted - symbols("--defined-only", str(target)) if re.fullmatch(pattern, each))
@@ -68,10 +96,10 @@ def main() -> None:
     options = parser.parse_args()
     if not options.command:
         parser.error("expected a command, such as: python -m pytest")
-    build(Path(sysconfig.get_path("platlib")))
+    folder = build(Path(sysconfig.get_path("platlib")))
     environment = os.environ | {
-        "LD_PRELOAD": f"{BUILD / 'libcudart.so.13'} {BUILD / 'libnccl.so.2'}",
-        "LD_LIBRARY_PATH": str(BUILD),
+        "LD_PRELOAD": f"{folder / 'libcudart.so.13'} {folder / 'libnccl.so.2'}",
+        "LD_LIBRARY_PATH": str(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
         "FAKE_GPUS": str(options.gpus),
         "OMP_NUM_THREADS": "1",

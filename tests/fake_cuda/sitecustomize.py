@@ -1,25 +1,28 @@
 """Imported by every Python that run.py starts: CUDA tensors are computed on the host, in memory that cudart.cpp allocates.
 
 Each aten kernel for CUDA is replaced by the host's kernel, on tensors that share the memory. The replacement reports its reads
-and writes to cudart.cpp, on torch's current stream. CuPy's binding of NCCL is the real one; CuPy's kernels are those of
-kernels.cu, run on the host. Differences from a GPU: nothing runs late, so nothing overlaps; random numbers differ; there is no
-torch.compile. The host's own reads and writes are not reported: races between them and copies to or from pinned memory are not
-found.
+and writes to cudart.cpp, on torch's current stream. Copies between devices are torch's own. CuPy's binding of NCCL is the real
+one, and so is its way to launch a kernel (capsules.py); its kernels are those of kernels.cu, run on the host. pinned.py reports
+what the host reads and writes of pinned memory. Differences from a GPU: nothing runs late, so nothing overlaps; random numbers
+differ; there is no torch.compile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import capsules  # Hazard: has to come before CuPy
 import cupy
 import cupy.cuda.nccl
 import numpy as np
+import pinned
 import torch
 from torch.utils._pytree import tree_map
 
@@ -31,6 +34,9 @@ _runtime.cudaStreamSynchronize.argtypes = (ctypes.c_void_p,)
 KEPT = {"set_", "resize_", "record_stream", "is_pinned", "_pin_memory", "empty", "empty_strided"}
 WIDTHS = {"u64": 8, "double": 8, "float": 4, "u32": 4, "u8": 1, "i8": 1, "e4m3": 1}  # bytes of kernels.cu's types; 2 of others
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}  # operations that wait for the device
+COPIES = {"copy_", "_foreach_copy_"}
+# A backend for which nothing is registered: there, copy_ is torch's own, whatever the devices of its arguments.
+_UNREPLACED = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)
 
 
 def races() -> str:
@@ -64,9 +70,17 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _tell(tensor: torch.Tensor, name: str, *, writes: bool) -> None:
     if tensor.numel() > 0:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        nbytes = (last + 1) * tensor.element_size()
-        _runtime.fake_access(torch.cuda.current_stream().cuda_stream, tensor.data_ptr(), nbytes, writes, name.encode())
+        stream = torch.cuda.current_stream().cuda_stream
+        _runtime.fake_access(stream, tensor.data_ptr(), pinned.extent(tensor), writes, name.encode())
+
+
+def _device_of(name: str, given: dict[str, Any]) -> torch.device | None:
+    """The one device of the CUDA tensors, or the one that is asked for; None: the current one."""
+    found = {tensor.device for value in given.values() for tensor in _tensors(value) if _is_cuda(tensor)}
+    if len(found) > 1:
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device, found {sorted(map(str, found))}")
+    asked = given.get("device")
+    return found.pop() if found else asked if asked is not None and asked.index is not None else None
 
 
 def _hosts(value: object) -> object:
@@ -88,6 +102,13 @@ def _hosts_generator(given: torch.Generator | None, tensor: object) -> torch.Gen
     return torch.Generator().manual_seed((of_device.initial_seed() + 1_000_003 * offset) % 2**63)
 
 
+def _crosses(into: Any, source: Any) -> bool:
+    """Whether a copy, or one of several, is between devices."""
+    if isinstance(into, torch.Tensor):
+        return into.device != source.device
+    return any(map(_crosses, into, source))
+
+
 class HostKernel:
     """The host's kernel of an operation, for CUDA tensors."""
 
@@ -99,6 +120,20 @@ class HostKernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = tuple(map(self._boxed, args, self._arguments))
         given = dict(zip((arg.name for arg in self._arguments), args, strict=False)) | kwargs
+        if self._base in COPIES and _crosses(given["self"], given["src"]):
+            return self._copy(given["self"], given["src"], given.get("non_blocking", False))
+        device = _device_of(self._name, given)
+        with torch.cuda.device(device) if device is not None else contextlib.nullcontext():  # as the kernels of torch do
+            return self._run(args, kwargs, given)
+
+    def _copy(self, self_: Any, src: Any, non_blocking: bool = False) -> Any:
+        if isinstance(self_, torch.Tensor):
+            return self._op.redispatch(_UNREPLACED, self_, src, non_blocking)
+        for into, from_ in zip(self_, src, strict=True):
+            into.copy_(from_, non_blocking)
+        return None
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Any:
         for value in given.values():
             for tensor in _tensors(value):
                 _tell(tensor, self._name, writes=False)
@@ -112,7 +147,7 @@ class HostKernel:
                 if _is_cuda(tensor) and tensor.shape != alias.shape:  # an `out` that was resized
                     _on_host(tensor.resize_(alias.shape)).copy_(alias)
                 _tell(tensor, self._name, writes=True)
-        if self._waits(given):
+        if self._base in WAITING:
             _runtime.cudaStreamSynchronize(torch.cuda.current_stream().cuda_stream)
         written = [given[name] for name in self._writes if self._writes[name] and name in given]
         returns = self._op._schema.returns
@@ -126,11 +161,6 @@ class HostKernel:
         if isinstance(value, (bool, int, float)) and str(argument.type) == "Tensor":
             return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
         return value
-
-    def _waits(self, given: dict[str, Any]) -> bool:
-        if self._base == "copy_" and not given.get("non_blocking"):
-            return _is_cuda(given["self"]) != _is_cuda(given["src"])
-        return self._base in WAITING
 
     def _back(self, out: Any, info: Any, written: list[Any], given: dict[str, Any]) -> Any:
         if info.alias_info is not None:  # the argument that was written to
@@ -169,35 +199,6 @@ def _replace_kernels() -> torch.library.Library:
 # ---------------------------------------------------------------------- CuPy
 
 
-class Stream:
-    """Replaces CuPy's stream: current inside a `with` block."""
-
-    current: ClassVar = [0]  # handles, the innermost last
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    @classmethod
-    def from_external(cls, stream: Any) -> Stream:
-        """See CuPy."""
-        return cls(stream.__cuda_stream__()[1])
-
-    def __enter__(self) -> None:
-        self.current.append(self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        self.current.pop()
-
-
-class Device:
-    """Replaces CuPy's device."""
-
-    def __init__(self, index: int) -> None: ...
-
-    def use(self) -> None:
-        """No-op: torch has made the device current."""
-
-
 class RawModule:
     """Replaces CuPy's module by the kernels of kernels.cu on the host."""
 
@@ -217,12 +218,12 @@ class RawModule:
             source = (ROOT / "kernels" / "kernels.cu").read_text()
             RawModule._kernels = Kernels(source, EVERY_KERNEL, Path(tempfile.mkdtemp(prefix="kernels-")))
 
-        def launch(grid: tuple[int], block: tuple[int], args: Sequence[Any]) -> None:
-            for address, nbytes, writes in _touched(name, grid[0], args):
-                _runtime.fake_access(Stream.current[-1], address, nbytes, writes, name.encode())
-            RawModule._kernels.launch(name, grid[0], block[0], args)
+        def run(stream: int, blocks: int, threads: int, args: Sequence[Any]) -> None:
+            for address, nbytes, writes in _touched(name, blocks, args):
+                _runtime.fake_access(stream, address, nbytes, writes, name.encode())
+            RawModule._kernels.launch(name, blocks, threads, args)
 
-        return launch
+        return capsules.launcher(name, run)
 
 
 def _touched(name: str, blocks: int, args: Sequence[Any]) -> Iterator[tuple[int, int, bool]]:
@@ -258,4 +259,5 @@ for enable in (
     torch.backends.cuda.enable_cudnn_sdp,
 ):
     enable(False)  # the host has no such kernels
-cupy.RawModule, cupy.cuda.Stream, cupy.cuda.Device = RawModule, Stream, Device
+pinned.watch()
+cupy.RawModule = RawModule
