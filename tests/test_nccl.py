@@ -109,7 +109,7 @@ class Double:
 
     def communicator(self, rank: int = 0, size: int = 2, name: str = "world") -> Any:
         """One that is connected."""
-        comm = Communicator(load_backend().NcclBackend(Host(rank, size, self.events), DEVICE, name))
+        comm: Any = Communicator(load_backend().NcclBackend(Host(rank, size, self.events), DEVICE, name))
         comm.backend._connect()
         self.events.clear()
         return comm
