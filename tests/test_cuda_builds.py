@@ -71,7 +71,7 @@ def test_what_a_process_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert own_builds() == CudaBuilds(13, 12, (13,), WHEELS_13)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     assert own_builds() == CudaBuilds(13, None, (13,), WHEELS_13)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert own_builds() is None

@@ -109,7 +109,7 @@ class Double:
 
     def communicator(self, rank: int = 0, size: int = 2, name: str = "world") -> Any:
         """One that is connected."""
-        comm = Communicator(load_backend().NcclBackend(Host(rank, size, self.events), DEVICE, name))
+        comm: Any = Communicator(load_backend().NcclBackend(Host(rank, size, self.events), DEVICE, name))
         comm.backend._connect()
         self.events.clear()
         return comm
@@ -361,6 +361,7 @@ def test_c_functions_are_those_of_the_library_that_cupy_has_loaded(cupy_nccl: An
     if library.has_pre_mul_sum:
         with pytest.raises(cupy_nccl.NcclError, match="NCCL_ERROR_INVALID_ARGUMENT"):  # no communicator
             library.pre_mul_sum(torch.tensor(0.5), DTYPES[torch.float32][1], 0).__enter__()
+        assert "ncclRedOpCreatePreMulSum" in library.last_error()
 
 
 def test_c_functions_have_the_signatures_of_the_installed_header(cupy_nccl: Any) -> None:
@@ -388,9 +389,6 @@ def test_the_last_error_is_that_of_the_installed_header(cupy_nccl: Any) -> None:
     if not header.exists():
         skip_at_home(f"no {header}")
     assert re.search(r"const char\*\s+ncclGetLastError\((const )?ncclComm_t comm\);", header.read_text())
-    extension = sys.modules[cupy_nccl.NcclCommunicator.__module__].__file__
-    assert extension is not None
-    assert libnccl.Library(extension, cupy_nccl.check_status).last_error() == ""
 
 
 # ---------------------------------------------------------------------- creating

@@ -10,6 +10,7 @@ import mmap
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
@@ -51,13 +52,10 @@ def own_builds() -> CudaBuilds | None:
     if torch.version.cuda is None:
         return None
     cupy = None
-    try:
-        import cupy.cuda.nccl
-        from cupy.cuda import runtime
+    with suppress(ImportError):  # the backend says what to install
+        from cupy.cuda import nccl, runtime
 
         cupy = runtime.runtimeGetVersion() // 1000  # of the runtime in it: takes no driver
-    except ImportError:  # the backend says what to install
-        pass
     nccl = sorted({major for path in loaded_nccls() if (major := _built_for(path)) is not None})
     return CudaBuilds(int(torch.version.cuda.split(".")[0]), cupy, tuple(nccl), tuple(filter(_is_installed, _WHEELS)))
 

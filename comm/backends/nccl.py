@@ -135,7 +135,7 @@ class NcclBackend(Backend):
         self._bind()  # backward runs in a thread of its own
         first = self._family.first.get(tuple(self.ranks))
         self._nccl = self._init() if first is None else self._split_from(first)
-        self._family.first.setdefault(tuple(self.ranks), self)
+        self._family.first.setdefault(tuple(self.ranks), self._nccl)
         label = str(self)
         self._memory = NcclMemory(_library, self._host, self._nccl.comm, self.device, label, partial(_attempt, label))
         self._asked, self._is_connected = self._nccl, True
@@ -156,11 +156,11 @@ class NcclBackend(Backend):
             configure(config[0], policy)
         return _attempt(self, "create", nccl.NcclCommunicator, self.size, unique_id, self.rank, *config)
 
-    def _split_from(self, first: NcclBackend) -> nccl.NcclCommunicator:
+    def _split_from(self, first: nccl.NcclCommunicator) -> nccl.NcclCommunicator:
         """A communicator with the configuration of the first one."""
         # Hazard: what the first one runs now may wait for a rank that waits in the split; so may what waits for that.
         torch.cuda.synchronize(self.device)
-        return _attempt(self, "create", first._nccl.commSplit, 0, self.rank)
+        return _attempt(self, "create", first.commSplit, 0, self.rank)
 
     def _check_first(self, calls: Sequence[CollectiveCall]) -> None:
         """Raise RuntimeError if the first call need not be one of all ranks. Every rank that makes such a call raises it."""
@@ -237,7 +237,7 @@ class NcclBackend(Backend):
             torch.cuda.synchronize(self.device)
             self._memory.close()
             self._withdraw()
-            if self._family.first.get(tuple(self.ranks)) is self:
+            if self._family.first.get(tuple(self.ranks)) is self._nccl:
                 del self._family.first[tuple(self.ranks)]
             self._nccl.destroy()
         self._host.close()

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from ctypes import Structure, c_char_p, c_int, c_size_t, c_uint, sizeof
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..nccl_policy import CTA_POLICIES, NcclPolicy
-
-if TYPE_CHECKING:
-    from .nccl import NcclBackend
 
 _MAGIC = 0xCAFE_BEEF
 UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
@@ -38,11 +35,11 @@ class Config(Structure):
 class Family:
     """What a backend has in common with those that are split from it.
 
-    first: by their ranks, the backends that were connected first, and are open; further ones are split from these.
+    first: by their ranks, the communicators of NCCL that were made first, and are open; further ones are split from these.
     """
 
     policy: NcclPolicy
-    first: dict[tuple[int, ...], NcclBackend] = field(default_factory=dict)
+    first: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
 
 def configure(made: Any, policy: NcclPolicy) -> None:

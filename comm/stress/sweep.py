@@ -77,6 +77,7 @@ class Sweep:
         assert comm is not None, "every rank gave the same colour"
         self._comm, self._options, self._peer = comm, options, peer
         self._stream = new_stream(world.device, "stress", threaded=options.streams == "threaded")
+        comm.barrier(stream=self._stream)  # on GPUs sends and receives alone do not connect the ranks
         nbytes, symmetric = max(options.sizes), options.buffers == "symmetric"
         self._storages = [
             torch.empty(nbytes, dtype=torch.uint8, device=world.device)

@@ -245,6 +245,7 @@ int ncclCommInitRank(Comm **comm, int size, UniqueId id, int rank) {
     return init(comm, size, id.name, rank);
 }
 int ncclCommInitRankConfig(Comm **comm, int size, UniqueId id, int rank, Config *config) {
+    if (!config) return ncclCommInitRank(comm, size, id, rank);
     if (config->magic != 0xcafebeef) return 4;  // ncclInvalidArgument
     const int values[] = {config->splitShare, config->minCTAs, config->maxCTAs, config->CTAPolicy};
     std::string made = "init";
