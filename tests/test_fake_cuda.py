@@ -327,10 +327,14 @@ def test_two_runs_at_once_and_one_after_them(tmp_path: Path) -> None:
             command, env=plain | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
         )
 
-    for runs in ([start(), start()], [start(PATH="/nowhere")]):
-        for run in runs:
-            out, err = run.communicate(timeout=900)  # each compiles for ten seconds of a core that is free
-            assert (run.returncode, out) == (0, "tensor(2., device='cuda:0')\n"), err
+    def end(run: subprocess.Popen[str]) -> None:
+        out, err = run.communicate(timeout=900)  # each compiles for ten seconds of a core that is free
+        assert (run.returncode, out) == (0, "tensor(2., device='cuda:0')\n"), err
+
+    first, second = start(), start()
+    end(first)
+    end(second)
+    end(start(PATH="/nowhere"))
     (built,) = (tmp_path / "build" / "fake_cuda").iterdir()
     assert (built / "libcudart.so.13").exists()
 
