@@ -282,7 +282,7 @@ class ControlPlane:
             _left.discard(self)
 
     def async_error(self) -> str | None:
-        """What has made calls of this communicator fail on the GPU, in words; None: nothing, or not known. Never blocks."""
+        """What has made calls fail on the GPU, in words; None: nothing, not known, or closed. Never blocks."""
         return None if self.is_closed else self.backend.async_error()
 
     def _abort(self) -> None:
