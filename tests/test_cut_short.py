@@ -275,7 +275,7 @@ def test_an_exception_anywhere_in_a_step(world: World) -> None:
 
     step()
     expected, weights = step(), [parameter.detach().full_tensor() for parameter in model.parameters()]
-    folders = [COMM.parent / "shardrt" / name for name in ("fsdp", "tensor")]
+    folders = [COMM.parent / name for name in ("fsdp", "tensor")]
     with shared_folder(world) as folder:
         for number in range(1, 100_000, 157):
             with Interruption(number, *folders) as interruption, suppress(TimeoutError):

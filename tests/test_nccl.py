@@ -699,11 +699,17 @@ def test_wrong_policies_are_refused(wrong: dict[str, Any]) -> None:
 def test_the_configuration_is_that_of_the_installed_cupy(cupy_nccl: Any) -> None:
     made = cupy_nccl.NcclConfig(split_share=1)
     inside = nccl_config.view(made)
-    values = {name: getattr(inside, name) for name, *_ in nccl_config.Config._fields_[3:]}
-    assert values.pop("splitShare") == 1
-    assert set(values.values()) == {nccl_config.UNDEFINED, None}
+    values = [getattr(inside, name) for name in ("blocking", "cgaClusterSize", "minCTAs", "maxCTAs", "netName", "splitShare")]
+    assert values == [*[nccl_config.UNDEFINED] * 4, None, 1]
     nccl_config.configure(made, NcclPolicy(max_ctas=8))
-    assert (nccl_config.view(made).maxCTAs, made.split_share) == (8, 1)
+    assert (getattr(nccl_config.view(made), "maxCTAs"), made.split_share) == (8, 1)  # noqa: B009  # ctypes declares no types
+    policy = NcclPolicy(cta_policy="efficiency")
+    if cupy_nccl.get_build_version() >= 22700:
+        nccl_config.configure(made, policy)
+        assert getattr(nccl_config.view(made), "CTAPolicy") == 1  # noqa: B009
+    else:
+        with pytest.raises(RuntimeError, match="no CTAPolicy: expected NcclPolicy"):
+            nccl_config.configure(made, policy)
     with pytest.raises(RuntimeError, match="does not hold NCCL's configuration as that of CuPy"):
         nccl_config.view(object())
 

@@ -152,7 +152,7 @@ def test_a_writer_that_does_not_wait_is_found(world: World, write: Callable[[Sta
             running = async_save(folder / "step-1", state)
             write(state)
         running.wait()
-    assert "write after read: aten.copy_.default" in take_races()
+    assert "write after read" in take_races()
 
 
 @on_ranks(1, 2)

@@ -1,12 +1,13 @@
 """`ncclConfig_t` as CuPy 14.2 passes it: its `NcclConfig` holds the whole structure, and gives access to one field.
 
-NCCL reads as many bytes as the structure's `size` says, and takes its defaults for fields that are newer than `version`, so the
-structure of 2.27, with which CuPy is built, serves later versions as well (as in NCCL's sources of 2.31).
+NCCL reads as many bytes as the structure's `size` says, and takes its defaults for fields that are newer than `version`, so an
+older structure serves later versions as well (as in NCCL's sources of 2.31). CuPy's wheel for CUDA 12 is built with that of
+2.25, its wheel for CUDA 13 with that of 2.27: fields were added at the end.
 """
 
 from __future__ import annotations
 
-from ctypes import Structure, c_char_p, c_int, c_size_t, c_uint, sizeof
+from ctypes import Structure, c_char_p, c_int, c_size_t, c_uint
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +22,6 @@ class Config(Structure):
 
     size: int
     magic: int
-    minCTAs: int
-    maxCTAs: int
-    CTAPolicy: int
     _fields_ = (
         *(("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int), ("cgaClusterSize", c_int)),
         *(("minCTAs", c_int), ("maxCTAs", c_int), ("netName", c_char_p), ("splitShare", c_int), ("trafficClass", c_int)),
@@ -43,21 +41,30 @@ class Family:
 
 
 def configure(made: Any, policy: NcclPolicy) -> None:
-    """Write the policy into a new `NcclConfig` of CuPy's. Raises RuntimeError where that is laid out otherwise."""
-    if policy == NcclPolicy(share_resources=policy.share_resources):
+    """Write the policy into a new `NcclConfig` of CuPy's. Raises RuntimeError where that has no such field."""
+    given = {"minCTAs": policy.min_ctas, "maxCTAs": policy.max_ctas}
+    if policy.cta_policy != "default":
+        given["CTAPolicy"] = CTA_POLICIES[policy.cta_policy]
+    wanted = {name: value for name, value in given.items() if value is not None}
+    if not wanted:
         return
     config = view(made)
-    config.CTAPolicy = UNDEFINED if policy.cta_policy == "default" else CTA_POLICIES[policy.cta_policy]
-    config.minCTAs = UNDEFINED if policy.min_ctas is None else policy.min_ctas
-    config.maxCTAs = UNDEFINED if policy.max_ctas is None else policy.max_ctas
+    if "CTAPolicy" in wanted and config.size < Config.CTAPolicy.offset + Config.CTAPolicy.size:
+        raise RuntimeError(
+            "this CuPy was built with an NCCL before 2.27, whose configuration has no CTAPolicy: expected "
+            "NcclPolicy(cta_policy='default'); use CuPy for CUDA 13, or the variable NCCL_CTA_POLICY"
+        )
+    for name, value in wanted.items():
+        setattr(config, name, value)
 
 
 def view(made: Any) -> Config:
-    """The structure inside of an `NcclConfig`: it follows the header of the Python object."""
+    """The structure inside of an `NcclConfig`: it follows the header of the Python object. The last fields may be missing."""
     header = object.__basicsize__
-    if type(made).__basicsize__ == header + sizeof(Config):
+    nbytes = type(made).__basicsize__ - header
+    if nbytes >= Config.splitShare.offset + Config.splitShare.size:
         config = Config.from_address(id(made) + header)
-        if (config.size, config.magic) == (sizeof(Config), _MAGIC):
+        if (config.size, config.magic) == (nbytes, _MAGIC):
             return config
     raise RuntimeError(
         f"{type(made)} does not hold NCCL's configuration as that of CuPy 14.2 does: cta_policy, min_ctas and max_ctas of "

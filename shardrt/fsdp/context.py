@@ -83,7 +83,13 @@ class Context:
         symmetric: it has asked for NCCL's windows. Without them NCCL gains nothing by memory that it knows, so on GPUs packed
         gradients lie in torch's own; on the host ranks read each other's memory, and new pages cost more than the rest.
         """
-        return self.is_large(nbytes) and (symmetric or self.streams.device.type != "cuda")
+        return self.is_large(nbytes) and (symmetric or not self._on_gpu)
+
+    @property
+    def _on_gpu(self) -> bool:
+        """Whether streams are a GPU's, or a dry world's for one: there, all that is not the host's overlaps."""
+        device = self.streams.device.type
+        return device == "cuda" or (device == "meta" and self.streams.reduce.overlaps)
 
     def make_comm_buffer(self, reducer: comm.Communicator, nbytes: int, *, symmetric: bool) -> None:
         """Make the memory from which `reducer` reads packed gradients of large groups without a copy. Collective."""
