@@ -147,6 +147,8 @@ def test_what_writes_next_waits(world: World, write: Callable[[State], None]) ->
 def test_a_writer_that_does_not_wait_is_found(world: World, write: Callable[[State], None]) -> None:
     """By the stand-in for CUDA."""
     state = small_state(2)
+    with torch.no_grad():
+        write(state)  # its first collective connects a communicator, for which the host waits for the device
     with shared_folder(world) as folder, torch.no_grad(), mock.patch.object(snapshots.Snapshot, "wait"):
         with held():
             running = async_save(folder / "step-1", state)
