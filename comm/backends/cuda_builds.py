@@ -51,13 +51,14 @@ def own_builds() -> CudaBuilds | None:
     """What this process has; None if torch is not built for CUDA. Imports CuPy, which loads NCCL."""
     if torch.version.cuda is None:
         return None
-    cupy = None
+    of_cupy = None
     with suppress(ImportError):  # the backend says what to install
-        from cupy.cuda import nccl, runtime
+        from cupy.cuda import nccl, runtime  # noqa: F401  # the first loads NCCL
 
-        cupy = runtime.runtimeGetVersion() // 1000  # of the runtime in it: takes no driver
-    nccl = sorted({major for path in loaded_nccls() if (major := _built_for(path)) is not None})
-    return CudaBuilds(int(torch.version.cuda.split(".")[0]), cupy, tuple(nccl), tuple(filter(_is_installed, _WHEELS)))
+        of_cupy = runtime.runtimeGetVersion() // 1000  # of the runtime in it: takes no driver
+    of_nccl = sorted({major for path in loaded_nccls() if (major := _built_for(path)) is not None})
+    wheels = tuple(filter(_is_installed, _WHEELS))
+    return CudaBuilds(int(torch.version.cuda.split(".")[0]), of_cupy, tuple(of_nccl), wheels)
 
 
 def check_builds(builds: Sequence[CudaBuilds | None]) -> None:

@@ -38,7 +38,8 @@ def register_local_optimizer(kind: type[Optimizer]) -> None:
     Those of `bitsandbytes` and `torchao` are registered already. Not for optimizers that use the norm of a full parameter: they
     would use that of the local shard. Blocks start at the first element of the local shard; on a rank without elements of a
     parameter, the step skips it.
-    The optimizer's state is plain and local: save it on every rank, and load it on the same number of ranks. State of full
+    The optimizer's state is plain and local. Checkpoints and full state dicts have what has one number for each element of a
+    parameter, for any number of ranks; other state is saved on every rank and loads on the same number of ranks. State of full
     parameters can be loaded unless it is quantised. The closure of a step is called once, before the step; the optimizer's step
     hooks see plain parameters.
     With hybrid sharding, replicas stay equal if the step draws no random numbers, or the replicas' generators have equal seeds.

@@ -7,7 +7,7 @@ and libnccl, which torch and CuPy's binding load. The code of shardrt, torch's a
 and results are right; only timing is not. "On GPUs" in docs/performance.md lists what this cannot find.
 
     python tests/fake_cuda/run.py --gpus 4 env SHARDRT_TEST_DEVICE=cuda python -m pytest tests/test_modes.py
-    python tests/fake_cuda/run.py --gpus 2 mpirun -n 2 python scripts/gpu_check.py --suite together    # compiled models fail
+    python tests/fake_cuda/run.py --gpus 2 mpirun -n 2 python scripts/gpu_check.py --suite together
 """
 
 from __future__ import annotations

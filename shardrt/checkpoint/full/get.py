@@ -87,7 +87,7 @@ def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     by_number = {int(number): values for number, values in packed["state"].items()}
     groups = [{**group, "params": [int(number) for number in group["params"]]} for group in packed["param_groups"]]
     state = {**optimizer.state_dict(), "state": by_number, "param_groups": groups}
-    return dict(_copied(state, full=True, offload=True, keep=keep))
+    return _copied(state, full=True, offload=True, keep=keep)
 
 
 def numbered(optimizer: Optimizer) -> nn.Module:
@@ -161,7 +161,7 @@ def _copied(state: dict[str, Any], *, full: bool, offload: bool, keep: bool) -> 
             seen[key] = made if keep else None
         return seen[key]
 
-    collected = mapped(state, copy_of)
+    collected: dict[str, Any] = mapped(state, copy_of)
     return collected if keep else {}
 
 
