@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import sizeof
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -668,15 +669,15 @@ def test_the_default_cuda_stream_is_accepted(double: Double) -> None:
     ("policy", "share", "written"),
     [
         (NcclPolicy(share_resources=True), 1, (-1, -1, -1)),
-        (NcclPolicy(cta_policy="zero", max_ctas=8), 0, (nccl_config.UNDEFINED, 8, 2)),
-        (NcclPolicy(min_ctas=2, max_ctas=2), 0, (2, 2, nccl_config.UNDEFINED)),
+        (NcclPolicy(cta_policy="zero", max_ctas=8), 0, (-1, 8, 2)),
+        (NcclPolicy(min_ctas=2, max_ctas=2), 0, (2, 2, -1)),
     ],
 )
 def test_the_policy_is_that_of_the_first_communicator(
     double: Double, monkeypatch: pytest.MonkeyPatch, policy: NcclPolicy, share: int, written: tuple[int, int, int]
 ) -> None:
     """Those that are split from it take over its configuration."""
-    inside = nccl_config.Config(minCTAs=-1, maxCTAs=-1, CTAPolicy=-1)
+    inside = nccl_config.Config(size=sizeof(nccl_config.Config), minCTAs=-1, maxCTAs=-1, CTAPolicy=-1)
     vars(sys.modules["cupy.cuda.nccl"]).update(NcclConfig=lambda split_share: ("config", split_share))
     monkeypatch.setattr(nccl_config, "view", lambda made: inside)
     comm = unconnected(double, size=1, policy=policy)
