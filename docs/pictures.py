@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import shardrt
 from shardrt.comm.calls import CollectiveCall
 from shardrt.comm.dry import DryWorld, dry_world
-from shardrt.fsdp.layout import Layout, ParamSpec
-from shardrt.fsdp.planner import plan
+from shardrt.fsdp.params.layout import Layout, ParamSpec
+from shardrt.fsdp.params.planner import plan
 from shardrt.timeline.events import BY_GROUP, Events
 from shardrt.timeline.picture import Stack, draw_stack
 

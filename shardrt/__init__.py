@@ -7,10 +7,16 @@ from .batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from .checkpoint import Run
 from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
 from .comm.version import __version__ as __version__
-from .fsdp.fully_shard import fully_shard, replicate
-from .fsdp.module import FSDPModule, UnshardHandle, disable_fsdp_module_new_init
-from .fsdp.module_functions import register_fsdp_forward_method, share_comm_ctx, unsharded
-from .fsdp.policy import (
+from .fsdp.api.fully_shard import fully_shard, replicate
+from .fsdp.api.module import (
+    FSDPModule,
+    UnshardHandle,
+    disable_fsdp_module_new_init,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+    unsharded,
+)
+from .fsdp.base.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,

@@ -20,8 +20,8 @@ from shardrt.comm import ReduceOp, World
 from shardrt.comm.backends.mpi import MpiBackend
 from shardrt.comm.backends.node_algorithms import NodeAlgorithms
 from shardrt.comm.backends.shared_memory import _warn_of_no_space, reserve
-from shardrt.fsdp.gather import FlatGather
-from shardrt.fsdp.reduce import GradientReduction
+from shardrt.fsdp.gather.gather import FlatGather
+from shardrt.fsdp.reduce.reduce import GradientReduction
 from toys import OddMLP, TiedGPT, batch, loss_of, shard_blocks, tokens
 
 

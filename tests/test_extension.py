@@ -19,7 +19,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt.comm import Communicator, World
 from shardrt.comm.dry import dry_world
-from shardrt.fsdp import extension
+from shardrt.fsdp.gather import extension
 from test_module import Elsewhere
 
 Parts = tuple[torch.Tensor, ...]

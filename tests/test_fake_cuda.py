@@ -24,8 +24,8 @@ from ranks import on_ranks, run_script
 from shardrt import checkpoint
 from shardrt.comm import World
 from shardrt.comm.streams import CudaStream, _CudaEvent
-from shardrt.fsdp.context import Streams
-from shardrt.fsdp.sharded_grads import ShardedGrads
+from shardrt.fsdp.memory.context import Streams
+from shardrt.fsdp.reduce.sharded_grads import ShardedGrads
 from shardrt.kernels import cuda as kernels
 from toys import OddMLP, batch, loss_of, shard_blocks
 from worker import take_races

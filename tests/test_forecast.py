@@ -16,9 +16,9 @@ from shardrt.comm import DeviceMesh, Work, World
 from shardrt.comm.calls import CallList, Hook
 from shardrt.comm.control import hooked
 from shardrt.comm.dry import dry_world
-from shardrt.fsdp.buffers import BufferKind, observing
-from shardrt.fsdp.ranges import Named
-from shardrt.fsdp.sharded_grads import observing_grads
+from shardrt.fsdp.base.events import Named
+from shardrt.fsdp.memory.buffers import BufferKind, observing
+from shardrt.fsdp.reduce.sharded_grads import observing_grads
 from shardrt.parallel import parallelize_module
 from shardrt.plan.cost import Costs
 from shardrt.plan.forecast import forecast

@@ -13,8 +13,10 @@ from torch.autograd import profiler
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import Communicator, World, new_stream
-from shardrt.fsdp import buffers, ranges, symmetric_windows
-from shardrt.fsdp.buffers import CommBuffer
+from shardrt.fsdp.base.events import ranged
+from shardrt.fsdp.memory import buffers
+from shardrt.fsdp.memory.buffers import CommBuffer
+from shardrt.fsdp.schedule import symmetric_windows
 from toys import OddMLP, batch, buckets_of, compare, loss_of, overlapping, shard_blocks, train_side_by_side
 
 
@@ -138,7 +140,7 @@ def test_symmetric_windows(world: World) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric_windows, "useful", lambda comm: True)
-        patch.setattr("shardrt.fsdp.context.Context.is_large", lambda context, nbytes: True)
+        patch.setattr("shardrt.fsdp.memory.context.Context.is_large", lambda context, nbytes: True)
         patch.setattr(buffers, "_comm_buffers", WeakKeyDictionary())  # on a GPU, the first model has made windows
         parts = parts_of_windows(type(world.comm), patch)
         model = train_side_by_side(world, OddMLP().double(), map(batch, range(3)), shard=shard)
@@ -216,7 +218,7 @@ def test_ranges_in_a_profile(world: World) -> None:
         "FSDP::pre_forward (OddMLP)",
         "FSDP::forward_prefetch for blocks.0, blocks.1",
     ]
-    assert ranges.ranged("FSDP::all_gather", model.param_group) is ranges.ranged("FSDP::x")
+    assert ranged("FSDP::all_gather", model.param_group) is ranged("FSDP::x")
 
     def fail(gradient: torch.Tensor) -> None:
         raise ValueError("stop")

@@ -20,10 +20,10 @@ from ranks import on_ranks
 from shardrt import MixedPrecisionPolicy, QuantizationPolicy, fully_shard
 from shardrt.comm import Communicator, DeviceMesh, World
 from shardrt.comm.dry import dry_world
-from shardrt.fsdp.grad_layout import reduce_layout
-from shardrt.fsdp.layout import ParamSpec
-from shardrt.fsdp.param import placement_of
-from shardrt.fsdp.planner import plan
+from shardrt.fsdp.params.layout import ParamSpec
+from shardrt.fsdp.params.param import placement_of
+from shardrt.fsdp.params.planner import plan
+from shardrt.fsdp.reduce.grad_layout import reduce_layout
 from shardrt.tensor.placement import FlatShard, RaggedShard, Replicate, Shard, Spec
 from shardrt.tensor.rank_counts import RankCounts
 from shardrt.timeline.clocks import measure

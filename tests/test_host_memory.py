@@ -17,10 +17,10 @@ from torch import nn
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World, malloc
-from shardrt.fsdp import buffers, host_memory
-from shardrt.fsdp.buffers import BufferKind, FlatBuffer, MemoryCounter
-from shardrt.fsdp.host_memory import POOL, SMALL, HostPool
-from shardrt.fsdp.param import ShardedParam
+from shardrt.fsdp.memory import buffers, host_memory
+from shardrt.fsdp.memory.buffers import BufferKind, FlatBuffer, MemoryCounter
+from shardrt.fsdp.memory.host_memory import POOL, SMALL, HostPool
+from shardrt.fsdp.params.param import ShardedParam
 from shardrt.tensor.placement import Spec
 from shardrt.torch_internals import no_swap_memory
 from toys import OddMLP, shard_blocks
@@ -78,7 +78,7 @@ def test_a_storage_that_is_dropped_frees_its_block() -> None:
 
 
 def test_the_pool_grows_by_mappings_and_returns_unused_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardrt.fsdp.host_memory._REGION", 4 * PAGE)
+    monkeypatch.setattr("shardrt.fsdp.memory.host_memory._REGION", 4 * PAGE)
     pool = HostPool()
     small, large = block(pool, PAGE), block(pool, 8 * PAGE)
     pool.free(large)
@@ -104,7 +104,7 @@ def test_pages_between_blocks_in_use_go_back() -> None:
 
 def test_a_mapping_has_room_for_the_next_large_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after smaller ones have taken the first place."""
-    monkeypatch.setattr("shardrt.fsdp.host_memory._REGION", 4 * PAGE)
+    monkeypatch.setattr("shardrt.fsdp.memory.host_memory._REGION", 4 * PAGE)
     pool = HostPool()
     pool.free(block(pool, 9 * PAGE))
     small = block(pool, 8 * PAGE)

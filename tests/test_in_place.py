@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 from ranks import on_ranks, settings_of
 from shardrt.comm import DeviceMesh, World
-from shardrt.fsdp import in_place
-from shardrt.fsdp.in_place import Given, LinearWeight
-from shardrt.fsdp.reduce import GradientReduction
+from shardrt.fsdp.params import in_place
+from shardrt.fsdp.params.in_place import Given, LinearWeight
+from shardrt.fsdp.reduce.reduce import GradientReduction
 from shardrt.plan.recomputation import checkpoint_block, selective_contexts
 from toys import OddMLP, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens, uncompiled
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrt.fsdp import planner
-from shardrt.fsdp.layout import ALIGNMENT, Box, Layout, ParamSpec, Run, boxes, fsdp2_padding, padding_limit
-from shardrt.fsdp.planner import plan
+from shardrt.fsdp.params import planner
+from shardrt.fsdp.params.layout import ALIGNMENT, Box, Layout, ParamSpec, Run, boxes, fsdp2_padding, padding_limit
+from shardrt.fsdp.params.planner import plan
 
 EXAMPLE = (
     ParamSpec("embed", (7, 8), 4),

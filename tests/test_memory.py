@@ -18,8 +18,8 @@ import shardrt
 from ranks import on_ranks
 from shardrt.comm import Communicator, Event, Pool, World
 from shardrt.comm.streams import InlineStream
-from shardrt.fsdp import buffers
-from shardrt.fsdp.buffers import (
+from shardrt.fsdp.memory import buffers
+from shardrt.fsdp.memory.buffers import (
     BufferKind,
     CommBuffer,
     CommFlatBuffer,
@@ -29,8 +29,8 @@ from shardrt.fsdp.buffers import (
     allocated_buffers,
     observing,
 )
-from shardrt.fsdp.host_memory import POOL
-from shardrt.fsdp.sharded_grads import observing_grads
+from shardrt.fsdp.memory.host_memory import POOL
+from shardrt.fsdp.reduce.sharded_grads import observing_grads
 from toys import OddMLP, batch, buckets_of, loss_of, overlapping, shard_blocks, uncompiled
 
 Storage = weakref.ref[torch.UntypedStorage]

@@ -20,7 +20,7 @@ import shardrt
 from bench import peak
 from ranks import on_ranks
 from shardrt.comm import World
-from shardrt.fsdp import buffers as buffers_module
+from shardrt.fsdp.memory import buffers as buffers_module
 from shardrt.memory import account as account_module
 from shardrt.memory import parts as parts_module
 from shardrt.memory import process

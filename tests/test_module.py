@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 from ranks import on_ranks, settings_of
 from shardrt.comm import Communicator, Stream, Work, World
-from shardrt.fsdp.fully_shard import _log_nothing_to_offload
+from shardrt.fsdp.api.fully_shard import _log_nothing_to_offload
 from test_prefetch import gathers_of
 from toys import OddMLP, UsedTwice, batch, buckets_of, compare, loss_of, shard_blocks, train_side_by_side, uncompiled
 
@@ -850,7 +850,7 @@ def test_the_same_batch_on_every_rank_is_reported(world: World) -> None:
     def first_steps(inputs: list[object], **options: object) -> list[str]:
         """What is logged in forwards on these inputs and their backwards, of a new model."""
         model = shardrt.fully_shard(Taking(), **options)
-        with mock.patch("shardrt.fsdp.same_batches._log.warning") as warning:
+        with mock.patch("shardrt.fsdp.schedule.same_batches._log.warning") as warning:
             with torch.no_grad():
                 model(same)
             model.eval()(same)
@@ -901,6 +901,6 @@ def test_tensor_parallel_ranks_share_a_batch(world: World) -> None:
         plan = {"0": shardrt.parallel.ColwiseParallel(), "1": shardrt.parallel.RowwiseParallel()}
         shardrt.parallel.parallelize_module(model, mesh["tp"], plan)
         shardrt.fully_shard(model, mesh=mesh["dp"])
-        with mock.patch("shardrt.fsdp.same_batches._log.warning") as warning:
+        with mock.patch("shardrt.fsdp.schedule.same_batches._log.warning") as warning:
             model(batch(step)).sum().backward()
         assert warning.called == (warned and mesh["dp"].rank == 0)

@@ -19,7 +19,7 @@ from ranks import on_ranks
 from shardrt.comm import Communicator, Event, Stream, Work, World
 from shardrt.comm.calls import CallList, Hook
 from shardrt.comm.control import hooked
-from shardrt.fsdp.buffers import BufferKind, observing
+from shardrt.fsdp.memory.buffers import BufferKind, observing
 from shardrt.parallel import parallelize_module
 from toys import OddMLP, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens
 

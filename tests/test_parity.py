@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 from ranks import on_ranks, settings_of
 from shardrt.comm import World
-from shardrt.fsdp.packed import PackedGrads
-from shardrt.fsdp.param_group import ParamGroup
+from shardrt.fsdp.reduce.packed import PackedGrads
+from shardrt.fsdp.schedule.param_group import ParamGroup
 from toys import (
     Branching,
     OddMLP,

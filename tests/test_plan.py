@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardrt.comm.dry import dry_world
-from shardrt.fsdp.module import FSDPModule
-from shardrt.fsdp.policy import MixedPrecisionPolicy, PrefetchPolicy, QuantizationPolicy
+from shardrt.fsdp.api.module import FSDPModule
+from shardrt.fsdp.base.policy import MixedPrecisionPolicy, PrefetchPolicy, QuantizationPolicy
 from shardrt.plan import planning
 from shardrt.plan.__main__ import main
 from shardrt.plan.factory import blocks, check_meta, load_factory, make_program

@@ -17,7 +17,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt.comm import World
 from shardrt.comm.merge_dumps import merge, parse
-from shardrt.fsdp.param_group import ParamGroup
+from shardrt.fsdp.schedule.param_group import ParamGroup
 from toys import (
     Branching,
     OddBlock,

@@ -21,11 +21,11 @@ from ranks import on_ranks
 from shardrt import MixedPrecisionPolicy, PrefetchPolicy, QuantizationPolicy, Shard, ShardPlacementResult
 from shardrt.comm import DeviceMesh, World
 from shardrt.comm.dry import dry_world
-from shardrt.fsdp.buffers import observing
-from shardrt.fsdp.layout import ParamSpec, padding_limit
-from shardrt.fsdp.param_group import ParamGroup
-from shardrt.fsdp.planner import plan
-from shardrt.fsdp.prefetch import Order
+from shardrt.fsdp.memory.buffers import observing
+from shardrt.fsdp.params.layout import ParamSpec, padding_limit
+from shardrt.fsdp.params.planner import plan
+from shardrt.fsdp.schedule.param_group import ParamGroup
+from shardrt.fsdp.schedule.prefetch import Order
 from shardrt.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from test_module import Elsewhere
 from toys import OddMLP, TiedGPT, batch, buckets_of, compare, loss_of, mean_over_ranks, shard_blocks, tokens

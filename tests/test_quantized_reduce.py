@@ -19,13 +19,13 @@ from ranks import on_ranks, settings_of
 from shardrt import DTensor, QuantizationPolicy, Replicate, ShardPlacementResult
 from shardrt.comm import Communicator, DeviceMesh, ReduceOp, Stream, World, current_stream
 from shardrt.comm.dry import dry_world
-from shardrt.fsdp import quantized_reduce
-from shardrt.fsdp.buffers import BufferKind, FlatBuffer, MemoryCounter, observing
-from shardrt.fsdp.grad_layout import reduce_layout
-from shardrt.fsdp.layout import ParamSpec
-from shardrt.fsdp.planner import plan
-from shardrt.fsdp.quantized_reduce import CodedReduceScatter
-from shardrt.fsdp.two_levels import TwoLevels, neighbours
+from shardrt.fsdp.base.two_levels import TwoLevels, neighbours
+from shardrt.fsdp.memory.buffers import BufferKind, FlatBuffer, MemoryCounter, observing
+from shardrt.fsdp.params.layout import ParamSpec
+from shardrt.fsdp.params.planner import plan
+from shardrt.fsdp.reduce import coded as quantized_reduce
+from shardrt.fsdp.reduce.coded import CodedReduceScatter
+from shardrt.fsdp.reduce.grad_layout import reduce_layout
 from shardrt.kernels.reference import BLOCK, encode
 from toys import OddMLP, batch, buckets_of, loss_of, shard_blocks
 from toys_2d import distribute, meshes

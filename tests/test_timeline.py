@@ -32,8 +32,8 @@ from shardrt.comm import Communicator, DeviceMesh, RemoteError, Work
 from shardrt.comm.calls import CallList, CollectiveCall
 from shardrt.comm.dry import dry_world
 from shardrt.comm.streams import INLINE, CudaStream, InlineStream, Stream
-from shardrt.fsdp import trace
-from shardrt.fsdp.trace import Step
+from shardrt.fsdp.base import events
+from shardrt.fsdp.base.events import Step
 from shardrt.timeline.__main__ import main
 from shardrt.timeline.assembly import assemble
 from shardrt.timeline.chrome import VERSION, Process, chrome_events, write
@@ -359,8 +359,8 @@ class Timeless(InlineStream):
 
 def record_a_step_on(stream: Stream) -> None:
     with shardrt.Timeline():
-        assert trace.listener is not None
-        trace.listener.begin(Step.FORWARD, Group(), stream)
+        assert events.listener is not None
+        events.listener.begin(Step.FORWARD, Group(), stream)
 
 
 @on_ranks(2)

@@ -437,7 +437,7 @@ ALLOWED = {
     "kernels/host.py": {"torch._foreach_add_", "torch._foreach_copy_", "torch._foreach_norm"},
     "kernels/norm.py": {"torch._foreach_mul_"},
 }
-READ_FOR_SPEED = {"shardrt/fsdp/ranges.py": {"_is_profiler_enabled"}}  # of `profiler_state`
+READ_FOR_SPEED = {"shardrt/fsdp/base/events.py": {"_is_profiler_enabled"}}  # of `profiler_state`
 
 
 def dotted(node: ast.expr) -> str:

@@ -13,7 +13,8 @@ from torch import nn
 import shardrt
 from shardrt.comm import ReduceOp, World
 from shardrt.comm.streams import InlineStream
-from shardrt.fsdp import context, in_place
+from shardrt.fsdp.memory import context
+from shardrt.fsdp.params import in_place
 
 Sharder = Callable[[nn.Module], object]
 

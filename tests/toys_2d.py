@@ -12,7 +12,7 @@ from torch import nn
 import shardrt
 from shardrt import DTensor, Partial, Replicate, Shard
 from shardrt.comm import DeviceMesh, ReduceOp, World, current_stream
-from shardrt.fsdp import context
+from shardrt.fsdp.memory import context
 from shardrt.tensor.placement import Spec
 from shardrt.tensor.replicated import mark_replicated
 from toys import buckets_of, compare

@@ -17,7 +17,7 @@ from multiprocessing.connection import Client
 import torch
 
 import shardrt
-from shardrt.fsdp import context
+from shardrt.fsdp.memory import context
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from shardrt.checkpoint.dcp.metadata import read_stored
 from shardrt.checkpoint.dcp.metadata_pickle import ending
 from shardrt.checkpoint.descriptions import Described, Description, Grid
 from shardrt.checkpoint.plan import write_metadata
-from shardrt.fsdp.layout import ParamSpec
-from shardrt.fsdp.param import placement_of
-from shardrt.fsdp.planner import plan
+from shardrt.fsdp.params.layout import ParamSpec
+from shardrt.fsdp.params.param import placement_of
+from shardrt.fsdp.params.planner import plan
 
 HIDDEN, FFN, KV, HEAD = 16384, 53248, 1024, 128
 BLOCK = {  # as in Llama-3 405B, and a norm of queries

@@ -24,7 +24,7 @@ import common.checkout  # noqa: F401  # before shardrt
 from bench.forecast import forecast_step
 from common.models import CASES
 from common.options import Parser
-from shardrt.fsdp.policy import MixedPrecisionPolicy
+from shardrt.fsdp.base.policy import MixedPrecisionPolicy
 from shardrt.plan.forecast_result import Forecast
 from shardrt.plan.hardware import Curve, Link, Sheet, load_sheet
 from shardrt.plan.job import Job

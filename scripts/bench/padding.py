@@ -13,8 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
 
 from common import checkout  # noqa: F401  # before shardrt
-from shardrt.fsdp.layout import ParamSpec, fsdp2_padding
-from shardrt.fsdp.planner import plan
+from shardrt.fsdp.params.layout import ParamSpec, fsdp2_padding
+from shardrt.fsdp.params.planner import plan
 
 HIDDEN_FFN_KV = {"8B": (4096, 14336, 1024), "70B": (8192, 28672, 1024)}
 

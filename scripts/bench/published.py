@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
 
 import common.checkout  # noqa: F401  # before shardrt
 from common.options import Parser
-from shardrt.fsdp.policy import MixedPrecisionPolicy
+from shardrt.fsdp.base.policy import MixedPrecisionPolicy
 from shardrt.plan.hardware import Curve, Sheet, load_sheet
 from shardrt.plan.job import Job
 from shardrt.plan.planning import Planner

@@ -21,7 +21,7 @@ from shardrt.comm.stress.options import parse
 from shardrt.comm.stress.peers import make_peer
 from shardrt.comm.stress.problem import COLLECTIVES
 from shardrt.comm.stress.sweep import Row, Sweep
-from shardrt.fsdp.runtime import Runtime
+from shardrt.fsdp.schedule.runtime import Runtime
 
 GOAL = 1.05  # of the largest size: the time by that of the library's own call
 SIZES = {"cuda": ("64K", "256M"), "cpu": ("4K", "2M")}  # the smallest and the largest

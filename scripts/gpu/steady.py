@@ -18,8 +18,8 @@ from common.models import BYTES, GPT, GPTConfig, next_byte_loss, shard
 from gpu.checks import Check, Found
 from gpu.training import BFLOAT16
 from shardrt.comm import Stream, World, current_stream
-from shardrt.fsdp.param_group import ParamGroup
-from shardrt.fsdp.runtime import Runtime
+from shardrt.fsdp.schedule.param_group import ParamGroup
+from shardrt.fsdp.schedule.runtime import Runtime
 
 CONFIGS = {"cuda": GPTConfig(layers=8, channels=1024, heads=16, context=512), "cpu": GPTConfig(context=16)}
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..fsdp.moves import buffers_on_meta
+from ..fsdp.schedule.moves import buffers_on_meta
 
 
 def materialise(module: nn.Module, device: torch.device, optimizers: Iterable[Optimizer] = ()) -> None:

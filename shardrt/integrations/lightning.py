@@ -20,8 +20,7 @@ from ..batch_norm import convert_sync_batchnorm
 from ..checkpoint.full.get import full_optimizer_state
 from ..checkpoint.full.set import load_full_optimizer_state
 from ..comm import ReduceOp
-from ..fsdp.module import FSDPModule
-from ..fsdp.module_functions import register_fsdp_forward_method, unsharded
+from ..fsdp.api.module import FSDPModule, register_fsdp_forward_method, unsharded
 from ..optim import clip_grad_norm_
 from .world import (
     check_sharded,

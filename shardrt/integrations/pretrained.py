@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from .. import comm
-from ..fsdp.module_functions import unsharded
+from ..fsdp.api.module import unsharded
 from .world import full_state_dict
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..comm import Communicator, ReduceOp, current_stream, world
-from ..fsdp.param_group import ParamGroup
-from ..fsdp.whole_scales import ScaleKind, scale_kind
+from ..fsdp.gather.whole_scales import ScaleKind, scale_kind
+from ..fsdp.schedule.param_group import ParamGroup
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
 

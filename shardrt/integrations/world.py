@@ -13,8 +13,8 @@ from torch import nn
 
 from .. import comm
 from ..comm import ReduceOp
-from ..fsdp.fully_shard import fully_shard
-from ..fsdp.module import FSDPModule
+from ..fsdp.api.fully_shard import fully_shard
+from ..fsdp.api.module import FSDPModule
 from ..tensor.dtensor import DTensor
 from ..tensor.local_optimizers import steps_locally
 from ..tensor.optimizer_state import shard_optimizer_state

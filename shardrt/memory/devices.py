@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..fsdp.host_memory import POOL
+from ..fsdp.memory.host_memory import POOL
 from . import process
 from .parts import Claim, Part
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..fsdp.buffers import allocated_buffers
-from ..fsdp.module import FSDPModule
+from ..fsdp.api.module import FSDPModule
+from ..fsdp.memory.buffers import allocated_buffers
 from .live import LiveBytes, storage_of
 
 

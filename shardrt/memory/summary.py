@@ -7,10 +7,10 @@ from contextlib import closing
 import torch
 from torch import nn
 
-from ..fsdp.buffers import allocated_buffers
-from ..fsdp.module import FSDPModule
-from ..fsdp.param_group import ParamGroup
-from ..fsdp.runtime import packed_nbytes
+from ..fsdp.api.module import FSDPModule
+from ..fsdp.memory.buffers import allocated_buffers
+from ..fsdp.schedule.param_group import ParamGroup
+from ..fsdp.schedule.runtime import packed_nbytes
 from .account import MemoryAccount
 from .devices import measuring
 from .parts import Claim, Part

@@ -20,9 +20,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..comm.calls import CallList, Hook
 from ..comm.control import hooked
-from ..fsdp.buffers import BufferKind, observing
-from ..fsdp.ranges import Named
-from ..fsdp.sharded_grads import observing_grads
+from ..fsdp.base.events import Named
+from ..fsdp.memory.buffers import BufferKind, observing
+from ..fsdp.reduce.sharded_grads import observing_grads
 from ..torch_internals import OpOverload, TorchDispatchMode, in_backward
 from .devices import Device, Measured
 from .live import LiveBytes

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..comm import DeviceMesh
-from ..fsdp.extension import has_methods
-from ..fsdp.module import FSDPModule
+from ..fsdp.api.module import FSDPModule
+from ..fsdp.gather.extension import has_methods
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
 from ..tensor.replicated import Mark, remember_mark, replicas_mesh

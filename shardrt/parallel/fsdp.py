@@ -3,6 +3,6 @@
 A class of your own may stand in: `fully_shard(module, extensions=MyExtensions())`.
 """
 
-from ..fsdp.tensor_parallel import DTensorExtensions, FSDPExtensions
+from ..fsdp.params.tensor_parallel import DTensorExtensions, FSDPExtensions
 
 __all__ = ["DTensorExtensions", "FSDPExtensions"]

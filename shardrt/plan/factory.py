@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..fsdp.fully_shard import fully_shard
-from ..fsdp.module import FSDPModule
+from ..fsdp.api.fully_shard import fully_shard
+from ..fsdp.api.module import FSDPModule
 from ..parallel import cross_entropy
 from ..parallel.modules import ParallelizedModule
 from ..tensor.dtensor import DTensor

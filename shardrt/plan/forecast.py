@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from ..comm.dry import DryWorld, dry_world
-from ..fsdp import trace
-from ..fsdp.buffers import observing
-from ..fsdp.layout import fsdp2_padding
-from ..fsdp.module import FSDPModule
-from ..fsdp.param_group import ParamGroup
-from ..fsdp.sharded_grads import observing_grads
+from ..fsdp.api.module import FSDPModule
+from ..fsdp.base import events
+from ..fsdp.memory.buffers import observing
+from ..fsdp.params.layout import fsdp2_padding
+from ..fsdp.reduce.sharded_grads import observing_grads
+from ..fsdp.schedule.param_group import ParamGroup
 from ..timeline.timeline import Timeline
 from .attention import FusedAttention
 from .cost import Costs, bounding
@@ -55,7 +55,7 @@ def forecast(
     Raises what `make` and the program raise; ValueError if no module is sharded; SheetError for a machine without links that
     the job needs; RuntimeError while a timeline of another world is being recorded, which would get simulated times.
     """
-    if trace.listener is not None:
+    if events.listener is not None:
         raise RuntimeError("a timeline is being recorded: close it before you make a forecast")
     inline, collectives = costs.sheet.device == "cpu", CollectiveMeter(costs)
     world_of = partial(dry_world, job.ranks, ranks_per_node=costs.per_node, inline=inline, costs=collectives)

@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import comm
 from ..comm import DeviceMesh
-from ..fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
+from ..fsdp.base.policy import MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

@@ -9,8 +9,8 @@ import torch
 from ..comm.calls import CollectiveCall
 from ..comm.dry import DryStream, DryWorld
 from ..comm.streams import simulated
-from ..fsdp.buffers import BufferKind
-from ..fsdp.ranges import Named
+from ..fsdp.base.events import Named
+from ..fsdp.memory.buffers import BufferKind
 from ..memory.live import LiveBytes
 from ..torch_internals import OpOverload
 from .cost import Bound, Costs

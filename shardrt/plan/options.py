@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
+from ..fsdp.base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
 from .job import GRADIENT_SYNCS, OPTIMIZERS, Job, PlanError
 from .presets import PRESETS
 

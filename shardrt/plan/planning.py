@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..fsdp.policy import QuantizationPolicy
+from ..fsdp.base.policy import QuantizationPolicy
 from ..timeline.events import BY_GROUP, Events
 from ..timeline.picture import draw_memory
 from ..timeline.timeline import Timeline

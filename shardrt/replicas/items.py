@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm import DeviceMesh
-from ..fsdp.module import FSDPModule
+from ..fsdp.api.module import FSDPModule
 from ..parallel.modules import ParallelizedModule
 from ..tensor.digest import digest
 from ..tensor.dtensor import DTensor

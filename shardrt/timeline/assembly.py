@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from ..comm.streams import INLINE
-from ..fsdp.trace import Step
+from ..fsdp.base.events import Step
 from .clocks import Clock
 from .events import BY_GROUP, BY_KIND, GATHER, Arrow, Counter, Events, Span
 from .recording import Collective, Edge, Recording, Subject

@@ -18,9 +18,8 @@ import torch
 from ..comm import Stream, Work, World, current_stream
 from ..comm.calls import BLOCKING, CallList, Hook
 from ..comm.streams import INLINE, CudaStream, is_capturing
-from ..fsdp.buffers import BufferKind, buffers_in_use
-from ..fsdp.ranges import Named
-from ..fsdp.trace import Step
+from ..fsdp.base.events import Named, Step
+from ..fsdp.memory.buffers import BufferKind, buffers_in_use
 from .clocks import Stamp
 from .events import ALL_REDUCE, GATHER, REDUCE
 
@@ -54,8 +53,8 @@ Change = tuple[float, str, Named, int]  # bytes of a kind that a group has from 
 
 
 class Recording(Hook):
-    """One rank's stamps. A hook of all communicators, a listener of `fsdp.trace`, an observer of the memory of buffers and of
-    sharded gradients.
+    """One rank's stamps. A hook of all communicators, a listener of `fsdp.base.events`, an observer of the memory of buffers and
+    of sharded gradients.
 
     Streams' threads add to it as well: a list's `append` needs no lock.
     """

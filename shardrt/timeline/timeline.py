@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..comm import World, world
 from ..comm.control import hooked
 from ..comm.streams import CudaStream
-from ..fsdp.buffers import observing
-from ..fsdp.sharded_grads import observing_grads
-from ..fsdp.trace import listening
+from ..fsdp.base.events import listening
+from ..fsdp.memory.buffers import observing
+from ..fsdp.reduce.sharded_grads import observing_grads
 from . import chrome
 from .assembly import assemble
 from .clocks import Anchor, Clock, measure

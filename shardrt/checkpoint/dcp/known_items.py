@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from ...fsdp.param import outermost_stride
+from ...fsdp.params.param import outermost_stride
 from .items import BLOCK, BLOCK_CRCS, LOCAL, item_header, item_length
 from .stored_items import ReadBytes, StoredItem
 

@@ -1,0 +1,1 @@
+"""What users call: `fully_shard`, the class of a sharded module, functions on sharded modules."""

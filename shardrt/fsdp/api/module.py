@@ -1,0 +1,440 @@
+"""`FSDPModule`: the class that `fully_shard` gives a module, with its methods and settings, and functions on such modules."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from ...comm import Event, Stream, current_stream
+from ..base import events
+from ..base.events import Step, ranged
+from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
+from ..schedule import hooks, moves, registered
+from ..schedule.param_group import GroupSettings, ParamGroup
+from ..schedule.runtime import Runtime
+from ..schedule.state_dicts import check_state_dict_options
+
+
+class UnshardHandle:
+    """A gather under way: what `unshard(async_op=True)` returns."""
+
+    _groups: Sequence[ParamGroup]
+
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self._groups = groups
+
+    def wait(self) -> None:
+        """Let compute wait for the gather, and register the full parameters. No-op the second time."""
+        for group in self._groups:
+            group.wait_unsharded()
+            group.visible.expose()
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module's class. The module's parameters are `DTensor`s outside its forward and backward.
+
+    Setters take effect at the next use; call them alike on every rank. recurse: for sharded modules inside as well.
+    `copy.deepcopy` of the outermost one makes sharded modules with memory of their own (`sharded_class.deepcopy`).
+    """
+
+    param_groups: tuple[ParamGroup, ...]  # one for each mesh that its parameters are cut over
+    _initializes_new: ClassVar[bool] = True  # written by disable_fsdp_module_new_init, in this file, alone
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain module, as a container's slice is: the class alone shards nothing."""
+        original = plain_class(cls)
+        made = original.__new__(original)  # type: ignore[call-overload]
+        if cls._initializes_new:
+            made.__init__(*args, **kwargs)
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Outside of the module's own forward hooks, so that all of them see full parameters.
+        return run_forward(self, super().__call__, args, kwargs)  # type: ignore[misc]
+
+    @property
+    def param_group(self) -> ParamGroup:
+        """The first of `param_groups`: of what is gathered whole on the mesh `fully_shard` was given, maybe empty."""
+        return self.param_groups[0]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters and register them in place of the shards. Collective.
+
+        async_op: return at once; the handle's `wait()`, or the module's next forward, does the rest.
+        """
+        runtime = self.param_group.runtime or hooks.start(self.param_group.root)
+        runtime.streams.begin()
+        for group in self.param_groups:
+            registered.check_registered(group)
+            group.invalidate_stale()
+            group.unshard()
+        handle = UnshardHandle(self.param_groups)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's gathered parameters; no-op while sharded."""
+        for group in self.param_groups:
+            group.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Without sync, backwards accumulate unsharded gradients, in the reduce dtype; the next one with sync reduces all.
+
+        Cost: the gradients of every group stay unsharded in between.
+        """
+        for settings in self._settings(recurse):
+            settings.sync_gradients = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Hybrid sharding: without, backwards reduce within a replica only and keep the sum; the next one with reduces all."""
+        for settings in self._settings(recurse):
+            settings.all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """When more backwards follow (False), the end of one does not wait for its last reductions. For all under one root."""
+        settings = self.param_group.root.root_settings
+        assert settings is not None, "it has no parent"
+        settings.is_last_backward = is_last_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Keep parameters gathered between forward and backward (False), or free and gather them again (True)."""
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"set_reshard_after_forward({reshard_after_forward!r}): expected a bool; give fully_shard a number")
+        for settings in self._settings(recurse):
+            settings.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Leave parameters gathered after a backward (False), for the next microbatch; an optimizer step frees them.
+
+        A change of shards in place through `.data` or `to_local()` is not noticed: call `reshard()` after it.
+        """
+        for settings in self._settings(recurse):
+            settings.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False for a module whose backward reads none of its parameters, such as an embedding."""
+        for settings in self._settings(recurse=False):
+            settings.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """When this module's forward starts, gather these ahead, instead of what the recorded order says."""
+        for settings in self._settings(recurse=False):
+            settings.forward_prefetch = groups_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """When this module's backward starts, gather these ahead, instead of what the recorded order says."""
+        for settings in self._settings(recurse=False):
+            settings.backward_prefetch = groups_of(modules)
+
+    def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
+        """On the root. How far to gather ahead where no modules are named."""
+        self._root_settings("set_prefetch_policy").prefetch = policy
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the ranks' gradients by `factor`, not by the number of ranks. ValueError if it is not positive."""
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor({factor}) on '{self.param_group.name}': expected a positive number")
+        for settings in self._settings(recurse=False):
+            settings.divide_factor = factor
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # FSDP2's older name
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let collectives sum only, and divide after: for networks that sum in hardware, such as NVLink SHARP.
+
+        No effect on GPUs but for a custom reduce-scatter: NCCL only sums always, since gradients are divided when packed.
+        """
+        for settings in self._settings(recurse=False):
+            settings.force_sum = enable
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Reduce zeros for parameters without a gradient, since other ranks may have one. All ranks run the same modules.
+
+        Cost: a module without inputs that want gradients is reduced when the backward ends.
+        """
+        for settings in self._settings(recurse):
+            settings.reduce_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many buckets of packed gradients may be in flight. TypeError, ValueError unless an int >= 1.
+
+        All groups under a root share them: the largest value set on any of them holds for all, from the next forward on.
+        Cost: as many buffers. More than 1 helps when a reduce-scatter takes longer than the backward beside it.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): expected an int")
+        if max_input_buffers < 1:
+            raise ValueError(f"set_reduce_scatter_max_input_buffers({max_input_buffers}): expected at least 1")
+        for settings in self._settings(recurse):
+            settings.reductions_in_flight = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reductions have a communicator of their own, always. Raises ValueError for False."""
+        if not enable:
+            raise ValueError("set_separate_reduce_scatter_group(False): gathers and reductions never share a communicator here")
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Stream | torch.cuda.Stream | None = None
+    ) -> None:
+        """Call `hook(reduced)` on this rank's reduced flat gradient segment, on the stream that reduced it, before it is used.
+
+        reduced: 1-D, in the reduce dtype, padding included; averaged over the replicas if there are any. May be changed; its
+        memory is used again: clone it to keep it.
+        stream: where to call it instead, such as that of a collective of yours. What was reduced is there when it is called,
+        and gradients are published once that stream has run it.
+        Raises TypeError if `stream` is not a stream; ValueError for one of another device, or for one where there are replicas.
+        """
+        group = self._only_group("set_all_reduce_hook")
+        if isinstance(stream, torch.cuda.Stream):
+            with torch.cuda.stream(stream):
+                stream = current_stream(stream.device)
+        if not isinstance(stream, Stream | None):
+            raise TypeError(f"set_all_reduce_hook(stream={stream!r}): expected a shardrt.comm.Stream or a torch.cuda.Stream")
+        if stream is not None and stream.device != group.mesh.device:
+            raise ValueError(
+                f"set_all_reduce_hook on '{group.name}': a stream of {stream.device}, expected {group.mesh.device}"
+            )
+        if stream is not None and group.replicas is not None:
+            raise ValueError(
+                f"set_all_reduce_hook(stream=...) on '{group.name}': replicas are reduced on a stream of their own"
+            )
+        group.settings.reduce_hook, group.settings.reduce_hook_stream = hook, stream
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Gather into memory that the communicator knows, so that NCCL may copy less. FSDP2's name: here it is a communicator.
+
+        RuntimeError after the first forward, which makes the buffers. No effect with a custom all-gather, which allocates for
+        itself, on the host, and where NCCL cannot (a warning is logged). Reductions do not change: NCCL would gain nothing.
+        """
+        self._check_no_forward("set_allocate_memory_from_process_group_for_comm")
+        for settings in self._settings(recurse=False):
+            settings.comm_memory = enable
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather through, and reduce from, NCCL's symmetric windows, which GPUs of a node may read and write for each other.
+
+        The ranks agree on it in the first forward; RuntimeError there, on every rank alike, if they differ or if a custom
+        collective is set as well. RuntimeError after the first forward, ValueError for another backend.
+        Windows stay: one for gathers and one for packed gradients, each as large as the largest group. A gather copies its
+        bytes into the window and out of it; a reduction of a large group is packed there, and copies this rank's segment out.
+        Both are in place, so both of their sides are in the window. Small groups, gathers from post-forward shards,
+        all-gather extensions and reductions over replicas do not change. No effect on the host.
+        NCCL before 2.27 makes no windows: a warning is logged, and the memory is registered on each rank. From 2.27 on its
+        kernels for windows take gathers, and sums of floats but float64, between GPUs that NVLink connects all; up to 2.28 if
+        both sides are in windows, from 2.29 on if the side is that other GPUs read or write.
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm({backend!r}) on '{self.param_group.name}': expected 'NCCL'")
+        self._check_no_forward("set_symm_mem_for_comm")
+        for settings in self._settings(recurse=False):
+            settings.symmetric = True
+
+    def set_custom_all_gather(self, all_gather: CustomAllGather) -> None:
+        """Gather with this, into memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
+        self._check_no_forward("set_custom_all_gather")
+        self._only_group("set_custom_all_gather").settings.all_gather = all_gather
+
+    def set_custom_reduce_scatter(self, reduce_scatter: CustomReduceScatter) -> None:
+        """Reduce with this, from memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
+        self._check_no_forward("set_custom_reduce_scatter")
+        self._only_group("set_custom_reduce_scatter").settings.reduce_scatter = reduce_scatter
+
+    def set_post_optim_event(self, event: Event) -> None:
+        """On the root. The next forward's gathers wait for `event`, not for the current stream. Holds for one forward.
+
+        Hazard: zero_grad() frees the gradients at once: call it when `event` has passed, or `record_stream()` them before.
+        """
+        if not isinstance(event, Event):
+            raise TypeError(f"set_post_optim_event({event!r}): expected a shardrt.comm.Event, as a Stream's record() returns")
+        self._root_settings("set_post_optim_event").post_optim_event = event
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: drop that iteration and all gradients. On the root; on every rank."""
+        self._root_settings("reset_iter_state")
+        runtime = self.param_group.runtime
+        if isinstance(runtime, Runtime):
+            runtime.reset()
+
+    def _settings(self, recurse: bool) -> Iterator[GroupSettings]:
+        for module in cast(nn.Module, self).modules() if recurse else (self,):
+            if isinstance(module, FSDPModule):
+                yield from (group.settings for group in module.param_groups)
+
+    def _root_settings(self, method: str) -> RootSettings:
+        group = self.param_group
+        if group.root_settings is None:
+            raise RuntimeError(f"{method} on '{group.name}': call it on the root, '{group.root.name}'")
+        return group.root_settings
+
+    def _check_no_forward(self, method: str) -> None:
+        if self.param_group.runtime is not None:
+            raise RuntimeError(f"{method} on '{self.param_group.name}': call it before the first forward")
+
+    def _only_group(self, method: str) -> ParamGroup:
+        group = self.param_group
+        if len(self.param_groups) > 1:
+            raise ValueError(
+                f"{method} on '{group.name}': expected a module whose parameters are gathered in one go; its quantised ones, "
+                "those on other meshes, and those with all-gather extensions have groups of their own"
+            )
+        return group
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
+        """`to()`, `to_empty()`, `half()` and the like: on parameters, their reduced gradients, and buffers.
+
+        A parameter whose dtype or device changes becomes another object: make optimizers and hooks afterwards. Others stay,
+        and nothing happens to what `fn` leaves as it is. `memory_format` concerns buffers only.
+        Collective if the dtype of gathered parameters changes.   Raises RuntimeError if a dtype or device changes in the middle
+        of an iteration, or while there are gradients that are not reduced.
+        """
+        inside = list(cast(nn.Module, self).modules()) if recurse else [cast(nn.Module, self)]
+        groups = list(
+            dict.fromkeys(group for module in inside if isinstance(module, FSDPModule) for group in module.param_groups)
+        )
+        runtime = self.param_group.runtime
+        if isinstance(runtime, Runtime):
+            runtime.settle()
+        for group in groups:
+            moves.move(group, inside, fn)
+        without_values = moves.buffers_on_meta(inside)
+        with moves.hidden(groups):
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        moves.note_unwritten(without_values)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As any module's: between a forward and its backward as well, while the module has its full parameters."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        groups = groups_of([child for child in cast(nn.Module, self).modules() if isinstance(child, FSDPModule)])
+        for sharded in [param.sharded for group in groups if group.visible.unsharded for param in group.params]:
+            if set_to_none:
+                sharded.grad = None
+            elif sharded.grad is not None:
+                sharded.grad.zero_()
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As any module's. Raises RuntimeError to torch's checkpoint helpers for what they cannot have (`state_dicts.py`).
+
+        They ask for parameters as well; but so do forwards, and in a compiled one this method would end the graph.
+        """
+        check_state_dict_options(self.param_group.root.name, self.param_group.mesh.rank, sys._getframe(1))
+        return super().named_buffers(*args, **kwargs)  # type: ignore[misc]
+
+
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Inside, modules made of a sharded module's class are not initialised, only made: for those who call `__init__`."""
+    before, FSDPModule._initializes_new = FSDPModule._initializes_new, False
+    try:
+        yield
+    finally:
+        FSDPModule._initializes_new = before
+
+
+def plain_class(kind: type[FSDPModule]) -> type[Any]:
+    """What the class was before `fully_shard`."""
+    return kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
+
+
+def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = module.param_groups[0]
+    if first.calls.running:  # the module calls itself, or a registered method its forward: the outer call gathers
+        return forward(*args, **kwargs)
+    if first.runtime is None:
+        hooks.start(first)  # which may give parameters groups of their own
+    for group in module.param_groups:
+        with ranged("FSDP::pre_forward", group):
+            args, kwargs = hooks.pre_forward(group, args, kwargs)
+    first.calls.running = True
+    try:
+        output = forward(*args, **kwargs)
+    except BaseException:
+        for group in module.param_groups:
+            group.visible.expose()
+            if events.listener is not None and group.runtime is not None:
+                events.listener.end(Step.FORWARD, group, group.runtime.streams.compute)
+        raise
+    finally:
+        first.calls.running = False
+    for group in reversed(module.param_groups):
+        with ranged("FSDP::post_forward", group):
+            output = hooks.post_forward(group, cast(nn.Module, module), output)
+    return output
+
+
+def groups_of(modules: Sequence[FSDPModule]) -> list[ParamGroup]:
+    return [group for module in modules for group in module.param_groups]
+
+
+# ---------------------------------------------------------------------- functions beside the class: FSDP2's, and `unsharded`
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let `module.<method_name>` see full parameters as its forward does. No-op unless `module` is sharded.
+
+    Raises ValueError if there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"register_fsdp_forward_method: '{type(module).__name__}' has no method '{method_name}'")
+
+    setattr(module, method_name, _ForwardMethod(module, method))
+
+
+class _ForwardMethod:
+    """A method that sees full parameters. (Not a closure: in a deepcopy of the module it is that copy's.)"""
+
+    def __init__(self, module: FSDPModule, method: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, method)
+        self._module, self._method = module, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run_forward(self._module, self._method, args, kwargs)
+
+
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Inside, all sharded modules in `module`, itself included, stay gathered, so that forwards communicate nothing.
+
+    Ranks may then run different numbers of forwards without gradients, or different parts of the model: texts that end at
+    different lengths can be generated. Entering is collective, leaving is not.
+    Cost: the memory of all parameters in their compute dtypes. If parameters are written to inside, the next forward gathers
+    them again, which is collective.   Raises ValueError if no module is sharded.
+    """
+    sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    if not sharded:
+        raise ValueError(f"unsharded('{type(module).__name__}'): no module in it is sharded; call fully_shard first")
+    kept = {group: replace(group.settings) for group in groups_of(sharded)}
+    for group in kept:
+        group.settings.reshard_after_forward, group.settings.user_has_unsharded = False, True
+    try:
+        for handle in [child.unshard(async_op=True) for child in sharded]:
+            cast(UnshardHandle, handle).wait()
+        yield
+    finally:
+        for group, before in kept.items():
+            group.settings.reshard_after_forward = before.reshard_after_forward
+            group.settings.user_has_unsharded = before.user_has_unsharded
+        for group in groups_of(sharded):  # the first gather may have made some
+            group.reshard()
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """For several roots, such as the stages of a pipeline, to share streams and communicators: here they always do.
+
+    Raises ValueError for a module that is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"share_comm_ctx: '{type(module).__name__}' is not sharded")

@@ -1,0 +1,261 @@
+"""Autograd's side of a step: which forward calls a backward comes back to, and how far the backward is.
+
+Autograd calls the hook of a node (`GradHook`) once the gradient of that node's output is complete. The nodes between modules
+are therefore the places where the backward of one module ends and that of the module before it begins:
+
+    forward    input --> module A --> output of A = input of B --> module B --> output
+    backward             A ends <-- hook: B ends, A begins     <-- hook: B begins
+
+A module whose inputs want no gradient has no node before it; its parameters' gradients are watched one by one instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum, auto
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from ...tensor.dtensor import DTensor
+from ...tensor.group_registry import Group
+from ...torch_internals import current_transform, unwrap_transform
+
+
+class Phase(IntEnum):
+    """What a group's modules are doing. (An IntEnum, because the hash of a plain Enum is Python code.)"""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+_MOVES = {
+    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD, Phase.IDLE},
+    Phase.FORWARD: {Phase.IDLE},
+    Phase.BACKWARD: {Phase.BACKWARD, Phase.IDLE},
+}
+
+
+class Progress(IntEnum):
+    """How far a backward is, as seen by one group."""
+
+    GRADIENT_READY = auto()  # one more of its gradients is there
+    MODULE_DONE = auto()  # the backward of one call of its module is over
+    BACKWARD_DONE = auto()  # the whole backward is over
+
+
+class ForwardCall:
+    """One forward call of a group's module that a backward will come back to.
+
+    `inputs` counts the call's inputs that want a gradient; the last of those gradients ends the call's backward.
+    Cost: plain fields, because a method for each would be called several times per group and step.
+    """
+
+    __slots__ = ("inputs", "inputs_left")
+    inputs: int  # written by GradHook.on_post_backward()
+    inputs_left: int  # that have no gradient yet; written by ModuleCalls.begin_backward() and input_done()
+
+    def __init__(self) -> None:
+        self.inputs = self.inputs_left = 0
+
+
+class GradHook:
+    """A hook at an autograd node between modules, called when the gradient there is complete.
+
+    The backward of the module that the tensor went into is over; that of the modules it came from, the innermost first,
+    begins. In a chain of modules one hook, and one call from autograd, serves both.
+    """
+
+    __slots__ = ("_on_post_backward", "_on_pre_backward", "ended_call")
+    ended_call: ForwardCall | None  # the call that `_on_post_backward` ends
+    _on_post_backward: Callable[[], None] | None
+    _on_pre_backward: list[Callable[[], None]]
+
+    def __init__(self) -> None:
+        self.ended_call = None
+        self._on_post_backward = None
+        self._on_pre_backward = []
+
+    @classmethod
+    def find(cls, node: Node) -> GradHook | None:
+        """The hook at this node, if there is one."""
+        return node.metadata.get(cls)  # type: ignore[attr-defined]  # a property that torch declares as a method
+
+    @classmethod
+    def at(cls, node: Node) -> GradHook:
+        """The hook at this node, made if there is none."""
+        metadata: dict[object, GradHook] = node.metadata  # type: ignore[assignment]
+        grad_hook = metadata.get(cls)
+        if grad_hook is None:
+            metadata[cls] = grad_hook = cls()
+            node.register_prehook(grad_hook)
+        return grad_hook
+
+    def on_pre_backward(self, callback: Callable[[], None]) -> None:
+        """Call this as well when the backward of a module begins here."""
+        self._on_pre_backward.append(callback)
+
+    def on_post_backward(self, call: ForwardCall, callback: Callable[[], None]) -> None:
+        """Count an input of `call` that wants a gradient, and call this when the call's backward is over there."""
+        call.inputs += 1
+        self._on_post_backward, self.ended_call = callback, call
+
+    def __call__(self, gradients: object) -> None:
+        if self._on_post_backward is not None:
+            self._on_post_backward()
+        for callback in self._on_pre_backward:
+            callback()
+
+
+class TensorWatcher:
+    """Puts hooks on the tensors that go into and come out of the modules under one root."""
+
+    _newest_output: GradHook | None  # of the module that ran last; written by watch_outputs()
+
+    def __init__(self) -> None:
+        self._newest_output = None
+
+    def watch_input(self, call: ForwardCall, callback: Callable[[], None], tensor: torch.Tensor) -> torch.Tensor:
+        """Call back once this input of `call` has its gradient.
+
+        Returns: the input, or an alias of it, whose gradient is complete when the module's own backward is over.
+        """
+        if not tensor.requires_grad:
+            return tensor
+        node = tensor.grad_fn
+        grad_hook = GradHook.find(node) if node is not None else None
+        if grad_hook is None or grad_hook is not self._newest_output or grad_hook.ended_call is not None:
+            # Other code may use this input too, and its gradient would wait for theirs. That of an alias does not.
+            # A view of a DTensor is one of all of its elements, which other ranks have.
+            tensor = torch.ops.aten.alias(tensor) if isinstance(tensor, DTensor) else tensor.view_as(tensor)
+            assert tensor.grad_fn is not None
+            grad_hook = GradHook.at(tensor.grad_fn)
+        grad_hook.on_post_backward(call, callback)
+        return tensor
+
+    def watch_outputs(self, call: ForwardCall, callback: Callable[[], None], tensors: Sequence[torch.Tensor]) -> None:
+        """Call back when a gradient of one of these outputs of `call` is complete: the module's backward begins."""
+        for tensor in tensors if current_transform() is None else _of_every_level(tensors):
+            if (node := tensor.grad_fn) is not None:
+                grad_hook = GradHook.at(node)
+                if grad_hook.ended_call is not call:  # an input that is passed on does not begin the module's backward
+                    self._newest_output = grad_hook
+                    grad_hook.on_pre_backward(callback)
+                    if (base := tensor._base) is not None and (below := _below_views(node, base.grad_fn, call)) is not None:
+                        GradHook.at(below).on_pre_backward(callback)
+
+
+def _below_views(node: Node, origin: Node | None, call: ForwardCall) -> Node | None:
+    """`origin`, the node of the tensor of which an output of `call`, that of `node`, is a view. None if it is an input's.
+
+    Hazard: an in-place operation on a view takes the view's own nodes out of the graph, and their hooks with them. (F.linear of
+    an input with three dims returns a view.)
+    """
+    below: Node | None = node
+    while below is not None and below is not origin:
+        below = below.next_functions[0][0] if below.next_functions else None
+        if below is not None and (found := GradHook.find(below)) is not None and found.ended_call is call:
+            return None
+    return below
+
+
+def _of_every_level(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, and what the transforms of `torch.func` have wrapped in them: each level has a graph of its own."""
+    for tensor in tensors:
+        yield tensor
+        while (inner := unwrap_transform(tensor)) is not tensor:
+            yield (tensor := inner)
+
+
+class ModuleCalls:
+    """The calls of a group's modules: those running, and those whose backward is under way."""
+
+    phase: Phase  # written by move() and reset()
+    running: bool  # one of the modules is in its forward; written by `module.run_forward` alone
+    forward_call: ForwardCall  # of the module that runs, or ran last; written by `hooks.pre_forward` alone
+    open_calls: set[ForwardCall]  # whose backward is under way
+    _modules: Sequence[ref[nn.Module]]
+    _not_run: set[ref[nn.Module]]  # modules that have not run since all of them had
+    _watches: list[RemovableHandle]  # on the gradients of the trainable parameters, if they are watched
+
+    def __init__(self, modules: Sequence[ref[nn.Module]]) -> None:
+        self.phase = Phase.IDLE
+        self.running = False
+        self.forward_call = ForwardCall()
+        self.open_calls = set()
+        self._modules = modules
+        self._not_run = set(modules)
+        self._watches = []
+
+    def move(self, phase: Phase, group: Group) -> None:
+        """Enter `phase`; RuntimeError, which names the group, if that cannot follow the current one."""
+        if phase not in _MOVES[self.phase]:
+            raise RuntimeError(
+                f"'{group.name}' cannot go from {self.phase.name} to {phase.name} (rank {group.mesh.rank}): an exception cut "
+                "a forward or a backward short; call reset_iter_state() on the root to go on"
+            )
+        self.phase = phase
+
+    def begin_iteration(self) -> None:
+        """No module has run yet. Only needed for several modules."""
+        self._not_run.update(self._modules)
+
+    def all_have_run(self, module: nn.Module) -> bool:
+        """`module` has run. Returns: whether the group's other modules had run before it."""
+        if len(self._modules) == 1:
+            return True
+        self._not_run.discard(ref(module))
+        if self._not_run:
+            return False
+        self._not_run.update(self._modules)
+        return True
+
+    def watch_gradients(self, params: Iterable[nn.Parameter], callback: Callable[[torch.Tensor], None]) -> None:
+        """Call back whenever one of these has its gradient. No-op if gradients are watched already.
+
+        Cost: some microseconds of Python per parameter and backward.
+        """
+        if not self._watches:
+            self._watches = [param.register_post_accumulate_grad_hook(callback) for param in params]
+
+    @property
+    def watches_gradients(self) -> bool:
+        """Each trainable parameter has one hook of ours."""
+        return bool(self._watches)
+
+    def unwatch_gradients(self) -> None:
+        """Watch gradients no more, until `watch_gradients` is called again."""
+        while self._watches:
+            self._watches.pop().remove()
+
+    def begin_backward(self, call: ForwardCall, group: Group) -> bool:
+        """The backward of this call begins. Returns: False if it has begun before."""
+        if call in self.open_calls:
+            return False
+        self.open_calls.add(call)
+        call.inputs_left = call.inputs
+        self.move(Phase.BACKWARD, group)
+        return True
+
+    def input_done(self, call: ForwardCall) -> bool:
+        """One more input of this call has its gradient. Returns: whether that was the last, so the call's backward is over."""
+        call.inputs_left -= 1
+        if call.inputs_left:
+            return False
+        self.open_calls.discard(call)
+        return True
+
+    def end_backward(self, group: Group) -> None:
+        """The backward is over: none of its calls is open any more. Only after begin_backward()."""
+        self.open_calls.clear()
+        self.move(Phase.IDLE, group)
+
+    def reset(self) -> None:
+        """Forget a failed iteration."""
+        self.phase = Phase.IDLE
+        self.open_calls.clear()
+        self._not_run = set(self._modules)

@@ -1,0 +1,400 @@
+"""How the parameters of one group lie on the ranks, and how they are gathered: the way from a group to the wire.
+
+| step                | stream  | before -> after                                  | cost                                     |
+|---------------------|---------|--------------------------------------------------|------------------------------------------|
+| launch              | gather  | this rank's shards (S,) -> full (N * S,)         | 1 all-gather, (N - 1) * S bytes          |
+| fill_unsharded      | compute | full -> the unsharded parameters                 | nothing, and not called: they are views  |
+| reshard_to_subgroup | gather  | 1 / k of full is copied to a post-forward shard  | that part copied                         |
+| launch              | gather  | post-forward shards of k ranks -> full           | 1 all-gather among k neighbouring ranks  |
+| release             | gather  | full is freed, after all that has read it        | no communication                         |
+
+Legend: N ranks; S bytes in a segment of the layout; k ranks that share a post-forward shard.
+A single rank fills the buffer by itself, or, where nothing is converted, computes with its shards (`ResidentBuffer`).
+A group is given one of three strategies: `FlatGather` here, `coded.QuantizedGather`, which sends codes, or
+`extension.ExtensionGather` for a parameter whose own methods define what is gathered.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import ClassVar
+
+import torch
+
+from ...comm import Communicator, DeviceMesh, Pool, Stream, Work
+from ...comm.streams import PAST
+from ...kernels import pack_into
+from ...kernels.reference import BLOCK
+from ..base.events import Named
+from ..base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, Settings
+from ..memory.buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
+from ..memory.context import Context
+from ..params.layout import ALIGNMENT, Layout, ParamSpec, round_up
+from ..params.param import ShardedParam, local_geometry, placement_of
+from ..params.planner import plan
+
+AllGather = Callable[[torch.Tensor, torch.Tensor, Communicator, Stream], Work]
+Pair = tuple[torch.Tensor, torch.Tensor]  # gathered bytes, and what this rank sends
+
+
+def subgroup(mesh: DeviceMesh, ranks: int) -> Communicator:
+    """The communicator of this rank and its neighbours on the mesh, `ranks` in all. Collective the first time."""
+    return mesh.unflatten((mesh.size // ranks, ranks), ("across", "within"))["within"].communicator("gather")
+
+
+class PostForwardShard:
+    """A k-th of each gathered buffer, kept after forward such that k neighbouring ranks together have all of them."""
+
+    buffer: FlatBuffer
+    _comm: Communicator  # of this rank and its neighbours
+    _gathered: Sequence[torch.Tensor]  # bytes of the gathered buffers
+    _kept: list[torch.Tensor]  # views of `buffer`, one for each of these
+    _sources: list[torch.Tensor]  # what is kept of them
+
+    def __init__(
+        self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], memory: MemoryCounter, group: Named
+    ) -> None:
+        self._comm = subgroup(mesh, ranks)
+        self._gathered = gathered
+        position, sizes = mesh.rank % ranks, [full_bytes.numel() // ranks for full_bytes in gathered]
+        self.buffer = FlatBuffer(sum(sizes), mesh.device, memory, BufferKind.POST_FORWARD, group)
+        self._kept = [
+            self.buffer.view(torch.uint8, end - size, (size,)) for size, end in zip(sizes, accumulate(sizes), strict=True)
+        ]
+        self.buffer.seal()
+        self._sources = [full_bytes.narrow(0, position * size, size) for full_bytes, size in zip(gathered, sizes, strict=True)]
+
+    def fill(self) -> None:
+        """Copy the shard out of the gathered buffers."""
+        self.buffer.allocate()
+        for kept, source in zip(self._kept, self._sources, strict=True):
+            kept.copy_(source)
+
+    def gather(self, stream: Stream) -> Work:
+        """All-gather the gathered buffers from the post-forward shards of the neighbouring ranks."""
+        for full_bytes, kept in zip(self._gathered, self._kept, strict=True):
+            work = self._comm.all_gather(full_bytes, kept, stream=stream)
+        return work
+
+
+class Gather(ABC):
+    """Shards the parameters of one group over the ranks of a 1-D mesh, and gathers them.
+
+    Made where every rank is, with the layout and this rank's shards; `attach` makes the buffers.
+    Invariant: `full` is allocated and released on the gather stream only.
+    """
+
+    windowed: ClassVar[bool]  # what is gathered may go through a symmetric window
+    params: Sequence[ShardedParam]
+    mesh: DeviceMesh
+    comm: Communicator
+    layout: Layout
+    offloads: bool  # the shards are on the host, the mesh on another device
+    resident: bool  # the modules compute with the shards' own memory: a step gathers and frees nothing; written by attach()
+    full: FlatBuffer  # what is gathered; written by attach()
+    post_forward_shard: PostForwardShard | None  # what the last forward has kept, if anything
+    custom: AllGather | None  # what gathers instead of `comm.all_gather`; written by attach()
+    _mp_policy: MixedPrecisionPolicy
+    _quantization: QuantizationPolicy
+    _memory: MemoryCounter  # written by attach()
+    _group: Named  # written by attach()
+    _pool: Pool | None  # written by attach()
+    _dtypes: list[torch.dtype]  # in which the parameters are gathered
+    _fills: bool  # a gather first copies the shards to where it sends from
+    _pairs: Sequence[Pair]  # written by attach()
+    _post_forward_shards: dict[int, PostForwardShard]  # by the number of ranks that share
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        device_mesh: DeviceMesh,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        quantization: QuantizationPolicy,
+    ) -> None:
+        self.params = params
+        self.mesh = mesh
+        self.comm = mesh.communicator("gather")
+        self.offloads = offload_policy.applies_to(mesh.device)
+        self.custom, self.resident = None, False
+        self._mp_policy = mp_policy
+        self._quantization = quantization
+        self._dtypes = [mp_policy.compute_dtype(param.dtype) for param in params]
+        self._pairs = ()
+        self._post_forward_shards = {}
+        self.post_forward_shard = None
+        specs = [
+            ParamSpec(param.name, tuple(param.shape), dtype.itemsize, param.dim, rows_only=param.rows_only)
+            for param, dtype in zip(params, self._dtypes, strict=True)
+        ]
+        self.layout = self._plan(specs)
+        self._fills = self._shard(device_mesh, offload_policy)
+
+    @abstractmethod
+    def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
+        """Plan which rank keeps what of the parameters."""
+
+    @abstractmethod
+    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> bool:
+        """Keep this rank's shards of the parameters and register them. Returns: `_fills`."""
+
+    @property
+    @abstractmethod
+    def on_meta(self) -> bool:
+        """The shards have no values yet."""
+
+    @property
+    @abstractmethod
+    def shard_nbytes(self) -> int:
+        """Bytes of this rank's shards, padding included."""
+
+    @property
+    def may_be_resident(self) -> bool:
+        """This rank's shards are what a gather would make of them, unless a custom all-gather makes something else."""
+        return False
+
+    @property
+    def joint(self) -> bool:
+        """Its collectives may be launched together with those of other groups: nothing uses at once what they gather."""
+        return self.custom is None
+
+    @property
+    def is_local(self) -> bool:
+        """No collective follows: a single rank copies, or casts, its shards."""
+        return self._fills and self.comm.size == 1 and self.custom is None
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where the shards are, once they have values."""
+        return torch.device("cpu") if self.offloads else self.mesh.device
+
+    def check_ready(self, name: str) -> None:
+        """RuntimeError, which names the group, if the parameters have no values yet."""
+        if self.on_meta and self.mesh.device.type != "meta":
+            raise RuntimeError(
+                f"'{name}' runs while its parameters are on the meta device (rank {self.mesh.rank}): call to_empty() and "
+                "initialise them, or load a state dict"
+            )
+
+    def attach(self, context: Context, settings: Settings, window: AllGather | None, group: Named) -> None:
+        """Make the buffers, and everything that a step only replays.
+
+        window: an all-gather through a symmetric window, if the group has one.   group: for its name.
+        """
+        self.custom = window or settings.all_gather
+        self.resident = self.may_be_resident and self.custom is None
+        self._memory, self._group = context.memory, group
+        self._pool = (settings.comm_memory and self.comm.pool()) or context.pool
+        self.full, self._pairs = self._make_full(settings, group)
+        try:
+            self._make_unsharded(context, group)
+        except BaseException:  # views that were made would keep its memory
+            self.full.release()
+            self.full.seal()
+            raise
+
+    @abstractmethod
+    def _make_full(self, settings: Settings, group: Named) -> tuple[FlatBuffer, list[Pair]]:
+        """Make the buffer to gather into, and its views. Returns: `full`, `_pairs`."""
+
+    @abstractmethod
+    def _make_unsharded(self, context: Context, group: Named) -> None:
+        """Make the unsharded parameters, and free `full` until the first gather."""
+
+    def detach(self, stream: Stream) -> None:
+        """Give the buffers up; nothing is gathered at the moment. stream: the gather stream."""
+        self.drop_post_forward_shard(stream)
+        self._post_forward_shards.clear()
+
+    def launch(self, stream: Stream) -> Work:
+        """Gather the shards, or the post-forward shards if a forward has left any, into `full`."""
+        stream.submit(self.full.allocate)
+        if self.post_forward_shard is not None:
+            work = self.post_forward_shard.gather(stream)
+            self.drop_post_forward_shard(stream)
+            return work
+        return self._gather_shards(stream)
+
+    def _gather_shards(self, stream: Stream) -> Work:
+        """Gather the shards of all ranks into `full`."""
+        if self._fills:
+            stream.submit(self._fill_own)
+        if self.is_local:
+            return Work(stream.record())
+        for full_bytes, own_bytes in self._pairs:
+            if self.custom is None:
+                work = self.comm.all_gather(full_bytes, own_bytes, stream=stream)
+            else:
+                work = self.custom(full_bytes, own_bytes, self.comm, stream)
+        return work
+
+    @abstractmethod
+    def _fill_own(self) -> None:
+        """Copy this rank's shards to where the all-gather sends from. On the gather stream."""
+
+    @abstractmethod
+    def fill_unsharded(self, stream: Stream) -> None:
+        """Make the unsharded parameters of what was gathered, on the current stream; or let it wait for one that has."""
+
+    def release(self, stream: Stream, readers: Iterable[Stream]) -> None:
+        """Free what was gathered, on the gather stream.
+
+        Hazard: its readers, the streams on which it was used, may still run: its memory must outlive that.
+        """
+        for reader in readers:
+            stream.wait(reader.record())
+        stream.submit(self.full.release)
+
+    def reshard_to_subgroup(self, ranks: int, stream: Stream) -> None:
+        """Keep a post-forward shard, from which this rank and its neighbours, `ranks` in all, gather next time."""
+        if ranks not in self._post_forward_shards:
+            gathered = [full_bytes for full_bytes, _ in self._pairs]
+            self._post_forward_shards[ranks] = PostForwardShard(ranks, self.mesh, gathered, self._memory, self._group)
+        self.post_forward_shard = self._post_forward_shards[ranks]
+        stream.submit(self.post_forward_shard.fill)
+
+    def drop_post_forward_shard(self, stream: Stream) -> None:
+        """Free the post-forward shard, on the gather stream. No-op if there is none."""
+        if self.post_forward_shard is not None:
+            stream.submit(self.post_forward_shard.buffer.release)
+            self.post_forward_shard = None
+
+
+class FlatGather(Gather):
+    """All parameters of a group in one flat buffer, of which every rank keeps one segment.
+
+    The unsharded parameters are views of the buffer: nothing is copied out.
+    """
+
+    windowed = True
+    _casts: bool  # some parameters are gathered in another dtype than their own
+    _flat_shard: torch.Tensor  # (S,) bytes without casts: what the all-gather sends
+    _locals: list[torch.Tensor]  # views of it, one for each parameter
+    _own_views: list[torch.Tensor]  # where _fill_own() copies them; written by attach()
+
+    def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
+        # Quantised gathers and reductions cut both segments and parameters into whole blocks.
+        alignment = BLOCK * self._dtypes[0].itemsize if self._quantization else ALIGNMENT
+        return plan(specs, self.mesh.size, alignment)
+
+    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> bool:
+        """Keep this rank's part of every parameter, in one flat storage.
+
+        Without casts that storage has the layout of the segment, so it is what the all-gather sends.
+        """
+        rank = self.mesh.rank
+        self._casts = any(param.dtype != dtype for param, dtype in zip(self.params, self._dtypes, strict=True))
+        offsets, nbytes = self._place_own()
+        self._flat_shard = self._allocate(nbytes, offload_policy)
+        storage = self._flat_shard.untyped_storage()
+        self._locals = []
+        for index, param in enumerate(self.params):
+            shape, stride = local_geometry(param.shape, placement_of(index, self.layout), rank)
+            local = torch.empty(0, dtype=param.dtype, device=self._flat_shard.device)
+            local.set_(storage, offsets[index] // param.dtype.itemsize, shape, stride)
+            param.shard(param.spec(index, self.layout, device_mesh), local)
+            self._locals.append(local)
+        return self._casts or self.offloads
+
+    def _place_own(self) -> tuple[list[int], int]:
+        """Where in `_flat_shard` this rank's part of each parameter begins, and its size; both in bytes."""
+        runs = [self.layout.run(index, self.mesh.rank) for index in range(len(self.params))]
+        if not self._casts:
+            return [run.offset for run in runs], self.layout.segment_nbytes
+        end, offsets = 0, []
+        for param, run in zip(self.params, runs, strict=True):
+            offsets.append(end)
+            end += round_up((run.stop - run.start) * param.dtype.itemsize, ALIGNMENT)
+        return offsets, end
+
+    def _allocate(self, nbytes: int, offload_policy: OffloadPolicy) -> torch.Tensor:
+        if any(param.original.is_meta for param in self.params):  # then all of them: they are on one device, as checked
+            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        if not self.offloads:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.mesh.device)
+        assert isinstance(offload_policy, CPUOffloadPolicy)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=offload_policy.pin_memory)
+
+    @property
+    def on_meta(self) -> bool:
+        return self._flat_shard.is_meta
+
+    @property
+    def shard_nbytes(self) -> int:
+        return self._flat_shard.numel()
+
+    @property
+    def may_be_resident(self) -> bool:
+        return self.mesh.size == 1 and not self._fills and self._quantization.gather is None
+
+    def _make_full(self, settings: Settings, group: Named) -> tuple[FlatBuffer, list[Pair]]:
+        nbytes, custom, device = self.layout.nbytes, settings.all_gather, self.mesh.device
+        if self.resident:
+            return ResidentBuffer(self._flat_shard, self._memory, group), []
+        if custom is None:
+            full = FlatBuffer(nbytes, device, self._memory, BufferKind.GATHERED, group, pool=self._pool)
+        else:
+            comm_buffer = CommBuffer.given(custom.allocate(nbytes, device), nbytes, device, group.name)
+            full = CommFlatBuffer(nbytes, comm_buffer, self._memory, BufferKind.GATHERED, group)
+        size = self.layout.segment_nbytes
+        own_bytes = full.view(torch.uint8, self.mesh.rank * size, (size,)) if self._fills else self._flat_shard
+        return full, [(full.view(torch.uint8, 0, (nbytes,)), own_bytes)]
+
+    def _make_unsharded(self, context: Context, group: Named) -> None:
+        for index, (param, dtype) in enumerate(zip(self.params, self._dtypes, strict=True)):
+            param.make_unsharded(self.full, self.layout.placed[index].offset, dtype)
+        self._make_own_views(group)
+        self.full.seal()
+
+    def _make_own_views(self, group: Named) -> None:
+        """Make what a gather needs beside `full`, which is not sealed yet."""
+        self._own_views = [own_bytes for _, own_bytes in self._pairs]
+        if self._casts:
+            first = self.mesh.rank * self.layout.segment_nbytes
+            self._own_views = [
+                self.full.view(dtype, first + self.layout.run(index, self.mesh.rank).offset, local.shape, local.stride())
+                for index, (local, dtype) in enumerate(zip(self._locals, self._dtypes, strict=True))
+            ]
+
+    def _fill_own(self) -> None:
+        pack_into(self._own_views, self._locals if self._casts else [self._flat_shard])
+
+    def fill_unsharded(self, stream: Stream) -> None:
+        """Nothing to do: they are views of what was gathered."""
+
+
+# ---------------------------------------------------------------------- a single rank
+
+RESIDENT = Work(PAST)  # in the place of a gather
+
+
+class ResidentBuffer(FlatBuffer):
+    """The memory of shards that are whole parameters, as a buffer of what is gathered. It stays, and is not counted.
+
+    So it is where the parameters are sharded over a single rank (a world of one, `replicate`, HSDP with shards of one),
+    gathered in their own dtypes, to the device on which the shards are, and by no custom all-gather: modules compute with the
+    shards' own memory. Nothing is gathered, nothing is freed.
+
+    Hazard: what is written to the shards, by an optimizer for example, is seen at once by a backward that is under way. The
+    views have version counters of their own, so autograd notices writes to the gathered parameters only, as it does on several
+    ranks. An optimizer that steps inside the backward, of a module that is called at several places of it, changes what the
+    later ones read.
+    """
+
+    def __init__(self, shards: torch.Tensor, memory: MemoryCounter, group: Named) -> None:
+        """shards: (bytes,) uint8, the beginning of its storage."""
+        count = partial(memory.count, BufferKind.GATHERED, group)
+        self._set_up(shards.numel(), shards.untyped_storage(), 0, count)
+
+    def seal(self) -> None:
+        """No-op: the memory is that of the shards."""
+
+    def allocate(self) -> None:
+        """No-op."""
+
+    def release(self) -> None:
+        """No-op."""

@@ -1,0 +1,337 @@
+"""Flat storages: how they are allocated, freed and counted.
+
+A buffer's tensors are made once and keep pointing into its storage; allocating and releasing only exchanges its memory.
+So gathering makes no tensors, and packing only the gradients themselves; a parameter that autograd saved is valid again once it
+is gathered again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ...comm import Communicator, Event, Pool, Stream, current_stream
+from ...torch_internals import no_swap_memory, same_storage, swap_memory, unwrap_transform
+from ..base.events import Named, Observers
+from .host_memory import POOL, SMALL, HostPool
+
+
+class BufferKind(Enum):
+    """What a buffer is for."""
+
+    GATHERED = "gathered"  # full parameters
+    POST_FORWARD = "post-forward"  # the part of them that reshard_after_forward=k keeps
+    PACKED = "packed"  # gradients on their way to a reduction
+    PARTIAL = "partial"  # gradients that are reduced within a replica only
+    SCRATCH = "scratch"  # what a reduction writes before it is converted or added
+    CODES = "codes"  # quantised values, and their scales
+
+
+Observer = Callable[[BufferKind, Named, int], None]
+
+
+class MemoryCounter:
+    """Bytes of buffer memory in use, and their peak."""
+
+    in_use: int
+    peak: int
+    _lock: threading.Lock  # gather, reduce and compute may be three threads
+
+    def __init__(self) -> None:
+        self.in_use = 0
+        self.peak = 0
+        self._lock = threading.Lock()
+
+    def count(self, kind: BufferKind, group: Named, nbytes: int) -> None:
+        """Count `nbytes` of a group as used, or as free again if negative."""
+        with self._lock:
+            self.in_use += nbytes
+            if self.in_use > self.peak:  # Cost: `max` would take as long as all the rest
+                self.peak = self.in_use
+            for observer in _observers.all:
+                observer(kind, group, nbytes)
+
+
+# Of each allocation and release in this process, in the order of each counter: the kind, the group, and the bytes, negative on
+# release. Hazard: an observer runs in any stream's thread, under a lock: it must not touch a buffer.
+_observers = Observers[Observer]()
+observing = _observers.observing
+
+
+class FlatBuffer:
+    """One storage of `nbytes` on `device` that is allocated and released repeatedly; its views stay.
+
+    Invariant: allocate() and release() run on one and the same stream (on CUDA the allocator ties a block to its stream).
+    Cost: released memory is kept for reuse, so a step has no fresh page faults.
+    kind, group: as `memory` counts it.   pool: where allocate() takes the memory; None: from torch's allocator, or on the host
+    from `host_memory.POOL`, if it is large.
+    """
+
+    nbytes: int
+    _offset: int  # in the storage
+    _count: partial[None]  # of `MemoryCounter.count`; takes bytes, negative on release
+    _storage: torch.UntypedStorage
+    _in_use: bool  # written by allocate() and release()
+    _pool: Pool | HostPool | None = None
+
+    def __init__(
+        self,
+        nbytes: int,
+        device: torch.device,
+        memory: MemoryCounter,
+        kind: BufferKind,
+        group: Named,
+        *,
+        pool: Pool | None = None,
+    ) -> None:
+        large = device.type == "cpu" and nbytes > SMALL
+        self._pool = POOL if pool is None and large and swap_memory is not no_swap_memory else pool
+        # Views can only be made of a storage that is large enough; on the host, untouched memory costs nothing meanwhile.
+        storage = torch.UntypedStorage(0 if self._pool is POOL else nbytes, device=device)
+        if self._pool is POOL:
+            POOL.allocate(storage, nbytes)
+        self._set_up(nbytes, storage, 0, partial(memory.count, kind, group))
+
+    def _set_up(self, nbytes: int, storage: torch.UntypedStorage, offset: int, count: partial[None]) -> None:
+        self.nbytes = nbytes
+        self._offset = offset
+        self._count = count
+        self._storage = storage
+        self._in_use = False
+        _buffers[self] = None
+
+    def view(self, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
+        """A tensor of `shape` that starts `offset` bytes into the storage. Make it before seal() and the first allocate().
+
+        Every view has a version counter of its own: a gather writes through one view, and autograd's checks on the
+        parameters, which are other views, do not count that as a modification by the user.
+        """
+        made = torch.empty(0, dtype=dtype, device=self._storage.device)
+        if stride is None:
+            stride = torch.empty(shape, device="meta").stride()
+        return made.set_(self._storage, (self._offset + offset) // made.element_size(), shape, stride)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor that lies in this storage, also if a transform of `torch.func` has wrapped it."""
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # of a wrapper
+            inner = unwrap_transform(tensor)
+            return inner is not tensor and self.holds(inner)
+        return same_storage(storage, self._storage)
+
+    @property
+    def kind(self) -> BufferKind:
+        """As its memory is counted."""
+        kind: BufferKind = self._count.args[0]
+        return kind
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """That the views point into."""
+        return self._storage
+
+    @property
+    def available(self) -> bool:
+        """It is not allocated, and may be."""
+        return not self._in_use
+
+    def seal(self) -> None:
+        """Free the memory until the first allocate(). Call it when all views are made."""
+        self._free()
+
+    def _free(self) -> None:
+        if self._pool is None:
+            self._storage.resize_(0)
+        else:
+            self._pool.free(self._storage)
+
+    def allocate(self) -> None:
+        """Back the views with (uninitialised) memory. No-op if it is allocated."""
+        if not self._in_use:
+            if self._pool is None:
+                self._storage.resize_(self.nbytes)
+            else:
+                self._pool.allocate(self._storage, self.nbytes)
+            self._in_use = True
+            self._count(self.nbytes)
+
+    def release(self) -> None:
+        """Free the memory; the views must not be touched until the next allocate(). No-op if it is free."""
+        if self._in_use:
+            self._free()
+            self._in_use = False
+            self._count(-self.nbytes)
+
+
+_buffers: WeakKeyDictionary[FlatBuffer, None] = WeakKeyDictionary()  # in the order in which they were made
+
+
+def allocated_buffers(device: torch.device) -> list[FlatBuffer]:
+    """Each buffer of this process that is allocated on `device`, the oldest first."""
+    alive = [buffer for reference in _buffers.keyrefs() if (buffer := reference()) is not None]  # threads make others
+    return [buffer for buffer in alive if buffer._in_use and buffer._storage.device == device]
+
+
+def buffers_in_use(device: torch.device) -> list[tuple[BufferKind, Named, int]]:
+    """The kind, the group and the bytes of each of `allocated_buffers`."""
+    return [(*buffer._count.args, buffer.nbytes) for buffer in allocated_buffers(device)]
+
+
+class FlatBuffers(FlatBuffer):
+    """Several flat buffers, each with its own storage, allocated and released together. Views are made of the parts."""
+
+    parts: Sequence[FlatBuffer]
+
+    def __init__(self, parts: Sequence[FlatBuffer]) -> None:
+        self.parts = parts
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    @property
+    def available(self) -> bool:
+        return all(part.available for part in self.parts)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(part.holds(tensor) for part in self.parts)
+
+    def seal(self) -> None:
+        for part in self.parts:
+            part.seal()
+
+    def allocate(self) -> None:
+        for part in self.parts:
+            part.allocate()
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()
+
+
+class CommBuffer:
+    """Memory that a communicator reaches without a copy (`Communicator.empty`), for one buffer at a time."""
+
+    memory: torch.Tensor  # uint8
+    symmetric: bool  # it is a symmetric window
+    nbytes: int
+    storage: torch.UntypedStorage
+    offset: int  # of the memory in the storage, in bytes
+    taken: bool  # written by occupy() and leave()
+    _left: Event | None  # when the stream of its last buffer was done with it; written by leave()
+    _recall: Callable[[], None] | None  # ends a loan; written by lend(), occupy() and end_loan()
+
+    def __init__(self, memory: torch.Tensor, *, symmetric: bool = False) -> None:
+        self.memory = memory
+        self.symmetric = symmetric
+        self.nbytes = memory.numel()
+        self.storage = memory.untyped_storage()
+        self.offset = int(memory.storage_offset()) * memory.element_size()
+        self.taken, self._left, self._recall = False, None, None
+
+    @classmethod
+    def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, group: str) -> CommBuffer:
+        """A buffer of the memory that a custom collective of `group`, a name, returned.
+
+        Raises ValueError unless it is (nbytes,) uint8, aligned.
+        """
+        fits = memory.dtype == torch.uint8 and memory.shape == (nbytes,) and memory.device == device
+        if not fits or not memory.is_contiguous() or memory.data_ptr() % 16:
+            raise ValueError(
+                f"allocate() of a custom collective of '{group}': expected ({nbytes},) contiguous uint8 on {device}, aligned "
+                f"to 16 bytes; found {tuple(memory.shape)} {memory.dtype} on {memory.device} at {memory.data_ptr():#x}"
+            )
+        return cls(memory)
+
+    @classmethod
+    def of(cls, comm: Communicator, nbytes: int, *, symmetric: bool = False) -> CommBuffer:
+        """The buffer of `comm`; made, or made anew if it is too small or not `symmetric`. Collective.
+
+        It lives as long as `comm`, so all roots share it.
+        """
+        comm_buffer = _comm_buffers.get(comm)
+        if comm_buffer is None or comm_buffer.nbytes < nbytes or (symmetric and not comm_buffer.symmetric):
+            comm_buffer = _comm_buffers[comm] = cls(comm.empty(nbytes, torch.uint8, symmetric=symmetric), symmetric=symmetric)
+        return comm_buffer
+
+    def occupy(self, stream: Stream) -> None:
+        """Use the memory on `stream` from now on: it waits for the last one, maybe of another root. It must be free."""
+        assert not self.taken, "one buffer at a time"
+        if self._recall is not None:
+            recall, self._recall = self._recall, None
+            recall()
+        if self._left is not None:
+            stream.wait(self._left)
+        self.taken = True
+
+    def lend(self, recall: Callable[[], None]) -> bool:
+        """Let somebody write there until a buffer occupies the memory, before which `recall` is called.
+
+        Only where all streams are the caller's thread. Returns: False, and nothing is lent, if it is occupied or lent already.
+        """
+        if self.taken or self._recall is not None:
+            return False
+        self._recall = recall
+        return True
+
+    def end_loan(self) -> None:
+        """Nobody writes there any more. Only for who has a loan, or had one that was recalled."""
+        self._recall = None
+
+    def leave(self, stream: Stream) -> None:
+        """The memory is free, once `stream` has run what it has so far."""
+        self._left, self.taken = stream.record(), False
+
+
+_comm_buffers: WeakKeyDictionary[Communicator, CommBuffer] = WeakKeyDictionary()
+
+
+class CommFlatBuffer(FlatBuffer):
+    """A flat buffer in a `CommBuffer`, which it occupies while it is allocated."""
+
+    _comm_buffer: CommBuffer
+
+    def __init__(self, nbytes: int, comm_buffer: CommBuffer, memory: MemoryCounter, kind: BufferKind, group: Named) -> None:
+        self._set_up(nbytes, comm_buffer.storage, comm_buffer.offset, partial(memory.count, kind, group))
+        self._comm_buffer = comm_buffer
+
+    @property
+    def available(self) -> bool:
+        """No flat buffer occupies the `CommBuffer`."""
+        return not self._comm_buffer.taken
+
+    def seal(self) -> None:
+        """No-op: the memory of the `CommBuffer` stays."""
+
+    def allocate(self) -> None:
+        """Occupy the `CommBuffer`, which must be free. No-op if this buffer does."""
+        if not self._in_use:
+            self._comm_buffer.occupy(current_stream(self._storage.device))
+            self._in_use = True
+            self._count(self.nbytes)
+
+    def release(self) -> None:
+        """Leave the `CommBuffer` to others. No-op if this buffer does not occupy it."""
+        if self._in_use:
+            self._comm_buffer.leave(current_stream(self._storage.device))
+            self._in_use = False
+            self._count(-self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Buffers that reductions still use: released on the stream that allocated them, once `ready` has passed."""
+
+    buffers: Sequence[FlatBuffer]
+    ready: Event
+    release_stream: Stream
+
+    def release(self) -> None:
+        """Let the release stream wait, then free the buffers on it."""
+        self.release_stream.wait(self.ready)
+        for buffer in self.buffers:
+            self.release_stream.submit(buffer.release)

@@ -1,0 +1,1 @@
+"""How the gradients of a group become sharded ones: packed, reduced and published."""

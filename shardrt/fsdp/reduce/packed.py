@@ -1,0 +1,126 @@
+"""Packed gradients: the buffers that they lie in, and their way through one reduction by value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+
+from ...comm import Stream
+from ...kernels import pack_into
+from ..memory.buffers import FlatBuffer, FlatBuffers
+from ..params.param import ShardedParam, outermost_stride
+from .grad_layout import Piece, Scaling
+from .sharded_grads import NewGrads
+
+Copy = Callable[[list[torch.Tensor], list[torch.Tensor], float], None]  # pack_into, or add_into
+
+
+class Held(Enum):
+    """What a reduction holds between backwards."""
+
+    NOTHING = auto()
+    ACCUMULATED = auto()  # packed gradients that are not reduced
+    PARTIAL = auto()  # gradients that are reduced within a replica only
+
+
+@dataclass(frozen=True, slots=True)
+class PackBuffer:
+    """Memory for packed gradients, and its views: all of it, and piece by piece."""
+
+    buffer: FlatBuffer  # an empty one if the memory is that of `grads`, which is allocated
+    flat: torch.Tensor
+    pieces: list[torch.Tensor]
+    whole: dict[int, torch.Tensor]  # those that are all of a gradient, by the position of the parameter
+    gaps: list[torch.Tensor]  # between the pieces, if they are read: by codes, of which a block without a number is none
+    cuts: Sequence[tuple[Piece, int]]  # what each piece is, and the shard dim of its parameter
+    grads: NewGrads | None = None  # the sharded gradients that it is, of a single shard rank
+
+    def in_grads(self, grads: NewGrads) -> PackBuffer:
+        """Laid out alike, in new gradients of a single shard rank: their parts are the pieces."""
+        assert grads.segment is not None, "all gradients are packed, and none is converted"
+        pieces, whole = [], {}
+        for (piece, _), like in zip(self.cuts, self.pieces, strict=True):
+            part = grads.parts[piece.position]
+            if part.dim() != like.dim():  # of a scalar it is (1,)
+                part = part.view(like.shape)
+            pieces.append(part)
+            whole[piece.position] = part
+        starts = [gap.storage_offset() - self.flat.storage_offset() for gap in self.gaps]
+        gaps = [grads.segment[start : start + gap.numel()] for start, gap in zip(starts, self.gaps, strict=True)]
+        return PackBuffer(FlatBuffers(()), grads.segment, pieces, whole, gaps, self.cuts, grads)
+
+    def zero_gaps(self) -> None:
+        for gap in self.gaps:
+            gap.zero_()
+
+    def fill(self, grads: Sequence[torch.Tensor | None], scale: float, copy: Copy, in_place: Set[int]) -> None:
+        """Copy or add (`copy`) gradients piece by piece; a copy of one that is missing is zeros.
+
+        in_place: positions whose gradient is there.
+        """
+        views, sources = [], []
+        for (piece, dim), view in zip(self.cuts, self.pieces, strict=True):
+            grad = grads[piece.position]
+            if grad is not None and piece.position not in in_place:
+                views.append(view)
+                sources.append(piece.of(grad, dim))
+            elif grad is None and copy is pack_into:
+                view.zero_()
+        copy(views, sources, scale)
+
+
+def lay_out(
+    buffer: FlatBuffer,
+    pieces: Sequence[Piece],
+    params: Sequence[ShardedParam],
+    dtype: torch.dtype,
+    gaps: Sequence[tuple[int, int]],
+) -> PackBuffer:
+    """The views of a buffer that holds these pieces of gradients. gaps: as elements (start, stop)."""
+    flat = buffer.view(dtype, 0, (buffer.nbytes // dtype.itemsize,))
+    views, whole = [], {}
+    for piece in pieces:
+        shape, numel = params[piece.position].shape, piece.stop - piece.start
+        is_whole = numel == shape.numel()
+        stride = outermost_stride(shape, params[piece.position].dim) if is_whole else None
+        views.append(buffer.view(dtype, piece.offset * dtype.itemsize, shape if is_whole else (numel,), stride))
+        if is_whole:
+            whole[piece.position] = views[-1]
+    cuts = [(piece, params[piece.position].dim) for piece in pieces]
+    return PackBuffer(buffer, flat, views, whole, [flat[start:stop] for start, stop in gaps], cuts)
+
+
+class Accumulated(NamedTuple):
+    """Gradients of backwards without synchronisation."""
+
+    source: PackBuffer
+    positions: frozenset[int]
+    scaling: Scaling  # by whose `before` they are multiplied
+
+
+class Result(Enum):
+    """What a reduction writes."""
+
+    GRADS = auto()  # the sharded gradients themselves
+    SCRATCH = auto()  # values that are converted, or added to earlier gradients
+    PARTIAL = auto()  # values that a later backward reduces over the replicas
+
+
+class PackedGrads(NamedTuple):
+    """Gradients on their way through one reduction. (A tuple: a frozen dataclass takes three times as long to make.)"""
+
+    source: PackBuffer  # what is sent
+    new: NewGrads | None  # the fresh gradients; None if there are none, or nothing is published
+    older: dict[int, torch.Tensor]  # gradients to which it is added: this rank's parts, by position
+    out: torch.Tensor  # (s,) what is received: the sharded gradients themselves, or scratch
+    scaling: Scaling
+    positions: frozenset[int]  # of the parameters that have a gradient in it
+    fresh: Sequence[int]  # of these, the parameters without an earlier gradient
+    result: Result
+    adds_partial: bool  # to what earlier backwards have reduced within the replica
+    used: Sequence[FlatBuffer]  # to be released on `stream` after publish()
+    stream: Stream  # that has packed, and has allocated all of it

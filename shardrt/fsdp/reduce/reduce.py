@@ -1,0 +1,458 @@
+"""A group's gradients: packed into one flat buffer, reduced over the ranks, and left as sharded `.grad`s.
+
+| step                 | stream      | before -> after                                     | cost                              |
+|----------------------|-------------|-----------------------------------------------------|-----------------------------------|
+| pack                 | compute     | unsharded grads -> packed (N * s,), cast or added   | gradients read, packed written    |
+| sum_terms            | reduce      | pieces of packed -> their sums over a third mesh    | 1 all-reduce; pieces copied twice |
+| launch               | reduce      | packed (N * s,) -> this rank's segment (s,)         | 1 reduce-scatter                  |
+| launch_over_replicas | post_reduce | the segment, averaged over the replicas if any      | 1 all-reduce                      |
+| publish              | post_reduce | segment -> `.grad`s, cast or added if necessary     | nothing, or the segment read once |
+
+`pack` copies what is not there yet: where all streams are the caller's thread, weight gradients of large linear layers are
+computed in the packed buffer (`params/in_place.py`). For a library that would multiply before it adds, `pack` divides
+(`Scaling`).
+`sum_terms` is for tensor-parallel parameters of whose gradients each rank has a term only (`TermSum`).
+Where gradients are sent as codes, `launch` and `launch_over_replicas` have steps of their own (`coded.py`).
+Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
+the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
+A single shard rank packs its gradients directly into the new sharded ones, if there are none yet. Without replicas, and where
+nothing is done to gradients on their way, it packs none (`unpacked.py`).
+`pack` returns everything that the later steps need. Between backwards a reduction holds only what `Held` names; what a failed
+reduction has packed counts as accumulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from ...comm import Communicator, PreMulSum, Stream
+from ...kernels import add_into, pack_into
+from ...kernels.reference import BLOCK
+from ..base.events import Named
+from ..base.policy import Settings
+from ..memory.buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
+from ..params.in_place import Given
+from ..params.layout import Layout
+from ..params.param import ShardedParam, placement_of
+from .coded import CodedAllReduce, CodedReduceScatter, CodedReduction
+from .grad_layout import ALIGN, ReduceLayout, Scaling, TermSum, reduce_layout, term_sums
+from .packed import Accumulated, Held, PackBuffer, PackedGrads, Result, lay_out
+from .sharded_grads import ShardedGrads
+from .unpacked import UnpackedGrads
+
+_NONE: frozenset[int] = frozenset()
+
+
+class GradientReduction:
+    """Packs, reduces and publishes the gradients of one group's trainable parameters.
+
+    Gradients that are reduced at once are packed into the `comm_buffer`, if there is one and they fit.
+    coded: if they are sent as codes, of which `params` must be laid out in whole blocks.
+    """
+
+    params: list[ShardedParam]  # the trainable ones
+    grads: ShardedGrads
+    _comm: Communicator  # of the ranks that share the parameters
+    _replicas: Communicator | None
+    _settings: Settings
+    _dtype: torch.dtype  # in which gradients are reduced
+    _layout: ReduceLayout
+    _uncut: bool  # every gradient is one piece, so a step has none to match
+    _ranks: int  # that are averaged over
+    _everything: frozenset[int]  # the positions of all parameters
+    _accumulated: Accumulated | PackedGrads | None  # packed, not published; written by pack(), publish() and discard()
+    _partial_positions: frozenset[int]  # parameters with a gradient in `_partial`; written by publish() and discard()
+    _partial: FlatBuffer  # gradients that are reduced within a replica only
+    _partial_flat: torch.Tensor  # (s,)
+    _ordinary: PackBuffer
+    _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
+    _comm_buffer: CommBuffer | None  # in which that is
+    _own_in_window: torch.Tensor | None  # if that is a symmetric window: this rank's segment of `_in_comm_buffer`
+    _packs_grads: bool  # a single shard rank's packed gradients may be its sharded ones
+    _unpacked: UnpackedGrads | None  # what is published as it is, unless the settings say otherwise
+    _early: PackBuffer | None  # where place() has made tensors since the last pack(); written by these and drop_early()
+    _stream: Stream  # on which what is held, or begun by place(), was allocated; written by pack() and place()
+    _given: Given  # what place() has made since the last pack()
+    _is_coded: bool  # over the shard ranks, the replicas, or both
+    _divides_at_pack: bool
+    _reduce_scatter: CodedReduceScatter | None  # of `_ordinary`
+    _all_reduce: CodedAllReduce | None
+    launches_jointly: bool  # launch() may be one of a group of calls: it uses at once nothing that it has received
+    launches_jointly_over_replicas: bool  # launch_over_replicas() may
+    partial_sums: list[TermSum]  # one for each mesh over which terms of gradients are added up
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        layout: Layout,
+        comm: Communicator,
+        replicas: Communicator | None,
+        settings: Settings,
+        dtype: torch.dtype,
+        memory: MemoryCounter,
+        comm_buffer: CommBuffer | None,
+        group: Named,
+        coded: CodedReduction | None = None,
+    ) -> None:
+        trainable = [index for index, param in enumerate(params) if param.sharded.requires_grad]
+        self.params = [params[index] for index in trainable]
+        self._comm = comm
+        self._replicas = replicas
+        self._settings = settings
+        self._dtype = dtype
+        self._is_coded = coded is not None
+        # A custom collective gets the operation that averages, as FSDP2's do.
+        self._divides_at_pack = self._is_coded or (comm.multiplies_terms and settings.reduce_scatter is None)
+        self._layout = reduce_layout(layout, trainable, comm.rank, ALIGN if coded is None else BLOCK)
+        self._uncut = self._layout.uncut
+        self._ranks = comm.size * (1 if replicas is None else replicas.size)
+        self._everything = frozenset(range(len(trainable)))
+        self._accumulated = self._early = None
+        self._given = Given()
+        self._partial_positions = _NONE
+        segment = self._layout.segment_numel
+        self._partial = FlatBuffer(segment * dtype.itemsize, comm.device, memory, BufferKind.PARTIAL, group)
+        self._partial_flat = self._partial.view(dtype, 0, (segment,))
+        self._partial.seal()
+        placements = [placement_of(index, layout) for index in trainable]
+        self.grads = ShardedGrads(self.params, placements, self._layout, comm.rank, dtype, comm.device, memory, group)
+        self._make_pack_buffers(comm_buffer, memory, group, coded)
+        self.partial_sums = term_sums(self.params, self._layout, self._ordinary.pieces, dtype, memory, group)
+        may_leave = self._packs_grads and replicas is None and coded is None and not self.partial_sums
+        self._unpacked = UnpackedGrads(self.params, group) if may_leave else None
+
+    def _make_pack_buffers(
+        self, comm_buffer: CommBuffer | None, memory: MemoryCounter, group: Named, coded: CodedReduction | None
+    ) -> None:
+        comm, custom = self._comm, self._settings.reduce_scatter
+        nbytes = comm.size * self._layout.segment_numel * self._dtype.itemsize
+        ordinary = FlatBuffer(nbytes, comm.device, memory, BufferKind.PACKED, group)
+        if custom is not None:
+            given = CommBuffer.given(custom.allocate(nbytes, comm.device), nbytes, comm.device, self.params[0].name)
+            comm_buffer, ordinary = None, CommFlatBuffer(nbytes, given, memory, BufferKind.PACKED, group)
+        self._ordinary = self._lay_out(ordinary)
+        self._reduce_scatter = self._all_reduce = None
+        if coded is not None:
+            about = coded.codes, self._dtype, self._layout.segment_numel, memory, group
+            if coded.shards is not None:
+                comm_buffer, self._reduce_scatter = None, CodedReduceScatter(coded.shards, ordinary, *about)
+            if coded.replicas is not None:
+                self._all_reduce = CodedAllReduce(coded.replicas, *about)
+        ordinary.seal()
+        self.launches_jointly = custom is None and self._reduce_scatter is None
+        self.launches_jointly_over_replicas = self._all_reduce is None
+        self._in_comm_buffer = self._comm_buffer = self._own_in_window = None
+        if comm_buffer is not None and nbytes <= comm_buffer.nbytes:
+            self._comm_buffer = comm_buffer
+            self._in_comm_buffer = self._lay_out(CommFlatBuffer(nbytes, comm_buffer, memory, BufferKind.PACKED, group))
+            if comm_buffer.symmetric:
+                self._own_in_window = self._in_comm_buffer.flat.chunk(comm.size)[comm.rank]
+                self.launches_jointly = False
+        self._packs_grads = comm.size == 1 and not self.grads.converts and custom is None
+
+    def _lay_out(self, buffer: FlatBuffer) -> PackBuffer:
+        gaps = self._layout.gaps(self._comm.size) if self._is_coded else []
+        return lay_out(buffer, self._layout.pieces, self.params, self._dtype, gaps)
+
+    # ------------------------------------------------------------------ what is held between backwards
+
+    @property
+    def held(self) -> Held:
+        """What earlier backwards have left; ACCUMULATED also if there are partial gradients beside."""
+        if self._accumulated is not None or (self._unpacked is not None and self._unpacked.kept):
+            return Held.ACCUMULATED
+        return Held.PARTIAL if self._partial_positions else Held.NOTHING
+
+    def packs_on(self, stream: Stream) -> Stream:
+        """The stream to pack on: this one, or where memory is held, in which gradients are added up or computed, its own."""
+        return stream if self._early is None and self.held is Held.NOTHING else self._stream
+
+    @property
+    def needs_reduction(self) -> bool:
+        """A reduction now would publish something that is held."""
+        held = self.held
+        return held is Held.ACCUMULATED or (held is Held.PARTIAL and self._publishes)
+
+    @property
+    def _publishes(self) -> bool:
+        return self._replicas is None or self._settings.all_reduce
+
+    def discard(self) -> None:
+        """Forget what is packed, after a failed iteration."""
+        self.drop_early()
+        self._accumulated, self._partial_positions = None, _NONE
+        if self._unpacked is not None:
+            self._unpacked.kept = ()
+        for buffer in (self._ordinary.buffer, self.grads.scratch, self._partial):
+            buffer.release()
+        if self._in_comm_buffer is not None:
+            self._in_comm_buffer.buffer.release()
+        for each in (*self.partial_sums, self._reduce_scatter, self._all_reduce):
+            if each is not None:
+                each.discard()
+
+    # ------------------------------------------------------------------ gradients that are computed where they are packed
+
+    def has_place(self, position: int) -> bool:
+        """place() may make a tensor for this parameter: it is packed as one piece, as it is."""
+        sends_numbers = self._settings.reduce_scatter is None and not self._is_coded
+        is_packed = self._ranks > 1 and self.params[position].unsharded.dtype == self._dtype
+        return sends_numbers and is_packed and position in self._ordinary.whole
+
+    def place(self, position: int, compute: Stream) -> torch.Tensor | None:
+        """A tensor where pack() would copy this gradient, which autograd computes there and has as the gradient until then.
+
+        None: there is none now, or it was made since the last pack(). Only for parameters that `has_place`, and where all
+        streams are the caller's thread.
+        """
+        if position in self._given or self._accumulated is not None:
+            return None
+        if self._scaling().before != 1.0 or self._settings.reduce_hook is not None:  # which sees zeros between the gradients
+            return None
+        if self._early is None:
+            self._early, self._stream = self._early_source(compute), compute
+        return None if self._early is None else self._given.give(position, self._early.whole[position])
+
+    def _early_source(self, compute: Stream) -> PackBuffer | None:
+        """The buffer that pack() will use, to be written now; None if another reduction has it."""
+        if not self._settings.sync_gradients:
+            source = self._ordinary
+        else:
+            source = self._source(compute, fills_grads=self._publishes and self.grads.are_missing)
+        if source.grads is not None:
+            return source
+        if self._comm_buffer is not None and self._settings.sync_gradients:
+            return source if self._comm_buffer.lend(self.drop_early) else None
+        if not source.buffer.available:
+            return None
+        compute.submit(source.buffer.allocate)
+        return source
+
+    def drop_early(self) -> None:
+        """End what place() has begun: gradients get memory of their own, and what was allocated is freed."""
+        early, self._early = self._early, None
+        if early is None:
+            return
+        grads = [param.unsharded.grad for param in self.params]
+        self._stream.submit(partial(self._given.copy_away, grads, early.whole))
+        if early is self._ordinary:
+            self._stream.submit(early.buffer.release)
+        self._end_loan(early)
+
+    def _end_loan(self, early: PackBuffer) -> None:
+        if early is self._in_comm_buffer and self._comm_buffer is not None:
+            self._comm_buffer.end_loan()
+
+    # ------------------------------------------------------------------ a reduction, in order
+
+    def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream) -> PackedGrads | None:
+        """Copy gradients into a buffer, or add them to accumulated ones. None in `grads`: that parameter has none.
+
+        Returns what to launch and publish; None without synchronisation of gradients: then they stay here, accumulated. None
+        also if they are published already, as they are.
+        compute: what `packs_on` returns.
+        """
+        self._stream = compute
+        if self._unpacked is not None:
+            grads = self._unpacked.with_kept(grads, compute)
+            if self._accumulated is None and self._unpacked.takes(grads, self._settings):
+                self._unpacked.leave(grads, self.grads, compute, publish=self._settings.sync_gradients)
+                return None
+        settings, held, everything = self._settings, self._accumulated, self._everything
+        sources, given = [grad for grad in grads if grad is not None], everything
+        if len(sources) < len(grads):
+            given = frozenset(position for position, grad in enumerate(grads) if grad is not None)
+        positions = everything if settings.reduce_unused else given
+        if held is not None:
+            positions |= held.positions
+        scaling, packed = self._scaling(), None
+        if settings.sync_gradients:
+            self._accumulated = packed = self._prepare(positions, scaling, compute)
+            source = packed.source
+        else:
+            source = self._ordinary if held is None else held.source
+            self._accumulated = Accumulated(source, positions, scaling)
+        in_place = self._take_early(source, grads, compute)
+        if held is None:
+            compute.submit(source.buffer.allocate)
+            self._zero_padding(source, compute)
+        elif held.scaling.before != scaling.before:  # a divide factor may be set at any time
+            compute.submit(partial(source.flat.mul_, scaling.before / held.scaling.before))
+        copy = pack_into if held is None else add_into
+        if self._uncut and given is everything and not in_place:
+            compute.submit(partial(copy, source.pieces, sources, scaling.before))
+        else:
+            compute.submit(partial(source.fill, grads, scaling.before, copy, in_place))
+        return packed
+
+    def _take_early(self, source: PackBuffer, grads: Sequence[torch.Tensor | None], compute: Stream) -> frozenset[int]:
+        """Which of these gradients are in `source`, which is about to be written. What place() has begun is over."""
+        if self._early is not source:
+            self.drop_early()
+            return _NONE
+        self._early = None
+        self._end_loan(source)
+        return self._given.arrived(grads, source.whole, compute)
+
+    def _scaling(self) -> Scaling:
+        factor, sums = self._settings.divide_factor, self._settings.force_sum
+        return Scaling.of(self._dtype, self._ranks, self._comm.size, factor, sums, self._divides_at_pack)
+
+    def _prepare(self, positions: frozenset[int], scaling: Scaling, compute: Stream) -> PackedGrads:
+        """Allocate what the reduction will write: the gradients themselves, if it is all of them, without a conversion."""
+        publishes, adds_partial = self._publishes, bool(self._partial_positions)
+        if adds_partial:
+            positions |= self._partial_positions
+        fresh = self.grads.missing(positions)
+        fills_grads = publishes and not self.grads.converts and len(fresh) == len(self.params)
+        held = self._accumulated
+        source = self._source(compute, fills_grads=fills_grads) if held is None else held.source
+        new = (source.grads or self.grads.new(fresh, compute)) if publishes and fresh else None
+        older = {position: self.grads.older(position, compute) for position in positions.difference(fresh)} if publishes else {}
+        out = new.segment if new is not None and fills_grads else None
+        result, used = Result.GRADS, list[FlatBuffer]()
+        if not publishes:
+            compute.submit(self._partial.allocate)
+        elif adds_partial:
+            used.append(self._partial)
+        if out is None:
+            out, result = self.grads.scratch_flat, Result.SCRATCH if publishes else Result.PARTIAL
+            compute.submit(self.grads.scratch.allocate)
+            used.append(self.grads.scratch)
+        used.append(source.buffer)
+        return PackedGrads(source, new, older, out, scaling, positions, fresh, result, adds_partial, used, compute)
+
+    def _source(self, compute: Stream, *, fills_grads: bool) -> PackBuffer:
+        """Where to pack gradients that are reduced at once, if none are packed. fills_grads: all of the result is gradients.
+
+        Invariant: the order of reductions alone decides whether that is the `CommBuffer`: NCCL must know the memory of all
+        ranks, or of none. What place() has made there, on this rank only, is copied away when another group packs.
+        """
+        if fills_grads and self._packs_grads:
+            if self._early is not None and self._early.grads is not None:
+                return self._early
+            return self._ordinary.in_grads(self.grads.new(range(len(self.params)), compute))
+        source = self._in_comm_buffer
+        return self._ordinary if source is None or not source.buffer.available else source
+
+    def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
+        """Custom collectives and hooks see the padding; where codes are sent it shares their blocks."""
+        if self._settings.reduce_hook is not None or self._settings.reduce_scatter is not None:
+            compute.submit(source.flat.zero_)
+        elif source.gaps:
+            compute.submit(source.zero_gaps)
+
+    def sum_terms(self, packed: PackedGrads, stream: Stream) -> None:
+        """Add up the terms of gradients that tensor-parallel ranks have packed."""
+        for each in self.partial_sums:
+            each.run(packed.source.pieces, stream)
+
+    def launch(self, packed: PackedGrads, stream: Stream) -> None:
+        """Average what is packed over the ranks."""
+        custom = self._settings.reduce_scatter
+        if self._reduce_scatter is not None:
+            self._reduce_scatter.run(packed.out, stream)
+        elif custom is None:
+            is_there = packed.source.grads is not None and packed.result is Result.GRADS
+            if is_there and not isinstance(packed.scaling.op, PreMulSum):
+                return  # a single rank's gradients are its average
+            # NCCL before 2.29 wants what it writes in a window as well. Cost: one segment copied.
+            own = self._own_in_window if packed.source is self._in_comm_buffer else None
+            out = packed.out if own is None else own
+            self._comm.reduce_scatter(out, packed.source.flat, packed.scaling.op, stream=stream)
+            if own is not None:
+                stream.submit(partial(packed.out.copy_, own))
+        else:
+            custom(packed.out, packed.source.flat, packed.scaling.op, self._comm, stream)
+
+    def launch_over_replicas(self, packed: PackedGrads, stream: Stream) -> None:
+        """Average what was launched over the replicas, with what earlier backwards left, or leave it for a later one.
+
+        Only where there are replicas.
+        """
+        assert self._replicas is not None, "the group has replicas"
+        if packed.result is Result.PARTIAL:
+            stream.submit(partial(self._partial_flat.add_ if packed.adds_partial else self._partial_flat.copy_, packed.out))
+            return
+        if packed.adds_partial:
+            stream.submit(partial(packed.out.add_, self._partial_flat))
+        if self._all_reduce is not None:
+            self._all_reduce.run(packed.out, stream)
+        else:
+            self._replicas.all_reduce(packed.out, packed.out, packed.scaling.all_reduce_op, stream=stream)
+
+    def publish(self, packed: PackedGrads, stream: Stream) -> None:
+        """Make what was launched the sharded gradients, or add it to earlier ones; nothing if it stays partial."""
+        if packed.result is Result.PARTIAL:
+            self._accumulated, self._partial_positions = None, packed.positions
+            return
+        if packed.scaling.after != 1.0:
+            stream.submit(partial(packed.out.mul_, packed.scaling.after))
+        if self._settings.reduce_hook is not None:
+            _call_hook(self._settings.reduce_hook, packed.out, stream, self._settings.reduce_hook_stream or stream)
+        grads = self.grads
+        if packed.result is Result.SCRATCH:
+            stream.submit(partial(grads.fold, packed.new, packed.fresh, packed.older))
+        if packed.new is not None:
+            grads.assign(packed.new, packed.fresh, stream)
+        grads.call_hooks(packed.positions, stream)
+        self._accumulated, self._partial_positions = None, _NONE  # Hazard: not before: if a hook raises, streams use the memory
+
+
+def _call_hook(hook: Callable[[torch.Tensor], None], out: torch.Tensor, stream: Stream, hook_stream: Stream) -> None:
+    if hook_stream is not stream:
+        hook_stream.wait(stream.record())
+    hook_stream.submit(partial(hook, out))
+    if hook_stream is not stream:
+        stream.wait(hook_stream.record())
+
+
+# ---------------------------------------------------------------------- parameters that require no gradient at the moment
+
+
+class SetAside:
+    """A group's reductions that hold gradients, by the parameters they are of; those of the trainable ones are not here.
+
+    Two optimizers that take turns, as those of a GAN, switch `requires_grad` of each other's parameters off. Gradients that one
+    of them accumulates without reducing them are set aside meanwhile, with their reduction, until its parameters are on again.
+    """
+
+    _reductions: dict[tuple[ShardedParam, ...], GradientReduction]
+
+    def __init__(self) -> None:
+        self._reductions = {}
+
+    def holds(self, current: GradientReduction | None) -> bool:
+        """The group holds gradients. current: its reduction."""
+        return bool(self._reductions) or (current is not None and current.held is not Held.NOTHING)
+
+    def exchange(
+        self, group: str, current: GradientReduction | None, trainable: Sequence[ShardedParam]
+    ) -> GradientReduction | None:
+        """Set `current` aside if it holds gradients. Returns: the reduction that holds those of exactly `trainable`, if any.
+
+        group: its name and rank, for the error: RuntimeError if only some of the parameters of a reduction that holds gradients
+        are trainable, or others with them. Nothing is changed then.
+        """
+        held = dict(self._reductions)
+        if current is not None and current.held is not Held.NOTHING:
+            held[tuple(current.params)] = current
+        for params in held:
+            if params != tuple(trainable) and not set(params).isdisjoint(trainable):
+                raise RuntimeError(
+                    f"requires_grad of parameters of {group} changed while it holds accumulated gradients: expected all "
+                    f"{len(params)} that these are of, '{params[0].name}' among them, or none of them; run a backward with "
+                    "set_requires_gradient_sync(True) first"
+                )
+        found = held.pop(tuple(trainable), None)
+        self._reductions = held
+        return found
+
+    def discard(self) -> None:
+        """Forget them, after a failed iteration."""
+        for reduction in self._reductions.values():
+            reduction.discard()
+        self._reductions = {}

@@ -1,0 +1,207 @@
+"""What happens around a module's forward and backward, in firing order. What each step does is in `param_group.py` and
+`runtime.py`.
+
+| fires                              | function         | steps                                              |
+|------------------------------------|------------------|----------------------------------------------------|
+| before the module's forward        | `pre_forward`    | unshard, wait_unsharded, gather ahead              |
+| after it                           | `post_forward`   | reshard (unless the settings keep the parameters)  |
+| before its outputs' gradients flow | `_pre_backward`  | unshard, wait_unsharded, gather ahead              |
+| a parameter's gradient is ready    | `_on_gradient`   | the last one: reduce                               |
+| its inputs' gradients are ready    | `_post_backward` | reduce (what is left), reshard                     |
+| the backward ends                  | `Runtime._end_backward` | reduce and reshard what is left             |
+
+Gradients are watched one by one (`_on_gradient`) only in groups that run on inputs that want no gradient: for the others
+`_post_backward` comes at the same time, and once. A forward inside a backward is a recomputation (activation
+checkpointing): it gathers, but leaves resharding, the phase and the recorded order to the backward around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from ...torch_internals import in_backward, outside_transforms
+from ..base import events
+from ..base.autograd import ForwardCall, Phase, Progress
+from ..base.events import Step, ranged
+from ..base.trees import map_tensors, tensors_in
+from .param_group import ParamGroup
+from .registered import check_registered
+from .runtime import Runtime
+
+# ---------------------------------------------------------------------- forward
+
+
+def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The module is about to run on these arguments. Returns: the arguments that it is to run on instead."""
+    runtime = group.runtime or start(group)
+    assert isinstance(runtime, Runtime), "start() makes one"
+    if not in_backward():
+        if group is runtime.root:
+            runtime.begin_forward()
+            if runtime.first_batch.due:
+                runtime.first_batch.compare(args, kwargs)
+        else:
+            check_registered(group)
+        group.calls.move(Phase.FORWARD, group)
+        ahead = runtime.prefetch.forward_starts(group)
+    else:
+        ahead = []
+    group.unshard()
+    group.wait_unsharded()
+    if group.visible.linear:
+        group.visible.follow_grad_mode()
+    runtime.gather_ahead(ahead, "FSDP::forward_prefetch for")
+    dtype = group.mp_policy.param_dtype
+    if dtype is not None and group.mp_policy.cast_forward_inputs:
+        args, kwargs = map_tensors(partial(_cast, dtype), args), map_tensors(partial(_cast, dtype), kwargs)
+    if torch.is_grad_enabled():
+        args, kwargs = _watch_inputs(group, runtime, args, kwargs)
+    if events.listener is not None:
+        events.listener.begin(Step.FORWARD, group, runtime.streams.compute)
+    return args, kwargs
+
+
+def _watch_inputs(
+    group: ParamGroup, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    group.calls.forward_call = call = ForwardCall()
+    watch = partial(runtime.watcher.watch_input, call, partial(_post_backward, group, call))
+    args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs) if kwargs else kwargs
+    if call.inputs == 0:
+        # Hazard: Python's garbage collector cannot see these hooks: a reference in them keeps the model alive for ever.
+        group.calls.watch_gradients((param.unsharded for param in group.trainable), partial(_on_gradient, ref(group)))
+    return args, kwargs
+
+
+def post_forward(group: ParamGroup, module: nn.Module, output: Any) -> Any:
+    """The module has run. Returns: its output, ready for backward."""
+    runtime = group.runtime
+    assert isinstance(runtime, Runtime), "pre_forward comes first"
+    if events.listener is not None:
+        events.listener.end(Step.FORWARD, group, runtime.streams.compute)
+    dtype = group.mp_policy.output_dtype
+    if dtype is not None:
+        output = map_tensors(partial(_cast, dtype), output)
+    tensors = tensors_in(output)
+    if torch.is_grad_enabled():
+        call = group.calls.forward_call
+        runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
+        if call.inputs and not tensors:
+            _check_output_type(group, output)
+    if not in_backward():
+        group.calls.move(Phase.IDLE, group)
+        used_next, last = runtime.prefetch.forward_ends(group), group.calls.all_have_run(module)
+        if group.reshards_after_forward:
+            _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
+            if last and not used_next and not runtime.keeps_gathered:
+                group.finish_forward()
+        if group is runtime.root:
+            runtime.end_forward()
+        elif group.visible.unsharded and runtime.root.calls.phase is Phase.IDLE:  # called beside the root
+            group.leave_unsharded()
+    return output
+
+
+def _check_output_type(group: ParamGroup, output: object) -> None:
+    """RuntimeError if tensors cannot be found in the output: their backward would run without gathered parameters."""
+    if not isinstance(output, (type(None), bool, int, float, str, tuple, list, dict)):
+        raise RuntimeError(
+            f"'{group.name}' returns a {type(output).__name__}, in which tensors cannot be found (rank {group.mesh.rank}): "
+            "return tensors, or tuples, lists, dicts or dataclasses of them"
+        )
+
+
+def _check_no_parameters(group: ParamGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """RuntimeError if a parameter, or a view of one, leaves the module: its memory is about to be freed."""
+    for tensor in tensors:
+        if group.params and group.gather.full.holds(tensor):
+            raise RuntimeError(
+                f"'{group.name}' returns a parameter or a view of one, of shape {tuple(tensor.shape)}, whose memory is freed "
+                f"after its forward (rank {group.mesh.rank}): return a copy, such as .clone()"
+            )
+
+
+def start(group: ParamGroup) -> Runtime:
+    """Make the runtime of the root of `group`'s tree. Collective.
+
+    Raises RuntimeError if `group` is not that root: its first forward must come through the root.
+    """
+    if len(group.modules) > 1 and group.parent is None:
+        raise RuntimeError(
+            f"forward of '{group.name}' (rank {group.mesh.rank}): it was sharded in a list with other modules, and no sharded "
+            "module around them says when an iteration begins; call fully_shard on the module that calls them"
+        )
+    if group.parent is not None:
+        raise RuntimeError(
+            f"forward of '{group.name}' before that of its root (rank {group.mesh.rank}): it is part of "
+            f"'{group.root.name}', which was sharded after it; run the first forward through that module, or register the "
+            "method that calls this one, by register_fsdp_forward_method"
+        )
+    # What is made now outlives the caller's mode: inference, torch.func's transforms, forward-mode AD.
+    with torch.inference_mode(False), torch.no_grad(), outside_transforms():
+        return Runtime(group)
+
+
+# ---------------------------------------------------------------------- backward
+
+
+def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
+    runtime = group.runtime
+    if runtime is None:
+        raise RuntimeError(
+            f"backward of '{group.name}' (rank {group.mesh.rank}): its parameters have moved to another dtype or "
+            "device since the forward; run the forward again"
+        )
+    assert isinstance(runtime, Runtime), "start() makes one"
+    runtime.begin_backward()
+    if not group.calls.begin_backward(call, group):
+        if group.visible.unsharded:
+            group.wait_unsharded()  # this output's stream may be another
+        return
+    group.note_gradients()
+    with ranged("FSDP::pre_backward", group):
+        if group.settings.unshard_in_backward:
+            group.unshard()
+            group.wait_unsharded()
+        runtime.gather_ahead(runtime.prefetch.backward_starts(group), "FSDP::backward_prefetch for")
+    if events.listener is not None:
+        events.listener.begin(Step.BACKWARD, group, runtime.streams.compute)
+
+
+def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
+    group = reference()
+    assert group is not None, "the graph refers to it, at the outputs of its modules"
+    group.note_gradients()
+    if group.reduction_due(Progress.GRADIENT_READY):
+        runtime = group.runtime
+        assert isinstance(runtime, Runtime), "a forward comes first"
+        runtime.begin_backward()
+        # Hazard: resharding here would be too early. A node that saved a frozen or detached parameter may still have to run.
+        runtime.reduce(group)
+
+
+def _post_backward(group: ParamGroup, call: ForwardCall) -> None:
+    over = group.calls.input_done(call)
+    due = group.reduction_due(Progress.MODULE_DONE if over else Progress.GRADIENT_READY)
+    if not over and not due:
+        return
+    runtime = group.runtime
+    assert isinstance(runtime, Runtime), "a forward comes first"
+    if over and events.listener is not None:
+        events.listener.end(Step.BACKWARD, group, runtime.streams.compute)
+    repeats = runtime.prefetch.backward_repeats(group)
+    if due and not repeats:
+        runtime.reduce(group)
+    if over and not group.calls.open_calls and not repeats and group.calls.phase is Phase.BACKWARD:
+        group.calls.move(Phase.IDLE, group)
+        group.finish_backward(is_needed=runtime.keeps_gathered)
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,456 @@
+"""One communication unit: parameters gathered together and reduced together.
+
+| step                 | stream      | before -> after                            | cost                                    |
+|----------------------|-------------|--------------------------------------------|-----------------------------------------|
+| unshard              | gather      | shard (S,) -> full (N * S,)                | 1 all-gather, (N - 1) * S bytes         |
+| wait_unsharded       | compute     | the modules see full parameters            | 1 event wait                            |
+| reshard              | gather      | the modules see shards; full is freed      | no communication                        |
+| reshard_to_subgroup  | gather      | the same, but 1 / k of full is kept        | that part copied; k ranks gather again  |
+| pack_grads           | compute     | gradients -> packed                        | gradients read and written once         |
+| reduce_grads         | reduce      | packed -> this rank's segment              | 1 reduce-scatter                        |
+
+Legend: N ranks; S bytes in a segment of the layout; k neighbouring ranks. Compute is the stream that is current: the user may
+call each module on another.
+Invariant: between these steps, what is gathered exists exactly while `ready` is not None. Only a gather that failed leaves
+memory without it, which the next one uses.
+`hooks.py` calls these steps around a module's forward and backward; `runtime.py` calls the reduction for several groups at a
+time, and its last steps on the group's `GradientReduction`. How parameters are gathered is in `gather/`, how gradients are
+reduced in `reduce/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from weakref import ref
+
+import torch
+from torch import nn
+
+from ...comm import Communicator, DeviceMesh, Stream, Work, world
+from ...tensor.dtensor import DTensor
+from ...tensor.group_registry import set_group
+from ...torch_internals import outside_transforms
+from ..base import events
+from ..base.autograd import ModuleCalls, Progress
+from ..base.events import Step, ranged
+from ..base.policy import UNQUANTISED, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, RootSettings, Settings
+from ..gather.coded import QuantizedGather
+from ..gather.gather import RESIDENT, AllGather, FlatGather, Gather, subgroup
+from ..memory.context import Context, Streams
+from ..params.in_place import give_places
+from ..params.layout import Layout
+from ..params.param import ShardedParam, Slot
+from ..params.visible import VisibleParams
+from ..reduce.coded import CodedReduction
+from ..reduce.packed import PackedGrads
+from ..reduce.reduce import GradientReduction, SetAside
+
+
+@dataclass(slots=True)
+class GroupSettings(Settings):
+    """The settings of a group.
+
+    forward_prefetch, backward_prefetch: the groups to gather ahead of it. None: those that the recorded order names.
+    """
+
+    forward_prefetch: list[ParamGroup] | None = None
+    backward_prefetch: list[ParamGroup] | None = None
+    user_has_unsharded: bool = False  # inside of `unsharded`, which writes it
+
+
+class ParamGroup:
+    """Parameters of one `fully_shard` call on one mesh that are gathered and reduced together.
+
+    device_mesh: as given, of one axis or two.   ignored: parameters that belong to no group, by where they are registered.
+    """
+
+    # Written by the constructor.
+    device_mesh: DeviceMesh
+    mesh: DeviceMesh  # its last axis: the ranks that the parameters are sharded over
+    replicas: DeviceMesh | None  # its first of two axes: the ranks that hold the same shards
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    offloads: bool  # the shards are on the host, the mesh on another device
+    settings: GroupSettings  # its fields are written by the setters of FSDPModule, and by `unsharded`
+    ignored: frozenset[Slot]
+    gather_comm: Communicator
+    reduce_comm: Communicator
+    all_reduce_comm: Communicator | None
+    calls: ModuleCalls
+    gather_kind: type[Gather]  # of what is not quantised
+    quantization_policy: QuantizationPolicy  # as given
+    _coded: CodedReduction | None  # as the policy was given
+    _modules: Sequence[ref[nn.Module]]
+
+    name: str  # the full names of its modules, once the root is known; written by rename()
+
+    # Written by adopt(), of the group or of its parent.
+    parent: ParamGroup | None
+    children: list[ParamGroup]
+    root_settings: RootSettings | None  # None inside another group; FSDPModule's setters write its fields
+
+    # Written by _take(), anew when parameters change their dtype or device.
+    params: Sequence[ShardedParam]
+    gather: Gather
+    layout: Layout
+    quantization: QuantizationPolicy  # what holds now
+    coded: CodedReduction | None  # so does this
+    nbytes: int  # of the gathered parameters
+    bucket_nbytes: int  # the same on all ranks, those of other columns included: what fills a bucket of reductions
+    visible: VisibleParams
+
+    # Written by attach().
+    runtime: Context | None  # that of the root, made by its first forward; written by detach() too
+    _streams: Streams
+    _note: Callable[..., None]  # into the flight recorder
+
+    # Written by a step.
+    ready: Work | None  # done when the parameters are gathered; None while sharded; written by unshard() and reshard()
+    _readers: dict[Stream, None]  # on which what is gathered was used; written by wait_unsharded() and reshard()
+    _grad_streams: dict[Stream, None]  # on which gradients were made since the last pack_grads(); written by note_gradients()
+    trainable: list[ShardedParam]  # written by refresh_trainable() and detach()
+    reduction: GradientReduction | None  # of the trainable parameters; written with them
+    set_aside: SetAside  # gradients of parameters that are not trainable now
+    _sees_dtensors: bool  # the modules do, by an extension of the user's; written with them
+    _versions: list[int]  # of the shards at the last invalidate_stale(); others now mean that shards have changed since
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[ShardedParam],
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        settings: GroupSettings,
+        gather_kind: type[Gather] = FlatGather,
+        quantization_policy: QuantizationPolicy = UNQUANTISED,
+        *,
+        ignored: frozenset[Slot] = frozenset(),
+        root_settings: RootSettings | None = None,
+    ) -> None:
+        self._modules = [ref(module) for module in modules]
+        self.device_mesh = mesh
+        self.mesh = mesh if len(mesh.shape) == 1 else mesh[mesh.axis_names[1]]
+        self.replicas = None if len(mesh.shape) == 1 else mesh[mesh.axis_names[0]]
+        self.mp_policy = mp_policy
+        self.offload_policy = offload_policy
+        self.offloads = offload_policy.applies_to(mesh.device)
+        self.settings = settings
+        self.ignored = ignored
+        self.name = type(modules[0]).__name__
+        self.parent, self.children = None, []
+        self.root_settings = RootSettings() if root_settings is None else root_settings
+        self.calls = ModuleCalls(self._modules)
+        self.runtime, self.ready, self.set_aside = None, None, SetAside()
+        self._readers, self._grad_streams = {}, {}
+        self.trainable, self.reduction, self._versions = [], None, []
+        # Made here, where every rank is: in a pipeline, ranks of a later stage wait for the output of this one.
+        for param in params:
+            if param.outer is not None:
+                param.outer.open_communicators(mesh)
+        self.gather_comm = self.mesh.communicator("gather")
+        self.reduce_comm = self.mesh.communicator("reduce")
+        self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
+        if type(settings.reshard_after_forward) is int:
+            subgroup(self.mesh, settings.reshard_after_forward)
+        self.gather_kind, self.quantization_policy = gather_kind, quantization_policy
+        self._coded = CodedReduction.open(mesh, quantization_policy.reduce, quantization_policy.full_precision_ranks)
+        self._take(params)
+
+    # ------------------------------------------------------------------ set-up
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Those that were sharded together, but for those that are gone."""
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    def _take(self, params: Sequence[ShardedParam]) -> None:
+        """Plan the layout of these parameters and keep this rank's shards of them."""
+        self.params = params
+        self.quantization = self.quantization_policy.of_group([p.dtype for p in params], self.mp_policy, self.device_mesh)
+        self.coded = None if self.quantization.reduce is None else self._coded
+        kind = self.gather_kind if self.quantization.gather is None else QuantizedGather
+        self.gather = kind(params, self.device_mesh, self.mesh, self.mp_policy, self.offload_policy, self.quantization)
+        self.layout = self.gather.layout
+        self.nbytes = self.bucket_nbytes = self.layout.nbytes
+        if any(param.outer is not None for param in params):
+            self.bucket_nbytes = sum(param.most_nbytes for param in params)
+        self.visible = VisibleParams(params)
+        for param in params:
+            set_group(param.sharded, self)
+
+    def rebuild(self, params: Sequence[ShardedParam]) -> None:
+        """Plan anew for these of its parameters, with what is registered for them now. Collective if shards move."""
+        self._take([param.clone_spec() for param in params])
+
+    def rename(self, name: str) -> None:
+        """Give the group the name that errors and profiles show."""
+        self.name = name
+
+    def adopt(self, children: Sequence[ParamGroup]) -> None:
+        """Make this the parent of groups of sharded modules inside its own, or of its own modules on other meshes."""
+        for child in children:
+            child.parent, child.root_settings = self, None
+            self.children.append(child)
+
+    @property
+    def root(self) -> ParamGroup:
+        """The group of the outermost sharded module around this one."""
+        return self if self.parent is None else self.parent.root
+
+    def with_descendants(self) -> Iterator[ParamGroup]:
+        """This group and those of sharded modules inside its own, from the outside in."""
+        yield self
+        for child in self.children:
+            yield from child.with_descendants()
+
+    def attach(self, runtime: Context, window: AllGather | None) -> None:
+        """Join the runtime of a root: make buffers, and everything that a step only replays.
+
+        window: an all-gather through a symmetric window, if the group has one.
+        """
+        self.runtime, self._streams = runtime, runtime.streams
+        self._note = world().recorder.note
+        self.gather.attach(runtime, self.settings, window, self)
+        self.visible.attach(self.params)
+
+    def detach(self) -> None:
+        """Leave the runtime, between iterations. The next forward of the root makes another."""
+        self.reshard()
+        if self.runtime is not None:
+            self.gather.detach(self._streams.gather)
+        self.visible.set_linear(())  # they refer to the reduction, and it to them
+        self.calls.unwatch_gradients()
+        self.runtime, self.reduction, self.trainable = None, None, []
+
+    # ------------------------------------------------------------------ an iteration begins
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Its modules have full parameters for their forward only, so must not return any."""
+        if self.settings.reshard_after_forward is None:
+            return self.parent is not None or not torch.is_grad_enabled()
+        return self.settings.reshard_after_forward is not False
+
+    def begin(self) -> None:
+        """An iteration starts."""
+        self.refresh_trainable()
+        self.invalidate_stale()
+        if len(self._modules) > 1:
+            self.calls.begin_iteration()
+
+    def refresh_trainable(self) -> None:
+        """Follow the sharded parameters' `requires_grad`, which the user may change between iterations."""
+        trainable = [param for param in self.params if param.sharded.requires_grad]
+        if trainable == self.trainable or (not torch.is_grad_enabled() and self.set_aside.holds(self.reduction)):
+            return
+        found = self.set_aside.exchange(f"'{self.name}' (rank {self.mesh.rank})", self.reduction, trainable)
+        assert self.runtime is not None, "attach() comes first"
+        self.trainable, self.reduction = [], None  # until all is made, so that the next iteration tries again if that fails
+        for param in self.params:
+            param.unsharded.requires_grad_(False)
+        self.calls.unwatch_gradients()
+        self.visible.set_linear(())
+        self._sees_dtensors = any(isinstance(param.unsharded, DTensor) for param in trainable)
+        if trainable:
+            self.reduction = found or GradientReduction(
+                self.params,
+                self.layout,
+                self.reduce_comm,
+                self.all_reduce_comm,
+                self.settings,
+                self.mp_policy.reduction_dtype(param.dtype for param in trainable),
+                self.runtime.memory,
+                self.runtime.comm_buffer_for(self.nbytes, symmetric=self.settings.symmetric),
+                self,
+                self.coded,
+            )
+            # Cost: a group around others would have its packed buffer for all of the backward. Where reductions overlap compute
+            # the last one has the buffer while gradients are computed: 10 of 12 groups would be refused it.
+            if self.runtime.is_large(self.nbytes) and not self.children and not self._streams.reduce.overlaps:
+                self.visible.set_linear(
+                    give_places(trainable, self.reduction.has_place, self.reduction.place, self.calls, self._streams)
+                )
+        for param in trainable:
+            param.unsharded.requires_grad_()
+        self.trainable = trainable
+
+    @property
+    def sums_terms(self) -> bool:
+        """Some trainable parameters have terms of gradients only, which are added up over the ranks of another mesh."""
+        return self.reduction is not None and bool(self.reduction.partial_sums)
+
+    def invalidate_stale(self) -> None:
+        """Free what is gathered, all or a part, if the shards have changed since, by an optimizer for example."""
+        versions = [param.sharded._version for param in self.params]
+        if (self.ready is not None or self.gather.post_forward_shard is not None) and self._versions != versions:
+            self.gather.drop_post_forward_shard(self._streams.gather)
+            self.reshard()
+        self._versions = versions
+
+    # ------------------------------------------------------------------ full parameters, in the order of a step
+
+    def unshard(self) -> None:
+        """Gather the parameters. No-op if that is done or under way (prefetch)."""
+        if self.ready is not None or not self.params:
+            return
+        if self.gather.resident:
+            self.ready = RESIDENT
+        else:
+            with ranged("FSDP::all_gather", self), outside_transforms():
+                self._note("gather", self.name)
+                if events.listener is not None and not self.gather.is_local:
+                    events.listener.launch(Step.GATHER, (self,), joint=self.gather.joint)
+                self.ready = self.gather.launch(self._streams.gather)
+
+    def wait_unsharded(self) -> None:
+        """Let compute wait for the gather and the modules see full parameters. No-op if it has, and they do."""
+        if self.ready is None:
+            return
+        compute = self._streams.compute
+        if self.visible.unsharded and compute in self._readers:
+            return
+        self._readers[compute] = None
+        if (listener := events.listener) is not None:
+            listener.begin(Step.WAIT, self, compute)
+        with ranged("FSDP::all_gather_copy_out", self):
+            self.ready.wait(compute)
+            self.gather.fill_unsharded(compute)
+            if not self.visible.unsharded:
+                self.visible.show_unsharded()
+        if listener is not None:
+            listener.end(Step.WAIT, self, compute)
+
+    def reshard(self) -> None:
+        """Let the modules see the shards and free what is gathered. No-op while sharded."""
+        if self.ready is None:
+            return
+        if self.visible.exposed:
+            self.visible.conceal()
+        self.visible.show_sharded()
+        if not self.gather.resident:
+            self._note("free", self.name)
+            # The current stream has waited for streams that were used inside of the modules.
+            self._readers[self._streams.compute] = None
+            self.gather.release(self._streams.gather, self._readers)
+        self._readers.clear()
+        self.ready = None
+
+    def reshard_and_repair(self) -> None:
+        """Reshard. The modules see the shards even where the user's code has temporarily registered the gathered parameters."""
+        self.reshard()
+        if self.runtime is not None:
+            self.visible.replace_unsharded()
+
+    def reshard_to_subgroup(self, ranks: int) -> None:
+        """Reshard, but keep a part: this rank and its neighbours, `ranks` in all, gather the parameters from each other."""
+        if self.ready is not None:
+            self._note("keep a post-forward shard of", self.name)
+            with outside_transforms():
+                self.gather.reshard_to_subgroup(ranks, self._streams.gather)
+            self.reshard()
+
+    def finish_forward(self) -> None:
+        """A forward that reshards has used the parameters for the last time. By the settings, keep a part for the backward."""
+        ranks = self.settings.reshard_after_forward
+        if isinstance(ranks, bool) or ranks is None or self.gather.resident or not torch.is_grad_enabled():
+            self.reshard()
+        else:
+            self.reshard_to_subgroup(ranks)
+
+    def leave_unsharded(self) -> None:
+        """A forward is over, and the parameters stay gathered: the user can reach them, or sees shards, which have gradients.
+
+        Without gradients no backward follows, after which the user would see shards again.
+        """
+        if torch.is_grad_enabled() or self.settings.user_has_unsharded:
+            self.visible.expose()
+        else:
+            self.visible.show_sharded()
+
+    def finish_backward(self, *, is_needed: bool) -> None:
+        """A backward has used the parameters for the last time: reshard, or by the settings only let the modules see shards.
+
+        is_needed: not for the last time, since that backward has made a graph, which refers to them.
+        """
+        if self.ready is None:
+            return
+        with ranged("FSDP::post_backward_reshard", self):
+            if self.settings.reshard_after_backward and not is_needed:
+                self.reshard()
+            else:
+                self.visible.show_sharded()
+
+    # ------------------------------------------------------------------ gradients, in the order of a step
+
+    def reduction_due(self, progress: Progress, *, reduced: bool = False) -> bool:
+        """Whether to reduce the gradients now.
+
+        When one more gradient is ready: if that was the last. But where parameters may be unused, ranks may differ in when they
+        have all gradients; only the end of the module is the same for all.
+        When a call of the module is over: if there is any gradient, or if zeros stand for gradients that other ranks may have.
+        When the backward is over: also for what earlier backwards have left packed.
+
+        reduced: this backward has reduced the group already.
+        """
+        if self.reduction is None:
+            return False
+        if progress is Progress.GRADIENT_READY:
+            return not self.settings.reduce_unused and all(param.unsharded.grad is not None for param in self.trainable)
+        if [param for param in self.trainable if param.unsharded.grad is not None]:  # Cost: any() would take twice as long
+            return True
+        if progress is Progress.MODULE_DONE:
+            return self.settings.reduce_unused
+        unused = self.settings.reduce_unused and not reduced
+        return self.settings.sync_gradients and (self.reduction.needs_reduction or unused)
+
+    def note_gradients(self) -> None:
+        """Gradients are made on the current stream; or it has waited for the one on which they were made."""
+        self._grad_streams[self._streams.compute] = None
+
+    def pack_grads(self) -> PackedGrads | None:
+        """Move the gradients of the unsharded parameters to a packed buffer. None if nothing is to be reduced.
+
+        On the first stream on which they were made, unless memory of another one is held. Only after `note_gradients`.
+        """
+        assert self.reduction is not None, "only trainable parameters get gradients"
+        grads = [param.unsharded.grad for param in self.trainable]
+        if self._sees_dtensors:
+            grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        made_on, self._grad_streams = self._grad_streams, {}
+        stream = self.reduction.packs_on(next(iter(made_on)))
+        self._streams.packed_on[stream] = None
+        others = [other for other in made_on if other != stream]
+        for other in others:
+            stream.wait(other.record())
+        if (listener := events.listener) is not None:
+            listener.begin(Step.PACK, self, stream)
+        packed = self.reduction.pack(grads, stream)
+        if listener is not None:
+            listener.end(Step.PACK, self, stream)
+        for other in others:  # Hazard: gradients that they have allocated are about to be freed
+            other.wait(stream.record())
+        for param in self.trainable:
+            param.unsharded.grad = None
+        return packed
+
+    def reduce_grads(self, packed: PackedGrads) -> None:
+        """Reduce what is packed over the shard ranks."""
+        assert self.reduction is not None, "only trainable parameters get gradients"
+        self._note("reduce", self.name)
+        self.reduction.launch(packed, self._streams.reduce)
+
+    # ------------------------------------------------------------------ after a failure
+
+    def reset(self) -> None:
+        """Idle and sharded again; the gradients of the failed iteration are dropped."""
+        self.calls.reset()
+        for param in self.params:
+            param.unsharded.grad = param.sharded.grad = None
+        if self.reduction is not None:
+            self.reduction.discard()
+        self.set_aside.discard()
+        self._grad_streams.clear()
+        self.gather.drop_post_forward_shard(self._streams.gather)
+        self.reshard()

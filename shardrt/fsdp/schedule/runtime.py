@@ -1,0 +1,382 @@
+"""One root's iteration: where it begins and ends, and the reductions of several groups at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import Enum, auto
+from typing import cast
+
+import torch
+from torch import nn
+
+from ... import comm
+from ...comm import malloc
+from ...torch_internals import outside_transforms, queue_backward_callback
+from ..base import events
+from ..base.autograd import Phase, Progress, TensorWatcher
+from ..base.events import Step, ranged
+from ..base.policy import RootSettings
+from ..memory import context
+from ..memory.buffers import FlatBuffer, Handoff
+from ..reduce.grad_layout import reduce_layout
+from ..reduce.packed import Held, PackedGrads
+from ..reduce.reduce import GradientReduction
+from . import registered, symmetric_windows
+from .moves import warn_of_unwritten
+from .param_group import ParamGroup
+from .prefetch import PrefetchQueue
+from .same_batches import FirstBatch
+
+_ONLY_FORWARD = 4  # forwards without a backward after which none is expected
+
+
+class End(Enum):
+    """What became of the end of the last backward, which reduces what is left."""
+
+    REACHED = auto()  # or there was no backward
+    QUEUED = auto()  # autograd will call; or an exception has cut the backward short
+    FAILED = auto()
+
+
+class Runtime(context.Context):
+    """What the groups under one root share, and the steps of an iteration. Made by the root's first forward. Collective."""
+
+    root: ParamGroup
+    groups: list[ParamGroup]  # all under the root, from the outside in
+    prefetch: PrefetchQueue
+    watcher: TensorWatcher
+    first_batch: FirstBatch
+    _settings: RootSettings
+    _tensor_parallel: bool  # some of the parameters are
+    _unknown: registered.UnknownParams
+    _to_reduce: dict[ParamGroup, None]  # groups whose gradients are ready, in order; small ones wait for more
+    _to_reduce_nbytes: int
+    # The newest reductions: what each has packed and makes, and the buffers that it uses.
+    _in_flight: deque[tuple[Mapping[ParamGroup, PackedGrads], Sequence[Handoff]]]
+    _reductions_in_flight: int  # at most; written when an iteration begins
+    _reduced: set[ParamGroup]  # in this backward
+    _forwards: int  # begun so far
+    _first_written: int | None  # `_writes()` when the first backward ended
+    _end: End
+    makes_graph: bool  # the newest backward was one with create_graph=True; written by begin_backward()
+    # Such a graph needs the gathered parameters, until the end of a backward that makes none; written by begin_backward(),
+    # _finish_backward() and reset()
+    keeps_gathered: bool
+
+    def __init__(self, root: ParamGroup) -> None:
+        groups = list(root.with_descendants())
+        super().__init__(root.mesh.device, replicas=any(group.replicas is not None for group in groups))
+        assert root.root_settings is not None, "it has no parent"
+        self.root = root
+        self._settings = root.root_settings
+        self.prefetch = PrefetchQueue(self.streams.gather)
+        self.watcher = TensorWatcher()
+        self.first_batch = FirstBatch(root)
+        self._to_reduce, self._to_reduce_nbytes = {}, 0
+        self._in_flight, self._reductions_in_flight = deque(), 1
+        self._reduced = set()
+        self._forwards, self._first_written = 0, None
+        self._end, self.makes_graph, self.keeps_gathered = End.REACHED, False, False
+        names = {module: name for name, module in root.modules[0].named_modules()}
+        _check_one_root(root, names)
+        _rename(root, groups, names)
+        registered.follow(root, groups)
+        self.groups = registered.split_hooked(root)
+        for group in self.groups:
+            group.gather.check_ready(group.name)
+        if root.mesh.rank == 0:
+            warn_of_unwritten(names)
+        self._tensor_parallel = any(param.outer is not None for group in self.groups for param in group.params)
+        try:
+            self._attach()
+            self._unknown = registered.UnknownParams(root)
+            for group in self.groups:
+                group.refresh_trainable()
+        except BaseException:  # for example, out of memory: the next forward tries again
+            for group in self.groups:
+                group.detach()
+            raise
+
+    def _attach(self) -> None:
+        symmetric_windows.check_same_windows(self.root, self.groups)
+        windows = symmetric_windows.gathers(self.groups)
+        for group in self.groups:
+            group.attach(self, windows.get(group))
+        whole = [group for group in self.groups if group.coded is None or group.coded.shards is None]
+        sent = [
+            group
+            for group in whole
+            if group.mesh.size > 1 and self.sends_from_comm_buffer(group.nbytes, symmetric=group.settings.symmetric)
+        ]
+        reducer = self.root.mesh.communicator("reduce")
+        symmetric = symmetric_windows.useful(reducer) and any(group.settings.symmetric for group in sent)
+        nbytes = max((packed_nbytes(group) for group in sent), default=0)
+        self.make_comm_buffer(reducer, nbytes, symmetric=symmetric)
+
+    # ------------------------------------------------------------------ forward
+
+    def begin_forward(self) -> None:
+        """The root's forward starts."""
+        if self._end is not End.REACHED:
+            raise self._did_not_end()
+        for group in self.groups:
+            registered.check_registered(group)
+        self._unknown.warn()
+        with ranged("FSDP::root_pre_forward"):
+            self._begin_iteration()
+
+    def _begin_iteration(self) -> None:
+        self._forwards += 1
+        if not malloc.keeps and self._has_allocated():
+            malloc.trim()
+            malloc.keep_freed_memory()
+        done = self._settings.take_post_optim_event()
+        self.streams.begin(done)
+        if done is not None and any(group.gather.resident for group in self.groups):
+            self.streams.compute.wait(done)  # it reads the shards themselves
+        for group in self.groups:
+            group.begin()
+        self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
+        self.prefetch.begin(self._settings.prefetch)
+
+    def _has_allocated(self) -> bool:
+        """What lasts is allocated, as far as can be told: an optimizer has taken gradients, or there will be none."""
+        if self._first_written is None:
+            return self._forwards > _ONLY_FORWARD
+        reductions = [group.reduction for group in self.groups if group.reduction is not None]
+        waits = any(not each.grads.are_missing or each.held is not Held.NOTHING for each in reductions)  # for an optimizer
+        return self._writes() != self._first_written or not waits
+
+    def _writes(self) -> int:
+        """How often trainable shards were written: also by optimizers whose gradients stay, or are dropped after a forward."""
+        params = [param for group in self.groups for param in group.params if param.sharded.requires_grad]
+        return sum(param.sharded._local_tensor._version for param in params)  # type: ignore[attr-defined]
+
+    def end_forward(self) -> None:
+        """The root's forward is over: free what was gathered ahead and not used."""
+        for group in self.groups:
+            stays = self.keeps_gathered or torch.is_grad_enabled() or not group.reshards_after_forward
+            if group.visible.unsharded and stays:
+                group.leave_unsharded()
+            elif not self.keeps_gathered:
+                group.reshard()
+        if not torch.is_grad_enabled() and any(group.offloads for group in self.groups):
+            self.streams.gather.synchronize()  # the caller may write to the shards, on the host
+
+    def gather_ahead(self, groups: list[ParamGroup], label: str) -> None:
+        """Start to gather groups that the prefetch queue has named. label: of the range in a profile."""
+        if groups:
+            with ranged(label, *groups), outside_transforms():
+                self._gather_ahead(groups)
+
+    def _gather_ahead(self, groups: list[ParamGroup]) -> None:
+        # A custom collective, or a decoder, uses at once what is gathered, so it cannot be one of a group of calls.
+        ours = [group for group in groups if group.gather.joint]
+        with _together(group.gather_comm for group in ours):
+            for group in ours:
+                group.unshard()
+        for group in groups:
+            if not group.gather.joint:
+                group.unshard()
+
+    # ------------------------------------------------------------------ backward
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward is ready: have autograd call back at its end."""
+        if self._end is End.FAILED:
+            raise self._did_not_end()
+        if self._end is End.REACHED:
+            self._end, self.makes_graph = End.QUEUED, torch.is_grad_enabled()
+            self.keeps_gathered |= self.makes_graph
+            for group in self.groups:
+                if group.visible.exposed:
+                    group.visible.conceal()
+            queue_backward_callback(self._end_backward)
+
+    def _did_not_end(self) -> RuntimeError:
+        return RuntimeError(
+            f"the last backward through '{self.root.name}' did not end (rank {self.root.mesh.rank}): an exception cut it "
+            "short; call reset_iter_state() on the root to drop its gradients and go on"
+        )
+
+    def reduce(self, group: ParamGroup) -> None:
+        """The gradients of `group` are due: pack and reduce them, small groups several at a time."""
+        group.note_gradients()
+        if group not in self._to_reduce:
+            self._to_reduce[group] = None
+            self._to_reduce_nbytes += group.bucket_nbytes
+        if self._to_reduce_nbytes > context.BUCKET_BYTES:
+            self._reduce_bucket()
+
+    def _reduce_bucket(self) -> None:
+        """Reduce the groups that wait. Few buckets are in flight at a time, which bounds the memory of packed gradients."""
+        again = any(packed.keys() & self._to_reduce.keys() for packed, _ in self._in_flight)  # with the same buffers
+        with ranged("FSDP::post_backward_rs_wait", *self._to_reduce):
+            self._retire(0 if again else self._reductions_in_flight - 1)
+        with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
+            with ranged("FSDP::post_backward_accumulate", *self._to_reduce):
+                packed = {group: group.pack_grads() for group in self._to_reduce}
+            if sent := {group: grads for group, grads in packed.items() if grads is not None}:
+                self._send(sent)
+        self._to_reduce.clear()
+        self._to_reduce_nbytes = 0
+
+    def _send(self, packed: dict[ParamGroup, PackedGrads]) -> None:
+        """Reduce what these groups have packed, over the shard ranks and over the replicas, and publish it."""
+        streams = self.streams
+        with ranged("FSDP::post_backward_reduce", *packed):
+            self._reduce(packed)
+        with ranged("FSDP::post_backward_publish", *packed):
+            for group, grads in packed.items():
+                _reduction(group).publish(grads, streams.post_reduce)
+        used: dict[comm.Stream, list[FlatBuffer]] = {}
+        for grads in packed.values():
+            used.setdefault(grads.stream, []).extend(grads.used)
+        ready = streams.post_reduce.record()
+        self._in_flight.append((packed, [Handoff(buffers, ready, stream) for stream, buffers in used.items()]))
+        if not streams.post_reduce.overlaps:
+            self._retire(0)  # it has run
+        self._reduced.update(packed)
+
+    def _reduce(self, packed: dict[ParamGroup, PackedGrads]) -> None:
+        streams = self.streams
+        if events.listener is not None:
+            events.listener.launch(Step.REDUCE, packed)
+        for stream in dict.fromkeys(grads.stream for grads in packed.values()):
+            streams.reduce.wait(stream.record())
+        for group in [group for group in packed if group.sums_terms] if self._tensor_parallel else ():
+            _reduction(group).sum_terms(packed[group], streams.reduce)
+        joint = [group for group in packed if _reduction(group).launches_jointly]
+        with _together(group.reduce_comm for group in joint):
+            for group in joint:
+                group.reduce_grads(packed[group])
+        for group in packed:
+            if not _reduction(group).launches_jointly:
+                group.reduce_grads(packed[group])
+        if streams.post_reduce is not streams.reduce:
+            streams.post_reduce.wait(streams.reduce.record())
+            self._reduce_over_replicas({group: grads for group, grads in packed.items() if group.all_reduce_comm is not None})
+
+    def _reduce_over_replicas(self, packed: dict[ParamGroup, PackedGrads]) -> None:
+        stream = self.streams.post_reduce
+        if events.listener is not None:
+            events.listener.launch(Step.ALL_REDUCE, packed)
+        joint = [group for group in packed if _reduction(group).launches_jointly_over_replicas]
+        with _together(cast("comm.Communicator", group.all_reduce_comm) for group in joint):
+            for group in joint:
+                _reduction(group).launch_over_replicas(packed[group], stream)
+        for group in packed:
+            if not _reduction(group).launches_jointly_over_replicas:
+                _reduction(group).launch_over_replicas(packed[group], stream)
+
+    def _retire(self, newest: int) -> None:
+        """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
+        while len(self._in_flight) > newest:
+            for handoff in self._in_flight[0][1]:
+                handoff.release()
+            self._in_flight.popleft()  # Hazard: not before: a hook may have dropped a gradient that a stream still uses
+
+    def _end_backward(self) -> None:
+        """Reduce what is left, such as groups that waited for a gradient in vain, and let compute see all gradients."""
+        self._end = End.FAILED  # unless all of it returns
+        if events.listener is not None:
+            events.listener.end_backward(self.streams.compute)
+        with ranged("FSDP::root_post_backward_callback"):
+            self._finish_backward()
+        self._end = End.REACHED
+
+    def _finish_backward(self) -> None:
+        for group in self.groups:
+            if group.reduction_due(Progress.BACKWARD_DONE, reduced=group in self._reduced):
+                self.reduce(group)
+        if self._to_reduce:
+            self._reduce_bucket()
+        self._reduced.clear()
+        for group in self.groups:
+            if group.reduction is not None:
+                group.reduction.drop_early()
+            if group.calls.phase is Phase.BACKWARD:
+                group.calls.end_backward(group)
+            if group.ready is not None:
+                group.finish_backward(is_needed=self.makes_graph)
+        self.keeps_gathered = self.makes_graph
+        if self._first_written is None:
+            self._first_written = self._writes()
+        if self._settings.is_last_backward:
+            self.settle()
+
+    def settle(self) -> None:
+        """Let the caller's stream, where the optimizer runs, see all gradients, and free the buffers of the reductions."""
+        self._retire(0)
+        caller = self.streams.compute
+        caller.wait(self.streams.post_reduce.record())
+        for stream in self.streams.packed_on:
+            if stream != caller:
+                caller.wait(stream.record())  # which publishes what needs no reduction
+        self.streams.packed_on.clear()
+        if any(group.offloads for group in self.groups):
+            self.streams.synchronize()  # the optimizer reads the gradients on the host, which waits for no stream
+
+    def reset(self) -> None:
+        """Forget a failed iteration: wait for everything under way, and shard all groups again."""
+        self._end, self.keeps_gathered = End.REACHED, False
+        if events.listener is not None:
+            events.listener.end_backward(self.streams.compute)
+        self.prefetch = PrefetchQueue(self.streams.gather)  # what it has recorded may differ between ranks
+        self.streams.recover()
+        self._to_reduce.clear()
+        self._to_reduce_nbytes = 0
+        self._reduced.clear()
+        self._retire(0)
+        for group in self.groups:
+            if group.settings.reduce_hook_stream is not None:
+                group.settings.reduce_hook_stream.recover()
+        for group in self.groups:
+            group.reset()
+
+
+def _reduction(group: ParamGroup) -> GradientReduction:
+    assert group.reduction is not None, "it has packed"
+    return group.reduction
+
+
+def packed_nbytes(group: ParamGroup) -> int:
+    """Bytes of a group's packed gradients when every parameter is trainable."""
+    if not group.params:
+        return 0
+    segment = reduce_layout(group.layout, range(len(group.params)), group.mesh.rank).segment_numel
+    return group.mesh.size * segment * group.mp_policy.reduction_dtype(param.dtype for param in group.params).itemsize
+
+
+def _check_one_root(root: ParamGroup, names: dict[nn.Module, str]) -> None:
+    """RuntimeError for a sharded module under the root that is part of another root, of a module that is not under this one."""
+    for module, name in names.items():
+        found = vars(module).get("param_groups")  # other modules may have a method or a list of that name
+        for group in found if isinstance(found, tuple) else ():
+            if isinstance(group, ParamGroup) and not names.keys() & group.root.modules:
+                raise RuntimeError(
+                    f"'{name}' in '{root.name}' is part of '{group.root.name}' already, which was sharded around it (rank "
+                    f"{root.mesh.rank}): a sharded module has one root; call fully_shard on a module around both"
+                )
+
+
+def _rename(root: ParamGroup, groups: Iterable[ParamGroup], names: dict[nn.Module, str]) -> None:
+    """Name the groups as their modules are named under the root. RuntimeError for one that ran as a root of its own."""
+    for group in groups:
+        group.rename(", ".join(names.get(module, type(module).__name__) for module in group.modules) or group.name)
+        if group.runtime is not None:
+            raise RuntimeError(
+                f"'{group.name}' ran as a root of its own before '{root.name}' around it was sharded (rank "
+                f"{root.mesh.rank}): shard all modules, from the inside out, before the first forward"
+            )
+
+
+@contextmanager
+def _together(comms: Iterable[comm.Communicator]) -> Iterator[None]:
+    """Launch the calls of the `with` block on each of these communicators together."""
+    with ExitStack() as stack:
+        for communicator in dict.fromkeys(comms):
+            stack.enter_context(communicator.group())
+        yield
