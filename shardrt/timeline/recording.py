@@ -53,7 +53,7 @@ Change = tuple[float, str, Named, int]  # bytes of a kind that a group has from 
 
 
 class Recording(Hook):
-    """One rank's stamps. A hook of all communicators, a listener of `fsdp.base.events`, an observer of the memory of buffers and
+    """Stamps of a rank. A hook of all communicators, a listener of `fsdp.base.events`, an observer of the memory of buffers and
     of sharded gradients.
 
     Streams' threads add to it as well: a list's `append` needs no lock.
