@@ -19,7 +19,9 @@ import torch
 from checkpoints import assert_holds, freeze, shared_folder, small_state, stock_load, tensors_of, train
 from ranks import on_ranks, run_script
 from shardrt import checkpoint
-from shardrt.checkpoint import CheckpointError, async_save, latest, save, saving, sources
+from shardrt.checkpoint import CheckpointError, async_save, latest, save
+from shardrt.checkpoint.saving import save as saving
+from shardrt.checkpoint.saving import sources
 from shardrt.comm import Communicator, World
 
 

@@ -15,11 +15,12 @@ import shardrt
 from checkpoints import shared_folder
 from ranks import on_ranks
 from shardrt import FlatShard, RaggedShard, Replicate, Shard
-from shardrt.checkpoint import CheckpointError, load, loading, save
-from shardrt.checkpoint.dcp.items import BLOCK
-from shardrt.checkpoint.dcp.metadata import read_stored
-from shardrt.checkpoint.dcp.stored import StoredChunk
-from shardrt.checkpoint.dcp.stored_items import read_item
+from shardrt.checkpoint import CheckpointError, load, save
+from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.dcp.stored import StoredChunk
+from shardrt.checkpoint.formats.torch_file.items import BLOCK
+from shardrt.checkpoint.formats.torch_file.stored_items import read_item
+from shardrt.checkpoint.loading import load as loading
 from shardrt.comm import World
 from shardrt.tensor.placement import Placement
 

@@ -17,8 +17,13 @@ import pytest
 import torch
 
 from shardrt.checkpoint import CheckpointError
-from shardrt.checkpoint.dcp import metadata
-from shardrt.checkpoint.dcp.items import (
+from shardrt.checkpoint.disk.files import METADATA, bytes_of
+from shardrt.checkpoint.formats.dcp import metadata
+from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_pickle import INDEX_KEY, Columns, MetadataWriter, ending
+from shardrt.checkpoint.formats.dcp.metadata_pickle import Path as Keys
+from shardrt.checkpoint.formats.dcp.stored import Stored
+from shardrt.checkpoint.formats.torch_file.items import (
     BLOCK,
     BlockCrcs,
     combined_crc,
@@ -29,12 +34,7 @@ from shardrt.checkpoint.dcp.items import (
     item_lengths,
     without_gaps,
 )
-from shardrt.checkpoint.dcp.metadata import read_stored
-from shardrt.checkpoint.dcp.metadata_pickle import INDEX_KEY, Columns, MetadataWriter, ending
-from shardrt.checkpoint.dcp.metadata_pickle import Path as Keys
-from shardrt.checkpoint.dcp.stored import Stored
-from shardrt.checkpoint.dcp.stored_items import read_item
-from shardrt.checkpoint.store import METADATA, bytes_of
+from shardrt.checkpoint.formats.torch_file.stored_items import read_item
 from shardrt.tensor.placement import Box
 
 with warnings.catch_warnings():

@@ -18,8 +18,8 @@ from ranks import on_ranks
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, load, save
 from shardrt.checkpoint.__main__ import main
-from shardrt.checkpoint.dcp.metadata import read_stored
-from shardrt.checkpoint.objects import decode, encode
+from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.state.objects import decode, encode
 from shardrt.comm import World
 
 LARGE = 1 << 30

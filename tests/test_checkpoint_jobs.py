@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from shardrt.checkpoint import CheckpointError, drafts, latest
-from shardrt.checkpoint.folders import Keep, abandon, check_files, commit
-from shardrt.checkpoint.store import Writer
+from shardrt.checkpoint import CheckpointError, latest
+from shardrt.checkpoint.disk import drafts
+from shardrt.checkpoint.disk.files import Writer
+from shardrt.checkpoint.disk.folders import Keep, abandon, check_files, commit
 from test_checkpoint_store import FILE, STEPS, begin, content_of, counted_down, grow_old, memory, names, save, without_exchange
 
 __all__ = ["memory"]  # a fixture

@@ -20,9 +20,10 @@ import shardrt
 import toys_2d
 from ranks import job, on_ranks
 from shardrt import DTensor, Shard
-from shardrt.checkpoint import CheckpointError, StateDictOptions, get_optimizer_state_dict, load, loading, save
-from shardrt.checkpoint.dcp.metadata import read_stored
-from shardrt.checkpoint.dcp.stored_items import read_item
+from shardrt.checkpoint import CheckpointError, StateDictOptions, get_optimizer_state_dict, load, save
+from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.torch_file.stored_items import read_item
+from shardrt.checkpoint.loading import load as loading
 from shardrt.comm import World
 from toys import OddMLP, shard_blocks
 

@@ -22,9 +22,9 @@ from checkpoints import shared_folder, stock_load
 from ranks import on_ranks
 from shardrt.checkpoint import CheckpointError, load, save
 from shardrt.checkpoint.__main__ import main
-from shardrt.checkpoint.dcp.marks import own_id
-from shardrt.checkpoint.dcp.metadata import read_stored
-from shardrt.checkpoint.store import METADATA
+from shardrt.checkpoint.disk.files import METADATA
+from shardrt.checkpoint.formats.dcp.marks import own_id
+from shardrt.checkpoint.formats.dcp.metadata import read_stored
 from shardrt.comm import World
 
 

@@ -21,8 +21,8 @@ from checkpoints import Holder, assert_holds, shared_folder, small_state, stock_
 from ranks import on_ranks
 from shardrt.checkpoint import CheckpointError, PerRank, async_save, load, save, save_safetensors
 from shardrt.checkpoint.__main__ import main
-from shardrt.checkpoint.dcp.metadata import read_stored
-from shardrt.checkpoint.state import entries
+from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.state.entries import entries
 from shardrt.comm import World
 
 

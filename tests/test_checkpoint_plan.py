@@ -18,15 +18,16 @@ import toys_2d
 from checkpoints import shared_folder, small_state, stock_load, tensors_of, whole
 from ranks import on_ranks
 from shardrt import DTensor
-from shardrt.checkpoint import CheckpointError, assignment
-from shardrt.checkpoint.assignment import Agreed
-from shardrt.checkpoint.chunks import boxes_of
-from shardrt.checkpoint.dcp.items import BlockCrcs, item_footer, item_header, without_gaps
-from shardrt.checkpoint.dcp.metadata_pickle import ending
-from shardrt.checkpoint.descriptions import Described, Grid
-from shardrt.checkpoint.plan import Item, SavePlan, make_plan, write_metadata
-from shardrt.checkpoint.state import Entry, entries
-from shardrt.checkpoint.store import METADATA, bytes_of
+from shardrt.checkpoint import CheckpointError
+from shardrt.checkpoint.disk.files import METADATA, bytes_of
+from shardrt.checkpoint.formats.dcp.metadata_pickle import ending
+from shardrt.checkpoint.formats.torch_file.items import BlockCrcs, item_footer, item_header, without_gaps
+from shardrt.checkpoint.saving import assignment
+from shardrt.checkpoint.saving.assignment import Agreed
+from shardrt.checkpoint.saving.chunks import boxes_of
+from shardrt.checkpoint.saving.descriptions import Described, Grid
+from shardrt.checkpoint.saving.plan import Item, SavePlan, make_plan, write_metadata
+from shardrt.checkpoint.state.entries import Entry, entries
 from shardrt.comm import DeviceMesh, World
 from shardrt.tensor.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard, Spec
 
@@ -355,7 +356,7 @@ def test_tensors_of_one_layout_are_laid_out_once() -> None:
     agreed, found = Agreed.of_equal(tuple(kind), 4), list[bytes]()
     for kept, calls in ((1 << 21, 7), (0, 800)):  # two copies of three layouts, and one of the layout without replicas
         of_names = mock.patch.object(assignment, "boxes_of", wraps=boxes_of)
-        with mock.patch("shardrt.checkpoint.plan._KEPT", kept), of_names as boxes:
+        with mock.patch("shardrt.checkpoint.saving.plan._KEPT", kept), of_names as boxes:
             write_metadata(out := io.BytesIO(), agreed)
         found.append(out.getvalue())
         assert boxes.call_count == calls

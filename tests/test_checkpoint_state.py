@@ -21,10 +21,10 @@ import shardrt
 from ranks import on_ranks
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, load, save
-from shardrt.checkpoint.dcp.metadata import read_stored
-from shardrt.checkpoint.names import joined
-from shardrt.checkpoint.parts import intersect, narrowed, parts, parts_of, runs
-from shardrt.checkpoint.state import entries
+from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.geometry import intersect, narrowed, parts, parts_of, runs
+from shardrt.checkpoint.state.entries import entries
+from shardrt.checkpoint.state.names import joined
 from shardrt.comm import World
 from shardrt.tensor.placement import Box, FlatShard, Placement, RaggedShard, Replicate, Spec
 from toys import OddMLP, TiedGPT

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardrt.checkpoint import CheckpointError, folders, latest
-from shardrt.checkpoint.drafts import Draft, folder_of, this_machine
-from shardrt.checkpoint.folders import Keep, abandon, check_files, check_target, commit
-from shardrt.checkpoint.store import Reader, Writer, bytes_of
+from shardrt.checkpoint import CheckpointError, latest
+from shardrt.checkpoint.disk import folders
+from shardrt.checkpoint.disk.drafts import Draft, folder_of, this_machine
+from shardrt.checkpoint.disk.files import Reader, Writer, bytes_of
+from shardrt.checkpoint.disk.folders import Keep, abandon, check_files, check_target, commit
 
 STEPS = ("mkdir", "open", "pwritev", "fsync", "close", "rename", "unlink", "rmdir")
 

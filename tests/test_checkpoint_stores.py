@@ -27,10 +27,10 @@ from ranks import on_ranks, run_script
 from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, DamagedCheckpointError
 from shardrt.checkpoint.__main__ import main
-from shardrt.checkpoint.dcp.metadata import read_stored
-from shardrt.checkpoint.remote_files import RemoteReader
-from shardrt.checkpoint.remote_path import remote_path
-from shardrt.checkpoint.storage import storage_of
+from shardrt.checkpoint.disk.remote_files import RemoteReader
+from shardrt.checkpoint.disk.remote_path import remote_path
+from shardrt.checkpoint.disk.storage import storage_of
+from shardrt.checkpoint.formats.dcp.metadata import read_stored
 from shardrt.comm import World
 
 # Elements of 4 bytes: items on both sides of 16 KiB, 64 KiB and 1 MiB, and more than one range of 8 MiB.
@@ -317,7 +317,7 @@ def test_what_cannot_be_deleted_stays_with_a_warning(world: World) -> None:
         for step in (1, 2):
             checkpoint.save(f"{url}/step-{step}", {"a": torch.ones(3)}, keep=2)
         Trouble.left = {"rm": 0}
-        with mock.patch("shardrt.checkpoint.removal._log") as log:
+        with mock.patch("shardrt.checkpoint.disk.removal._log") as log:
             checkpoint.save(f"{url}/step-3", {"a": torch.ones(3)}, keep=1)
         assert log.warning.call_count == (2 if world.rank == 0 else 0)
         Trouble.left = {}

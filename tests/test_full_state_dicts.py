@@ -32,7 +32,7 @@ from shardrt.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from shardrt.checkpoint.full.get import full_optimizer_state
+from shardrt.checkpoint.state_dicts.get import full_optimizer_state
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import parallelize_module
 from toys import OddMLP, TiedGPT, shard_blocks

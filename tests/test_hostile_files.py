@@ -21,14 +21,14 @@ import torch
 
 from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.__main__ import main
-from shardrt.checkpoint.dcp.metadata import read_stored
-from shardrt.checkpoint.dcp.metadata_pickle import TRAILER, MetadataWriter, ending
-from shardrt.checkpoint.dcp.stored_items import read_item
-from shardrt.checkpoint.expansion import check_archive
-from shardrt.checkpoint.objects import decode
-from shardrt.checkpoint.safetensors.format import read_arrays
-from shardrt.checkpoint.state import entries
-from shardrt.checkpoint.store import METADATA
+from shardrt.checkpoint.disk.files import METADATA
+from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_pickle import TRAILER, MetadataWriter, ending
+from shardrt.checkpoint.formats.safetensors import read_arrays
+from shardrt.checkpoint.formats.torch_file.expansion import check_archive
+from shardrt.checkpoint.formats.torch_file.stored_items import read_item
+from shardrt.checkpoint.state.entries import entries
+from shardrt.checkpoint.state.objects import decode
 from shardrt.comm import merge_dumps
 
 SECONDS, MEGABYTES = 2.0, 200  # of the processor, which may be busy; alone, 0.2 s

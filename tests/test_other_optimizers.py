@@ -14,8 +14,8 @@ from torch import nn
 import shardrt
 from ranks import on_ranks
 from shardrt.checkpoint import CheckpointError
-from shardrt.checkpoint.full.get import full_optimizer_state
-from shardrt.checkpoint.full.set import load_full_optimizer_state
+from shardrt.checkpoint.state_dicts.get import full_optimizer_state
+from shardrt.checkpoint.state_dicts.set import load_full_optimizer_state
 from shardrt.comm import World
 from toys import OddMLP, batch, compare, loss_of, shard_blocks, without_scalars
 

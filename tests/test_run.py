@@ -29,11 +29,11 @@ import run_program
 import shardrt
 from ranks import job, on_ranks, rank_environment, settings_of
 from shardrt import checkpoint, launch
-from shardrt.checkpoint import run as checkpoint_run
-from shardrt.checkpoint import stop
-from shardrt.checkpoint.random_state import RandomState
-from shardrt.checkpoint.stop import Noted, StopSignals
-from shardrt.checkpoint.writing import Prepared
+from shardrt.checkpoint.run import run as checkpoint_run
+from shardrt.checkpoint.run import stop
+from shardrt.checkpoint.run.random_state import RandomState
+from shardrt.checkpoint.run.stop import Noted, StopSignals
+from shardrt.checkpoint.saving.writing import Prepared
 from shardrt.comm.monitor import exit_handlers
 from shardrt.comm.monitor.timing import Timing
 from slurm import Slurm

@@ -29,12 +29,12 @@ from shardrt.checkpoint import (
     CheckpointError,
     load_safetensors,
     save_safetensors,
-    store,
 )
-from shardrt.checkpoint.safetensors import load as loading
-from shardrt.checkpoint.safetensors import model as naming
-from shardrt.checkpoint.safetensors import save as saving
-from shardrt.checkpoint.safetensors.format import TensorInfo, encode_header, parse_size, read_arrays, split_into_files
+from shardrt.checkpoint.disk import files
+from shardrt.checkpoint.formats.safetensors import TensorInfo, encode_header, parse_size, read_arrays, split_into_files
+from shardrt.checkpoint.loading import safetensors as loading
+from shardrt.checkpoint.saving import safetensors as saving
+from shardrt.checkpoint.state import models as naming
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import parallelize_module
 from toys import OddMLP, TiedGPT, batch, shard_blocks
@@ -208,7 +208,7 @@ def hybrid(model: nn.Module) -> nn.Module:
 LAYOUTS: list[Shards] = [shard_blocks, by_columns, hybrid, replicated, plain]
 
 
-class Counting(store.Reader):
+class Counting(files.Reader):
     nbytes_in_all = 0
 
     def close(self) -> None:

@@ -20,7 +20,8 @@ import shardrt
 from checkpoints import assert_holds, shared_folder, small_state, tensors_of, train
 from ranks import on_ranks
 from shardrt import checkpoint
-from shardrt.checkpoint import async_save, saving, set_model_state_dict
+from shardrt.checkpoint import async_save, set_model_state_dict
+from shardrt.checkpoint.saving import save as saving
 from shardrt.comm import World
 from shardrt.comm.streams import observe
 from shardrt.tensor import snapshots

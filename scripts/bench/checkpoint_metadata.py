@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from bench.checkpoint_workers import status_mb
-from shardrt.checkpoint.assignment import Agreed
-from shardrt.checkpoint.dcp.marks import new_save_id
-from shardrt.checkpoint.dcp.metadata import read_stored
-from shardrt.checkpoint.dcp.metadata_pickle import ending
-from shardrt.checkpoint.descriptions import Described, Description, Grid
-from shardrt.checkpoint.plan import write_metadata
+from shardrt.checkpoint.formats.dcp.marks import new_save_id
+from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.dcp.metadata_pickle import ending
+from shardrt.checkpoint.saving.assignment import Agreed
+from shardrt.checkpoint.saving.descriptions import Described, Description, Grid
+from shardrt.checkpoint.saving.plan import write_metadata
 from shardrt.fsdp.params.layout import ParamSpec
 from shardrt.fsdp.params.param import placement_of
 from shardrt.fsdp.params.planner import plan

@@ -1,17 +1,17 @@
 """Checkpoints: in PyTorch's DCP format and as safetensors, saved atomically, loaded on any number of ranks."""
 
+from .disk.storage import latest
 from .errors import CheckpointError, DamagedCheckpointError
-from .full.get import get_model_state_dict, get_optimizer_state_dict, get_state_dict
-from .full.options import StateDictOptions
-from .full.set import set_model_state_dict, set_optimizer_state_dict, set_state_dict
-from .loading import load
-from .per_rank import PerRank
-from .random_state import RandomState
-from .run import Run
-from .safetensors.load import load_safetensors
-from .safetensors.save import save_safetensors
-from .saving import AsyncSave, async_save, save
-from .storage import latest
+from .loading.load import load
+from .loading.safetensors import load_safetensors
+from .run.random_state import RandomState
+from .run.run import Run
+from .saving.safetensors import save_safetensors
+from .saving.save import AsyncSave, async_save, save
+from .state.stateful import PerRank
+from .state_dicts.get import get_model_state_dict, get_optimizer_state_dict, get_state_dict
+from .state_dicts.options import StateDictOptions
+from .state_dicts.set import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 
 __all__ = [
     "AsyncSave",

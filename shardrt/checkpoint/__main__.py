@@ -20,9 +20,9 @@ from typing import NoReturn, TextIO
 from ..comm.fingerprint import printable
 from .command_line.convert import convert, open_checkpoint, select
 from .command_line.report import description, items_of, verify
-from .dcp.metadata import read_stored
-from .safetensors.format import parse_size
-from .storage import located, on_disk
+from .disk.storage import located, on_disk
+from .formats.dcp.metadata import read_stored
+from .formats.safetensors import parse_size
 
 KINDS = ("dcp", "safetensors", "torch")
 

@@ -1,9 +1,17 @@
-"""The error of checkpoints, and how all ranks raise it."""
+"""The errors of checkpoints, how all ranks raise them, and what a file says in the words of a message.
+
+Such words are bounded in length, and made without a look at all of what is in a file: one of a few hundred bytes may have
+tuples of shared tuples, of which `repr` makes more than any memory holds, or a number with so many digits that it raises; names
+may have what a terminal would act on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
+
+import torch
 
 from ..comm.calls import RemoteError
 from ..comm.control import ControlPlane
@@ -41,3 +49,47 @@ def agreed(comm: ControlPlane) -> Iterator[None]:
         failed = error.failure.error  # begins with the name of the class
         kind = DamagedCheckpointError if failed.startswith(f"{DamagedCheckpointError.__name__}:") else CheckpointError
         raise kind(f"rank {error.failure.rank} raised {failed}") from error
+
+
+# ---------------------------------------------------------------------- what a file says
+
+
+_CHARACTERS, _ITEMS, _LEVELS = 200, 4, 3
+
+
+def shown(value: object) -> str:
+    """As `repr` of plain values, but of a few hundred characters at most."""
+    return _cut(_shown(value, _LEVELS))
+
+
+def reason(error: BaseException) -> str:
+    """An exception's class and message."""
+    words = (arg if isinstance(arg, str) else shown(arg) for arg in error.args)
+    return f"{type(error).__name__}: {_cut(' '.join(islice(words, _ITEMS)))}"
+
+
+def _shown(value: object, levels: int) -> str:
+    if isinstance(value, str | bytes):
+        return repr(value) if len(value) <= _CHARACTERS else f"{value[:_CHARACTERS]!r}..."
+    if isinstance(value, int) and value.bit_length() > _CHARACTERS:
+        return f"an integer of {value.bit_length():,} bits"
+    if isinstance(value, Mapping):
+        pairs = (f"{_shown(key, levels - 1)}: {_shown(item, levels - 1)}" for key, item in value.items())
+        return f"{{{_few(pairs, len(value), levels)}}}"
+    if isinstance(value, list | tuple):
+        items = _few((_shown(item, levels - 1) for item in value), len(value), levels)
+        return f"[{items}]" if isinstance(value, list) else f"({items}{',' * (len(value) == 1)})"
+    if value is None or isinstance(value, bool | int | float | torch.dtype):
+        return repr(value)
+    return f"a {type(value).__name__}"
+
+
+def _few(texts: Iterable[str], count: int, levels: int) -> str:
+    if levels <= 0 and count:
+        return "..."
+    more = f", ... {count:,} in all" if count > _ITEMS else ""
+    return ", ".join(islice(texts, _ITEMS)) + more
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 2 * _CHARACTERS else f"{text[: 2 * _CHARACTERS]}..."

@@ -17,8 +17,8 @@ from torch import nn
 
 from .. import comm
 from ..batch_norm import convert_sync_batchnorm
-from ..checkpoint.full.get import full_optimizer_state
-from ..checkpoint.full.set import load_full_optimizer_state
+from ..checkpoint.state_dicts.get import full_optimizer_state
+from ..checkpoint.state_dicts.set import load_full_optimizer_state
 from ..comm import ReduceOp
 from ..fsdp.api.module import FSDPModule, register_fsdp_forward_method, unsharded
 from ..optim import clip_grad_norm_

@@ -19,8 +19,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from .. import comm
-from ..checkpoint.full.get import full_optimizer_state
-from ..checkpoint.full.set import load_full_optimizer_state
+from ..checkpoint.state_dicts.get import full_optimizer_state
+from ..checkpoint.state_dicts.set import load_full_optimizer_state
 from ..comm import without_launcher_variables
 from .accelerate import Accelerator, check_no_process_group
 from .evaluation import OwnRows, exact_evaluation, own_average

@@ -8,7 +8,7 @@
 | the holder of the local tensor                                 | `DTensor.to_local`, when it is asked for              |
 | loads, and what a user has written to a gathered parameter     | there                                                 |
 
-So nobody has to wait by hand for tensors that nothing else writes: `checkpoint/known_writers.py` says which these are. What is
+So nobody has to wait by hand for tensors that nothing else writes: `checkpoint/saving/sources.py` says which these are. What is
 not seen are writes to local tensors that were asked for earlier, and replays of CUDA graphs.
 """
 

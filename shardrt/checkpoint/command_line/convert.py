@@ -18,15 +18,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..disk.files import METADATA, Writer, bytes_of, explained
+from ..disk.folders import sync_folder
+from ..disk.remote_path import Location
+from ..disk.storage import on_disk
 from ..errors import CheckpointError
-from ..folders import sync_folder
-from ..names import Path as Keys
-from ..objects import without_numpy
-from ..remote_path import Location
-from ..safetensors.format import DTYPE_NAMES, INDEX_NAME, SINGLE_NAME, TensorInfo, encode_header, encode_index, split_into_files
-from ..storage import on_disk
-from ..store import METADATA, Writer, bytes_of, explained
-from ..trees import placed
+from ..formats.safetensors import (
+    DTYPE_NAMES,
+    INDEX_NAME,
+    SINGLE_NAME,
+    TensorInfo,
+    encode_header,
+    encode_index,
+    split_into_files,
+)
+from ..state.names import Path as Keys
+from ..state.objects import without_numpy
+from ..state.trees import placed
 from .dcp_folder import DcpCheckpoint, DcpWriter
 from .kinds import Checkpoint, SafetensorsCheckpoint, TorchCheckpoint
 

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..contents import Contents
-from ..dcp.items import ALIGNMENT, BlockCrcs, item_footer, item_header
-from ..dcp.marks import MARK_NBYTES, Mark, new_save_id, own_id
-from ..dcp.metadata import read_stored
-from ..dcp.metadata_pickle import SAVED_BY, Columns, MetadataWriter, ending
-from ..folders import sync_folder
-from ..names import Path as Keys
-from ..objects import encode
-from ..reading import fetches, read_all
-from ..remote_path import Location
-from ..safetensors.format import TensorInfo
-from ..store import METADATA, Bytes, Writer, bytes_of, explained
+from ..disk.files import METADATA, Bytes, Writer, bytes_of, explained
+from ..disk.folders import sync_folder
+from ..disk.remote_path import Location
+from ..formats.dcp.marks import MARK_NBYTES, Mark, new_save_id, own_id
+from ..formats.dcp.metadata import read_stored
+from ..formats.dcp.metadata_pickle import SAVED_BY, Columns, MetadataWriter, ending
+from ..formats.safetensors import TensorInfo
+from ..formats.torch_file.items import ALIGNMENT, BlockCrcs, item_footer, item_header
+from ..loading.contents import Contents
+from ..loading.reading import fetches, read_all
+from ..state.names import Path as Keys
+from ..state.objects import encode
 from .kinds import Checkpoint
 
 FILE = "__0_0.distcp"

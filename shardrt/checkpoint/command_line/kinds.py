@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
-from ..expansion import check_archive
-from ..names import Path as Keys
-from ..names import joined
-from ..safetensors.format import Array, TensorInfo, read_arrays
-from ..shown import reason, shown
-from ..store import Reader, bytes_of
-from ..trees import flattened
+from ..disk.files import Reader, bytes_of
+from ..errors import CheckpointError, reason, shown
+from ..formats.safetensors import Array, TensorInfo, read_arrays
+from ..formats.torch_file.expansion import check_archive
+from ..state.names import Path as Keys
+from ..state.names import joined
+from ..state.trees import flattened
 
 
 class Checkpoint(ABC):

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from ...comm.fingerprint import printable
-from ..dcp.stored import Stored
-from ..dcp.stored_items import read_item
-from ..equal_values import as_ranges
+from ..disk.files import Reader
+from ..disk.remote_path import Location
 from ..errors import CheckpointError
-from ..expansion import check_records
-from ..reading import fetches
-from ..remote_path import Location
-from ..store import Reader
+from ..formats.dcp.stored import Stored
+from ..formats.torch_file.expansion import check_records
+from ..formats.torch_file.stored_items import read_item
+from ..loading.reading import fetches
+from ..saving.equal_values import as_ranges
 from .convert import open_checkpoint
 from .dcp_folder import DcpCheckpoint
 from .kinds import Checkpoint

@@ -1,0 +1,130 @@
+"""The folders that saves are written in: each save has its own, and no job deletes one whose save may be alive.
+
+    step-200.<machine>-<id>.tmp/    of the save with this id, whose rank 0 runs on this machine
+
+Rank 0 holds a lock (flock) on the folder's `.metadata` from when it has made the folder until the folder has another name. On
+the same machine, a folder without this lock is that of a save that was killed. Not every file system passes locks on to other
+machines: there, a folder is taken for that of a killed save if nothing in it was changed for an hour.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from .files import METADATA, explained
+from .removal import remove_files, take_away
+
+_QUIET_S = 3600.0
+_TRIES, _RETRY_S = 1000, 0.01
+
+
+def folder_of(target: Path, machine: str, save_id: str) -> Path:
+    """Where a save of `target` is written."""
+    return target.with_name(f"{target.name}.{machine}-{save_id}.tmp")
+
+
+@cache
+def this_machine() -> str:
+    """Eight hexadecimal digits, the same until the next boot; random ones if the kernel does not say."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return secrets.token_hex(4)
+
+
+class Draft:
+    """The folder that a save is written in, made and locked.   target: what it becomes.   Rank 0 has one.
+
+    Raises: CheckpointError with the system's reason if it cannot be made.
+    """
+
+    def __init__(self, target: Path, folder: Path) -> None:
+        self.target, self.folder = target, folder
+        self._lock: int | None = None
+        with explained("create", folder):
+            for _ in range(_TRIES):
+                if self._make():
+                    return
+                time.sleep(_RETRY_S)
+            raise OSError(errno.EAGAIN, "another job takes it for that of a killed save")
+
+    def release(self) -> None:
+        """Give up the lock. The folder has another name by now, or is about to be deleted."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing does not, while a forked child has the descriptor
+            os.close(lock)
+
+    def _make(self) -> bool:
+        """Make and lock the folder; False if another job takes it away, as that of a killed save, before it is locked."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.target.exists():
+            _copy_access(self.target, self.folder)
+        file = self.folder / METADATA
+        with suppress(FileNotFoundError):
+            self._lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if _locked(self._lock) is not False and os.path.samestat(os.fstat(self._lock), file.stat()):
+                return True
+        self.release()
+        return False
+
+
+def remove_abandoned(folder: Path, base: str, machine: str | None) -> bool:
+    """Delete the folder of a save that has certainly ended; False if that is not certain.
+
+    base: what its name begins with while it is deleted.   machine: in its name; None if there is none.
+    Raises: CheckpointError as `remove` does.
+    """
+    fd = None
+    try:
+        with explained("open", folder), suppress(FileNotFoundError):
+            fd = os.open(folder / METADATA, os.O_RDWR | os.O_CLOEXEC)
+        if not _has_ended(folder, fd, machine):
+            return False
+        # Hazard: not after the lock is given up, since a save may have begun there.
+        gone = take_away(folder, base)
+    finally:
+        if fd is not None:
+            os.close(fd)
+    remove_files(gone)
+    return True
+
+
+def _has_ended(folder: Path, fd: int | None, machine: str | None) -> bool:
+    """fd: of the file that is locked; None if it is not there."""
+    locked = fd is None or _locked(fd)
+    return locked is not False and ((bool(locked) and machine == this_machine()) or _is_quiet(folder))
+
+
+def _locked(fd: int) -> bool | None:
+    """Lock a file: True if that is done, False if another job has the lock, None if the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_quiet(folder: Path) -> bool:
+    """Whether nothing in it was changed for an hour."""
+    with explained("list", folder):
+        changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    return changed < time.time() - _QUIET_S
+
+
+def _copy_access(target: Path, folder: Path) -> None:
+    """Let the same users in, as far as this one may say so."""
+    with suppress(PermissionError):
+        shutil.chown(folder, group=target.stat().st_gid)
+    folder.chmod(stat.S_IMODE(target.stat().st_mode) | stat.S_IRWXU)

@@ -1,0 +1,102 @@
+"""Files of a store: written from the beginning to the end, and read by ranges, several at a time where they are large."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+
+from .files import Bytes, Reader, Writer, explained
+from .remote_path import RemotePath, as_os_errors
+
+_RANGE = 8 << 20  # bytes of a request, of those that are made at once
+_AHEAD, _MOST_AHEAD = 1 << 20, 1 << 24  # bytes that are read where fewer are asked for; up to so many while reads go on
+
+
+class RemoteWriter(Writer):
+    """A file, which most stores show when it is closed. What is written is copied: fsspec sends it in large parts."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self.path = path
+        self.nbytes = 0
+        with explained("create", path), as_os_errors():
+            self._file = path.fs.open(path.path, "wb")
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        with explained("write", self.path), as_os_errors():
+            for buffer in (bytes(offset - self.nbytes), *buffers):
+                self._file.write(buffer)
+                self.nbytes += len(buffer)
+
+    def flush(self) -> None:
+        """Nothing waits: `write` has copied it."""
+
+    def close(self) -> None:
+        with explained("write", self.path), as_os_errors():
+            self._file.close()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            with suppress(Exception):  # half of a file, which no checkpoint will have
+                self._file.close()
+
+
+class RemoteReader(Reader):
+    """A file, read by ranges: large ones straight into place, small ones through a block that is kept.
+
+    Cost: a request for its size, and one for each read that the block does not have. For reads that go on where the block ends,
+    blocks grow from 1 to 16 MiB; of others, 1 MiB is read.
+    """
+
+    window = 64 << 20  # read at once, in ranges
+
+    def __init__(self, path: RemotePath) -> None:
+        self.path = path
+        self.nbytes = 0
+        self._fs, self._file = path.fs, path.path
+        with explained("open", path):
+            self._size = path.size()
+        self._start, self._block = 0, b""
+        self._ahead = _AHEAD
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._check_end(offset, sum(map(len, buffers)), max(0, self._size - offset))
+        for buffer in buffers:
+            if len(buffer) < _AHEAD:
+                buffer[:] = self._kept(offset, len(buffer))
+            else:
+                place = 0
+                for found in self._ranges(offset, offset + len(buffer)):
+                    buffer[place : place + len(found)] = found
+                    place += len(found)
+            offset += len(buffer)
+
+    def size(self) -> int:
+        return self._size
+
+    def close(self) -> None:
+        """Nothing is open: each request names the file."""
+
+    def _kept(self, offset: int, nbytes: int) -> bytes:
+        """These bytes of the block, which is another one if they do not lie in it."""
+        end = self._start + len(self._block)
+        if offset < self._start or offset + nbytes > end:
+            goes_on = self._start < offset <= end + self._ahead
+            self._ahead = min(2 * self._ahead, _MOST_AHEAD) if goes_on else _AHEAD
+            self._start = offset
+            self._block = b"".join(self._ranges(offset, min(offset + self._ahead, self._size)))
+        place = offset - self._start
+        return self._block[place : place + nbytes]
+
+    def _ranges(self, start: int, stop: int) -> list[bytes]:
+        """These bytes, in pieces. A store with asynchronous requests makes one for each at the same time."""
+        starts = list(range(start, stop, _RANGE))
+        stops = [min(each + _RANGE, stop) for each in starts]
+        with explained("read", self.path), as_os_errors():
+            found: list[bytes] = self._fs.cat_ranges([self._file] * len(starts), starts, stops, on_error="raise")
+        nbytes = sum(map(len, found))
+        self.nbytes += nbytes
+        self._check_end(start, stop - start, nbytes)
+        return found

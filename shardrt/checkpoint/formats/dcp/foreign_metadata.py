@@ -1,0 +1,181 @@
+"""Reads the `.metadata` that torch's DCP wrote, or a version of ours without an index.
+
+It is unpickled with a fixed list of globals (`pickles.py`), in whose places stand the classes below; no path is built from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...disk.remote_path import Location
+from ...errors import CheckpointError, DamagedCheckpointError, shown
+from ..torch_file.pickles import DTYPES, Ignored, Ordered, Record, Size, StandIn, integers, restricted_load
+from .metadata_pickle import Columns
+from .stored import (
+    Lazy,
+    Stored,
+    StoredObject,
+    StoredTensor,
+    check_file_name,
+    checked_keys,
+    checked_name,
+    checked_object,
+    checked_tensor,
+    damage_of,
+)
+
+
+class _Metadata(Record):
+    state_dict_metadata: dict[str, Any]
+    planner_data: Any = None
+    storage_data: dict[_Index, _Info]
+    storage_meta: _StorageMeta | None = None
+
+
+class _Tensor(Record):
+    properties: _Properties
+    size: tuple[int, ...]
+    chunks: list[_Chunk]
+
+
+class _Properties(StandIn):
+    dtype: torch.dtype
+
+    def __setstate__(self, state: tuple[Any, ...] | dict[str, Any]) -> None:
+        self.dtype = state["dtype"] if isinstance(state, dict) else state[0]
+
+
+class _Chunk(Record):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _Object(Record):
+    """In the place of `BytesStorageMetadata`."""
+
+
+class _Index(Record):
+    fqn: str
+    offset: tuple[int, ...] | None = None
+
+
+class _Info(Record):
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: list[str] | None = None
+
+
+class _StorageMeta(Record):
+    save_id: str | None = None
+
+
+_CLASSES = "torch.distributed.checkpoint.metadata"
+_GLOBALS: dict[tuple[str, str], object] = {
+    (_CLASSES, "Metadata"): _Metadata,
+    (_CLASSES, "TensorStorageMetadata"): _Tensor,
+    (_CLASSES, "TensorProperties"): _Properties,
+    (_CLASSES, "ChunkStorageMetadata"): _Chunk,
+    (_CLASSES, "BytesStorageMetadata"): _Object,
+    (_CLASSES, "MetadataIndex"): _Index,
+    (_CLASSES, "StorageMeta"): _StorageMeta,
+    (_CLASSES, "_MEM_FORMAT_ENCODING"): Ignored,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Info,
+    ("torch.serialization", "_get_layout"): Ignored,
+    ("torch", "Size"): Size,
+    ("collections", "OrderedDict"): Ordered,
+    **{(module, name): Ignored for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+}
+
+
+def _find(module: str, name: str) -> object:
+    """What stands for a global of a checkpoint's metadata."""
+    if module == "torch" and name in DTYPES:
+        return DTYPES[name]
+    return _GLOBALS[module, name]
+
+
+def stored_in(data: bytes, path: Location) -> Stored:
+    """The contents that a `.metadata` of these bytes has. path: of the file.
+
+    Raises CheckpointError if it cannot be read, or refers to globals that no checkpoint needs.
+    """
+    metadata = restricted_load(data, _find, str(path))
+    if not isinstance(metadata, _Metadata) or not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
+        raise DamagedCheckpointError(
+            f"{path}: expected the metadata of a checkpoint, found {type(metadata).__name__.lstrip('_')}"
+        )
+    infos: dict[str, dict[Any, _Info]] = {}
+    for index, info in (getattr(metadata, "storage_data", None) or {}).items():
+        offset = None if index.offset is None else integers(index.offset)
+        infos.setdefault(checked_name(index.fqn), {})[offset] = info
+    tensors = dict[str, Callable[[], StoredTensor]]()
+    objects = dict[str, Callable[[], StoredObject]]()
+    for name, value in metadata.state_dict_metadata.items():
+        checked_name(name)
+        if isinstance(value, _Tensor):
+            tensors[name] = _PickledTensor(path, name, value, infos.get(name, {}))
+        else:
+            objects[name] = _PickledObject(path, name, infos.get(name, {}))
+    planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths = {
+        checked_name(name): checked_keys(keys)
+        for name, keys in planned.items()
+        if isinstance(name, str) and isinstance(keys, tuple)  # planners of other authors may keep anything else there
+    }
+    save_id = metadata.storage_meta.save_id if isinstance(metadata.storage_meta, _StorageMeta) else None
+    return Stored(path.parent, Lazy(tensors), Lazy(objects), paths, None if save_id is None else checked_name(save_id))
+
+
+@dataclass(frozen=True, slots=True)
+class _PickledTensor:
+    """A tensor of a metadata that was unpickled."""
+
+    path: Location
+    name: str
+    found: _Tensor
+    infos: dict[Any, _Info]
+
+    def __call__(self) -> StoredTensor:
+        with damage_of(self.path, f" tensor {shown(self.name)}:"):
+            shape, chunks = integers(self.found.size), self.found.chunks
+            if len(chunks) > len(self.infos):  # the same one many times
+                raise ValueError(f"{len(chunks)} chunks at {len(self.infos)} places")
+            rows = [integers((*integers(chunk.offsets), *integers(chunk.sizes))) for chunk in chunks]
+            infos = [_info(self.path, self.name, self.infos, chunk.offsets) for chunk in chunks]
+            files = tuple(dict.fromkeys(info.relative_path for info in infos))
+            numbers = {file: number for number, file in enumerate(files)}
+            boxes = torch.tensor(rows, dtype=torch.int64).view(len(chunks), 2, len(shape))
+            places = torch.tensor([integers((numbers[i.relative_path], i.offset, i.length)) for i in infos], dtype=torch.int64)
+            columns = Columns(boxes[:, 0], boxes[:, 1], *places.view(-1, 3).unbind(1))
+            return checked_tensor(self.path, self.name, StoredTensor(shape, self.found.properties.dtype, columns, files))
+
+
+@dataclass(frozen=True, slots=True)
+class _PickledObject:
+    """An object of a metadata that was unpickled."""
+
+    path: Location
+    name: str
+    infos: dict[Any, _Info]
+
+    def __call__(self) -> StoredObject:
+        with damage_of(self.path, f" object {shown(self.name)}:"):
+            info = _info(self.path, self.name, self.infos, None)
+            found = StoredObject(info.relative_path, info.offset, info.length)
+            return checked_object(self.path, self.name, found)
+
+
+def _info(path: Location, name: str, infos: dict[Any, _Info], offset: tuple[int, ...] | None) -> _Info:
+    info = infos.get(offset)
+    if info is None:
+        raise DamagedCheckpointError(f"{path}: {shown(name)} has no place for what begins at {offset}; the file is damaged")
+    if info.transform_descriptors:
+        through = shown(info.transform_descriptors)
+        raise CheckpointError(f"{path}: {shown(name)} was written through {through}; save without extensions")
+    check_file_name(path, info.relative_path)
+    return info

@@ -1,0 +1,80 @@
+"""The marks of a save: 64 bytes at the beginning and at the end of each of its files, which name the save and the file.
+
+    magic (8 bytes)   version (4)   id of the save (16)   name of the file (32)   CRC-32 of what is before it (4)
+
+`.metadata` has the id as well. So files of two saves in one folder are refused, as an interrupted copy over an older checkpoint
+leaves them, and a file that such a copy left with the beginning of one and the end of the other.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import struct
+import zlib
+from typing import NamedTuple
+
+from ...disk.files import Reader
+from ...errors import DamagedCheckpointError, shown
+from .metadata_pickle import SAVED_BY
+
+MARK_NBYTES = 64
+_FIELDS = struct.Struct("<8sI16s32s")
+_CRC = struct.Struct("<I")
+_MAGIC, _VERSION = b"shardrt\x93", 1
+_SAVE_ID = re.compile(rf"{SAVED_BY}([0-9a-f]{{32}})")
+
+
+class Mark(NamedTuple):
+    """save_id: 32 hexadecimal digits.   file: its name, of at most 32 bytes."""
+
+    save_id: str
+    file: str
+
+    def __str__(self) -> str:
+        return f"{shown(self.file)} of save {self.save_id}"
+
+    def encode(self) -> bytes:
+        """The bytes in a file."""
+        fields = _FIELDS.pack(_MAGIC, _VERSION, bytes.fromhex(self.save_id), self.file.encode())
+        return fields + _CRC.pack(zlib.crc32(fields))
+
+
+def new_save_id() -> str:
+    """A random one, that no other save has. It leaves the random generators of a training as they are."""
+    return secrets.token_hex(16)
+
+
+def own_id(save_id: str | None) -> str | None:
+    """The id in the `save_id` of a `.metadata` of ours; None for those of older versions, and of other writers."""
+    match = _SAVE_ID.fullmatch(save_id or "")
+    return None if match is None else match[1]
+
+
+def check_marks(reader: Reader, save_id: str | None) -> None:
+    """Raise CheckpointError if a file is not of the save of the `.metadata` beside it.
+
+    save_id: as `own_id` gives it; without one, the file must have no marks either.
+    Cost: a read at each end of the file.
+    """
+    expected, nbytes = None if save_id is None else Mark(save_id, reader.path.name), reader.size()
+    for verb, start in (("begins", 0), ("ends", nbytes - MARK_NBYTES)):
+        found = _decoded(bytes(reader.read(start, MARK_NBYTES))) if nbytes >= MARK_NBYTES else None
+        if found != expected:
+            raise DamagedCheckpointError(
+                f"{str(reader.path)!r} {verb} {_described(found)}; by .metadata, expected {_described(expected)}: the file was "
+                "cut off, or the folder has files of several checkpoints, as an interrupted copy leaves them. Copy the "
+                "checkpoint again, or load an older one"
+            )
+
+
+def _decoded(data: bytes) -> Mark | None:
+    """The mark; None if these bytes are no mark."""
+    magic, version, save_id, file = _FIELDS.unpack_from(data)
+    if (magic, version) != (_MAGIC, _VERSION) or zlib.crc32(data[: _FIELDS.size]) != _CRC.unpack_from(data, _FIELDS.size)[0]:
+        return None
+    return Mark(save_id.hex(), file.rstrip(b"\0").decode("utf-8", "replace"))
+
+
+def _described(mark: Mark | None) -> str:
+    return "without the mark of a save" if mark is None else f"as {mark}"

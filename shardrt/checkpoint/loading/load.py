@@ -1,0 +1,247 @@
+"""Loading a state: every rank reads what it needs, straight into the memory of its shards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from operator import setitem
+from typing import Any, overload
+from zlib import crc32
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from ...comm import Communicator
+from ...comm.bootstrap import world
+from ...comm.fingerprint import printable
+from ...tensor.dtensor import DTensor
+from ...tensor.snapshots import wait_to_write
+from ..disk.storage import located
+from ..errors import CheckpointError, agreed
+from ..formats.dcp.metadata import read_stored
+from ..geometry import memory_of
+from ..state.arguments import Folder, folder_and_state
+from ..state.entries import members, modules_of, optimizers_of
+from ..state.models import materialise, outside_inference_mode
+from ..state.names import ParameterNames, cleaner, joined
+from ..state.names import Path as Keys
+from ..state.stateful import has_state
+from ..state.trees import fill, fills, has_inside, placed
+from .contents import Contents
+from .optimizers import load_optimizer
+from .reading import Fetch, read_all
+from .renaming import KeyMap
+from .shares import on_any_rank, share_of
+
+_log = logging.getLogger("shardrt")
+
+
+@overload
+def load(folder: Folder, state: dict[str, Any], *, strict: bool = True, key_map: KeyMap | None = None) -> None: ...
+@overload
+def load(state_dict: dict[str, Any], *, checkpoint_id: Folder, strict: bool = True, key_map: KeyMap | None = None) -> None: ...
+def load(*given: Any, strict: bool = True, key_map: KeyMap | None = None, **named: Any) -> None:
+    """Load the checkpoint in `folder` into `state`, on any number of ranks and with any placements. Collective.
+
+    Called as `load(folder, state)`, or as torch.distributed.checkpoint's `load(state_dict, checkpoint_id=folder)`.
+    state: as for `save`. Tensors of modules, of optimizers and of the state itself keep their memory, dtype and placements, and
+    get the values; other objects get theirs by `load_state_dict`, and values are replaced in their dicts and lists.
+    A module with parameters on the meta device gets memory first; its optimizers go on with the new parameters. What an
+    optimizer has no state for yet is made from the parameter and the checkpoint. What the checkpoint has at the top of the
+    state, and beside modules and optimizers in a dict, is loaded if the state has the key.
+    strict: raise for names of the state that the checkpoint lacks, for names of a module or of an optimizer's parameters that
+        no rank's state has a place for, and for an optimizer of another class, of which the hyperparameters tell. False: one
+        warning on rank 0 names them, and everything else is loaded; of an optimizer of another class, the hyperparameters that
+        both have. What is missing stays as it is: on the meta device, it gets memory without values.
+    key_map: from names in the checkpoint to names in the state: a function, a dict, or pairs of regular expressions and
+        replacements, all of which are applied in order (`re.sub`). What becomes None is left out. The state of optimizers
+        follows the names of the modules' parameters.
+
+    Each rank reads what it needs, and what else is in the blocks of 16 KiB that it begins and ends in: of large tensors, less
+    than a twentieth more; where columns are read, as much once more. All of it is verified, but for parts of what stock DCP
+    wrote: `verify` of the command line does that. Each block of what is read by columns is verified by one of the mesh's ranks.
+    Raises: CheckpointError on every rank, with the reason, if the ranks give different folders, if the names do not fit (see
+    `strict`) or a shape differs, or if a file is damaged or cannot be read, which names file and tensor. In the last case, the
+    state may be partly loaded.
+    """
+    folder, state = folder_and_state("load", given, named)
+    wait_to_write()
+    with outside_inference_mode(modules_of(state).values()):
+        _load(folder, state, key_map, strict=strict)
+
+
+def _load(folder: Folder, state: dict[str, Any], key_map: KeyMap | None, *, strict: bool) -> None:
+    comm = world().comm
+    with agreed(comm):
+        path = located(folder)
+        contents = Contents(read_stored(path), key_map, rank=comm.rank, ranks=comm.size)
+        modules = modules_of(state)
+    _check_same(comm, f"'{path.resolve()}' ({contents.stored.save_id})")
+    with agreed(comm), torch.no_grad():
+        for module in modules.values():
+            materialise(module, comm.device, optimizers_of(state).values())
+        _Loader(contents, modules).load((), state)
+    contents.unexpected = _on_no_rank(comm, contents.unexpected)
+    with agreed(comm), torch.no_grad():
+        loose = contents.check(strict=strict)
+        read = read_all(contents.stored, contents.fetches)
+    shared = on_any_rank(sorted(read.unverified), comm)
+    with agreed(comm), torch.no_grad():
+        nbytes = read.nbytes + read_all(contents.stored, _shares(contents, shared)).nbytes
+    with agreed(comm), torch.no_grad():
+        # Not before every rank has read: else a rank has values of a checkpoint that another rank found damaged.
+        for finish in contents.finish:
+            finish()
+        needed = sum(fetch.memory.numel() * fetch.memory.element_size() for fetch in contents.fetches)
+        _log.debug("loaded '%s': read %d bytes for %d bytes of tensors (rank %d)", path, nbytes, needed, comm.rank)
+    for warning in (*contents.warnings, *([f"{loose}; the rest is loaded"] if loose else [])) if comm.rank == 0 else ():
+        _log.warning("load of '%s': %s", path, printable(warning))
+
+
+def _check_same(comm: Communicator, folder: str) -> None:
+    """Raise CheckpointError on every rank if the ranks load different folders, or find different saves there."""
+    others = comm.compare(crc32(folder.encode()), lambda: folder)
+    for rank, other in enumerate(others or ()):
+        if others and other != others[0]:
+            raise CheckpointError(
+                f"the ranks load different folders: rank 0 {others[0]}, rank {rank} {other}. Give all "
+                "ranks the same: what latest() finds on one of them"
+            )
+
+
+def _shares(contents: Contents, names: Sequence[str]) -> Iterator[Fetch]:
+    """What this rank verifies of these tensors."""
+    for name in names:
+        if (mesh := contents.meshes.get(name)) is not None:
+            yield from share_of(name, contents.stored.tensors[name], mesh.rank, mesh.size())
+
+
+def _on_no_rank(comm: Communicator, unexpected: list[str]) -> list[str]:
+    """Those of these names that no rank has a place for: ranks may have modules of their own under one key. Collective."""
+    asked = comm.exchange(unexpected if comm.rank == 0 else [])[0]
+    if not asked:
+        return []
+    own = set(unexpected)
+    answers = comm.exchange(bytes(name in own for name in asked))
+    return [name for place, name in enumerate(asked) if all(answer[place] for answer in answers)]
+
+
+class _Loader:
+    """Asks for everything that a state has, value by value."""
+
+    def __init__(self, contents: Contents, modules: Mapping[str, nn.Module]) -> None:
+        self._contents, self._modules = contents, modules
+
+    def load(self, path: Keys, value: Any) -> Any:
+        """Have a value loaded; returns what takes its place: itself, if it keeps its identity."""
+        if isinstance(value, nn.Module):
+            self._load_module(path, value)
+        elif isinstance(value, Optimizer):
+            load_optimizer(value, path, ParameterNames(joined(path), value, self._modules), self._modules, self._contents)
+        elif has_state(value):
+            loaded = self._contents.tree(path, value.state_dict())
+            self._contents.finish.append(lambda: value.load_state_dict(loaded))
+        elif has_inside(value):
+            self._load_items(path, value)
+        elif isinstance(value, torch.Tensor):
+            self._read(path, (), value)
+        else:
+            made = self._contents.tree(path, value)
+            if not fills(value, made):
+                return made
+            self._contents.finish.append(partial(fill, value, made))
+        return value
+
+    def _load_items(self, path: Keys, container: Any) -> None:
+        """The values of a dict or list, which are filled, or replaced in it."""
+        for key, item in list(container.items() if isinstance(container, Mapping) else enumerate(container)):
+            made = self.load((*path, key if isinstance(container, list) else str(key)), item)
+            if made is not item:
+                self._contents.finish.append(partial(setitem, container, key, made))
+        if joined(path) and not any(members(path, container)):
+            self._load_more(path, container)
+
+    def _load_more(self, path: Keys, container: Any) -> None:
+        """The values that the checkpoint has, and a dict or list lacks. Tensors are left: they may be of any size."""
+        here = {joined((*path, str(key))) for key in (container if isinstance(container, Mapping) else range(len(container)))}
+        left, more = list[str](), None
+        for rest, name in self._contents.inside(path):
+            keys = name.split(".")
+            if any(".".join(keys[:count]) in here for count in range(1, len(keys) + 1)):
+                continue
+            if name not in self._contents.stored.tensors:
+                more = placed(more, rest, self._contents.value(name), None)
+            else:
+                left.append(name)
+        if left:
+            _log.warning("load: the state lacks %d names of the checkpoint, such as '%s'", len(left), printable(left[0]))
+        if isinstance(more, Mapping) and isinstance(container, MutableMapping):
+            self._contents.finish.append(partial(container.update, more))
+        elif isinstance(more, list) and isinstance(container, list) and not left:
+            self._contents.finish.append(partial(container.extend, more[len(container) :]))
+
+    def _load_module(self, path: Keys, module: nn.Module) -> None:
+        """A module's tensors in their memory; what is not the memory of a parameter or buffer by `load_state_dict`."""
+        clean, others, trees = cleaner(module), dict[str, Any](), list[str]()
+        own = {clean(name): tensor for name, tensor in _tensors(module)}
+        saved = {clean(raw): (raw, value) for raw, value in module.state_dict().items()}
+        aliases = _aliases(own, saved)
+        for name, (raw, value) in saved.items():
+            if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):  # which may change its shape
+                others[raw] = self._contents.tree((*path, name), value)
+                trees.append(f"{name}.")
+                continue
+            in_place = name in own and _same_memory(value, own[name])
+            if not in_place:
+                others[raw] = value
+            names = aliases.get(name, [name])
+            if not in_place or names[0] == name:  # a tied parameter is read once
+                self._read((*path, name), [(*path, each) for each in names], value)
+        if others:
+            self._contents.finish.append(lambda: module.load_state_dict(others, strict=False))
+        self._contents.unexpected += self._unexpected(path, {*own, *saved}, trees)
+        # A new version makes the next forward gather again.
+        self._contents.finish.append(
+            lambda: increment_version([tensor for tensor in own.values() if not tensor.is_inference()])
+        )
+
+    def _unexpected(self, path: Keys, known: set[str], trees: Sequence[str]) -> Iterator[str]:
+        """The names under a module's key that it has not. Under an empty key, those that begin as one of its names does.
+
+        trees: what names inside of extra state begin with.
+        """
+        heads = {name.split(".")[0] for name in known} if path[-1] == "" else None
+        for rest, name in self._contents.inside(path):
+            own = joined(rest)
+            if own not in known and not own.startswith(tuple(trees)) and (heads is None or own.split(".")[0] in heads):
+                yield name
+
+    def _read(self, path: Keys, aliases: Sequence[Keys], target: torch.Tensor) -> None:
+        """Have a tensor read, by the first of its names that the checkpoint has."""
+        name = next((joined(each) for each in (path, *aliases) if joined(each) in self._contents), None)
+        if name is None:
+            self._contents.missing.append(joined(path))
+        else:
+            self._contents.read_into(name, target)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _aliases(tensors: Mapping[str, torch.Tensor], first: Container[str]) -> dict[str, list[str]]:
+    """All names of each tensor that has several, under each of them; those in `first` come first."""
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[0] not in first):
+        by_tensor.setdefault(id(tensor), []).append(name)
+    return {name: names for names in by_tensor.values() if len(names) > 1 for name in names}
+
+
+def _same_memory(value: torch.Tensor, own: torch.Tensor) -> bool:
+    memories = [memory_of("", tensor) for tensor in (value, own)]
+    first, second = (memory._local_tensor if isinstance(memory, DTensor) else memory for memory in memories)
+    return (first.data_ptr(), first.dtype, first.shape) == (second.data_ptr(), second.dtype, second.shape)

@@ -1,0 +1,301 @@
+"""Reading tensors: the boxes that this rank needs, from where they lie in files straight into its memory.
+
+| what lies in the file                       | how it is read                                                                |
+|---------------------------------------------|-------------------------------------------------------------------------------|
+| small items, one after the other            | all of them with one call into a buffer, copied from there                    |
+| one run of bytes, in the order of the target| in windows of 1 MiB into the target, each verified while it is in the cache   |
+| several runs, each in the target's order    | one call for each, into the target; unverified: see `shares.py`               |
+| another order, dtype or device              | in windows into a buffer, copied from there                                   |
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby, product
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from ...tensor.placement import Box
+from ..disk.files import Reader, bytes_of
+from ..errors import DamagedCheckpointError, shown
+from ..formats.dcp.stored import Stored, StoredChunk, StoredTensor
+from ..formats.torch_file.items import ALIGNMENT, BLOCK
+from ..formats.torch_file.known_items import known_item
+from ..formats.torch_file.stored_items import ReadBytes, StoredItem, read_item
+from ..geometry import Part, Runs, intersect, narrowed, parts, runs, tile
+from .checksums import Checksums, Source
+
+_CPU = torch.device("cpu")
+
+_SCRATCH = 4 << 20  # bytes of the buffer for what cannot be read into its place
+_SMALL = 1 << 16  # items up to this size are read together
+_FEW_CHUNKS = 16
+
+
+class Fetch(NamedTuple):
+    """What this rank needs of one chunk.
+
+    dtype: the stored one.   memory: of box.sizes, any strides, dtype and device.
+    blocks: first <= block < last are to be verified, and nothing else; then there is no memory.
+    """
+
+    name: str
+    dtype: torch.dtype
+    chunk: StoredChunk
+    box: Box
+    memory: torch.Tensor
+    blocks: tuple[int, int] | None = None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the item is read whole with others: a small one, or, to have a part of it verified, one of few blocks."""
+        return self.blocks is None and self.chunk.length <= (_SMALL if self.box == self.chunk.box else 2 * BLOCK)
+
+
+class Read(NamedTuple):
+    """What was read.   nbytes: of files.   unverified: the names of tensors of which more than one run of a chunk was read."""
+
+    nbytes: int
+    unverified: set[str]
+
+
+def fetches(name: str, stored: StoredTensor, target: torch.Tensor) -> list[Fetch]:
+    """What this rank reads for `target`, plain or a `DTensor` of the stored shape.
+
+    Raises CheckpointError if the chunks do not have each of its elements once.
+    """
+    found = list[Fetch]()
+    for part in parts(target):
+        missing, first = part.memory.numel(), len(found)
+        # Cost: by Python, some microseconds for each chunk; by torch, some tens for all of them.
+        for chunk in stored.chunks if len(stored.columns.file) < _FEW_CHUNKS else stored.overlapping(part.box):
+            box = intersect(part.box, chunk.box)
+            if box is not None:
+                found.append(Fetch(name, stored.dtype, chunk, box, narrowed(part, box)))
+                missing -= prod(box.sizes)
+        if missing > 0:
+            raise DamagedCheckpointError(
+                f"tensor {shown(name)}: the checkpoint lacks {missing} of the {part.memory.numel()} elements of {part.box}, "
+                "which this rank needs; it was not written to its end, or its .metadata belongs to other files"
+            )
+        boxes = [fetch.box for fetch in found[first:]]
+        if len(boxes) > 1 and not tile(part.box, boxes):
+            raise DamagedCheckpointError(
+                f"tensor {shown(name)}: chunks of the checkpoint overlap in {part.box}; its .metadata is damaged"
+            )
+    return found
+
+
+def read_all(stored: Stored, wanted: Iterable[Fetch]) -> Read:
+    """Read everything.
+
+    Raises CheckpointError, which names file and tensor, for what is damaged, cut off, of another save, or cannot be read.
+    """
+    ordered = sorted(wanted, key=lambda fetch: (fetch.chunk.file, fetch.chunk.offset))
+    scratch, total, unverified = _Scratch(), 0, set[str]()
+    for file, of_file in groupby(ordered, key=lambda fetch: fetch.chunk.file):
+        with stored.open(file) as reader:
+            reading = _FileReading(reader, scratch, unverified)
+            for small, group in groupby(of_file, key=lambda fetch: fetch.is_small):
+                if small:
+                    for batch in _batches(group):
+                        reading.read_small(batch)
+                else:
+                    for fetch in group:
+                        reading.read(fetch)
+            total += reader.nbytes
+    return Read(total, unverified)
+
+
+class _Scratch:
+    """A buffer on the host, which is kept; pinned if a GPU takes what is read."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bool, torch.Tensor] = {}
+
+    def of(self, device: torch.device) -> torch.Tensor:
+        """(_SCRATCH,) uint8"""
+        pinned = device.type == "cuda"
+        if pinned not in self._kept:
+            self._kept[pinned] = torch.empty(_SCRATCH, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return self._kept[pinned]
+
+
+class _FileReading:
+    """Reads of one file.   unverified: gets the names of tensors."""
+
+    def __init__(self, reader: Reader, scratch: _Scratch, unverified: set[str]) -> None:
+        self._reader, self._scratch, self._unverified = reader, scratch, unverified
+
+    def read_small(self, batch: Sequence[Fetch]) -> None:
+        """Read small items that lie one after the other."""
+        begin, last = batch[0].chunk.offset, batch[-1].chunk
+        data = bytes_of(self._scratch.of(_CPU))[: last.offset + last.length - begin]
+        self._reader.read_into(begin, [data])
+        for fetch in batch:
+            own = data[fetch.chunk.offset - begin :][: fetch.chunk.length]
+            source = self._source(fetch, partial(_bytes_at, own))
+            item = source.item
+            check = Checksums(source, item.data_start, item.data_start + item.data_nbytes)
+            check.feed(own[item.data_start :][: item.data_nbytes])
+            # A copy: items of other writers may lie at any byte, which is no address of an element.
+            elements = torch.frombuffer(bytearray(own[item.start :][: _extent(item) * item.dtype.itemsize]), dtype=item.dtype)
+            whole = elements.as_strided(item.sizes, item.strides)
+            fetch.memory.copy_(narrowed(Part(fetch.chunk.box, whole), fetch.box))
+
+    def read(self, fetch: Fetch) -> None:
+        """Read any part of an item."""
+        source = self._source(fetch)
+        item, memory = source.item, fetch.memory
+        if fetch.blocks is not None:
+            self._verify(source, *fetch.blocks)
+            return
+        if any(stride == 0 and size > 1 for stride, size in zip(item.strides, item.sizes, strict=True)):
+            self._read_expanded(source, fetch)
+            return
+        found = runs(fetch.box, fetch.chunk.box, item.strides)
+        if len(found.starts) > 1 and item.crcs_start is not None:
+            self._unverified.add(fetch.name)
+        stream = _Stream(source, found)
+        if memory.device == _CPU and memory.dtype == item.dtype and _holds_runs(memory, found):
+            span, nbytes = _span(memory), found.numel * item.dtype.itemsize
+            for place in _places(memory, found):
+                stream.fill(span[place : place + nbytes])
+            return
+        scratch = self._scratch.of(memory.device)
+        for block in _blocks(memory.permute(found.order), len(scratch) // item.dtype.itemsize):
+            values = scratch[: block.numel() * item.dtype.itemsize]
+            stream.fill(bytes_of(values))
+            block.copy_(values.view(item.dtype).view(block.shape))
+
+    def _verify(self, source: Source, first: int, last: int) -> None:
+        """Read blocks of an item, and verify them."""
+        item = source.item
+        start, stop = item.data_start + first * BLOCK, item.data_start + min(last * BLOCK, item.data_nbytes)
+        check = Checksums(source, start, stop)
+        window = bytes_of(self._scratch.of(_CPU))[: self._reader.window]
+        for place in range(start, stop, len(window)):
+            view = window[: stop - place]
+            source.read_into(place, view)
+            check.feed(view)
+
+    def _read_expanded(self, source: Source, fetch: Fetch) -> None:
+        """An item in which several elements have one place."""
+        item = source.item
+        data = source.read(item.start, _extent(item) * item.dtype.itemsize)
+        Checksums(source, item.start, item.start + len(data)).feed(memoryview(data))
+        whole = torch.frombuffer(data, dtype=item.dtype).as_strided(item.sizes, item.strides)
+        fetch.memory.copy_(narrowed(Part(fetch.chunk.box, whole), fetch.box))
+
+    def _source(self, fetch: Fetch, read: ReadBytes | None = None) -> Source:
+        """The item of a fetch. read: gives bytes of it, if they have been read."""
+        chunk, where = fetch.chunk, f"{str(self._reader.path)!r}, tensor {shown(fetch.name)}"
+        read = read or (lambda at, nbytes: bytes(self._reader.read(chunk.offset + at, nbytes)))
+        item = known_item(read, fetch.dtype, chunk.box.sizes, chunk.length) or read_item(read, chunk.length, where)
+        if (item.dtype, item.sizes) != (fetch.dtype, tuple(chunk.box.sizes)):
+            raise DamagedCheckpointError(
+                f"{where}: expected {fetch.dtype} of shape {tuple(chunk.box.sizes)}, by .metadata, found {item.dtype} of "
+                f"{item.sizes}; the files are not of one checkpoint"
+            )
+        return Source(self._reader, chunk.offset, item, where)
+
+
+class _Stream:
+    """The bytes of the runs in an item, one after the other, verified if it is one."""
+
+    def __init__(self, source: Source, found: Runs) -> None:
+        self._source = source
+        self._itemsize = source.item.dtype.itemsize
+        self._run = found.numel * self._itemsize
+        self._starts = iter(found.starts)
+        self._verifies = len(found.starts) == 1
+        self._check: Checksums | None = None
+        self._place = self._left = 0  # in the item; of the run
+
+    def fill(self, view: memoryview) -> None:
+        """Read the next bytes."""
+        start = 0
+        while start < len(view):
+            if not self._left:
+                self._next_run()
+            window = view[start : start + min(self._left, self._source.reader.window)]
+            self._source.read_into(self._place, window)
+            start += len(window)
+            self._place += len(window)
+            self._left -= len(window)
+            if self._check is not None:
+                self._check.feed(window)
+                if not self._left:
+                    self._check.end()
+
+    def _next_run(self) -> None:
+        self._place = self._source.item.start + next(self._starts) * self._itemsize
+        self._left = self._run
+        if self._verifies:
+            self._check = Checksums(self._source, self._place, self._place + self._run)
+            self._check.begin()
+
+
+def _batches(group: Iterable[Fetch]) -> Iterator[list[Fetch]]:
+    """Small items that lie one after the other, as many as the buffer holds."""
+    batch: list[Fetch] = []
+    for fetch in group:
+        chunk = fetch.chunk
+        if batch:
+            first, last = batch[0].chunk, batch[-1].chunk
+            adjoins = chunk.offset - last.offset - last.length < ALIGNMENT
+            if not adjoins or chunk.offset + chunk.length - first.offset > _SCRATCH:
+                yield batch
+                batch = []
+        batch.append(fetch)
+    if batch:
+        yield batch
+
+
+def _holds_runs(memory: torch.Tensor, found: Runs) -> bool:
+    """Whether each run lies in the memory in one piece, in the same order, and as the values that it stands for."""
+    if memory.is_conj() or memory.is_neg():
+        return False
+    numel = 1
+    for dim in reversed(found.order[len(found.order) - found.inner :]):
+        if memory.shape[dim] != 1 and memory.stride(dim) != numel:
+            return False
+        numel *= memory.shape[dim]
+    return True
+
+
+def _places(memory: torch.Tensor, found: Runs) -> Iterator[int]:
+    """Where each run lies in the memory: bytes from its first element."""
+    outer, itemsize = found.order[: len(found.order) - found.inner], memory.element_size()
+    for index in product(*(range(memory.shape[dim]) for dim in outer)):
+        yield itemsize * sum(i * memory.stride(dim) for i, dim in zip(index, outer, strict=True))
+
+
+def _span(memory: torch.Tensor) -> memoryview:
+    """The bytes from the first element to the last, with those of other tensors between them."""
+    last = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
+    nbytes = (last + 1) * memory.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(memory.data_ptr())).cast("B")
+
+
+def _blocks(memory: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
+    """The tensor in pieces of at most `numel` elements that follow each other in row-major order."""
+    if memory.numel() <= numel:
+        yield memory
+        return
+    row = memory.numel() // memory.shape[0]
+    for rows in memory.split(max(1, numel // row)):
+        yield from (rows,) if rows.numel() <= numel else _blocks(rows[0], numel)
+
+
+def _bytes_at(data: memoryview, offset: int, nbytes: int) -> bytes:
+    return bytes(data[offset : offset + nbytes])
+
+
+def _extent(item: StoredItem) -> int:
+    """Elements from the item's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(item.sizes, item.strides, strict=True))

@@ -1,0 +1,281 @@
+"""A training run that resumes: from its last checkpoint, on any number of ranks, after whatever ended it.
+
+    with shardrt.Run("runs/a", {"model": model, "optimizer": optimizer}) as run:
+        for step in run.steps(1000):
+            train(step)
+
+on entry           rank 0 finds the newest committed checkpoint, and all ranks load it; if it is damaged, the one before
+after each step    1. the ranks agree whether one of them was told to stop: then they save, wait for it, and exit
+                   2. they look how the save that is under way does; an error in it is raised on every rank
+                   3. if it is time, they begin the next save: training goes on while it is written
+at the end         the last step is saved, unless it is already, and the ranks wait for it; so also after a `break`
+on an exception    nothing is saved; the save that is under way ends, or leaves the older one
+
+The folder has the checkpoints `step-00000100`, ..., by the number of steps done. Beside the user's state a checkpoint has the
+entry `run`: the number of steps, and the random numbers of all ranks. Other checkpoints in the folder do not matter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from ...comm import world
+from ..disk.remote_path import Location
+from ..disk.storage import located, storage_of
+from ..errors import CheckpointError, DamagedCheckpointError, agreed
+from ..formats.dcp.metadata import read_stored
+from ..loading.load import load
+from ..saving.save import AsyncSave, async_save, end_previous, save
+from .random_state import RandomState
+from .stop import DUE, Noted, StopSignals
+
+STOPPED = os.EX_TEMPFAIL  # the exit code: "try again later"
+_KEY = "run"
+_PREFIX = "step-"
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
+_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_noted = Noted()
+_log = logging.getLogger("shardrt")
+
+
+class Run:
+    """Resumes from the newest checkpoint in a folder, saves while it trains, and stops when Slurm wants it to.
+
+    folder: of this run's checkpoints, on a file system that all ranks share.
+    state: as `save` and `load` take it: its plain values are those at a save, and are replaced at the start. The key "run" is
+    taken.
+    every: steps between two saves; or the time, as "90s", "10min" or "1.5h", from entry and from each save to the next, by the
+        clock of rank 0: at the end of the step in which it has passed, unless a save is still under way.
+    keep: how many of the newest checkpoints remain.   keep_every: each of so many steps is saved as well, and never deleted.
+    on_damage: "older": if the newest checkpoint is damaged, the newest one that is not is loaded, with a warning, and what is
+        damaged is kept as `step-00000200.damaged`; if all are, that is an error. "raise": it is one if the newest is.
+    On SIGUSR1 or SIGTERM, to any rank, all ranks stop after the same step, save, and exit with code 75 (EX_TEMPFAIL);
+    `scripts/slurm/train.sbatch` then requeues the job. A second signal, a second later or more, does what it did before.
+    Collective: every rank makes the same `Run` and runs the same steps.
+    Raises: ValueError for bad arguments; RuntimeError before `shardrt.init()`; from entry and from `steps` a CheckpointError on
+    every rank, with the reason, if one of them cannot load or save.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        state: dict[str, Any],
+        every: int | str = 100,
+        keep: int = 3,
+        on_damage: Literal["older", "raise"] = "older",
+        *,
+        keep_every: int | None = None,
+    ) -> None:
+        if keep < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"Run(keep={keep}, keep_every={keep_every}): expected both to be at least 1")
+        if on_damage not in ("older", "raise"):
+            raise ValueError(f"Run(on_damage={on_damage!r}): expected 'older' or 'raise'")
+        self._every, self._every_s = _steps_and_seconds(every)
+        if _KEY in state:
+            raise ValueError(f"Run: the key {_KEY!r} of the state is taken by the run itself; use another")
+        with agreed(world().comm):
+            self.folder = located(folder).resolve()  # the program may change its working directory
+        self.done = 0  # steps
+        self._state = state
+        self._keep = {"keep": keep, "keep_every": keep_every}
+        self._arguments = {"every": every, **self._keep, "on_damage": on_damage}
+        self._on_damage = on_damage
+        self._signals = StopSignals(_noted)
+        self._comm = world().mesh.communicator("run")
+        self._saving: AsyncSave | None = None  # the save under way
+        self._saved_at = 0.0  # when the newest save began, or the run, by this rank's clock
+        self._saved = 0  # the number of steps of the newest save, which may be under way, or of what was loaded
+        self._is_in_step = False
+        self._has_stopped = False
+
+    def __enter__(self) -> Self:
+        self._resume()
+        self._saved_at = time.monotonic()
+        self._signals.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._end_step()
+                if self._saved != self.done:
+                    self._save()
+                self._finish_saving()
+        finally:
+            if not self._has_stopped:  # else the process is about to end, and the signal that ended it is dealt with
+                self._signals.__exit__(None, None, None)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The indices of the steps that remain of `total`; each is done when the next one is asked for.
+
+        After a `break`, which every rank makes in the same step, that step is done too: it comes after the optimizer's step.
+        What calls `steps` again then goes on with the next one.
+        Raises: SystemExit when the run stops; ValueError on every rank if they have other totals.
+        """
+        self._end_step()
+        self._check_alike("steps", total=total)
+        if self.done > total and world().rank == 0:
+            _log.warning("'%s': the run has done %d steps, more than the %d asked for", self.folder, self.done, total)
+        while self.done < total:
+            self._is_in_step = True
+            yield self.done
+            self._end_step()
+            self._after_step(is_last=self.done == total)
+
+    # ------------------------------------------------------------------ loading
+
+    def _resume(self) -> None:
+        found, damaged = self._newest_first(), dict[Location, str]()  # and why
+        for folder in found:
+            try:
+                self._load(folder)
+                break
+            except DamagedCheckpointError as error:
+                if self._on_damage == "raise":
+                    raise
+                damaged[folder] = str(error)
+        if len(damaged) < len(found):
+            self._report_progress()
+            self._set_aside(damaged)
+        elif found:
+            raise DamagedCheckpointError(
+                f"all checkpoints in {str(self.folder)!r} are damaged; to start anew, move them elsewhere. "
+                + "; ".join(f"{folder.name}: {reason}" for folder, reason in damaged.items())
+            )
+
+    def _set_aside(self, damaged: Mapping[Location, str]) -> None:
+        """Rename what could not be loaded, on rank 0, now that an older one is loaded."""
+        for folder, reason in damaged.items() if world().rank == 0 else ():
+            try:
+                where = f"now '{storage_of(folder).set_aside_damaged(folder)}'"
+            except CheckpointError as error:
+                where = f"left where it is ({error})"
+            _log.warning("'%s' is damaged, and %s; the run goes on from step %d: %s", folder, where, self.done, reason)
+
+    def _load(self, found: Location) -> None:
+        with agreed(world().comm):
+            rows = read_stored(found).tensors.get(f"{_KEY}.random.rows")
+            if rows is None:
+                raise CheckpointError(f"{str(found)!r} was not saved by a run: rename it, or give the run another folder")
+        random = RandomState(tuple(rows.shape))
+        # A dict, of which only these names are read: not the rows of other ranks.
+        own: dict[str, Any] = {"step": 0, "random": random.state_dict()}
+        loaded = {**self._state, _KEY: own}
+        load(found, loaded)
+        self._state.update({key: loaded[key] for key in self._state})
+        random.load_state_dict(own["random"])
+        self.done = self._saved = own["step"]
+
+    def _newest_first(self) -> list[Location]:
+        """The committed checkpoints, as rank 0 sees them. Collective."""
+        end_previous()  # of a run in this process that ended with an exception
+        self._check_alike("Run", **self._arguments)
+        comm, found = world().comm, list[Location]()
+        with agreed(comm):
+            found = list(storage_of(self.folder).newest_first(self.folder, _PREFIX))
+        first = comm.exchange([folder.name for folder in found])[0]
+        with agreed(comm):
+            if found and not first:
+                where = f"is there on rank {comm.rank}, but not on rank 0"
+                raise CheckpointError(f"{found[0]} {where}: use a folder that all ranks share")
+        return [self.folder / name for name in first]
+
+    def _check_alike(self, what: str, **arguments: object) -> None:
+        """Raise ValueError on every rank if the ranks' arguments differ. Collective."""
+        everyone = self._comm.exchange(arguments)
+        other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+        if other is not None:
+            raise ValueError(f"{what}: rank 0 has {everyone[0]}, rank {other} has {everyone[other]}; expected the same")
+
+    def _folder_of(self, step: int) -> Location:
+        return self.folder / f"{_PREFIX}{step:08d}"
+
+    # ------------------------------------------------------------------ between steps
+
+    def _end_step(self) -> None:
+        """Count the step that was under way."""
+        self.done += self._is_in_step
+        self._is_in_step = False
+
+    def _after_step(self, *, is_last: bool) -> None:
+        told = self._signals.agreed(self._comm, is_due=self._is_time())
+        if told not in (0, DUE) and not is_last:
+            self._stop(told)
+        if self._saving is not None and self._saving.poll():
+            self._committed()
+        if is_last or told == DUE or any(n and self.done % n == 0 for n in (self._every, self._keep["keep_every"])):
+            self._save()
+
+    def _is_time(self) -> bool:
+        """Whether this is rank 0, and it is time to save."""
+        # A save under way would be waited for, after each step if it takes longer than this time.
+        if self._every_s is None or self._saving is not None or self._comm.rank != 0:
+            return False
+        return time.monotonic() >= self._saved_at + self._every_s
+
+    def _save(self) -> None:
+        self._finish_saving()
+        self._saved_at = time.monotonic()
+        self._saving = async_save(self._folder_of(self.done), self._with_own_state(), **self._keep)
+        self._saved = self.done
+
+    def _stop(self, number: int) -> None:
+        try:
+            self._finish_saving()
+        except CheckpointError as error:  # this step can still be saved
+            if world().rank == 0:
+                _log.warning("'%s' was not saved: %s", self._folder_of(self._saved), error)
+            self._saving = None
+        save(self._folder_of(self.done), self._with_own_state(), **self._keep)
+        self._saved = self.done
+        self._has_stopped = True
+        _noted.clear()
+        self._report_progress()
+        if world().rank == 0:
+            name = signal.Signals(number).name
+            os.write(2, f"{name}: saved {self._folder_of(self.done)}; stopping with exit code {STOPPED}\n".encode())
+        sys.exit(STOPPED)
+
+    def _with_own_state(self) -> dict[str, Any]:
+        return {**self._state, _KEY: {"step": self.done, "random": RandomState()}}
+
+    def _finish_saving(self) -> None:
+        """Wait for the save under way. Collective."""
+        if self._saving is not None:
+            self._saving.wait()
+            self._committed()
+
+    def _committed(self) -> None:
+        self._saving = None
+        self._report_progress()
+
+    def _report_progress(self) -> None:
+        """Tell the launcher which step was saved last, and whether the run has stopped to be continued."""
+        file = world().settings.progress
+        if file is None or world().rank != 0:
+            return
+        try:
+            file.write_text(f"{self._saved}{' stopped' * self._has_stopped}\n")
+        except OSError as error:
+            _log.warning("the launcher will not know of step %d: cannot write '%s': %s", self._saved, file, error)
+
+
+def _steps_and_seconds(every: int | str) -> tuple[int | None, float | None]:
+    """One of both. Raises ValueError for anything else."""
+    match = _TIME.fullmatch(every) if isinstance(every, str) else None
+    steps = None if isinstance(every, str) or every < 1 else every
+    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
+    if steps is None and not seconds:
+        raise ValueError(
+            f"Run(every={every!r}): expected a number of steps, at least 1, or a time, more than 0, such as '90s', '10min' or "
+            "'1.5h'"
+        )
+    return steps, seconds or None

@@ -1,1 +1,0 @@
-"""Hugging Face's safetensors, in and out."""

@@ -1,0 +1,286 @@
+"""Which rank writes what, and where: worked out by every rank for itself, and by rank 0 for all of them.
+
+    describe      names, shapes, dtypes and placements of this rank's entries                         no communication
+    compare       of the descriptions and plain values: usually all are equal, and that is all        one collective
+    exchange      else of each differing description once, by the first rank that has it              one more
+    check         of the plain values, if they differ                                                 two more
+    exchange      of what each rank has of its own, if there is any                                   one more
+    assign        which copy of each name is written: a copy is a set of ranks that have all of it    no communication
+    place         this rank's chunks in its file; on rank 0, everybody's, for the metadata            no communication
+
+Replicas share the work: each tensor is written by the copy that has the fewest bytes to write so far. Plain tensors below 64
+KiB and objects are written by the first rank that has them, tensors of one memory once, parts without elements not at all.
+In a file, chunks of 64 KiB and more come first, then the others, then objects, each at a multiple of 64 bytes, between two
+marks of the save (`formats/dcp/marks.py`).
+
+Cost: on rank 0, some operations on vectors with an element for each rank, for each tensor, and many for each other layout;
+memory for layouts of two million chunks, and for that of one tensor. Layouts beyond these are made twice.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
+
+import torch
+
+from ...comm import Communicator
+from ..errors import agreed
+from ..formats.dcp.marks import MARK_NBYTES
+from ..formats.dcp.metadata_pickle import Columns, MetadataWriter
+from ..formats.torch_file.items import ALIGNMENT, item_length, item_lengths
+from ..geometry import Part, parts
+from ..state.entries import Entry
+from .assignment import Agreed, Assigned, assign, order_names
+from .chunks import Boxes
+from .descriptions import Description, describe, digest_of, fingerprint
+from .equal_values import check_values
+
+LARGE = 1 << 16  # bytes of a chunk
+_KEPT = 1 << 21  # chunks of layouts that are kept in memory
+
+
+class Item(NamedTuple):
+    """A chunk or an object of this rank's file.   offset, length: the bytes of its item, header and footer included."""
+
+    name: str
+    value: Part | bytes
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """What this rank writes.
+
+    file: the name of its file.   items: by offset; none: there is no file.   nbytes: of the file.
+    """
+
+    file: str
+    items: tuple[Item, ...]
+    nbytes: int
+    agreed: Agreed
+
+    @property
+    def metadata(self) -> bytes:
+        """The contents of `.metadata` but for its ending, the same on every rank; for rank 0.
+
+        Cost: see above for the first of several equal plans; the next ones find it made.
+        """
+        return _newest.metadata(self.agreed)
+
+
+def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
+    """Agree on who writes what. Collective over `comm`, the world's.
+
+    entries: by different names; other ranks may have others.
+    Raises CheckpointError if a rank has a tensor that cannot be saved, and CheckpointError on every rank if two ranks have
+    different tensors of one name, or if a rank of a tensor's mesh does not have it.
+    """
+    with agreed(comm):
+        description = describe(entries, comm.rank)
+    plan = agree(description, {each.name: each.value for each in entries if isinstance(each.value, bytes)}, comm)
+    items = tuple(_placed({entry.name: entry.value for entry in entries}, _newest.names(plan, comm.rank)))
+    end = max((_aligned(item.offset + item.length) + MARK_NBYTES for item in items), default=0)
+    return SavePlan(file_of(comm.rank), items, end, plan)
+
+
+def agree(description: Description, objects: Mapping[str, bytes], comm: Communicator) -> Agreed:
+    """The descriptions of all ranks. Collective.
+
+    Raises CheckpointError on every rank for a plain value that is not the same on all ranks that have it.
+    """
+    own = tuple(each for each in description if each.is_per_rank)
+    shared = tuple(each for each in description if not each.is_per_rank)
+    digests = {each.name: each.digest for each in shared if each.digest is not None}
+    layout, values = 2 * fingerprint(shared) + bool(own), digest_of(repr(digests).encode())
+    answers = comm.compare(digest_of(repr((layout, values)).encode()), lambda: (layout, values))
+    if answers is None:
+        everyones = tuple(comm.exchange(own)) if own else ()
+        return Agreed.of_equal(shared, comm.size, (layout, comm.size, _sizes((shared,)), everyones), everyones)
+    marks = [mark for mark, _ in answers]
+    if len({other for _, other in answers}) > 1:
+        check_values(digests, objects, comm)
+    firsts = {each: rank for rank, each in reversed(list(enumerate(marks)))}
+    given = comm.exchange((shared if firsts[layout] == comm.rank else None, own))
+    numbers = {each: number for number, each in enumerate(sorted(firsts, key=firsts.__getitem__))}
+    kinds = tuple(each for each, _ in given if each is not None)
+    everyones = tuple(each for _, each in given)
+    return Agreed(kinds, torch.tensor([numbers[each] for each in marks]), (marks, _sizes(kinds), everyones), everyones)
+
+
+def _sizes(kinds: Iterable[Description]) -> list[int]:
+    return [entry.nbytes for kind in kinds for entry in kind]
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"__{rank}_0.distcp"
+
+
+def write_metadata(out: BinaryIO, agreed: Agreed) -> None:
+    """Write the `.metadata` of what these ranks have, but for its ending.
+
+    No communication: `agreed` may be of ranks that do not exist.
+    Raises CheckpointError as `make_plan` does, and for placements whose chunks are not the whole tensor.
+    """
+    assigned = {each.entry.name: each for each in assign(agreed)}
+    files = _Files(agreed.size, assigned.values())
+    writer = MetadataWriter(out, [file_of(rank) for rank in range(agreed.size)])
+    written = dict[str, Columns]()
+    is_target = {each.entry.tied for each in assigned.values() if each.entry.tied}
+    for name in order_names(agreed):
+        each, entry = assigned[name], assigned[name].entry
+        if entry.dtype is None:
+            writer.add_object(name, entry.path, each.first, *files.place_object(each))
+            continue
+        columns = written[entry.tied] if entry.tied else files.place(each)
+        if name in is_target:
+            written[name] = columns
+        writer.add_tensor(name, entry.path, entry.dtype, entry.shape, columns)
+    writer.finish()
+
+
+def _placed(values: dict[str, torch.Tensor | bytes], names: Iterable[str]) -> Iterator[Item]:
+    """This rank's items, by offset."""
+    large, small, objects = list[tuple[str, Part]](), list[tuple[str, Part]](), list[tuple[str, bytes]]()
+    for name in names:
+        value = values[name]
+        if isinstance(value, bytes):
+            objects.append((name, value))
+            continue
+        for part in parts(value):
+            (large if part.memory.nbytes >= LARGE else small).append((name, part))
+    place = MARK_NBYTES
+    for name, part in large + small:
+        length = item_length(part.memory.dtype, part.memory.dim(), part.memory.nbytes)
+        yield Item(name, part, place, length)
+        place = _aligned(place + length)
+    for name, data in objects:
+        yield Item(name, data, place, len(data))
+        place = _aligned(place + len(data))
+
+
+def _aligned(place: int) -> int:
+    return -(-place // ALIGNMENT) * ALIGNMENT
+
+
+class _Newest:
+    """What follows from the newest description of all ranks, kept for the next save of the same names, placements and sizes."""
+
+    _LIMIT = 1 << 26  # bytes of metadata that are kept
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._names: tuple[str, ...] | None = None  # that this rank writes
+        self._metadata: bytes | None = None
+
+    def names(self, agreed: Agreed, rank: int) -> tuple[str, ...]:
+        """The names of which this rank writes a part, in the order of their assignment."""
+        self._turn_to(agreed)
+        if self._names is None:
+            self._names = tuple(each.entry.name for each in assign(agreed) if each.includes(rank))
+        return self._names
+
+    def metadata(self, agreed: Agreed) -> bytes:
+        """The contents of `.metadata` but for its ending."""
+        self._turn_to(agreed)
+        if self._metadata is not None:
+            return self._metadata
+        out = io.BytesIO()
+        write_metadata(out, agreed)
+        made = out.getvalue()
+        self._metadata = made if len(made) <= self._LIMIT else None
+        return made
+
+    def _turn_to(self, agreed: Agreed) -> None:
+        if agreed.key is None or agreed.key != self._key:
+            self._key, self._names, self._metadata = agreed.key, None, None
+
+
+_newest = _Newest()
+
+
+class _Rows(NamedTuple):
+    """Chunks of one tensor that lie in the same part of the files, that of large chunks or that of small ones.
+
+    at: which rows of its chunks.   rank: (n,).   before: (n,), bytes of the chunks before it in its rank's file.
+    taken: (n,), its bytes, with what fills up to the next multiple of 64.
+    """
+
+    is_large: bool
+    at: torch.Tensor
+    rank: torch.Tensor
+    before: torch.Tensor
+    taken: torch.Tensor
+
+
+class _Layout(NamedTuple):
+    """The chunks of a tensor.   lengths: (n,), of their items."""
+
+    chunks: Boxes
+    lengths: torch.Tensor
+    rows: tuple[_Rows, ...]
+
+    @classmethod
+    def of(cls, each: Assigned) -> _Layout:
+        """Raises CheckpointError as `Assigned.chunks` does."""
+        entry, chunks = each.entry, each.chunks()
+        assert entry.dtype is not None, "objects have no chunks"
+        nbytes = chunks.sizes.prod(1) * entry.dtype.itemsize
+        lengths = item_lengths(entry.dtype, len(entry.shape), nbytes)
+        taken, found = (lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, list[_Rows]()
+        for is_large in (True, False):
+            at = ((nbytes >= LARGE) == is_large).nonzero().view(-1)
+            if len(at):
+                found.append(_Rows(is_large, at, chunks.owner[at], _before(chunks.owner[at], taken[at]), taken[at]))
+        return cls(chunks, lengths, tuple(found))
+
+
+class _Files:
+    """Where the next items go in every rank's file, as `_placed` has them."""
+
+    def __init__(self, ranks: int, assigned: Iterable[Assigned]) -> None:
+        self._layouts, self._kept = dict[object, _Layout](), 0
+        large, small = torch.zeros(ranks, dtype=torch.int64), torch.zeros(ranks, dtype=torch.int64)
+        for each in assigned:
+            if each.entry.dtype is not None and each.entry.tied is None:
+                for rows in self._layout(each).rows:
+                    (large if rows.is_large else small).index_add_(0, rows.rank, rows.taken)
+        self._large = torch.full_like(large, MARK_NBYTES)
+        self._small = self._large + large
+        self._objects = self._small + small
+
+    def place(self, each: Assigned) -> Columns:
+        """The chunks of a tensor."""
+        chunks, lengths, found = self._layout(each)
+        start = torch.empty_like(lengths)
+        for rows in found:
+            cursor = self._large if rows.is_large else self._small
+            start[rows.at] = cursor[rows.rank] + rows.before
+            cursor.index_add_(0, rows.rank, rows.taken)
+        return Columns(chunks.offsets, chunks.sizes, chunks.owner, start, lengths)
+
+    def place_object(self, each: Assigned) -> tuple[int, int]:
+        """Offset and length of an object."""
+        start = int(self._objects[each.first])
+        self._objects[each.first] += _aligned(each.entry.nbytes)
+        return start, each.entry.nbytes
+
+    def _layout(self, each: Assigned) -> _Layout:
+        # Cost: a third of a millisecond, and most tensors of a model have the layout of another one.
+        found = self._layouts.get(each.key) or _Layout.of(each)
+        if each.key not in self._layouts and self._kept < _KEPT:
+            self._layouts[each.key] = found
+            self._kept += len(found.lengths)
+        return found
+
+
+def _before(rank: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    """The sum of `taken` over the rows before, of the same rank; the rows of a rank are neighbours."""
+    total = taken.cumsum(0) - taken
+    _, group, counts = torch.unique_consecutive(rank, return_inverse=True, return_counts=True)
+    first = counts.cumsum(0) - counts
+    return total - total[first][group]

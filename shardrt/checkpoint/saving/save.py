@@ -1,0 +1,289 @@
+"""Saves: a thread writes them, while training goes on, or while the caller waits.
+
+phase        this rank's thread                      ends when
+WRITING      writes this rank's file                 `poll` finds that every rank has written
+COMMITTING   on rank 0, commits the folder           `poll` finds that rank 0 has
+COMMITTED    -                                       -
+FAILED       -                                       one rank's error has been raised on all of them
+
+The thread never communicates: `poll` and `wait` do, on the caller's thread, so every rank calls them at the same points.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, overload
+
+import torch
+
+from ...comm.bootstrap import at_finalize, world
+from ...comm.communicator import Communicator
+from ...comm.streams import Stream, current_stream, new_stream, observe
+from ...tensor.snapshots import Snapshot
+from ..disk.folders import Keep
+from ..errors import CheckpointError, agreed
+from ..state.arguments import Folder, folder_and_state
+from ..state.models import outside_inference_mode
+from .plan import Item
+from .sources import Copies, Direct, Source, sources
+from .writing import Prepared, prepare
+
+_WAIT_S = 5.0
+
+
+class Phase(Enum):
+    """How far a save is, the same on every rank."""
+
+    WRITING = "writing"
+    COMMITTING = "committing"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+class AsyncSave:
+    """A save that is written in the background: see `async_save`."""
+
+    def __init__(
+        self, prepared: Prepared, comm: Communicator, thread: Stream, write: Callable[[], None], snapshot: Snapshot | None
+    ) -> None:
+        self.folder = prepared.target
+        self._snapshot = snapshot
+        self._prepared = prepared
+        self._comm = comm
+        self._thread = thread
+        self._phase = Phase.WRITING
+        self._error: CheckpointError | None = None
+        self._task = _Task(thread, write)
+
+    def poll(self) -> bool:
+        """True once the save is committed, on every rank alike. Collective; does not wait for the disk.
+
+        Call it at every step: it also starts the commit, once all ranks have written. Cost: one exchange of a number.
+        Raises: CheckpointError on every rank, with the reason, if one of them could not write; the older checkpoints are
+        as they were, and the next save may begin.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._phase is not Phase.COMMITTED:
+            states = self._comm.exchange(self._task.state)
+            if all(state is _State.DONE for state in states):
+                self._advance()
+            elif _State.RUNNING not in states:
+                self._fail()
+        return self._phase is Phase.COMMITTED
+
+    def wait(self) -> None:
+        """Return once the save is committed. Collective. Raises as `poll` does."""
+        is_committed = False
+        while not is_committed:
+            # Hazard: a rank that waited for the others in an exchange for minutes would be reported as hanging.
+            self._task.wait(_WAIT_S)
+            is_committed = self.poll()
+
+    def result(self) -> None:
+        """`wait`, by the name that it has in the future of torch.distributed.checkpoint. Collective, which that is not."""
+        self.wait()
+
+    def staged(self) -> None:
+        """Let the current CUDA stream wait until the state has been copied, so that anything may write it. Not collective.
+
+        Optimizers, operations on `DTensor`s and loads wait by themselves. Call it before something else writes sharded
+        parameters or optimizer state: a kernel on local tensors that `to_local()` gave before the save, or the replay of a CUDA
+        graph without an optimizer's step in it. No-op on the host.
+        """
+        if self._snapshot is not None:
+            self._snapshot.wait()
+
+    def interrupt(self) -> None:
+        """Let the save fail if this rank still writes: what it writes may change from now on. `poll` then raises."""
+        if self._phase is Phase.WRITING:
+            self._task.fail(CheckpointError(f"the save of {os.fspath(self.folder)!r} was interrupted while it was written"))
+
+    @property
+    def has_ended(self) -> bool:
+        """True once it is committed, or its error has been raised."""
+        return self._phase is Phase.COMMITTED or self._error is not None
+
+    def _advance(self) -> None:
+        if self._phase is Phase.WRITING:
+            self._phase = Phase.COMMITTING
+            self._task = _Task(self._thread, self._prepared.commit)
+        else:
+            self._phase = Phase.COMMITTED
+
+    def _fail(self) -> None:
+        """Raise the error of the rank that has one, on every rank. No rank writes any more."""
+        self._phase = Phase.FAILED
+        try:
+            with agreed(self._comm):
+                self._task.raise_error()
+        except CheckpointError as error:
+            self._error = error
+            self._prepared.abandon()
+            raise
+
+
+@overload
+def save(folder: Folder, state: dict[str, Any], *, keep: int | None = None, keep_every: int | None = None) -> None: ...
+@overload
+def save(
+    state_dict: dict[str, Any], *, checkpoint_id: Folder, keep: int | None = None, keep_every: int | None = None
+) -> None: ...
+def save(*given: Any, keep: int | None = None, keep_every: int | None = None, **named: Any) -> None:
+    """Save `state` in `folder`, in the format of torch.distributed.checkpoint. Collective; returns when it is committed.
+
+    Called as `save(folder, state)`, or as that package's `save(state_dict, checkpoint_id=folder)`.
+    state: modules, optimizers, objects with `state_dict`, tensors, and values, by the name that their keys begin with.
+    folder: the same on every rank, on a file system that all ranks share. A checkpoint that is there is replaced in one step;
+    a folder with anything else is refused.   keep: delete all but so many of the newest checkpoints beside it that are
+    named as it is, up to the number at the end; None deletes nothing. They are deleted when this one is committed.
+    keep_every: those whose number is a multiple of this are never deleted.
+
+    Written is a folder beside it, of this save alone, which gets its name once the data of every rank has reached the disk: a
+    job that is killed leaves the checkpoint before. Each rank writes what it has, and shares with others what they have too.
+    Memory: none but for names and sizes; 64 MiB, pinned, for tensors of a GPU.
+    Raises: CheckpointError on every rank, with the reason, if one of them cannot write or refuses its part of the state: what
+    was there before is as it was. It also raises the error of a save before that has not been raised yet.
+    """
+    saving = _begin(*folder_and_state("save", given, named), Keep(keep, keep_every), is_copied=False)
+    try:
+        saving.wait()
+    except KeyboardInterrupt:
+        saving.interrupt()
+        raise
+
+
+@overload
+def async_save(
+    folder: Folder, state: dict[str, Any], *, keep: int | None = None, keep_every: int | None = None
+) -> AsyncSave: ...
+@overload
+def async_save(
+    state_dict: dict[str, Any], *, checkpoint_id: Folder, keep: int | None = None, keep_every: int | None = None
+) -> AsyncSave: ...
+def async_save(*given: Any, keep: int | None = None, keep_every: int | None = None, **named: Any) -> AsyncSave:
+    """Save `state` as `save` does, but return when it has been copied: the disk is written in a thread. Collective.
+
+    What is saved are the values at the call: on a GPU, those of the work submitted before it. Its sharded parameters and
+    optimizer state are copied on a stream of their own, for which what writes them next waits by itself, such as the next step
+    of an optimizer; `staged` says what does not. Call `poll` of what it returns at every step, and `wait` where the checkpoint
+    has to be there. A save that is under way is waited for first. finalize(), which runs at exit, commits the last one; if the
+    job fails before, the older checkpoint stays.
+
+    Memory: a copy of this rank's part of the state, in buffers of 256 MiB of host memory (pinned for a GPU's tensors), which
+    later saves reuse.
+    Cost: the copy, and 20 us for each name. The first call also pays for fresh pages.
+    Raises: as `save` does; and the error of the save before, if that failed and has not raised it yet.
+    """
+    return _begin(*folder_and_state("async_save", given, named), Keep(keep, keep_every), is_copied=True)
+
+
+def _begin(folder: Folder, state: dict[str, Any], keep: Keep, *, is_copied: bool) -> AsyncSave:
+    global _background
+    end_previous()
+    with outside_inference_mode():
+        prepared, items = prepare(world(), folder, state, keep)
+        if _background is None:
+            _background = _Background()
+        return _background.start(prepared, items, is_copied=is_copied)
+
+
+def end_previous() -> None:
+    """Wait for the save under way, if there is one. Collective. Raises its error, unless that was raised already."""
+    # Invariant: a save is known until it has ended, whatever ends a wait for it; until then its copies stay as they are.
+    if _background is not None and (previous := _background.current) is not None and not previous.has_ended:
+        previous.wait()
+
+
+class _State(Enum):
+    RUNNING = 0
+    DONE = 1
+    FAILED = 2
+
+
+class _Task:
+    """A function that runs in the thread."""
+
+    def __init__(self, thread: Stream, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        thread.submit(self._call)
+
+    @property
+    def state(self) -> _State:
+        if not self._ended.is_set():
+            return _State.RUNNING
+        return _State.DONE if self._error is None else _State.FAILED
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._ended.wait(timeout_s)
+
+    def fail(self, error: CheckpointError) -> None:
+        self._error = error
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _call(self) -> None:
+        try:
+            assert self._run is not None
+            self._run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._run = None  # it holds the tensors' copies
+            self._ended.set()
+
+
+class _Background:
+    """This process's saves: a thread, the copies that it writes, and the newest save. Making it is collective."""
+
+    def __init__(self) -> None:
+        self.current: AsyncSave | None = None
+        self._copies = Copies(new_stream(world().device, "staging"))
+        self._comm = world().mesh.communicator("checkpoint")  # its own, so that polls come in any order with other calls
+        self._thread = new_stream(torch.device("cpu"), "checkpoint", threaded=True)
+        at_finalize(self.close)
+
+    def start(self, prepared: Prepared, items: tuple[Item, ...], *, is_copied: bool) -> AsyncSave:
+        """Write the items, or copies of them that are made now, in the thread."""
+        device = prepared.world.device
+        try:
+            with agreed(self._comm):
+                found = self._copy(items) if is_copied else sources(items, Direct().pieces)
+        except CheckpointError:
+            self._copies.restart()
+            prepared.abandon()
+            raise
+        snapshot, arrived = self._copies.start(), current_stream(device).record()
+
+        def write() -> None:
+            observe(device)
+            if snapshot is not None:
+                snapshot.end()
+            arrived.synchronize()
+            prepared.write(found)
+
+        self.current = AsyncSave(prepared, self._comm, self._thread, write, snapshot)
+        return self.current
+
+    def close(self) -> None:
+        """Commit the save under way, end the thread, and free the copies. Collective."""
+        global _background
+        try:
+            end_previous()
+        finally:
+            self._thread.close()
+            _background = None
+
+    def _copy(self, items: tuple[Item, ...]) -> list[Source]:
+        self._copies.restart()
+        return list(sources(items, self._copies.pieces))
+
+
+_background: _Background | None = None

@@ -1,0 +1,202 @@
+"""Where the bytes of a save come from: the tensors' own memory, pieces that pass through pinned buffers, or copies.
+
+An asynchronous save may copy beside what runs those tensors of which every writer waits (`tensor/snapshots.py`):
+
+| tensors                                                                          | copied on                |
+|----------------------------------------------------------------------------------|--------------------------|
+| parameters that `fully_shard` has cut over several ranks                         | a stream of their own    |
+| optimizers' sharded state                                                        | a stream of their own    |
+| parameters with whose shards modules compute: one rank, tensor parallelism alone | the current stream       |
+| buffers, plain tensors, and all else                                             | the current stream       |
+
+A forward may write what is in the last two rows: statistics of batch normalization, for example.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from ...comm.streams import Stream, current_stream
+from ...tensor import snapshots
+from ...tensor.dtensor import DTensor
+from ...tensor.group_registry import owned
+from ...tensor.snapshots import Snapshot, address
+from ..disk.files import bytes_of
+from ..formats.torch_file.items import without_gaps
+from .plan import Item
+
+_PINNED = 32 << 20  # bytes of a pinned buffer that pieces pass through
+_CHUNK = 256 << 20  # bytes of a buffer for copies; a large state takes several
+_ALIGNMENT = 64
+
+
+Pieces = list[memoryview] | Iterator[memoryview]
+
+
+class Source(NamedTuple):
+    """What is written at `offset` of the file: a tensor, or the bytes of an object.
+
+    dtype, sizes, strides: of the tensor; no dtype for an object.   pieces: its memory, in the order of `strides`, or the bytes:
+    a list, or an iterator whose pieces change when the next one is asked for.
+    """
+
+    offset: int
+    dtype: torch.dtype | None
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    pieces: Pieces
+
+
+def sources(items: Iterable[Item], pieces_of: Callable[[torch.Tensor], Pieces]) -> Iterator[Source]:
+    """The items of a plan, on the host. pieces_of: brings the memory of a tensor without gaps there, as it lies."""
+    for item in items:
+        if isinstance(item.value, bytes):
+            yield Source(item.offset, None, (), (), [memoryview(item.value)])
+        else:
+            memory = without_gaps(item.value.memory)
+            yield Source(item.offset, memory.dtype, tuple(memory.shape), memory.stride(), pieces_of(memory))
+
+
+class Direct:
+    """Tensors of the host as they lie; those of a GPU in pieces, through two pinned buffers of 32 MiB."""
+
+    def __init__(self) -> None:
+        self._pinned: list[torch.Tensor] = []
+
+    def pieces(self, memory: torch.Tensor) -> Pieces:
+        """Views of host memory."""
+        return [bytes_of(memory)] if memory.device.type == "cpu" else self._passing(memory)
+
+    def _passing(self, memory: torch.Tensor) -> Iterator[memoryview]:
+        """While the host reads one piece, the next one is on its way."""
+        if not self._pinned:
+            self._pinned = [torch.empty(_PINNED, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+        parts = _flat_bytes(memory).split(_PINNED)
+        following = self._fetch(parts[0], 0)
+        for index in range(len(parts)):
+            here, arrived = following
+            if index + 1 < len(parts):
+                # Hazard: this overwrites piece `index - 1`; its reader was done with it when it asked for this piece.
+                following = self._fetch(parts[index + 1], (index + 1) % 2)
+            arrived.synchronize()
+            yield bytes_of(here)
+
+    def _fetch(self, part: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        here = self._pinned[half][: part.numel()]
+        with torch.cuda.device(part.device):
+            here.copy_(part, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return here, arrived
+
+
+class Copies:
+    """Copies of tensors in buffers that are kept: `restart` takes them for other tensors.
+
+    Copies of a GPU's tensors are made on its current stream, so that what is submitted to it later cannot change them. But
+    those of which every writer waits are made on a stream of their own, so that what is submitted later runs beside them.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._buffers = {False: _Buffers(is_pinned=False), True: _Buffers(is_pinned=True)}
+        self._stream = stream
+        self._aside = frozenset[int]()  # the storages of what is copied there
+        self._pairs = list[tuple[torch.Tensor, torch.Tensor]]()  # (to, from), which `start` copies there
+
+    def restart(self) -> None:
+        """Give up the copies, not their memory."""
+        self._aside, self._pairs = storages_with_known_writers(), []
+        for buffers in self._buffers.values():
+            buffers.restart()
+
+    def pieces(self, memory: torch.Tensor) -> list[memoryview]:
+        """The copy of a tensor, which is there when `start` says; several pieces where it lies in several buffers."""
+        flat, pieces, is_aside = _flat_bytes(memory), [], address(memory) in self._aside
+        buffers, left = self._buffers[memory.device.type != "cpu"], flat.numel()
+        while left:
+            here = buffers.take(left)
+            start = flat.numel() - left
+            source = flat[start : start + here.numel()]
+            if is_aside:
+                self._pairs.append((here, source))
+            else:
+                here.copy_(source, non_blocking=True)
+            pieces.append(bytes_of(here))
+            left -= here.numel()
+        return pieces
+
+    def start(self) -> Snapshot | None:
+        """Start the copies on the stream of their own, after the current one; returns them. None if there are none.
+
+        They end after those on the current stream.
+        """
+        pairs, self._pairs = self._pairs, []
+        if not pairs:
+            return None
+        self._stream.wait(current_stream(self._stream.device).record())
+        self._stream.submit(lambda: [here.copy_(source, non_blocking=True) for here, source in pairs])
+        return Snapshot([source for _, source in pairs], self._stream.record())
+
+
+class _Buffers:
+    """Host memory that is handed out from its beginning, in buffers of 256 MiB."""
+
+    def __init__(self, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+        self._chunks: list[torch.Tensor] = []
+        self._chunk = 0  # that is handed out now
+        self._used = 0  # bytes of it
+
+    def restart(self) -> None:
+        self._chunk = self._used = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """(n,) uint8, n <= nbytes: what is left in a buffer, if that is less."""
+        if self._chunk < len(self._chunks) and self._used == _CHUNK:
+            self._chunk, self._used = self._chunk + 1, 0
+        if self._chunk == len(self._chunks):
+            self._chunks.append(self._allocate())
+        here = self._chunks[self._chunk][self._used : self._used + nbytes]
+        self._used += -(-here.numel() // _ALIGNMENT) * _ALIGNMENT
+        return here
+
+    def _allocate(self) -> torch.Tensor:
+        if self._is_pinned:
+            return torch.empty(_CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
+        # Cost: memory is taken page by page when it is first written; large pages make that three times as fast.
+        memory = mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _flat_bytes(memory: torch.Tensor) -> torch.Tensor:
+    """A view of memory without gaps as (bytes,) uint8, as it lies."""
+    return memory.as_strided((memory.numel(),), (1,)).view(torch.uint8)
+
+
+def storages_with_known_writers() -> frozenset[int]:
+    """The addresses of the storages of such tensors, of all models and optimizers of the process; none on the host."""
+    # Hazard: a CUDA graph with an optimizer's step writes when it is replayed, and nobody is told.
+    if snapshots.captured_a_step:
+        return frozenset()
+    shards = [tensor._local_tensor for tensor in (*_parameters(), *_state())]
+    return frozenset(snapshots.address(shard) for shard in shards if type(shard) is torch.Tensor and shard.is_cuda)
+
+
+def _parameters() -> Iterator[DTensor]:
+    for param, group in owned():
+        if isinstance(param, DTensor) and group.mesh.size > 1:
+            yield param
+
+
+def _state() -> Iterator[DTensor]:
+    for optimizer in snapshots.optimizers:
+        for values in optimizer.state.values():
+            if isinstance(values, dict):
+                yield from (value for value in values.values() if isinstance(value, DTensor))

@@ -1,0 +1,123 @@
+"""The user's state as entries of a checkpoint: what each value is called, and which tensors and objects it consists of.
+
+| value                                   | entries under its key                                                          |
+|-----------------------------------------|--------------------------------------------------------------------------------|
+| module                                  | its `state_dict()` by the model's full names: `model.blocks.0.weight`          |
+| module under the key ""                 | the same without a prefix, as torchtitan saves models                          |
+| optimizer                               | `optimizer.state.<parameter>.exp_avg`, `optimizer.param_groups.0.lr`           |
+| with `state_dict` and `load_state_dict` | its `state_dict()`: `scheduler.last_epoch`                                     |
+| dict, list                              | those of its values, by keys and indices, if it holds tensors or containers    |
+| dict with other keys than strings       | an object, unless there are tensors in it                                      |
+| tensor                                  | itself                                                                         |
+| `PerRank`                               | an object for each rank: `position.@rank3of8`                                  |
+| anything else                           | an object: `objects.py`                                                        |
+
+The names and paths are those that torch.distributed.checkpoint makes of torch's `get_state_dict` (its `_nested_dict.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...comm import world
+from ...tensor.dtensor import DTensor
+from ..errors import CheckpointError
+from ..formats.dcp.stored import checked_keys, checked_name
+from ..geometry import memory_of
+from .names import ParameterNames, Path, cleaner, joined
+from .objects import encode
+from .optimizers import Whole, optimizer_state
+from .stateful import PerRank, has_state, key_of_rank
+from .trees import flattened, has_inside
+
+
+class Entry(NamedTuple):
+    """One name of a checkpoint: a tensor, or an object that torch.save has made bytes of.
+
+    is_shared: it is a plain value, which has to be the same on all ranks that have it.
+    """
+
+    name: str
+    value: torch.Tensor | bytes
+    path: Path
+    is_shared: bool = False
+
+
+def entries(state: Mapping[str, Any]) -> list[Entry]:
+    """The entries of a state as this rank has it. No communication.
+
+    Raises CheckpointError for an object that does not load with `weights_only=True`, for a name that two values have, for a
+    tensor whose memory is not known, and for a parameter of an optimizer that no module has.
+    """
+    modules, found = modules_of(state), dict[str, Entry]()
+    tree = _tree(state, (), modules)
+    if isinstance(bare := tree.get(""), Mapping):  # as torchtitan saves models, without a key of their own
+        if both := bare.keys() & tree.keys():
+            raise CheckpointError(f"two values of the state have the name '{both.pop()}'; rename one of the keys")
+        tree = {**bare, **{key: value for key, value in tree.items() if key}}
+    for path, value in flattened(tree, ()):
+        if not path:  # an empty state
+            break
+        if isinstance(value, PerRank):
+            path, value = (*path, key_of_rank(world().rank, world().size)), Whole(value.state())
+        name = joined(path)
+        if name in found:
+            raise CheckpointError(f"two values of the state have the name '{name}'; rename one of the keys")
+        checked_name(name), checked_keys(path)  # as `load` does
+        found[name] = Entry(name, _stored_form(name, value), path, not isinstance(value, (torch.Tensor, Whole)))
+    return list(found.values())
+
+
+def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The modules of a state, by their names in checkpoints."""
+    return {joined(path): value for path, value in members((), state) if isinstance(value, nn.Module)}
+
+
+def optimizers_of(state: Mapping[str, Any]) -> dict[str, Optimizer]:
+    """The optimizers of a state, by their names in checkpoints."""
+    return {joined(path): value for path, value in members((), state) if isinstance(value, Optimizer)}
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """The state dict of a module by clean names: sharded tensors, as they lie in memory, and extra state."""
+    clean = cleaner(module)
+    return {clean(name): value for name, value in module.state_dict().items()}
+
+
+def members(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """The values of a state that have a state of their own."""
+    if has_state(value):
+        yield path, value
+    elif has_inside(value):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from members((*path, key if isinstance(value, list) else str(key)), item)
+
+
+def _tree(value: Any, path: Path, modules: Mapping[str, nn.Module]) -> Any:
+    """The state with the state dicts of its members in their places."""
+    if isinstance(value, nn.Module):
+        return module_state(value)
+    if isinstance(value, Optimizer):
+        packed = optimizer_state(value, ParameterNames(joined(path), value, modules))
+        for group in packed["param_groups"]:
+            group["params"] = Whole(group["params"])  # ranks may have parameters of their own
+        return packed
+    if has_state(value):
+        return value.state_dict()
+    if not has_inside(value):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _tree(item, (*path, str(key)), modules) for key, item in value.items()}
+    return [_tree(item, (*path, index), modules) for index, item in enumerate(value)]
+
+
+def _stored_form(name: str, value: Any) -> torch.Tensor | bytes:
+    if isinstance(value, torch.Tensor):
+        # Cost: detaching a DTensor goes through its dispatch; what writes it takes its local tensor, detached.
+        return memory_of(name, value if isinstance(value, DTensor) else value.detach())
+    return encode(name, value.value if isinstance(value, Whole) else value)

@@ -1,0 +1,151 @@
+"""What saves and loads need of models: their tensors by name, memory for those on the meta device, an end of inference mode.
+
+A tensor that has several names (tied weights) is stored once. The name is the one that `transformers` keeps: its modules'
+`_tied_weights_keys` are the names, or patterns of names, that are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...fsdp.schedule.moves import buffers_on_meta
+from ...tensor.placement import Box
+from ..geometry import Part, narrowed, runs
+from .names import cleaner
+
+PIECE_NBYTES = 16 << 20  # of a part that is converted, or that lies in memory in another order than in the file
+
+
+class Named(NamedTuple):
+    """A tensor of a model.   aliases: its other names."""
+
+    name: str
+    tensor: torch.Tensor
+    aliases: tuple[str, ...]
+
+
+def named_tensors(model: nn.Module) -> list[Named]:
+    """The tensors of the model's state dict, each once, in its order.
+
+    Values that are not tensors, such as extra state, are left out.
+    """
+    clean = cleaner(model)
+    state = {clean(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    patterns = [re.compile(f"{clean(prefix)}.{key}" if prefix else key) for prefix, key in _tied_keys(model)]
+    made = []
+    for same in names.values():
+        kept = [name for name in same if not any(pattern.search(name) for pattern in patterns)]
+        name = kept[0] if kept else max(same)
+        made.append(Named(name, tensors[name], tuple(other for other in same if other != name)))
+    return made
+
+
+def take_back(model: nn.Module, written: Iterable[Named]) -> None:
+    """Give the model those of its `named_tensors` that hooks of its state dict have made, after they were written to."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    if made := {name: tensor for name, tensor, _ in written if id(tensor) not in own}:
+        clean = cleaner(model)
+        model.load_state_dict({raw: made[clean(raw)] for raw in model.state_dict() if clean(raw) in made}, strict=False)
+
+
+def _tied_keys(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for prefix, module in model.named_modules():
+        yield from ((prefix, key) for key in getattr(module, "_tied_weights_keys", None) or ())
+
+
+def byte_runs(box: Box, shape: torch.Size, itemsize: int) -> tuple[list[int], int]:
+    """Where the elements of a box lie in a row-major array of `shape`: the first bytes of runs, and the bytes of each run."""
+    strides = [shape[dim + 1 :].numel() for dim in range(len(shape))]
+    found = runs(box, Box((0,) * len(shape), tuple(shape)), strides)
+    return [start * itemsize for start in found.starts], found.numel * itemsize
+
+
+def pieces(part: Part, itemsize: int) -> Iterator[Part]:
+    """The part in pieces of at most `PIECE_NBYTES`, each a box."""
+    offsets, sizes = part.box
+    numel = max(1, PIECE_NBYTES // itemsize)
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
+    if dim is None or part.memory.numel() <= numel:
+        yield part
+        return
+    rows = max(1, numel // (part.memory.numel() // sizes[dim]))
+    for start in range(0, sizes[dim], rows):
+        box = Box(
+            (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
+            (*sizes[:dim], min(rows, sizes[dim] - start), *sizes[dim + 1 :]),
+        )
+        yield from pieces(Part(box, narrowed(part, box)), itemsize)
+
+
+class Scratch:
+    """A buffer for one piece at a time, kept between pieces; pinned if the pieces are on a GPU."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def like(self, memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor on the host, of the shape of `memory`, in the buffer."""
+        nbytes, pinned = memory.numel() * dtype.itemsize, memory.device.type == "cuda"
+        if self._buffer.numel() < nbytes or (pinned and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(max(nbytes, self._buffer.numel()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return self._buffer[:nbytes].view(dtype).view(memory.shape)
+
+
+def lies_as_stored(memory: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the memory has the bytes of the stored elements, in their order."""
+    return memory.device.type == "cpu" and memory.dtype == dtype and memory.is_contiguous()
+
+
+def materialise(module: nn.Module, device: torch.device, optimizers: Iterable[Optimizer] = ()) -> None:
+    """Give memory to what is on the meta device, and the new parameters to the optimizers; the rest stays as it is.
+
+    Tied tensors stay tied. Models of transformers also get the values of buffers that no checkpoint has.
+    Collective if the module is sharded; for a failure on one rank to reach all, call it in `agreed(comm)`.
+    """
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return
+    before = [
+        (table, key, tensor)
+        for owner in module.modules()
+        for table in (owner._parameters, owner._buffers)
+        for key, tensor in table.items()
+        if tensor is not None
+    ]
+    without_values = dict.fromkeys(owner for owner, _ in buffers_on_meta(module.modules()))
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    made: dict[torch.Tensor, Any] = {}
+    for table, key, tensor in before:
+        table[key] = made.setdefault(tensor, table[key])  # `_apply` makes a tensor for each name of one
+    initialise: Any = getattr(module, "_init_weights", None)
+    for owner in without_values if initialise is not None else ():
+        initialise(owner)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [made.get(param, param) for param in group["params"]]
+        for param in [param for param in optimizer.state if param in made]:
+            optimizer.state[made[param]] = optimizer.state.pop(param)
+
+
+@contextmanager
+def outside_inference_mode(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Leave inference mode for the `with` block; not if tensors of these modules were made in it, which change in it alone.
+
+    What is made in the block, such as optimizer state, can be trained afterwards.
+    """
+    inside = torch.is_inference_mode_enabled()
+    if not inside or any(t.is_inference() for module in modules for t in (*module.parameters(), *module.buffers())):
+        yield
+    else:
+        with torch.inference_mode(False), torch.no_grad():
+            yield

@@ -1,0 +1,182 @@
+"""Values that are no tensors, as bytes that load with `weights_only=True`, and back.
+
+| value                         | in the bytes                                   | comes back as                         |
+|-------------------------------|------------------------------------------------|---------------------------------------|
+| None, numbers, strings, bytes | as torch.save writes them                      | the same                              |
+| dict, list, tuple, set        | the same; of subclasses, as plain ones         | the same; `Counter` and `OrderedDict` |
+| scalar of numpy               | a number of Python                             | a number of Python                    |
+| array of numpy                | `{"numpy.ndarray": tensor}`                    | an array                              |
+| classes that the program vouches for (`torch.serialization.add_safe_globals`)  | as torch.save writes them | the same |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+import numbers
+import os
+import sys
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from datetime import date, time, timedelta
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, DamagedCheckpointError, reason
+from ..formats.torch_file.expansion import check_archive
+from .stateful import has_state
+
+_PLAIN = (bool, int, float, str, type(None))
+ARRAY = "numpy.ndarray"
+
+
+def encode(name: str, value: Any) -> bytes:
+    """The bytes of an object.   name: for messages. Raises CheckpointError for one that would not load without its own code."""
+    try:
+        return _bytes_of(value)
+    except Exception as error:
+        raise CheckpointError(_refusal(name, value)) from error
+
+
+def decode(data: bytes, where: str) -> Any:
+    """The object. Runs no code but torch's, and that of classes that the program vouches for.
+
+    where: what it is, for messages. Raises CheckpointError if it is damaged, or may not be loaded.
+    """
+    file, has_arrays = io.BytesIO(data), ARRAY.encode() in data
+    try:
+        check_archive(file, where, is_copied=has_arrays)
+        damaged = zipfile.ZipFile(file).testzip()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise DamagedCheckpointError(f"{where} is damaged ({reason(error)}); load an older checkpoint") from error
+    if damaged is not None:
+        raise DamagedCheckpointError(
+            f"{where} is damaged: the checksum of its record '{damaged}' differs; load an older checkpoint"
+        )
+    try:
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{where} cannot be loaded without running code of its author, or is damaged: {reason(error)}"
+        ) from error
+    return with_numpy(found) if has_arrays else found
+
+
+def _bytes_of(value: Any) -> bytes:
+    # Cost: copies of containers only for what cannot be saved as it is.
+    try:
+        return _checked_bytes(value)
+    except Exception:
+        return _checked_bytes(without_numpy(value))
+
+
+def _checked_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    if not _is_plain(value):
+        decode(buffer.getvalue(), "the value")
+    return buffer.getvalue()
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))  # type: ignore[call-overload]
+    return type(value) in _PLAIN
+
+
+# ---------------------------------------------------------------------- numpy
+
+
+def without_numpy(value: Any) -> Any:
+    """The value with numbers and tensors in the place of numpy's, and dicts in the place of their subclasses."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcUS":
+        return value.item()
+    if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap):
+        return {ARRAY: torch.from_numpy(value.copy(order="C"))}
+    return _mapped(value, without_numpy)
+
+
+def with_numpy(value: Any) -> Any:
+    """The value with arrays in the place of what `without_numpy` has made of them; they share the tensors' memory."""
+    if type(value) is dict and value.keys() == {ARRAY} and isinstance(value[ARRAY], torch.Tensor):
+        return value[ARRAY].numpy()
+    return _mapped(value, with_numpy)
+
+
+def _mapped(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """A copy of a container with its items converted; anything else as it is."""
+    if type(value) in (list, tuple, set):
+        return type(value)(map(convert, value))
+    if isinstance(value, Mapping):
+        kind: Any = type(value) if type(value) in (OrderedDict, Counter) else dict
+        return kind({convert(key): convert(item) for key, item in value.items()})
+    return value
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def _refusal(name: str, value: Any) -> str:
+    """One line: what cannot be saved, where it is, and what can."""
+    place, found = _culprit(value)
+    kind = type(found).__qualname__
+    if (module := type(found).__module__) != "builtins":
+        kind = f"{module}.{kind}"
+    if _is_of_numpy(found, "ndarray"):
+        kind += f" of {found.dtype}"
+    what = f"has a {kind} {place}" if place else f"is a {kind}"
+    return f"'{name}' {what}, which would not load without running its code: {_advice(found)}"
+
+
+def _culprit(value: Any, place: str = "") -> tuple[str, Any]:
+    """The innermost value that cannot be saved, and where in `value` it is."""
+    inside: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        inside += [("among its keys", key) for key in value]
+        inside += [(f"at {place.removeprefix('at ')}[{key!r:.40}]", item) for key, item in value.items()]
+    elif type(value) in (list, tuple, set):
+        inside += [(f"at {place.removeprefix('at ')}[{index}]", item) for index, item in enumerate(value)]
+    for where, item in inside:
+        try:
+            _bytes_of(item)
+        except Exception:
+            return _culprit(item, where)
+    return place, value
+
+
+def _is_of_numpy(value: Any, kind: str) -> bool:
+    return "numpy" in sys.modules and isinstance(value, getattr(sys.modules["numpy"], kind))
+
+
+def _advice(value: Any) -> str:
+    if has_state(value):
+        return "put it into a dict or list, or alone into a PerRank, which save its state"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return "use dataclasses.asdict(x)"
+    for kinds, advice in _ADVICE:
+        if isinstance(value, kinds):
+            return advice
+    if callable(value):
+        return "leave it out"
+    if _is_of_numpy(value, "generic"):
+        return "use str(x)"
+    if _is_of_numpy(value, "ndarray"):
+        return "use x.tolist()"
+    return "save what it consists of, or give it state_dict() and load_state_dict()"
+
+
+_ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (enum.Enum, "use x.value"),
+    ((os.PathLike, date, time, timedelta), "use str(x)"),
+    (numbers.Number, "use float(x)"),
+    (tuple, "use tuple(x)"),
+    (frozenset, "use set(x)"),
+    (range, "use list(x)"),
+    (torch.Generator, "use x.get_state()"),
+)

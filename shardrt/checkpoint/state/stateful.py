@@ -1,0 +1,62 @@
+"""Values with a state that they can give and take; and values of which each rank has its own, such as a data loader's position.
+
+Rank 3 of 8 saves its own value at `data.position` as the object `data.position.@rank3of8`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Protocol, TypeGuard
+
+
+class Stateful(Protocol):
+    """What has a state that it can give and take."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+def has_state(value: object) -> TypeGuard[Stateful]:
+    """Whether a value has both methods of a state; a class has none of its own."""
+    return not isinstance(value, type) and all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict"))
+
+
+OF_RANK = re.compile(r"@rank(\d+)of(\d+)")  # the last key of such a value
+
+
+class PerRank:
+    """A value that each rank saves and loads for itself: `state = {"position": PerRank(5)}`. Other values are saved once.
+
+    value: what plain values may be, with tensors in it too; or an object with `state_dict()` and `load_state_dict()`, such as a
+        data loader. On as many ranks as saved it, `load` puts each rank's own into this attribute, or into the object; tensors
+        come back on the host.
+    convert: gets the saved values of all ranks, in their order, on any other number of ranks, and returns the one of this
+        rank. It runs on every rank. None: a load on another number of ranks is a CheckpointError.
+    """
+
+    is_optional = False  # whether a checkpoint may lack it
+
+    def __init__(self, value: Any, convert: Callable[[list[Any]], Any] | None = None) -> None:
+        self.value = value
+        self.convert = convert
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+    def state(self) -> Any:
+        """What is saved."""
+        return self.value.state_dict() if has_state(self.value) else self.value
+
+    def take(self, state: Any) -> None:
+        """Go on with what was saved."""
+        if has_state(self.value):
+            self.value.load_state_dict(state)
+        else:
+            self.value = state
+
+
+def key_of_rank(rank: int, ranks: int) -> str:
+    """What a rank's own values are called."""
+    return f"@rank{rank}of{ranks}"

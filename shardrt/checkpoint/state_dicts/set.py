@@ -1,0 +1,355 @@
+"""State dicts of models and optimizers are set: full or sharded ones, from every rank or from rank 0 alone.
+
+Full tensors are sent one at a time: a rank needs memory for the largest beside its shards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from ...comm import World, world
+from ...tensor.dtensor import DTensor
+from ...tensor.local_optimizers import steps_locally
+from ...tensor.optimizer_state import elementwise_keys
+from ...tensor.placement import Spec
+from ...tensor.redistribute import redistribute
+from ...tensor.snapshots import wait_to_write
+from ..errors import agreed
+from ..state.models import Named, materialise, named_tensors, take_back
+from ..state.names import LoadedKeys, ParameterNames, cleaner
+from ..state.optimizers import split_flat
+from ..state.trees import placed
+from .get import Optimizers, as_list, mapped, numbered
+from .options import StateDictOptions
+
+_log = logging.getLogger("shardrt")
+
+_BY_VALUE = 16  # elements of tensors that rank 0 sends with the dict; among them are the hyperparameters that are tensors
+
+
+class _Sent(NamedTuple):
+    """A tensor that rank 0 has and will send.   value: on rank 0."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    value: torch.Tensor | None
+
+
+def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> LoadedKeys:
+    """Load a state dict of full or sharded tensors into the model. Collective.
+
+    model: one that is on the meta device gets its memory first. Tensors keep their dtypes and placements.
+    model_state_dict: as `get_model_state_dict` returns it, or `state_dict()` in a single process. With broadcast_from_rank0
+        only that of rank 0 counts.
+    options: `StateDictOptions`, or torch's.
+    Returns missing_keys and unexpected_keys, as `load_state_dict` does. A tensor with several names needs one of them.
+    Cost: of full tensors that every rank has, no communication; else a broadcast for each tensor.
+    Raises, on every rank alike: CheckpointError, whose reason lists missing and unexpected names, unless strict=False,
+    and wrong shapes.
+    """
+    return _set_model(model, model_state_dict, StateDictOptions.of(options), ())
+
+
+def set_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizers, optim_state_dict: Mapping[str, Any], *, options: Any = None
+) -> None:
+    """Load the optimizers' state by the names of their parameters in the model. Collective.
+
+    optim_state_dict: as `get_optimizer_state_dict` returns it, in either form, of full or sharded tensors; with
+        broadcast_from_rank0, only that of rank 0 counts. Order and grouping of the parameters may differ: hyperparameters are
+        those of the saved group that a group's parameters were in; if they were in several with different ones, the group keeps
+        its own, with a warning.   options: `StateDictOptions`, or torch's.
+    Full tensors of a parameter's shape are sharded as it is. Missing state is made from the parameter, not by a step.
+    Raises, on every rank alike: CheckpointError, whose reason lists parameters without state and group, unless strict=False, or
+    names a parameter that is not the model's, or one whose state has the shape of another.
+    """
+    chosen, here, listed = StateDictOptions.of(options), world(), as_list(optimizers)
+    with agreed(here.comm):
+        names = [ParameterNames(str(index), optimizer, {"": model}) for index, optimizer in enumerate(listed)]
+    state = _announced(dict(optim_state_dict), chosen, here)
+    with agreed(here.comm):
+        saved = _saved_state(state, {name for each in names for name in each})
+        if chosen.strict:
+            _check_complete(names, saved)
+        elementwise = [_elementwise(each, saved) for each in names]
+    for optimizer, each, keys in zip(listed, names, elementwise, strict=True):
+        optimizer.load_state_dict(_packed(optimizer, each, saved, keys, here))
+
+
+def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a result of `full_optimizer_state`, or of `state_dict()` in a single process. Collective.
+
+    state: every rank passes it, and copies its shards of it.
+    Raises, on every rank alike: CheckpointError for parameter groups of other sizes than the optimizer's, and for state of
+    other shapes.
+    """
+    here = world()
+    with agreed(here.comm):
+        names = ParameterNames("", optimizer, {"": numbered(optimizer)})
+        sizes, found = ([len(group["params"]) for group in of] for of in (optimizer.param_groups, state["param_groups"]))
+        if sizes != found:
+            raise RuntimeError(f"the optimizer's state dict has groups of {found} parameters, expected {sizes}")
+        saved = _saved_state(
+            {
+                "state": {str(number): values for number, values in state["state"].items()},
+                "param_groups": [{**group, "params": [*map(str, group["params"])]} for group in state["param_groups"]],
+            },
+            set(names),
+        )
+        elementwise = _elementwise(names, saved)
+    optimizer.load_state_dict({**state, **_packed(optimizer, names, saved, elementwise, here)})
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: Any = None,
+) -> LoadedKeys:
+    """`set_model_state_dict` and `set_optimizer_state_dict`. Collective."""
+    listed = as_list(optimizers)
+    keys = _set_model(model, model_state_dict, StateDictOptions.of(options), listed)
+    set_optimizer_state_dict(model, listed, optim_state_dict, options=options)
+    return keys
+
+
+# ---------------------------------------------------------------------- models
+
+
+def _set_model(
+    model: nn.Module, given: Mapping[str, Any], options: StateDictOptions, optimizers: Iterable[Optimizer]
+) -> LoadedKeys:
+    here = world()
+    state = _announced(given, options, here)
+    with agreed(here.comm):
+        clean = cleaner(model)
+        others = {clean(raw): raw for raw, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}
+        known = named_tensors(model)
+        keys = _compared(known, others, state, strict=options.strict)
+    sources = {named.name: source for named in known if (source := _source(named, state))}
+    with agreed(here.comm):
+        materialise(model, here.device, optimizers)
+    written = [named for named in named_tensors(model) if named.name in sources]
+    for name, tensor, _ in written:
+        _assign(tensor, _received(state[sources[name]], here))
+    take_back(model, written)
+    if extra := {raw: state[name] for name, raw in others.items() if name in state}:
+        model.load_state_dict(extra, strict=False)
+    return keys
+
+
+def _compared(known: Iterable[Named], others: Iterable[str], state: Mapping[str, Any], *, strict: bool) -> LoadedKeys:
+    """The names that one side lacks. Raises RuntimeError for them if strict, and for tensors of other shapes."""
+    missing, wrong, names = [name for name in others if name not in state], list[str](), set(others)
+    for named in known:
+        name, tensor, aliases = named
+        names.update((name, *aliases))
+        value = state.get(_source(named, state) or "")
+        if value is None:
+            missing.append(name)
+        elif not isinstance(value, (torch.Tensor, _Sent)) or value.shape != tensor.shape:
+            wrong.append(f"'{name}': expected shape {tuple(tensor.shape)}, found {_described(value)}")
+    keys = LoadedKeys(missing, sorted(state.keys() - names))
+    problems = ["; ".join(wrong)] if wrong else []
+    problems += [f"missing: {', '.join(keys.missing_keys)}"] if strict and keys.missing_keys else []
+    problems += [f"unexpected: {', '.join(keys.unexpected_keys)}"] if strict and keys.unexpected_keys else []
+    if problems:
+        raise RuntimeError(f"the state dict does not fit the model: {'. '.join(problems)}. Names may differ with strict=False")
+    return keys
+
+
+def _source(named: Named, state: Mapping[str, Any]) -> str | None:
+    """The first of a tensor's names that the state has."""
+    return next((name for name in (named.name, *named.aliases) if name in state), None)
+
+
+def _described(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, (torch.Tensor, _Sent)) else f"a {type(value).__name__}"
+
+
+@torch.no_grad()
+def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
+    if not isinstance(target, DTensor):
+        target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        return
+    shard = _shard_of(value, target.spec)
+    wait_to_write([target._local_tensor])
+    target._local_tensor.copy_(shard)
+    increment_version(target)  # the next forward gathers again
+
+
+def _shard_of(value: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's shard. Collective for a sharded tensor."""
+    if isinstance(value, DTensor) and value.spec.mesh is spec.mesh:
+        return redistribute(value._local_tensor, value.spec, spec.placements)
+    return spec.local_shard(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+# ---------------------------------------------------------------------- from rank 0
+
+
+def _announced(state: Mapping[str, Any], options: StateDictOptions, here: World) -> dict[str, Any]:
+    """The state dict; if rank 0 broadcasts, its, with a `_Sent` in the place of each tensor. Collective."""
+    if not options.broadcast_from_rank0:
+        return dict(state)
+    with agreed(here.comm):
+        mine = mapped(state, _as_sent) if here.rank == 0 else {}
+    (first, *_) = here.comm.exchange(mapped(mine, _without_value))
+    return mine if here.rank == 0 else first
+
+
+def _as_sent(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        raise TypeError(f"broadcast_from_rank0 of a sharded tensor of shape {tuple(value.shape)}: expected full tensors")
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Sent(value.shape, value.dtype, value) if value.numel() > _BY_VALUE else value.detach().cpu()
+
+
+def _without_value(value: Any) -> Any:
+    return value._replace(value=None) if isinstance(value, _Sent) else value
+
+
+def _received(value: Any, here: World) -> Any:
+    """A value; one that rank 0 sends is received. Collective."""
+    if not isinstance(value, _Sent):
+        return value
+    if value.value is None:
+        full = torch.empty(value.shape, dtype=value.dtype, device=here.device)
+    else:
+        full = value.value.detach().to(here.device).contiguous()
+    if full.numel():
+        data = full.view(-1).view(torch.uint8)
+        here.comm.broadcast(data, data, 0, stream=here.stream).wait(here.stream)
+    return full
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+class _SavedState(NamedTuple):
+    """Optimizer state by names of parameters."""
+
+    state: dict[str, dict[Any, Any]]
+    group_of: dict[str, dict[str, Any]]  # parameter -> the hyperparameters of its group
+
+
+def _saved_state(given: Mapping[str, Any], names: set[str]) -> _SavedState:
+    """The state in either form.   names: those of parameters."""
+    saved = _SavedState({}, {})
+    if "state" in given or "param_groups" in given:
+        saved.state.update(given.get("state", {}))
+        for group in given.get("param_groups", ()):
+            hyper = {key: value for key, value in group.items() if key != "params"}
+            saved.group_of.update(dict.fromkeys(group["params"], hyper))
+        return saved
+    for flat, value in given.items():
+        if keys := split_flat(flat, names):
+            kind, name, *rest = keys
+            table: Any = saved.state if kind == "state" else saved.group_of
+            table[name] = placed(table.get(name), tuple(rest), value, None)
+    return saved
+
+
+def _check_complete(names: Iterable[ParameterNames], saved: _SavedState) -> None:
+    lacking = [
+        each[param]
+        for each in names
+        for param in each.params
+        if not any(name in saved.state or name in saved.group_of for name in each.of(param))
+    ]
+    if lacking:
+        raise RuntimeError(
+            f"the optimizer's state dict lacks {', '.join(lacking)}: expected all parameters, by their names in the model; "
+            "strict=False leaves the state of the others empty"
+        )
+
+
+def _packed(
+    optimizer: Optimizer, names: ParameterNames, saved: _SavedState, elementwise: set[Hashable], here: World
+) -> dict[str, Any]:
+    """A state dict with numbers of parameters, and state as sharded as they are. Collective."""
+    state, groups, number = dict[int, Any](), list[dict[str, Any]](), 0
+    local = steps_locally(type(optimizer))
+    for index, group in enumerate(optimizer.param_groups):
+        numbers = range(number, number + len(group["params"]))
+        groups.append({**group, **_hyperparameters(index, group, names, saved), "params": [*numbers]})
+        number = numbers.stop
+        for param, place in zip(group["params"], numbers, strict=True):
+            values = _first(saved.state, names.of(param)) or {}
+            made = {key: _placed_state(param, key in elementwise, value, here, local=local) for key, value in values.items()}
+            if made and not (local and isinstance(param, DTensor) and not param._local_tensor.numel()):
+                state[place] = made
+    return {"state": state, "param_groups": groups}
+
+
+def _elementwise(names: ParameterNames, saved: _SavedState) -> set[Hashable]:
+    """Keys of tensors with one number for each element of the parameter.
+
+    Raises RuntimeError for one of another shape where most have the parameter's. Sizes of 1 are those of reduced dims.
+    """
+    shapes = [
+        (param, key, tuple(value.shape), tuple(param.shape))
+        for param in names.params
+        for key, value in (_first(saved.state, names.of(param)) or {}).items()
+        if isinstance(value, (torch.Tensor, _Sent))
+    ]
+    alike = Counter(key for _, key, found, own in shapes if found == own)
+    other = Counter(key for _, key, found, own in shapes if found != own)
+    wrong = {
+        key: f"'{key}' of parameter '{names[param]}': expected shape {own}, found {found}"
+        for param, key, found, own in shapes
+        if alike[key] > other[key]
+        and len(found) == len(own)
+        and any(size not in (1, of) for size, of in zip(found, own, strict=True))
+    }
+    if wrong:
+        raise RuntimeError(f"the optimizer's state dict does not fit the model: {'; '.join(wrong.values())}")
+    return elementwise_keys((key, found, own) for _, key, found, own in shapes)
+
+
+def _first(table: Mapping[str, dict[Any, Any]], names: Iterable[str]) -> dict[Any, Any] | None:
+    """What the table has under the first of a parameter's names that it knows."""
+    return next((table[name] for name in names if name in table), None)
+
+
+@torch.no_grad()
+def _placed_state(param: torch.Tensor, elementwise: bool, given: Any, here: World, *, local: bool) -> Any:
+    """One value of a parameter's state, as its optimizer keeps it. Collective if it is sent or sharded."""
+    value = mapped(given, lambda each: _received(each, here))
+    if not elementwise:
+        return mapped(value, lambda each: each.detach().clone() if isinstance(each, torch.Tensor) else each)
+    if not isinstance(param, DTensor):
+        return torch.empty_like(param, dtype=value.dtype).copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+    shape, device = param._local_tensor.shape, param._local_tensor.device
+    shard = torch.empty(shape, dtype=value.dtype, device=device).copy_(_shard_of(value, param.spec))
+    return shard if local else DTensor(shard, param.spec)
+
+
+def _hyperparameters(index: int, group: Mapping[str, Any], names: ParameterNames, saved: _SavedState) -> dict[str, Any]:
+    """The saved hyperparameters of a group; none if its parameters come from groups with different ones."""
+    groups = (_first(saved.group_of, names.of(param)) for param in group["params"])
+    found = [hyper for hyper in groups if hyper is not None]
+    spelled = [str(mapped(hyper, _exact)) for hyper in found]
+    if any(other != spelled[0] for other in spelled[1:]):
+        _log.warning(
+            "param_groups.%d: its parameters were in saved groups with different hyperparameters; it keeps its own (%s)",
+            index,
+            ", ".join(f"{key}={value}" for key, value in group.items() if key != "params"),
+        )
+        return {}
+    return found[0] if found else {}
+
+
+def _exact(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
