@@ -114,7 +114,7 @@ def test_verify_names_what_is_damaged(stock: Path, capsys: pytest.CaptureFixture
     file.write_bytes(data)
     assert call("verify", stock) == 1
     damage, summary = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"__0_0.distcp: tensor 'model.inp.bias': the checksum of its record 'archive/data/0' is wrong", damage)
+    assert re.match(r"__0_0.distcp: tensor 'model.inp.bias': item at \d+ is damaged: .* record 'archive/data/0' is", damage)
     assert re.search(r": 1 of \d+ items are damaged; ", summary)
 
 
@@ -233,7 +233,7 @@ def test_errors_are_one_line(stock: Path, tmp_path: Path, capsys: pytest.Capture
         ("inspect", tmp_path / "none"): "no file or folder",
         ("inspect", tmp_path / "no"): "is no checkpoint",
         ("verify", tmp_path / "no"): r"\.metadata",
-        ("inspect", tmp_path / "cut.pt"): "is no file that torch.load",
+        ("inspect", tmp_path / "cut.pt"): "no zip archive ends here",
         ("inspect", tmp_path / "cut.safetensors"): "cut.safetensors",
         ("convert", tmp_path / "twice.pt", tmp_path / "x", "--to", "dcp"): "two values of the name 'a.b'",
         ("convert", stock, tmp_path / "no", "--to", "dcp"): "exists: name another target",

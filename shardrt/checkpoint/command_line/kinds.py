@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from ..disk.files import Reader, bytes_of
 from ..errors import CheckpointError, reason, shown
 from ..formats.safetensors import Array, TensorInfo, read_arrays
+from ..formats.torch_file.archive import SIGNATURE, Archive
 from ..formats.torch_file.expansion import check_archive
 from ..state.names import Path as Keys
 from ..state.names import joined
@@ -69,9 +69,11 @@ class TorchCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         try:
-            if is_zip := zipfile.is_zipfile(path):
-                with open(path, "rb") as file:
-                    check_archive(file, f"'{path}'")
+            with Reader(path) as reader:
+                nbytes = reader.size()
+                if is_zip := bytes(reader.read(0, min(4, nbytes))) == SIGNATURE:
+                    archive = Archive(lambda start, size: bytes(reader.read(start, size)), nbytes, f"'{path}'")
+                    check_archive(archive, f"'{path}'")
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         except CheckpointError:
             raise

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import os
-import struct
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import torch
 
@@ -18,8 +13,8 @@ from ..disk.files import Reader
 from ..disk.remote_path import Location
 from ..errors import CheckpointError
 from ..formats.dcp.stored import Stored
-from ..formats.torch_file.expansion import check_records
-from ..formats.torch_file.stored_items import read_item
+from ..formats.torch_file.archive import Archive
+from ..formats.torch_file.stored_items import item_in
 from ..loading.reading import fetches
 from ..saving.equal_values import as_ranges
 from .convert import open_checkpoint
@@ -145,67 +140,14 @@ def items_of(stored: Stored) -> dict[Place, Item]:
 
 
 def _verify_item(reader: Reader, place: Place, item: Item, report: Report) -> None:
+    """Compare an item with its checksums, and a tensor with what .metadata says."""
     file, start, length = place
     try:
+        archive = Archive(lambda offset, nbytes: bytes(reader.read(start + offset, nbytes)), length, f"item at {start}")
         if item.dtype is not None:
-            _compare(reader, start, length, item)
-        if not _has_right_checksums(_Window(reader, start, length)):
-            report.unchecked += 1
-    except (
-        CheckpointError,
-        zipfile.BadZipFile,
-        NotImplementedError,
-        EOFError,
-        RuntimeError,
-        ValueError,
-        struct.error,
-    ) as error:
+            found = item_in(archive)
+            if (found.dtype, *found.sizes) != (item.dtype, *item.sizes):
+                raise archive.error(f"expected {item.dtype} of {tuple(item.sizes)}, found {found.dtype} of {found.sizes}")
+        report.unchecked += not archive.verify()
+    except CheckpointError as error:
         report.damaged.append(f"{file}: {item.label}: {error}")
-
-
-def _compare(reader: Reader, start: int, length: int, item: Item) -> None:
-    """Raise ValueError if another tensor is there than .metadata says."""
-    found = read_item(lambda offset, nbytes: bytes(reader.read(start + offset, nbytes)), length, f"item at {start}")
-    if (found.dtype, *found.sizes) != (item.dtype, *item.sizes):
-        raise ValueError(f"expected {item.dtype} of {tuple(item.sizes)}, found {found.dtype} of {tuple(found.sizes)}")
-
-
-def _has_right_checksums(window: _Window) -> bool:
-    """Whether there are any. Raises ValueError for one that is not that of the data."""
-    with zipfile.ZipFile(window) as archive:
-        check_records(archive, window.seek(0, os.SEEK_END), "it")
-        if not any(record.CRC for record in archive.infolist()):  # as torch.save writes after set_crc32_options(False)
-            return False
-        if damaged := archive.testzip():
-            raise ValueError(f"the checksum of its record '{damaged}' is wrong")
-    return True
-
-
-class _Window(io.RawIOBase):
-    """An item as a file of its own."""
-
-    def __init__(self, reader: Reader, start: int, length: int) -> None:
-        self._reader, self._start, self._length = reader, start, length
-        self._place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError(f"byte {base + offset} of an item")
-        self._place = base + offset
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = memoryview(buffer)[: max(0, self._length - self._place)]
-        self._reader.read_into(self._start + self._place, [wanted])
-        self._place += len(wanted)
-        return len(wanted)

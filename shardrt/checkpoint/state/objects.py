@@ -17,7 +17,6 @@ import io
 import numbers
 import os
 import sys
-import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from datetime import date, time, timedelta
@@ -25,7 +24,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, DamagedCheckpointError, reason
+from ..errors import CheckpointError, reason
+from ..formats.torch_file.archive import Archive
 from ..formats.torch_file.expansion import check_archive
 from .stateful import has_state
 
@@ -46,18 +46,10 @@ def decode(data: bytes, where: str) -> Any:
 
     where: what it is, for messages. Raises CheckpointError if it is damaged, or may not be loaded.
     """
-    file, has_arrays = io.BytesIO(data), ARRAY.encode() in data
-    try:
-        check_archive(file, where, is_copied=has_arrays)
-        damaged = zipfile.ZipFile(file).testzip()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise DamagedCheckpointError(f"{where} is damaged ({reason(error)}); load an older checkpoint") from error
-    if damaged is not None:
-        raise DamagedCheckpointError(
-            f"{where} is damaged: the checksum of its record '{damaged}' differs; load an older checkpoint"
-        )
+    has_arrays = ARRAY.encode() in data
+    archive = Archive(lambda start, nbytes: data[start : start + nbytes], len(data), where)
+    check_archive(archive, where, is_copied=has_arrays)
+    archive.verify()
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:

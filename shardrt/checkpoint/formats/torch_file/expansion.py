@@ -1,7 +1,7 @@
 """Refuses files of `torch.save` that would take far more memory than they have bytes, before torch unpickles them.
 
 what grows                                              what is refused
-compressed records, several names for the same bytes    records that have more bytes together than the file
+compressed records, several names for the same bytes    records that have more bytes together than the file (`archive.py`)
 storages                                                one that its record does not hold
 what the pickle calls, as `bytearray(2**30)`            all but the calls that torch.save writes, with arguments that they have
 these calls, with one large argument again and again    more than 64 bytes in all for each byte of the file
@@ -14,15 +14,15 @@ The calls are made with stand-ins, which add up what the real ones would copy.
 from __future__ import annotations
 
 import sys
-import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from ...errors import CheckpointError
+from .archive import Archive
 from .items import LEGACY_STORAGES
 from .pickles import DTYPES, Ignored, StandIn, check_keys, restricted_load
 
@@ -33,36 +33,18 @@ _FEWEST = 1 << 20  # values that it may have in any case
 _ENTRY = 64  # bytes of an item of a dict or set, about
 
 
-def check_archive(file: BinaryIO, where: str, *, is_copied: bool = True) -> None:
+def check_archive(archive: Archive, where: str, *, is_copied: bool = True) -> None:
     """Raise CheckpointError for a file that would take far more memory than it has bytes, or that torch.save has not written.
 
     where: what it is, for messages.   is_copied: whether somebody will go through all values, each as often as it is referred
-    to. Neither data nor checksums are read.
+    to. The data of tensors are not read.
     """
-    nbytes = file.seek(0, 2)
-    with zipfile.ZipFile(file) as archive:
-        check_records(archive, nbytes, where)
-        records = archive.infolist()
-        names = [record.filename for record in records]
-        roots = [name.removesuffix("data.pkl") for name in names if name.endswith("/data.pkl")]
-        # Hazard: torch ignores the case of names, so that it might unpickle another record than this.
-        if len(roots) != 1 or len({name.lower() for name in names}) < len(names):
-            raise CheckpointError(f"{where}: expected the archive of one torch.save, found {', '.join(names)[:200]}")
-        data = archive.read(f"{roots[0]}data.pkl")
-    storages = {name.removeprefix(f"{roots[0]}data/"): record.file_size for name, record in zip(names, records, strict=True)}
-    calls = _Calls(storages, max(_SMALLEST, _GROWTH * nbytes))
+    data = archive.contents(archive.records[f"{archive.root}data.pkl"])
+    storages = {name.removeprefix(f"{archive.root}data/"): record.nbytes for name, record in archive.records.items()}
+    calls = _Calls(storages, max(_SMALLEST, _GROWTH * archive.length))
     found = restricted_load(data, calls.find, where, calls.storage)
-    if is_copied and _count(found, {}) > max(_FEWEST, _VALUES * nbytes):
+    if is_copied and _count(found, {}) > max(_FEWEST, _VALUES * archive.length):
         raise CheckpointError(f"{where}: its containers refer to each other so often, or in a circle, that a copy has no end")
-
-
-def check_records(archive: zipfile.ZipFile, nbytes: int, where: str) -> None:
-    """Raise CheckpointError if the records of an archive of so many bytes have more, together."""
-    if (stored := sum(record.file_size for record in archive.infolist())) > nbytes:
-        raise CheckpointError(
-            f"{where}: its records have {stored} bytes, and it has {nbytes}: they are compressed, or overlap; save with "
-            "plain torch.save"
-        )
 
 
 class _Made(StandIn):

@@ -1,26 +1,19 @@
-"""Where the elements of a stored tensor lie: reads the zip archives that `items.py` or any `torch.save` wrote."""
+"""Where the elements of a stored tensor lie in the archive that `items.py` or any `torch.save` wrote."""
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import CheckpointError, DamagedCheckpointError, shown
-from .items import BLOCK_CRCS, CENTRAL, END, END64, IN_EXTRA, LEGACY_STORAGES, LOCAL, LOCATOR
+from ...errors import shown
+from .archive import Archive, ReadBytes
+from .items import BLOCK_CRCS, LEGACY_STORAGES
 from .pickles import DTYPES, Ordered, Size, integers, restricted_load
 
-_EXTRA = struct.Struct("<2H")  # kind and size of an extra field
-
-ReadBytes = Callable[[int, int], bytes]  # (offset in the item, number of bytes) -> the bytes
-
-_EDGE = 1024  # bytes read at each end of an item at first: all of what `items.py` writes but the memory
-_PICKLE_LIMIT = 1 << 20
+_LARGEST = 1 << 20  # bytes of the directory and the pickle of one tensor
 _MOST_ARGUMENTS, _MOST_CHARACTERS = 8, 100  # of a tensor; of a storage's key
 
 
@@ -44,14 +37,6 @@ class StoredItem:
     data_nbytes: int
     crc: int | None
     crcs_start: int | None
-
-
-class _Record(NamedTuple):
-    offset: int  # of its local header
-    nbytes: int
-    crc: int
-    flags: int
-    method: int
 
 
 class _Storage(NamedTuple):
@@ -94,23 +79,27 @@ def read_item(read: ReadBytes, length: int, where: str) -> StoredItem:
     read: gives bytes of the item.   where: the file and the tensor's name, for messages.
     Raises CheckpointError for what is not an archive with one tensor in it, is damaged, compressed or encrypted.
     """
-    source = _Source(read, length, where)
-    records, root = _directory(source)
+    return item_in(Archive(read, length, where, _LARGEST))
+
+
+def item_in(archive: Archive) -> StoredItem:
+    """The tensor of an archive. Raises as `read_item`."""
+    records, root = archive.records, archive.root
     for name, expected in (("byteorder", b"little"), (".data/byteorder", b"little")):
-        if (record := records.get(root + name)) and source.contents(record, name) != expected:
-            raise source.error(f"its byte order is {shown(source.contents(record, name))}; only {expected!r} can be read")
-    tensor = _tensor(source, source.contents(records[f"{root}data.pkl"], "data.pkl"))
+        if (record := records.get(root + name)) and (found := archive.contents(record)) != expected:
+            raise archive.error(f"its byte order is {shown(found)}; only {expected!r} can be read")
+    tensor = _tensor(archive, archive.contents(records[f"{root}data.pkl"]))
     name = f"{root}data/{tensor.storage.key}"
     if name not in records:
-        raise source.error(f"the archive has no record {shown(name)}, which its pickle refers to; the file is damaged")
+        raise archive.error(f"the archive has no record {shown(name)}, which its pickle refers to; the file is damaged")
     stored = records[name]
     itemsize, last = tensor.dtype.itemsize, sum((n - 1) * s for n, s in zip(tensor.sizes, tensor.strides, strict=True))
     if prod(tensor.sizes) and (tensor.offset + last + 1) * itemsize > stored.nbytes:
-        raise source.error(
+        raise archive.error(
             f"a tensor of shape {tensor.sizes} and strides {tensor.strides} at element {tensor.offset} of {tensor.dtype} needs "
             f"more than the {stored.nbytes} bytes that are stored; the file is damaged"
         )
-    begin = source.data_start(stored, name)
+    begin = archive.data_start(stored)
     crcs = records.get(root + BLOCK_CRCS)
     return StoredItem(
         tensor.dtype,
@@ -119,124 +108,9 @@ def read_item(read: ReadBytes, length: int, where: str) -> StoredItem:
         begin + tensor.offset * itemsize,
         begin,
         stored.nbytes,
-        stored.crc if source.has_crcs else None,
-        None if crcs is None else source.data_start(crcs, BLOCK_CRCS),
+        stored.crc if archive.has_crcs else None,
+        None if crcs is None else archive.data_start(crcs),
     )
-
-
-class _Source:
-    """The bytes of an item, with both ends read at once and kept."""
-
-    def __init__(self, read: ReadBytes, length: int, where: str) -> None:
-        self.length, self._read, self._where = length, read, where
-        self.has_crcs = True
-        self._first = self._checked(0, min(length, _EDGE))
-        self._last_start = max(0, length - _EDGE)
-        self._last = self._first if length <= _EDGE else self._checked(self._last_start, length - self._last_start)
-
-    def error(self, message: str) -> CheckpointError:
-        return DamagedCheckpointError(f"{self._where}: {message}")
-
-    def span(self, offset: int, size: int) -> bytes:
-        if offset < 0 or size < 0 or offset + size > self.length:
-            raise self.error(
-                f"its archive refers to bytes {offset} to {offset + size} of {self.length}; the file is damaged or cut off"
-            )
-        if offset + size <= len(self._first):
-            return self._first[offset : offset + size]
-        if offset >= self._last_start:
-            return self._last[offset - self._last_start :][:size]
-        return self._checked(offset, size)
-
-    def data_start(self, record: _Record, name: str) -> int:
-        signature, _, flags, method, *_, name_length, extra_length = LOCAL.unpack(self.span(record.offset, LOCAL.size))
-        if signature != b"PK\3\4":
-            raise self.error(f"no record where the archive's directory has {shown(name)}; the file is damaged")
-        if (record.flags | flags) & 1 or record.method or method:
-            kind = "encrypted" if (record.flags | flags) & 1 else "compressed"
-            raise CheckpointError(
-                f"{self._where}: record {shown(name)} is {kind}; expected one that is stored as it is: save with plain "
-                "torch.save"
-            )
-        start = record.offset + LOCAL.size + name_length + extra_length
-        if start + record.nbytes > self.length:
-            raise self.error(
-                f"record {shown(name)} of {record.nbytes} bytes ends behind the item; the file is damaged or cut off"
-            )
-        return start
-
-    def contents(self, record: _Record, name: str) -> bytes:
-        if record.nbytes > _PICKLE_LIMIT:
-            raise self.error(f"record {shown(name)} has {record.nbytes} bytes; expected {_PICKLE_LIMIT} at most for one tensor")
-        found = self.span(self.data_start(record, name), record.nbytes)
-        if self.has_crcs and zlib.crc32(found) != record.crc:
-            raise self.error(
-                f"the checksum of record {shown(name)} is {zlib.crc32(found):08x}, not {record.crc:08x}; it is damaged"
-            )
-        return found
-
-    def _checked(self, offset: int, size: int) -> bytes:
-        found = self._read(offset, size)
-        if len(found) != size:
-            raise self.error(f"expected {size} bytes at {offset}, found {len(found)}; the file is cut off")
-        return found
-
-
-def _directory(source: _Source) -> tuple[dict[str, _Record], str]:
-    """The records of the archive by name, and the name of the folder they are in."""
-    tail_start = max(0, source.length - _EDGE)
-    tail = source.span(tail_start, source.length - tail_start)
-    end = tail.rfind(b"PK\5\6")
-    if end < 0 or len(tail) - end < END.size:
-        raise source.error(
-            "no zip archive ends here, as torch.save writes one; the file is damaged, cut off, or of another format"
-        )
-    *_, count, nbytes, start, _ = END.unpack_from(tail, end)
-    locator = tail_start + end - LOCATOR.size
-    if locator >= 0 and source.span(locator, 4) == b"PK\6\7":
-        _, _, position, _ = LOCATOR.unpack(source.span(locator, LOCATOR.size))
-        *_, count, nbytes, start = END64.unpack(source.span(position, END64.size))
-    if nbytes > _PICKLE_LIMIT:
-        raise source.error(f"an archive whose directory has {nbytes} bytes; expected one tensor")
-    records = _records(source, source.span(start, nbytes), count)
-    # Hazard: one that is 0 has to be compared as well, since what was lost on the disk is often read as zeros.
-    source.has_crcs = any(record.crc for record in records.values())  # none after torch.serialization.set_crc32_options(False)
-    roots = [name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")]
-    if len(roots) != 1:
-        raise source.error(f"expected an archive with one tensor; found the records {shown(list(records))}")
-    return records, roots[0]
-
-
-def _records(source: _Source, directory: bytes, count: int) -> dict[str, _Record]:
-    records, place = {}, 0
-    for _ in range(count):
-        if directory[place : place + 4] != b"PK\1\2" or place + CENTRAL.size > len(directory):
-            raise source.error("the archive's directory is damaged")
-        fields = CENTRAL.unpack_from(directory, place)
-        flags, method, crc, stored, nbytes, name_length, extra_length, comment_length = (*fields[3:5], *fields[7:13])
-        place += CENTRAL.size
-        name = directory[place : place + name_length].decode("utf-8", "replace")
-        extra = directory[place + name_length : place + name_length + extra_length]
-        nbytes, _, offset = _with_zip64((nbytes, stored, fields[16]), extra)
-        records[name] = _Record(offset, nbytes, crc, flags, method)
-        place += name_length + extra_length + comment_length
-    return records
-
-
-def _with_zip64(sizes: tuple[int, int, int], extra: bytes) -> list[int]:
-    """Size, stored size and offset, those that do not fit 32 bits from the Zip64 field of `extra`."""
-    field, place = b"", 0
-    while len(extra) >= place + 4:
-        kind, size = _EXTRA.unpack_from(extra, place)
-        if kind == 1:
-            field = extra[place + 4 : place + 4 + size]
-        place += 4 + size
-    found = []
-    for value in sizes:
-        if value == IN_EXTRA and len(field) >= 8:
-            value, field = int.from_bytes(field[:8], "little"), field[8:]
-        found.append(value)
-    return found
 
 
 # ---------------------------------------------------------------------- the pickle
@@ -245,13 +119,13 @@ def _with_zip64(sizes: tuple[int, int, int], extra: bytes) -> list[int]:
 _STORAGES = {name: dtype for dtype, name in LEGACY_STORAGES.items()}
 
 
-def _tensor(source: _Source, data: bytes) -> _Tensor:
-    where = source.error("data.pkl").args[0]
+def _tensor(archive: Archive, data: bytes) -> _Tensor:
+    where = archive.error("data.pkl").args[0]
     found = restricted_load(data, _find, where, _storage)
     if not isinstance(found, _Tensor):
-        raise source.error(f"expected a tensor in the archive, found {type(found).__name__}")
+        raise archive.error(f"expected a tensor in the archive, found {type(found).__name__}")
     if len(found.sizes) != len(found.strides) or min(found.offset, *found.sizes, *found.strides, 0) < 0:
-        raise source.error(f"expected sizes and strides of a tensor, found {found.sizes} and {found.strides}")
+        raise archive.error(f"expected sizes and strides of a tensor, found {found.sizes} and {found.strides}")
     return found
 
 
