@@ -15,8 +15,9 @@ from ..disk.folders import sync_folder
 from ..disk.remote_path import Location
 from ..formats.dcp.marks import MARK_NBYTES, Mark, new_save_id, own_id
 from ..formats.dcp.metadata import read_stored
-from ..formats.dcp.metadata_pickle import SAVED_BY, Columns, MetadataWriter, ending
+from ..formats.dcp.metadata_pickle import SAVED_BY, MetadataWriter, ending
 from ..formats.safetensors import TensorInfo
+from ..formats.stored import Columns
 from ..formats.torch_file.items import ALIGNMENT, BlockCrcs, item_footer, item_header
 from ..loading.contents import Contents
 from ..loading.reading import fetches, read_all

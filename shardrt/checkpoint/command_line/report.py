@@ -12,7 +12,7 @@ from ...comm.fingerprint import printable
 from ..disk.files import Reader
 from ..disk.remote_path import Location
 from ..errors import CheckpointError
-from ..formats.dcp.stored import Stored
+from ..formats.stored import Stored
 from ..formats.torch_file.archive import Archive
 from ..formats.torch_file.stored_items import item_in
 from ..loading.reading import fetches

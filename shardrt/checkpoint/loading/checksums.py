@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ..disk.files import Reader
 from ..errors import DamagedCheckpointError
+from ..formats.stored import StoredItem
 from ..formats.torch_file.items import BLOCK
-from ..formats.torch_file.stored_items import StoredItem
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from ...comm import DeviceMesh
 from ...tensor.dtensor import DTensor
 from ..errors import CheckpointError, shown
-from ..formats.dcp.stored import Stored
+from ..formats.stored import Stored
 from ..geometry import memory_of
 from ..state.names import Path as Keys
 from ..state.names import joined

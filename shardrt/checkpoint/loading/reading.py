@@ -22,10 +22,8 @@ import torch
 from ...tensor.placement import Box
 from ..disk.files import Reader, bytes_of
 from ..errors import DamagedCheckpointError, shown
-from ..formats.dcp.stored import Stored, StoredChunk, StoredTensor
+from ..formats.stored import Format, ReadBytes, Stored, StoredChunk, StoredItem, StoredTensor
 from ..formats.torch_file.items import ALIGNMENT, BLOCK
-from ..formats.torch_file.known_items import known_item
-from ..formats.torch_file.stored_items import ReadBytes, StoredItem, read_item
 from ..geometry import Part, Runs, intersect, narrowed, parts, runs, tile
 from .checksums import Checksums, Source
 
@@ -50,10 +48,10 @@ class Fetch(NamedTuple):
     memory: torch.Tensor
     blocks: tuple[int, int] | None = None
 
-    @property
-    def is_small(self) -> bool:
+    def is_small(self, *, has_checksums: bool) -> bool:
         """Whether the item is read whole with others: a small one, or, to have a part of it verified, one of few blocks."""
-        return self.blocks is None and self.chunk.length <= (_SMALL if self.box == self.chunk.box else 2 * BLOCK)
+        most = _SMALL if self.box == self.chunk.box else 2 * BLOCK * has_checksums
+        return self.blocks is None and self.chunk.length <= most
 
 
 class Read(NamedTuple):
@@ -99,8 +97,9 @@ def read_all(stored: Stored, wanted: Iterable[Fetch]) -> Read:
     scratch, total, unverified = _Scratch(), 0, set[str]()
     for file, of_file in groupby(ordered, key=lambda fetch: fetch.chunk.file):
         with stored.open(file) as reader:
-            reading = _FileReading(reader, scratch, unverified)
-            for small, group in groupby(of_file, key=lambda fetch: fetch.is_small):
+            reading = _FileReading(stored.format, reader, scratch, unverified)
+            is_small = partial(Fetch.is_small, has_checksums=stored.format.has_checksums)
+            for small, group in groupby(of_file, key=is_small):
                 if small:
                     for batch in _batches(group):
                         reading.read_small(batch)
@@ -128,8 +127,8 @@ class _Scratch:
 class _FileReading:
     """Reads of one file.   unverified: gets the names of tensors."""
 
-    def __init__(self, reader: Reader, scratch: _Scratch, unverified: set[str]) -> None:
-        self._reader, self._scratch, self._unverified = reader, scratch, unverified
+    def __init__(self, of: Format, reader: Reader, scratch: _Scratch, unverified: set[str]) -> None:
+        self._format, self._reader, self._scratch, self._unverified = of, reader, scratch, unverified
 
     def read_small(self, batch: Sequence[Fetch]) -> None:
         """Read small items that lie one after the other."""
@@ -195,7 +194,7 @@ class _FileReading:
         """The item of a fetch. read: gives bytes of it, if they have been read."""
         chunk, where = fetch.chunk, f"{str(self._reader.path)!r}, tensor {shown(fetch.name)}"
         read = read or (lambda at, nbytes: bytes(self._reader.read(chunk.offset + at, nbytes)))
-        item = known_item(read, fetch.dtype, chunk.box.sizes, chunk.length) or read_item(read, chunk.length, where)
+        item = self._format.find_item(read, fetch.dtype, chunk.box.sizes, chunk.length, where)
         if (item.dtype, item.sizes) != (fetch.dtype, tuple(chunk.box.sizes)):
             raise DamagedCheckpointError(
                 f"{where}: expected {fetch.dtype} of shape {tuple(chunk.box.sizes)}, by .metadata, found {item.dtype} of "

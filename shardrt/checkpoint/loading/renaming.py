@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ..errors import CheckpointError
-from ..formats.dcp.stored import Lazy, Stored
+from ..formats.stored import Lazy, Stored
 from ..state.names import Path
 from ..state.stateful import OF_RANK
 

@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from ...comm import Communicator
-from ..formats.dcp.stored import StoredTensor
+from ..formats.stored import StoredTensor
 from ..formats.torch_file.items import BLOCK
 from .reading import Fetch
 

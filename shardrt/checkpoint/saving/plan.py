@@ -29,7 +29,8 @@ import torch
 from ...comm import Communicator
 from ..errors import agreed
 from ..formats.dcp.marks import MARK_NBYTES
-from ..formats.dcp.metadata_pickle import Columns, MetadataWriter
+from ..formats.dcp.metadata_pickle import MetadataWriter
+from ..formats.stored import Columns
 from ..formats.torch_file.items import ALIGNMENT, item_length, item_lengths
 from ..geometry import Part, parts
 from ..state.entries import Entry

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ...comm import world
 from ...tensor.dtensor import DTensor
 from ..errors import CheckpointError
-from ..formats.dcp.stored import checked_keys, checked_name
+from ..formats.stored import checked_keys, checked_name
 from ..geometry import memory_of
 from .names import ParameterNames, Path, cleaner, joined
 from .objects import encode

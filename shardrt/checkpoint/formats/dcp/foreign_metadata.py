@@ -13,9 +13,8 @@ import torch
 
 from ...disk.remote_path import Location
 from ...errors import CheckpointError, DamagedCheckpointError, shown
-from ..torch_file.pickles import DTYPES, Ignored, Ordered, Record, Size, StandIn, integers, restricted_load
-from .metadata_pickle import Columns
-from .stored import (
+from ..stored import (
+    Columns,
     Lazy,
     Stored,
     StoredObject,
@@ -27,6 +26,8 @@ from .stored import (
     checked_tensor,
     damage_of,
 )
+from ..torch_file.pickles import DTYPES, Ignored, Ordered, Record, Size, StandIn, integers, restricted_load
+from .format import DCP
 
 
 class _Metadata(Record):
@@ -128,7 +129,7 @@ def stored_in(data: bytes, path: Location) -> Stored:
         if isinstance(name, str) and isinstance(keys, tuple)  # planners of other authors may keep anything else there
     }
     save_id = metadata.storage_meta.save_id if isinstance(metadata.storage_meta, _StorageMeta) else None
-    return Stored(path.parent, Lazy(tensors), Lazy(objects), paths, None if save_id is None else checked_name(save_id))
+    return Stored(path.parent, Lazy(tensors), Lazy(objects), paths, None if save_id is None else checked_name(save_id), DCP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,10 +54,11 @@ def own_id(save_id: str | None) -> str | None:
 def check_marks(reader: Reader, save_id: str | None) -> None:
     """Raise CheckpointError if a file is not of the save of the `.metadata` beside it.
 
-    save_id: as `own_id` gives it; without one, the file must have no marks either.
+    save_id: that of `.metadata`; without one of ours, the file must have no marks either.
     Cost: a read at each end of the file.
     """
-    expected, nbytes = None if save_id is None else Mark(save_id, reader.path.name), reader.size()
+    own, nbytes = own_id(save_id), reader.size()
+    expected = None if own is None else Mark(own, reader.path.name)
     for verb, start in (("begins", 0), ("ends", nbytes - MARK_NBYTES)):
         found = _decoded(bytes(reader.read(start, MARK_NBYTES))) if nbytes >= MARK_NBYTES else None
         if found != expected:

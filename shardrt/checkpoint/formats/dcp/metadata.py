@@ -18,21 +18,8 @@ from ...disk.files import METADATA
 from ...disk.remote_path import Location
 from ...disk.storage import located, storage_of
 from ...errors import CheckpointError, DamagedCheckpointError, shown
-from ..torch_file.pickles import DTYPES, integers, restricted_load
-from .foreign_metadata import stored_in
-from .metadata_pickle import (
-    ENDING_NBYTES,
-    FIRST_PLACE,
-    LAST_OPCODES,
-    MAGIC,
-    SAVED_BY,
-    TRAILER,
+from ..stored import (
     Columns,
-    chunk_template,
-    save_id_of,
-    storage_template,
-)
-from .stored import (
     Lazy,
     Stored,
     StoredObject,
@@ -43,6 +30,20 @@ from .stored import (
     checked_object,
     checked_tensor,
     damage_of,
+)
+from ..torch_file.pickles import DTYPES, integers, restricted_load
+from .foreign_metadata import stored_in
+from .format import DCP
+from .metadata_pickle import (
+    ENDING_NBYTES,
+    FIRST_PLACE,
+    LAST_OPCODES,
+    MAGIC,
+    SAVED_BY,
+    TRAILER,
+    chunk_template,
+    save_id_of,
+    storage_template,
 )
 
 SMALL = 1 << 24  # bytes of a file that is read at once
@@ -131,7 +132,7 @@ def _by_index(source: _Source, save_id: str, files: tuple[str, ...], rows: list[
             shape, *numbers = rest
             dtype = DTYPES[checked_name(kind)]
             tensors[name] = _IndexedTensor(source, files, place, name, dtype, integers(shape), *integers(numbers))
-    return Stored(source.path.parent, Lazy(tensors), objects, paths, SAVED_BY + save_id)
+    return Stored(source.path.parent, Lazy(tensors), objects, paths, SAVED_BY + save_id, DCP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ import pickle
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, BinaryIO
 
 import torch
 
+from ..stored import Columns
 from .rows import Template
 
 SAVED_BY = "shardrt-"  # with which our `save_id` begins; the id of the save follows, in older versions "1"
@@ -40,21 +40,6 @@ FIRST_PLACE = 256  # memo places: constants are below it, then come the files an
 Path = Sequence[str | int]  # the keys that lead to a value in the user's state
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _WIDE = 1 << 31
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The chunks of a tensor of d dims, one row each; all int64 on the CPU.
-
-    offsets, sizes: (chunks, d), of the box.   file: (chunks,), a number in the list of files.
-    start, length: (chunks,), the bytes of the item in its file.
-    """
-
-    offsets: torch.Tensor
-    sizes: torch.Tensor
-    file: torch.Tensor
-    start: torch.Tensor
-    length: torch.Tensor
 
 
 def chunk_template(shape: Sequence[int]) -> Template:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 from ...errors import CheckpointError, DamagedCheckpointError, shown
+from ..stored import ReadBytes
 from .items import CENTRAL, END, END64, IN_EXTRA, LOCAL, LOCATOR
 
 SIGNATURE = b"PK\3\4"  # what torch.load takes for the beginning of an archive
-
-ReadBytes = Callable[[int, int], bytes]  # (offset in the archive, number of bytes) -> the bytes
 
 _EXTRA = struct.Struct("<2H")  # kind and size of an extra field
 _EDGE = 1024  # bytes read at each end at first: all of what `items.py` writes but the memory

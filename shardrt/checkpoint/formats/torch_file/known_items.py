@@ -8,9 +8,8 @@ from math import prod
 import torch
 
 from ....fsdp.params.param import outermost_stride
-from .archive import ReadBytes
+from ..stored import ReadBytes, StoredItem
 from .items import BLOCK, BLOCK_CRCS, LOCAL, item_header, item_length
-from .stored_items import StoredItem
 
 _DESCRIPTOR = 24  # bytes after the memory: a signature of 4, its CRC-32, and twice its length
 _CRCS = _DESCRIPTOR + LOCAL.size + len(f"archive/{BLOCK_CRCS}")  # from the end of the memory

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import shown
-from .archive import Archive, ReadBytes
+from ..stored import ReadBytes, StoredItem
+from .archive import Archive
 from .items import BLOCK_CRCS, LEGACY_STORAGES
 from .pickles import DTYPES, Ordered, Size, integers, restricted_load
 
 _LARGEST = 1 << 20  # bytes of the directory and the pickle of one tensor
 _MOST_ARGUMENTS, _MOST_CHARACTERS = 8, 100  # of a tensor; of a storage's key
-
-
-@dataclass(frozen=True, slots=True)
-class StoredItem:
-    """One tensor of a file. Positions are bytes from the start of the item.
-
-    The element at `index` lies at `start + dtype.itemsize * sum(index * strides)`.
-    data_start, data_nbytes: the memory that the archive stores: it may be more than the tensor's, if the tensor was a part of a
-    larger storage.
-    crc: the CRC-32 of all of that memory; None if the writer has computed none, or if it is not needed.
-    crcs_start: where the CRC-32 of each 16 KiB of that memory begin, 4 bytes each, little-endian; None in items of other
-    writers, and of 16 KiB and less.
-    """
-
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
-    start: int
-    data_start: int
-    data_nbytes: int
-    crc: int | None
-    crcs_start: int | None
 
 
 class _Storage(NamedTuple):

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint folder, as `.metadata` says them: which box of a tensor, and which object, lies where."""
+"""The contents of a checkpoint of any format: which box of a tensor, and which object, lies where; and what a format is."""
 
 from __future__ import annotations
 
@@ -12,18 +12,68 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ....tensor.placement import Box
-from ...disk.files import METADATA, Reader, explained
-from ...disk.remote_path import Location
-from ...disk.storage import storage_of
-from ...errors import CheckpointError, DamagedCheckpointError, reason, shown
-from .marks import check_marks, own_id
-from .metadata_pickle import Columns
+from ...tensor.placement import Box
+from ..disk.files import METADATA, Reader, explained
+from ..disk.remote_path import Location
+from ..disk.storage import storage_of
+from ..errors import CheckpointError, DamagedCheckpointError, reason, shown
 
 T = TypeVar("T")
+ReadBytes = Callable[[int, int], bytes]  # (offset in a chunk, number of bytes) -> the bytes
 
 _MOST_CHARACTERS, _MOST_KEYS = 4096, 256  # of a name; of a path
 _MOST_EMPTY = 10_000  # items of a list that hold nothing: stock torch stores no name for an empty dict
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The chunks of a tensor of d dims, one row each; all int64 on the CPU.
+
+    offsets, sizes: (chunks, d), of the box.   file: (chunks,), a number in the list of files.
+    start, length: (chunks,), the bytes of the item in its file.
+    """
+
+    offsets: torch.Tensor
+    sizes: torch.Tensor
+    file: torch.Tensor
+    start: torch.Tensor
+    length: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """One tensor of a file. Positions are bytes from the start of the item.
+
+    The element at `index` lies at `start + dtype.itemsize * sum(index * strides)`.
+    data_start, data_nbytes: the memory that the archive stores: it may be more than the tensor's, if the tensor was a part of a
+    larger storage.
+    crc: the CRC-32 of all of that memory; None if the writer has computed none, or if it is not needed.
+    crcs_start: where the CRC-32 of each 16 KiB of that memory begin, 4 bytes each, little-endian; None in items of other
+    writers, and of 16 KiB and less.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    start: int
+    data_start: int
+    data_nbytes: int
+    crc: int | None
+    crcs_start: int | None
+
+
+class Format(NamedTuple):
+    """What reading has to know of the files of a format.
+
+    check_file: raises CheckpointError for a file, just opened, that is not of the save of this id.
+    find_item: finds the elements of the chunk of this dtype and these sizes, in so many bytes; the text is for messages.
+    has_checksums: whether chunks have any, for which more than what is needed is read.
+    """
+
+    name: str
+    check_file: Callable[[Reader, str | None], None]
+    find_item: Callable[[ReadBytes, torch.dtype, tuple[int, ...], int, str], StoredItem]
+    has_checksums: bool
 
 
 class StoredChunk(NamedTuple):
@@ -100,7 +150,7 @@ class Stored:
     """The contents of a checkpoint, by name, in the order in which they were written.
 
     paths: the keys that lead to each value in the state that was saved; may lack names.
-    save_id: "shardrt-" and the id of the save, "shardrt-1" of older versions, or what torch's DCP has there.
+    save_id: "shardrt-" and the id of the save, "shardrt-1" of older versions, what torch's DCP has there, or None.
     """
 
     folder: Location
@@ -108,6 +158,7 @@ class Stored:
     objects: Mapping[str, StoredObject]
     paths: dict[str, tuple[str | int, ...]]
     save_id: str | None
+    format: Format
     _checked: set[str] = field(default_factory=set)  # the files whose marks have been compared
 
     def __post_init__(self) -> None:
@@ -131,7 +182,7 @@ class Stored:
             raise
         if file not in self._checked:
             try:
-                check_marks(reader, own_id(self.save_id))
+                self.format.check_file(reader, self.save_id)
             except CheckpointError:
                 reader.close()
                 raise
