@@ -6,7 +6,7 @@ from .loading.load import load
 from .loading.safetensors import load_safetensors
 from .run.random_state import RandomState
 from .run.run import Run
-from .saving.safetensors import save_safetensors
+from .saving.safetensors import async_save_safetensors, save_safetensors
 from .saving.save import AsyncSave, async_save, save
 from .state.stateful import PerRank
 from .state_dicts.get import get_model_state_dict, get_optimizer_state_dict, get_state_dict
@@ -22,6 +22,7 @@ __all__ = [
     "Run",
     "StateDictOptions",
     "async_save",
+    "async_save_safetensors",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",

@@ -11,7 +11,7 @@ A box of 2 x 3 elements in a stored array of 4 x 5, in row-major order:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -24,6 +24,8 @@ import torch
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import Box, FlatShard, Spec
 from .errors import CheckpointError
+
+PIECE_NBYTES = 16 << 20  # of a part that is converted, or that lies in memory in another order than in the file
 
 
 class Part(NamedTuple):
@@ -131,6 +133,30 @@ def runs(box: Box, within: Box, strides: Sequence[int]) -> Runs:
     outer = order[: len(order) - inner]
     steps = [range(0, box.sizes[dim] * strides[dim], strides[dim]) for dim in outer]
     return Runs([base + sum(index) for index in product(*steps)] if steps else [base], numel, order, inner)
+
+
+def byte_runs(box: Box, shape: torch.Size, itemsize: int) -> tuple[list[int], int]:
+    """Where the elements of a box lie in a row-major array of `shape`: the first bytes of runs, and the bytes of each run."""
+    strides = [shape[dim + 1 :].numel() for dim in range(len(shape))]
+    found = runs(box, Box((0,) * len(shape), tuple(shape)), strides)
+    return [start * itemsize for start in found.starts], found.numel * itemsize
+
+
+def pieces(part: Part, itemsize: int) -> Iterator[Part]:
+    """The part in pieces of at most `PIECE_NBYTES`, each a box."""
+    offsets, sizes = part.box
+    numel = max(1, PIECE_NBYTES // itemsize)
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
+    if dim is None or part.memory.numel() <= numel:
+        yield part
+        return
+    rows = max(1, numel // (part.memory.numel() // sizes[dim]))
+    for start in range(0, sizes[dim], rows):
+        box = Box(
+            (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
+            (*sizes[:dim], min(rows, sizes[dim] - start), *sizes[dim + 1 :]),
+        )
+        yield from pieces(Part(box, narrowed(part, box)), itemsize)
 
 
 def memory_of(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch
 
 from ..disk.files import Reader
 from ..errors import CheckpointError, DamagedCheckpointError, reason, shown
+from .stored import Columns, Format, ReadBytes, Stored, StoredItem, StoredTensor
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_NBYTES = 100_000_000
@@ -64,7 +65,7 @@ class Array(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """A tensor that is to be written."""
+    """What is known of a tensor without its values."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -144,7 +145,63 @@ def encode_index(files: Mapping[str, Sequence[str]], total_nbytes: int, numel: i
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
+class Layout(NamedTuple):
+    """The files of a folder, or one file.
+
+    names: of the tensors of each file.   headers: what each file begins with.   arrays: where each tensor lies.
+    """
+
+    names: dict[str, list[str]]
+    headers: dict[str, bytes]
+    arrays: dict[str, Array]
+
+    def nbytes(self, file: str) -> int:
+        """The bytes of a file."""
+        return len(self.headers[file]) + sum(self.arrays[name].nbytes for name in self.names[file])
+
+    def index(self) -> bytes | None:
+        """`model.safetensors.index.json`; None for one file, which has none."""
+        arrays = self.arrays.values()
+        nbytes, numel = sum(array.nbytes for array in arrays), sum(array.shape.numel() for array in arrays)
+        return encode_index(self.names, nbytes, numel) if len(self.names) > 1 else None
+
+
+def lay_out(infos: Mapping[str, TensorInfo], names: dict[str, list[str]], metadata: Mapping[str, str], folder: Path) -> Layout:
+    """Place tensors in the files that have these names. Raises ValueError for a header that is too long."""
+    made = Layout(names, {}, {})
+    for file, own in names.items():
+        made.headers[file], offsets = encode_header({name: infos[name] for name in own}, metadata)
+        made.arrays.update({name: Array(folder / file, *infos[name], offsets[name]) for name in own})
+    return made
+
+
 # ---------------------------------------------------------------------- reading
+
+
+def read_stored(path: Path) -> Stored:
+    """The contents of a file, or of a folder with a `model.safetensors` or an index. Raises as `read_arrays` does."""
+    arrays = read_arrays(path)
+    files = tuple(dict.fromkeys(array.file.name for array in arrays.values()))
+    numbers = {file: number for number, file in enumerate(files)}
+    tensors = {
+        name: StoredTensor(tuple(array.shape), array.dtype, _chunk(array, numbers), files) for name, array in arrays.items()
+    }
+    return Stored(path if path.is_dir() else path.parent, tensors, {}, {name: (name,) for name in arrays}, None, SAFETENSORS)
+
+
+def _chunk(array: Array, numbers: Mapping[str, int]) -> Columns:
+    """A tensor as one chunk."""
+    sizes = torch.tensor([array.shape], dtype=torch.int64)
+    places = torch.tensor([[numbers[array.file.name]], [array.offset], [array.nbytes]])
+    return Columns(torch.zeros_like(sizes), sizes, *places.unbind(0))
+
+
+def _find_item(read: ReadBytes, dtype: torch.dtype, sizes: tuple[int, ...], length: int, where: str) -> StoredItem:
+    strides = torch.empty(sizes, device="meta").stride()
+    return StoredItem(dtype, sizes, strides, 0, 0, length, None, None)
+
+
+SAFETENSORS = Format("safetensors", lambda reader, save_id: None, _find_item, has_checksums=False)
 
 
 def read_arrays(path: Path) -> dict[str, Array]:

@@ -1,29 +1,27 @@
-"""`save_safetensors`: the final files, of which each rank writes its own byte ranges.
+"""`save_safetensors`: final files, of which each rank writes its own byte ranges.
 
-every rank   which tensors there are, their shapes and dtypes; if the ranks' answers differ, all are put together
+every rank   which tensors there are, and who writes them: as `plan.py` does for checkpoints
 rank 0       makes `<folder>.safetensors.tmp` with files that have their headers and their sizes
-every rank   writes and syncs its parts; the ranks agree that they have
+every rank   writes and syncs its parts, in the thread of the saves; the ranks agree that they have
 rank 0       links the folder's other files into it, writes the index, and exchanges the folders
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from ...comm import Communicator, DeviceMesh, world
-from ...tensor.dtensor import DTensor
-from ...tensor.placement import Replicate
-from ..disk.files import Writer, bytes_of, explained
+from ...comm import World, world
+from ..disk.files import Writer, explained
 from ..disk.folders import exchange, sync_folder
 from ..disk.storage import on_disk
 from ..errors import agreed
@@ -31,36 +29,86 @@ from ..formats.safetensors import (
     DTYPE_NAMES,
     INDEX_NAME,
     Array,
+    Layout,
     TensorInfo,
     check_metadata,
-    encode_header,
-    encode_index,
+    lay_out,
     parse_size,
     split_into_files,
 )
-from ..geometry import Part, memory_of, parts
-from ..state.models import Scratch, byte_runs, lies_as_stored, named_tensors, outside_inference_mode, pieces
+from ..geometry import Part, byte_runs, memory_of, parts, pieces
+from ..state.entries import Entry
+from ..state.models import named_tensors
+from .assignment import assign
+from .descriptions import describe
+from .plan import agree
+from .save import AsyncSave, begin, finish
+from .sources import PiecesOf, Source, in_runs
+from .writing import Prepared, check_same_target
 
 _MODEL_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-_mesh_keys: WeakKeyDictionary[DeviceMesh, str] = WeakKeyDictionary()  # a cache
 
 
-class Held(NamedTuple):
-    """A tensor as one rank has it.   mesh: names the ranks over which it lies; empty for a plain tensor."""
+class Slice(NamedTuple):
+    """A part of a tensor, and where the tensor will lie."""
 
-    info: TensorInfo
-    mesh: str
+    array: Array
+    part: Part
+
+    def source(self, pieces_of: PiecesOf) -> Source:
+        """What is written of it."""
+        box, memory = self.part
+        starts, nbytes = byte_runs(box, self.array.shape, self.array.dtype.itemsize)
+        found = pieces_of(memory.to(self.array.dtype).resolve_conj().resolve_neg().contiguous())
+        pieces = ((self.array.offset + place, piece) for place, piece in in_runs(found, starts, nbytes))
+        return Source(self.array.file.name, pieces, not isinstance(found, list))
 
 
-class Plan(NamedTuple):
-    """The files to be made, the same on every rank."""
+def slices(array: Array, tensor: torch.Tensor) -> Iterator[Slice]:
+    """This rank's parts of a tensor, in pieces of at most 16 MiB where they are converted or put into another order."""
+    for part in parts(tensor):
+        if part.memory.dtype == array.dtype and part.memory.is_contiguous():
+            yield Slice(array, part)
+        else:
+            yield from (Slice(array, piece) for piece in pieces(part, max(array.dtype.itemsize, part.memory.dtype.itemsize)))
 
-    files: dict[str, list[str]]  # the tensors of each
-    headers: dict[str, bytes]
-    arrays: dict[str, Array]
+
+def create_files(folder: Path, layout: Layout) -> None:
+    """Make a folder, and files with their headers and sizes."""
+    with explained("create", folder):
+        folder.mkdir(parents=True)
+        for file, header in layout.headers.items():
+            with Writer(folder / file) as writer:
+                writer.write(0, [header])
+                os.truncate(folder / file, layout.nbytes(file))
+        if (index := layout.index()) is not None:
+            with Writer(folder / INDEX_NAME) as writer:
+                writer.write(0, [index])
 
 
-@outside_inference_mode()
+@dataclass(frozen=True, slots=True)
+class PreparedExport(Prepared[Slice]):
+    """Files of safetensors that all ranks write to.   folder: where they are written."""
+
+    folder: Path
+
+    def source(self, item: Slice, pieces_of: PiecesOf) -> Source:
+        return item.source(pieces_of)
+
+    @contextmanager
+    def writer(self, file: str) -> Iterator[Writer]:
+        with Writer(self.folder / file, new=False) as writer:
+            yield writer
+
+    def commit(self) -> None:
+        if self.world.rank == 0:
+            _take_place(self.folder, on_disk(self.target))
+
+    def abandon(self) -> None:
+        if self.world.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
 def save_safetensors(
     model: nn.Module,
     folder: str | os.PathLike[str],
@@ -80,41 +128,86 @@ def save_safetensors(
     max_shard_size: bytes of the tensors of a file, or such as "5GB", 5 * 10**9 bytes. A larger tensor has its own file.
     dtype: of the floating-point tensors in the files, but for those of one byte; None: as they are.
     metadata: strings for the files' headers, beside {"format": "pt"}.
-    Cost: no communication but a comparison; each rank writes its shards, and converts at most 16 MiB at a time. Each
-        run of bytes is a write: with columns, in runs of 4 KiB, a save takes up to three times as long as with rows.
-    Raises, on every rank alike: CheckpointError for arguments, placements and dtypes that cannot be saved, and with the
-    system's reason if a file cannot be written; ValueError if ranks have different tensors of one name.
+    Cost: no communication but comparisons; each rank writes its shards, shares with others what they have too, and converts
+        at most 16 MiB at a time. Each run of bytes is a write: with columns, in runs of 4 KiB, a save takes up to three times
+        as long as with rows.
+    Raises: CheckpointError on every rank, for arguments, placements and dtypes that cannot be saved, with the system's reason
+    if a file cannot be written, and if ranks have different tensors of one name. It also raises the error of a save before
+    that has not been raised yet.
     """
-    comm = world().comm
+    finish(_begin(model, folder, max_shard_size, dtype, metadata, is_copied=False))
+
+
+def async_save_safetensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> AsyncSave:
+    """Save as `save_safetensors` does, but return when the model has been copied. Collective.
+
+    The files are written in a thread: `poll` and `wait` of what it returns are those of `async_save`, with which it shares the
+    thread and the memory for copies; one save is under way at a time. The arguments are those of `save_safetensors`.
+    Memory: a copy of this rank's part of the model, in the dtypes of the files.
+    """
+    return _begin(model, folder, max_shard_size, dtype, metadata, is_copied=True)
+
+
+def _begin(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    max_shard_size: int | str,
+    dtype: torch.dtype | None,
+    metadata: Mapping[str, str] | None,
+    *,
+    is_copied: bool,
+) -> AsyncSave:
+    def prepare() -> tuple[PreparedExport, list[Slice]]:
+        here = world()
+        with agreed(here.comm):
+            target, nbytes, texts = _target(folder), parse_size(max_shard_size), {"format": "pt", **(metadata or {})}
+            check_metadata(texts, "save_safetensors")
+        check_same_target(here.comm.exchange((str(target), (nbytes, dtype, texts))))
+        return _prepare(here, model, target, nbytes, dtype, texts)
+
+    return begin(prepare, is_copied=is_copied)
+
+
+def _prepare(
+    here: World, model: nn.Module, target: Path, nbytes: int, dtype: torch.dtype | None, metadata: Mapping[str, str]
+) -> tuple[PreparedExport, list[Slice]]:
+    comm, beside = here.comm, target.with_name(f"{target.name}.safetensors.tmp")
     with agreed(comm):
-        target = _target(folder)
-        nbytes, texts = parse_size(max_shard_size), {"format": "pt", **(metadata or {})}
-        check_metadata(texts, "save_safetensors")
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()  # of transformers' models, which make them anew
         tensors = {
             each.name: memory_of(each.name, each.tensor.detach()) for each in named_tensors(model) if each.name not in ignored
         }
-        held = {name: _held(name, tensor, dtype) for name, tensor in tensors.items()}
-    owners = _owners(comm, held)
-    beside = target.with_name(f"{target.name}.safetensors.tmp")
-    plan = _plan({name: owned.info for name, (_, owned) in owners.items()}, nbytes, texts, beside)
-    turns = {name: index for index, name in enumerate(plan.arrays)}
-    mine = {
-        name: tensor for name, tensor in tensors.items() if _writes(tensor, held[name], turns[name], comm.rank, owners[name])
+        described = describe([Entry(name, tensor, (name,)) for name, tensor in tensors.items()], comm.rank)
+    # Each name is stored, also if two are the same memory: files of other programs have no other way.
+    assigned = {
+        each.entry.name: each for each in assign(agree(tuple(each._replace(tied=None) for each in described), {}, comm))
     }
-    try:
-        with agreed(comm):
-            if comm.rank == 0:
-                _begin(beside, plan)
-        with agreed(comm):
-            _write(plan, mine)
-        with agreed(comm):
-            if comm.rank == 0:
-                _commit(beside, target, plan)
-    except BaseException:
+    with agreed(comm):
+        infos = {
+            name: TensorInfo(_stored_dtype(name, each.entry.dtype, dtype), torch.Size(each.entry.shape))
+            for name, each in assigned.items()
+        }
+        layout = lay_out(infos, split_into_files(infos, nbytes), metadata, beside)
+        found = [
+            piece
+            for name, array in sorted(layout.arrays.items(), key=lambda item: (item[1].file, item[1].offset))
+            if assigned[name].includes(comm.rank)
+            for piece in slices(array, tensors[name])
+        ]
+    with agreed(comm):
         if comm.rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
-        raise
+            with explained("delete", beside):
+                if beside.exists():  # of a save that was killed
+                    shutil.rmtree(beside)
+            create_files(beside, layout)
+    return PreparedExport(here, target, beside), found
 
 
 def _target(folder: str | os.PathLike[str]) -> Path:
@@ -124,117 +217,18 @@ def _target(folder: str | os.PathLike[str]) -> Path:
     return target
 
 
-# ---------------------------------------------------------------------- which tensors, and who writes them
+def _stored_dtype(name: str, own: torch.dtype | None, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype of a tensor in the files. Raises ValueError for one that they cannot have."""
+    assert own is not None, "a tensor"
+    stored = wanted if wanted is not None and own.is_floating_point and own.itemsize > 1 else own
+    if stored not in DTYPE_NAMES:
+        raise ValueError(f"tensor '{name}' of {stored}: safetensors files cannot hold it; give a dtype that they can")
+    return stored
 
 
-def _held(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Held:
-    converted = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
-    info = TensorInfo(dtype if dtype is not None and converted else tensor.dtype, tensor.shape)
-    if info.dtype not in DTYPE_NAMES:
-        raise ValueError(f"tensor '{name}' of {info.dtype}: safetensors files cannot hold it; give a dtype that they can")
-    if tensor.is_meta:
-        raise ValueError(f"tensor '{name}' has no values: it is on the meta device; call to_empty() and load it first")
-    if not isinstance(tensor, DTensor):
-        return Held(info, "")
-    if tensor.spec.partial:
-        raise ValueError(f"tensor '{name}' of {tensor.placements}: a rank has only a term of it; redistribute it first")
-    return Held(info, _mesh_key(tensor.spec.mesh))
-
-
-def _mesh_key(mesh: DeviceMesh) -> str:
-    if mesh not in _mesh_keys:
-        _mesh_keys[mesh] = hashlib.sha256(repr(sorted(mesh.mesh.flatten().tolist())).encode()).hexdigest()[:16]
-    return _mesh_keys[mesh]
-
-
-def _owners(comm: Communicator, held: dict[str, Held]) -> dict[str, tuple[int, Held]]:
-    """The first rank that has each tensor, and how. Raises ValueError, on every rank, if two ranks have different ones."""
-    digest = hashlib.sha256(repr(held).encode()).digest()
-    everyone = comm.compare(int.from_bytes(digest[:8], "little") >> 1, lambda: held) or [held]
-    owners: dict[str, tuple[int, Held]] = {}
-    for rank, theirs in enumerate(everyone):
-        for name, each in theirs.items():
-            first, owned = owners.setdefault(name, (rank, each))
-            if owned.info != each.info:
-                raise ValueError(
-                    f"tensor '{name}' is {tuple(owned.info.shape)} {owned.info.dtype} on rank {first}, and "
-                    f"{tuple(each.info.shape)} {each.info.dtype} on rank {rank}: expected one tensor of this name"
-                )
-    return owners
-
-
-def _writes(tensor: torch.Tensor, held: Held, index: int, rank: int, owner: tuple[int, Held]) -> bool:
-    """Whether this rank writes its parts of a tensor: replicas take turns, by the tensor's index in the files."""
-    if not isinstance(tensor, DTensor) or held.mesh != owner[1].mesh:
-        return rank == owner[0]
-    spec = tensor.spec
-    replica, replicas = 0, 1
-    for placement, size, coordinate in zip(spec.placements, spec.mesh.shape, spec.mesh.coordinates, strict=True):
-        if isinstance(placement, Replicate):
-            replica, replicas = replica * size + coordinate, replicas * size
-    return replica == index % replicas
-
-
-def _plan(infos: dict[str, TensorInfo], max_nbytes: int, metadata: Mapping[str, str], folder: Path) -> Plan:
-    plan = Plan(split_into_files(infos, max_nbytes), {}, {})
-    for file, names in plan.files.items():
-        plan.headers[file], offsets = encode_header({name: infos[name] for name in names}, metadata)
-        for name in names:
-            plan.arrays[name] = Array(folder / file, *infos[name], offsets[name])
-    return plan
-
-
-# ---------------------------------------------------------------------- files
-
-
-def _begin(folder: Path, plan: Plan) -> None:
-    """Make the files with their headers and sizes, in the place of what a killed save has left."""
-    with explained("create", folder):
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        for file, names in plan.files.items():
-            with Writer(folder / file) as writer:
-                writer.write(0, [plan.headers[file]])
-                os.truncate(folder / file, len(plan.headers[file]) + sum(plan.arrays[name].nbytes for name in names))
-
-
-def _write(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write this rank's parts of these tensors, file by file, in the order of the files."""
-    scratch = Scratch()
-    for names in plan.files.values():
-        arrays = sorted((plan.arrays[name].offset, name) for name in names if name in tensors)
-        found = [(plan.arrays[name], part) for _, name in arrays for part in parts(tensors[name])]
-        if found:
-            with Writer(found[0][0].file, new=False) as writer:
-                for array, part in found:
-                    _write_part(writer, array, part, scratch)
-
-
-def _write_part(writer: Writer, array: Array, part: Part, scratch: Scratch) -> None:
-    if lies_as_stored(part.memory, array.dtype):
-        _write_runs(writer, array, part)
-        return
-    for box, memory in pieces(part, max(array.dtype.itemsize, part.memory.dtype.itemsize)):
-        _write_runs(writer, array, Part(box, scratch.like(memory, array.dtype).copy_(memory)))
-        writer.flush()  # the next piece takes the same buffer
-
-
-def _write_runs(writer: Writer, array: Array, part: Part) -> None:
-    starts, nbytes = byte_runs(part.box, array.shape, array.dtype.itemsize)
-    data = bytes_of(part.memory)
-    for index, start in enumerate(starts):
-        writer.write(array.offset + start, [data[index * nbytes : (index + 1) * nbytes]])
-
-
-def _commit(folder: Path, target: Path, plan: Plan) -> None:
-    """Give the files the place of those in `target`, whose other files they get as well."""
+def _take_place(folder: Path, target: Path) -> None:
+    """Give a folder the place of `target`, whose other files it gets as well."""
     with explained("rename", folder):
-        if len(plan.files) > 1:
-            arrays = plan.arrays.values()
-            index = encode_index(plan.files, sum(a.nbytes for a in arrays), sum(a.shape.numel() for a in arrays))
-            with Writer(folder / INDEX_NAME) as writer:
-                writer.write(0, [index])
         if not target.exists():
             sync_folder(folder)
             os.rename(folder, target)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -27,11 +27,11 @@ from ..disk.folders import Keep
 from ..errors import CheckpointError, agreed
 from ..state.arguments import Folder, folder_and_state
 from ..state.models import outside_inference_mode
-from .plan import Item
-from .sources import Copies, Direct, Source, sources
+from .sources import Copies, Direct
 from .writing import Prepared, prepare
 
 _WAIT_S = 5.0
+T = TypeVar("T")
 
 
 class Phase(Enum):
@@ -47,7 +47,7 @@ class AsyncSave:
     """A save that is written in the background: see `async_save`."""
 
     def __init__(
-        self, prepared: Prepared, comm: Communicator, thread: Stream, write: Callable[[], None], snapshot: Snapshot | None
+        self, prepared: Prepared[Any], comm: Communicator, thread: Stream, write: Callable[[], None], snapshot: Snapshot | None
     ) -> None:
         self.folder = prepared.target
         self._snapshot = snapshot
@@ -148,12 +148,7 @@ def save(*given: Any, keep: int | None = None, keep_every: int | None = None, **
     Raises: CheckpointError on every rank, with the reason, if one of them cannot write or refuses its part of the state: what
     was there before is as it was. It also raises the error of a save before that has not been raised yet.
     """
-    saving = _begin(*folder_and_state("save", given, named), Keep(keep, keep_every), is_copied=False)
-    try:
-        saving.wait()
-    except KeyboardInterrupt:
-        saving.interrupt()
-        raise
+    finish(_begin(*folder_and_state("save", given, named), Keep(keep, keep_every), is_copied=False))
 
 
 @overload
@@ -182,13 +177,27 @@ def async_save(*given: Any, keep: int | None = None, keep_every: int | None = No
 
 
 def _begin(folder: Folder, state: dict[str, Any], keep: Keep, *, is_copied: bool) -> AsyncSave:
+    return begin(lambda: prepare(world(), folder, state, keep), is_copied=is_copied)
+
+
+def begin(prepared: Callable[[], tuple[Prepared[T], Iterable[T]]], *, is_copied: bool) -> AsyncSave:
+    """Begin a save. Collective.   prepared: agrees on it, and gives what this rank writes.   is_copied: now, for a thread."""
     global _background
     end_previous()
     with outside_inference_mode():
-        prepared, items = prepare(world(), folder, state, keep)
+        made, items = prepared()
         if _background is None:
             _background = _Background()
-        return _background.start(prepared, items, is_copied=is_copied)
+        return _background.start(made, items, is_copied=is_copied)
+
+
+def finish(saving: AsyncSave) -> None:
+    """Wait for a save that is not copied. Collective."""
+    try:
+        saving.wait()
+    except KeyboardInterrupt:
+        saving.interrupt()
+        raise
 
 
 def end_previous() -> None:
@@ -250,12 +259,16 @@ class _Background:
         self._thread = new_stream(torch.device("cpu"), "checkpoint", threaded=True)
         at_finalize(self.close)
 
-    def start(self, prepared: Prepared, items: tuple[Item, ...], *, is_copied: bool) -> AsyncSave:
+    def start(self, prepared: Prepared[T], items: Iterable[T], *, is_copied: bool) -> AsyncSave:
         """Write the items, or copies of them that are made now, in the thread."""
         device = prepared.world.device
         try:
             with agreed(self._comm):
-                found = self._copy(items) if is_copied else sources(items, Direct().pieces)
+                if is_copied:
+                    self._copies.restart()
+                pieces_of = self._copies.pieces if is_copied else Direct().pieces
+                sources = (prepared.source(item, pieces_of) for item in items)
+                found = list(sources) if is_copied else sources
         except CheckpointError:
             self._copies.restart()
             prepared.abandon()
@@ -280,10 +293,6 @@ class _Background:
         finally:
             self._thread.close()
             _background = None
-
-    def _copy(self, items: tuple[Item, ...]) -> list[Source]:
-        self._copies.restart()
-        return list(sources(items, self._copies.pieces))
 
 
 _background: _Background | None = None

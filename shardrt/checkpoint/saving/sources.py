@@ -26,40 +26,48 @@ from ...tensor import snapshots
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import owned
 from ...tensor.snapshots import Snapshot, address
-from ..disk.files import bytes_of
-from ..formats.torch_file.items import without_gaps
-from .plan import Item
+from ..disk.files import Bytes, Writer, bytes_of
 
 _PINNED = 32 << 20  # bytes of a pinned buffer that pieces pass through
 _CHUNK = 256 << 20  # bytes of a buffer for copies; a large state takes several
 _ALIGNMENT = 64
+_PIECE = 4 << 20  # bytes that are checked and written at a time: what the caches hold
 
 
 Pieces = list[memoryview] | Iterator[memoryview]
+PiecesOf = Callable[[torch.Tensor], Pieces]  # brings the memory of a tensor without gaps to the host, as it lies
 
 
 class Source(NamedTuple):
-    """What is written at `offset` of the file: a tensor, or the bytes of an object.
+    """What is written of a tensor, or of an object.
 
-    dtype, sizes, strides: of the tensor; no dtype for an object.   pieces: its memory, in the order of `strides`, or the bytes:
-    a list, or an iterator whose pieces change when the next one is asked for.
+    file: the name of its file.   pieces: places in the file, ascending, and bytes.
+    is_passing: whether bytes change when the next ones are asked for.
     """
 
-    offset: int
-    dtype: torch.dtype | None
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    pieces: Pieces
+    file: str
+    pieces: Iterator[tuple[int, Bytes]]
+    is_passing: bool = False
+
+    def write(self, writer: Writer) -> None:
+        """Hand all of it to the file's writer."""
+        for place, piece in self.pieces:
+            writer.write(place, [piece])
+            if self.is_passing and isinstance(piece, memoryview):  # and no header, which goes with what follows
+                writer.flush()
 
 
-def sources(items: Iterable[Item], pieces_of: Callable[[torch.Tensor], Pieces]) -> Iterator[Source]:
-    """The items of a plan, on the host. pieces_of: brings the memory of a tensor without gaps there, as it lies."""
-    for item in items:
-        if isinstance(item.value, bytes):
-            yield Source(item.offset, None, (), (), [memoryview(item.value)])
-        else:
-            memory = without_gaps(item.value.memory)
-            yield Source(item.offset, memory.dtype, tuple(memory.shape), memory.stride(), pieces_of(memory))
+def in_runs(pieces: Iterable[memoryview], starts: Iterable[int], nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Bytes that follow each other, with their places: runs of `nbytes` that begin at `starts`, cut to what the caches hold."""
+    following, place, left = iter(starts), 0, 0
+    for piece in pieces:
+        done = 0
+        while done < len(piece):
+            if not left:
+                place, left = next(following), nbytes
+            part = piece[done : done + min(left, _PIECE)]
+            yield place, part
+            done, place, left = done + len(part), place + len(part), left - len(part)
 
 
 class Direct:

@@ -11,38 +11,73 @@ All ranks agree after `write`, and after `commit`. Both are done in a thread (`s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import groupby
+from math import prod
+from typing import Any, Generic, TypeVar
+
+import torch
 
 from ...comm.bootstrap import World
 from ..disk.drafts import this_machine
-from ..disk.files import Writer
+from ..disk.files import Bytes, Writer
 from ..disk.folders import Keep
 from ..disk.remote_path import Location
 from ..disk.storage import Storage, located, storage_of
 from ..errors import CheckpointError, agreed
 from ..formats.dcp.marks import MARK_NBYTES, Mark, new_save_id
 from ..formats.dcp.metadata_pickle import ending
-from ..formats.torch_file.items import BlockCrcs, item_footer, item_header
+from ..formats.torch_file.items import BlockCrcs, item_footer, item_header, without_gaps
 from ..state.entries import entries
 from .plan import Item, SavePlan, file_of, make_plan
-from .sources import Source
+from .sources import Pieces, PiecesOf, Source, in_runs
 
-_PIECE = 4 << 20  # bytes that are checked and written at a time: what the caches hold
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A save that all ranks have agreed on, and whose folder is there.
+class Prepared(ABC, Generic[T]):
+    """A save that all ranks have agreed on, and whose folder is there: of items of one kind.   target: where it will be."""
 
-    target: where it will be.   folder: where it is written.   draft: that folder, on rank 0, as the storage has begun it.
+    world: World
+    target: Location
+
+    @abstractmethod
+    def source(self, item: T, pieces_of: PiecesOf) -> Source:
+        """What is written of an item. pieces_of: is called now."""
+
+    @abstractmethod
+    def writer(self, file: str) -> AbstractContextManager[Writer]:
+        """One of the files that this rank writes, or writes to, which is safe in the storage when the `with` block ends."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make the save visible, on rank 0; nothing on the others."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Delete what was written, on rank 0, once no rank writes any more."""
+
+    def write(self, items: Iterable[Source]) -> None:
+        """Write this rank's part. Returns when its bytes, and the names of its files, are safe in the storage."""
+        for file, of_file in groupby(items, key=lambda item: item.file):
+            with self.writer(file) as writer:
+                for item in of_file:
+                    item.write(writer)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedFolder(Prepared[Item]):
+    """A checkpoint in DCP's format: each rank has a file of its own.
+
+    folder: where it is written.   draft: that folder, on rank 0, as the storage has begun it.
     plan: without its items, which hold the tensors.   sizes: of the ranks' files.   save_id: the same on every rank.
     """
 
-    world: World
     storage: Storage
-    target: Location
     folder: Location
     draft: Any
     keep: Keep
@@ -50,32 +85,38 @@ class Prepared:
     sizes: tuple[int, ...]
     save_id: str
 
-    def write(self, items: Iterable[Source]) -> None:
-        """Write this rank's file. Returns when its bytes, and its name, are safe in the storage."""
-        if not self.plan.nbytes:
-            return
-        mark = Mark(self.save_id, self.plan.file).encode()
-        with self.storage.writer(self.folder / self.plan.file) as writer:
+    def source(self, item: Item, pieces_of: PiecesOf) -> Source:
+        if isinstance(item.value, bytes):
+            return Source(self.plan.file, iter([(item.offset, item.value)]))
+        memory = without_gaps(item.value.memory)
+        pieces = pieces_of(memory)
+        return Source(
+            self.plan.file,
+            framed(item.offset, memory.dtype, memory.shape, memory.stride(), pieces),
+            not isinstance(pieces, list),
+        )
+
+    @contextmanager
+    def writer(self, file: str) -> Iterator[Writer]:
+        mark = Mark(self.save_id, file).encode()
+        with self.storage.writer(self.folder / file) as writer:
             writer.write(0, [mark])
-            for item in items:
-                _write_item(writer, item)
+            yield writer
             writer.write(self.plan.nbytes - MARK_NBYTES, [mark])
 
     def commit(self) -> None:
-        """Make the save visible, on rank 0; nothing on the others."""
         if self.draft is not None:
             files = {file_of(rank): nbytes for rank, nbytes in enumerate(self.sizes) if nbytes}
             self.storage.commit(self.draft, files, [self.plan.metadata, ending(self.save_id)], self.keep)
 
     def abandon(self) -> None:
-        """Delete what was written, on rank 0, once no rank writes any more."""
         if self.draft is not None:
             self.storage.abandon(self.draft)
 
 
 def prepare(
     world: World, folder: str | os.PathLike[str], state: dict[str, Any], keep: Keep
-) -> tuple[Prepared, tuple[Item, ...]]:
+) -> tuple[PreparedFolder, tuple[Item, ...]]:
     """Agree on what is saved and where, and make the folder; returns what this rank writes as well. Collective.
 
     Raises: CheckpointError if a rank refuses its arguments, if rank 0 cannot make the folder, or if the ranks give other
@@ -88,35 +129,35 @@ def prepare(
         found = entries(state)
     plan = make_plan(found, world.comm)
     answers = world.comm.exchange((str(where.absolute()), keep, plan.nbytes, new_save_id(), this_machine()))
-    for rank, answer in enumerate(answers):
-        if answer[:2] != answers[0][:2]:
-            raise CheckpointError(
-                f"the ranks save in different folders: rank 0 in {answers[0][0]!r} with {answers[0][1]}, rank {rank} in "
-                f"{answer[0]!r} with {answer[1]}. Give all ranks the same, on a file system that they share"
-            )
+    check_same_target([answer[:2] for answer in answers])
     *_, save_id, machine = answers[0]
     written_in, draft = storage.folder_of(target, machine, save_id), None
     with agreed(world.comm):
         if world.rank == 0:
             draft = storage.begin(target, written_in)
     sizes = tuple(answer[2] for answer in answers)
-    return Prepared(world, storage, target, written_in, draft, keep, replace(plan, items=()), sizes, save_id), plan.items
+    made = PreparedFolder(world, target, storage, written_in, draft, keep, replace(plan, items=()), sizes, save_id)
+    return made, plan.items
 
 
-def _write_item(writer: Writer, item: Source) -> None:
-    place, crcs = item.offset, BlockCrcs()
-    if item.dtype is not None:
-        header = item_header(item.dtype, item.sizes, item.strides)
-        writer.write(place, [header])
-        place += len(header)
-    for piece in item.pieces:
-        for start in range(0, len(piece), _PIECE):
-            part = piece[start : start + _PIECE]
-            if item.dtype is not None:
-                crcs.update(part)
-            writer.write(place, [part])
-            place += len(part)
-        if not isinstance(item.pieces, list):
-            writer.flush()
-    if item.dtype is not None:
-        writer.write(place, [item_footer(item.dtype, item.sizes, item.strides, crcs.values)])
+def check_same_target(answers: Sequence[tuple[str, object]]) -> None:
+    """Raise CheckpointError if the ranks save in different folders, or with other arguments.   answers: both, of each rank."""
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            raise CheckpointError(
+                f"the ranks save in different folders: rank 0 in {answers[0][0]!r} with {answers[0][1]}, rank {rank} in "
+                f"{answer[0]!r} with {answer[1]}. Give all ranks the same, on a file system that they share"
+            )
+
+
+def framed(
+    place: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], pieces: Pieces
+) -> Iterator[tuple[int, Bytes]]:
+    """The item of a tensor at a place of a file.   pieces: its memory, in the order of the strides."""
+    header, crcs = item_header(dtype, sizes, strides), BlockCrcs()
+    yield place, header
+    start, nbytes = place + len(header), prod(sizes) * dtype.itemsize
+    for at, piece in in_runs(pieces, [start], nbytes):
+        crcs.update(piece)
+        yield at, piece
+    yield start + nbytes, item_footer(dtype, sizes, strides, crcs.values)

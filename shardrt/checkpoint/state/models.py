@@ -16,11 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...fsdp.schedule.moves import buffers_on_meta
-from ...tensor.placement import Box
-from ..geometry import Part, narrowed, runs
 from .names import cleaner
-
-PIECE_NBYTES = 16 << 20  # of a part that is converted, or that lies in memory in another order than in the file
 
 
 class Named(NamedTuple):
@@ -62,49 +58,6 @@ def take_back(model: nn.Module, written: Iterable[Named]) -> None:
 def _tied_keys(model: nn.Module) -> Iterator[tuple[str, str]]:
     for prefix, module in model.named_modules():
         yield from ((prefix, key) for key in getattr(module, "_tied_weights_keys", None) or ())
-
-
-def byte_runs(box: Box, shape: torch.Size, itemsize: int) -> tuple[list[int], int]:
-    """Where the elements of a box lie in a row-major array of `shape`: the first bytes of runs, and the bytes of each run."""
-    strides = [shape[dim + 1 :].numel() for dim in range(len(shape))]
-    found = runs(box, Box((0,) * len(shape), tuple(shape)), strides)
-    return [start * itemsize for start in found.starts], found.numel * itemsize
-
-
-def pieces(part: Part, itemsize: int) -> Iterator[Part]:
-    """The part in pieces of at most `PIECE_NBYTES`, each a box."""
-    offsets, sizes = part.box
-    numel = max(1, PIECE_NBYTES // itemsize)
-    dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
-    if dim is None or part.memory.numel() <= numel:
-        yield part
-        return
-    rows = max(1, numel // (part.memory.numel() // sizes[dim]))
-    for start in range(0, sizes[dim], rows):
-        box = Box(
-            (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
-            (*sizes[:dim], min(rows, sizes[dim] - start), *sizes[dim + 1 :]),
-        )
-        yield from pieces(Part(box, narrowed(part, box)), itemsize)
-
-
-class Scratch:
-    """A buffer for one piece at a time, kept between pieces; pinned if the pieces are on a GPU."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def like(self, memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor on the host, of the shape of `memory`, in the buffer."""
-        nbytes, pinned = memory.numel() * dtype.itemsize, memory.device.type == "cuda"
-        if self._buffer.numel() < nbytes or (pinned and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(max(nbytes, self._buffer.numel()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        return self._buffer[:nbytes].view(dtype).view(memory.shape)
-
-
-def lies_as_stored(memory: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the memory has the bytes of the stored elements, in their order."""
-    return memory.device.type == "cpu" and memory.dtype == dtype and memory.is_contiguous()
 
 
 def materialise(module: nn.Module, device: torch.device, optimizers: Iterable[Optimizer] = ()) -> None:
