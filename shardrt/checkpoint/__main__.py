@@ -18,13 +18,12 @@ from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
 from ..comm.fingerprint import printable
-from .command_line.convert import convert, open_checkpoint, select
+from .command_line.checkpoints import open_checkpoint
+from .command_line.convert import WRITERS, convert, select
 from .command_line.report import description, items_of, verify
 from .disk.storage import located, on_disk
 from .formats.dcp.metadata import read_stored
 from .formats.safetensors import parse_size
-
-KINDS = ("dcp", "safetensors", "torch")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     converting = commands.add_parser("convert", help="write a checkpoint as another kind")
     converting.add_argument("source")
     converting.add_argument("target", help="must not exist; of safetensors: a file if it ends so, else a folder")
-    converting.add_argument("--to", choices=KINDS, required=True)
+    converting.add_argument("--to", choices=WRITERS, required=True)
     converting.add_argument("--only", metavar="KEY", help="take what lies under a key, such as model, and drop the key")
     converting.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of safetensors; default: 5GB")
     converting.set_defaults(run=_convert)

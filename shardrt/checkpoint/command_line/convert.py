@@ -1,61 +1,38 @@
 """From one kind of checkpoint to another, by one process and a tensor at a time.
 
-kind          where                                                      found by
-dcp           a folder, of shardrt or of torch.distributed.checkpoint    .metadata in it
-safetensors   a file, or a folder with an index                          the names of files
-torch         a file of torch.save                                       everything else
-
 Memory: the largest tensor; for a file of torch.save, all of them. What is written appears under its name when it is complete.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..disk.files import METADATA, Writer, bytes_of, explained
-from ..disk.folders import sync_folder
-from ..disk.remote_path import Location
-from ..disk.storage import on_disk
+from ..disk import folders
+from ..disk.files import METADATA, Writer, explained
+from ..disk.folders import Keep, sync_folder
 from ..errors import CheckpointError
-from ..formats.safetensors import (
-    DTYPE_NAMES,
-    INDEX_NAME,
-    SINGLE_NAME,
-    TensorInfo,
-    encode_header,
-    encode_index,
-    split_into_files,
-)
+from ..formats.dcp.marks import new_save_id
+from ..formats.dcp.metadata_pickle import ending
+from ..formats.safetensors import DTYPE_NAMES, lay_out, split_into_files
+from ..geometry import parts
+from ..saving.plan import Item, plan_of_one
+from ..saving.safetensors import PreparedExport, Slice, create_files
+from ..saving.sources import Direct
+from ..saving.writing import Prepared, PreparedFolder
+from ..state.entries import Entry
 from ..state.names import Path as Keys
-from ..state.objects import without_numpy
+from ..state.objects import encode, without_numpy
 from ..state.trees import placed
-from .dcp_folder import DcpCheckpoint, DcpWriter
-from .kinds import Checkpoint, SafetensorsCheckpoint, TorchCheckpoint
+from .checkpoints import SUFFIX, Checkpoint
 
+T = TypeVar("T")
 Progress = Callable[[int], object]  # is told how many bytes were done
-
-
-SUFFIX = ".safetensors"
-
-
-def open_checkpoint(path: Location) -> Checkpoint:
-    """The checkpoint at `path`. Raises CheckpointError if there is none of a known kind, and for what cannot be read."""
-    if not path.exists():
-        raise CheckpointError(f"no file or folder '{path}'")
-    if (path / METADATA).is_file():
-        return DcpCheckpoint(path)
-    path = on_disk(path)
-    if not path.is_dir():
-        return SafetensorsCheckpoint(path) if path.suffix == SUFFIX else TorchCheckpoint(path)
-    if (path / SINGLE_NAME).is_file() or (path / INDEX_NAME).is_file():
-        return SafetensorsCheckpoint(path)
-    raise CheckpointError(f"'{path}' is no checkpoint: it has no {METADATA}, {SINGLE_NAME} or {INDEX_NAME}")
 
 
 class Selected(NamedTuple):
@@ -101,16 +78,12 @@ def convert(
     """
     if target.exists():
         raise CheckpointError(f"'{target}' exists: name another target, or remove it")
-    write = {"dcp": _write_dcp, "torch": _write_torch}.get(kind)
     with explained("create", target):
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = TemporaryDirectory(prefix=f"{target.name}.", suffix=".tmp", dir=target.parent, ignore_cleanup_errors=True)
     with folder:
         beside = Path(folder.name) / target.name
-        if write is not None:
-            write(source, selected, beside, done)
-        else:
-            _write_safetensors(source, selected, beside, None if target.suffix == SUFFIX else shard_nbytes, done)
+        WRITERS[kind](source, selected, beside, None if target.suffix == SUFFIX else shard_nbytes, done)
         with explained("rename", beside):
             os.rename(beside, target)
             sync_folder(target.parent)
@@ -119,7 +92,9 @@ def convert(
 # ---------------------------------------------------------------------- torch.save
 
 
-def _write_torch(source: Checkpoint, selected: Sequence[Selected], path: Path, done: Progress) -> None:
+def _write_torch(
+    source: Checkpoint, selected: Sequence[Selected], path: Path, shard_nbytes: int | None, done: Progress
+) -> None:
     def leaf(each: Selected) -> Any:
         if each.name not in source.tensors:
             return without_numpy(source.object(each.name))
@@ -136,56 +111,59 @@ def _write_torch(source: Checkpoint, selected: Sequence[Selected], path: Path, d
         os.fsync(file.fileno())
 
 
-# ---------------------------------------------------------------------- safetensors
+# ---------------------------------------------------------------------- files of the engine of saves
 
 
 def _write_safetensors(
     source: Checkpoint, selected: Sequence[Selected], path: Path, shard_nbytes: int | None, done: Progress
 ) -> None:
-    """shard_nbytes: None for one file, not in a folder."""
     old_names = {each.new_name: each.name for each in selected if each.name in source.tensors}
     infos = {new: source.tensors[old] for new, old in old_names.items()}
     for new, info in infos.items():
         if info.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"tensor '{new}' has the dtype {info.dtype}, which safetensors does not have")
-    if shard_nbytes is None:
-        _write_file(source, old_names, infos, path, done)
-        return
-    files = split_into_files(infos, shard_nbytes)
+    files = {path.name: list(infos)} if shard_nbytes is None else split_into_files(infos, shard_nbytes)
+    folder = path.parent if shard_nbytes is None else path
+    layout = lay_out(infos, files, {"format": "pt"}, folder)
+    create_files(folder, layout)
+
+    def items() -> Iterator[Slice]:
+        for name, array in layout.in_order():
+            yield from (Slice(array, part) for part in parts(source.tensor(old_names[name])))
+            done(array.nbytes)
+
+    _write(PreparedExport(folder, folder, is_first=True), items())
+    sync_folder(folder)
+
+
+def _write_dcp(source: Checkpoint, selected: Sequence[Selected], path: Path, shard_nbytes: int | None, done: Progress) -> None:
+    old_names, found = {each.new_name: each.name for each in selected}, list[Entry]()
+    for new, old, keys in ((each.new_name, each.name, each.keys) for each in selected):
+        info = source.tensors.get(old)
+        value = encode(new, source.object(old)) if info is None else torch.empty(info.shape, dtype=info.dtype, device="meta")
+        found.append(Entry(new, value, keys))
+    plan, save_id = plan_of_one(found), new_save_id()
     with explained("create", path):
         path.mkdir()
-    for file, names in files.items():
-        _write_file(source, old_names, {name: infos[name] for name in names}, path / file, done)
-    if len(files) > 1:
-        total, numel = sum(info.nbytes for info in infos.values()), sum(info.shape.numel() for info in infos.values())
-        with Writer(path / INDEX_NAME) as writer:
-            writer.write(0, [encode_index(files, total, numel)])
+
+    def items() -> Iterator[Item]:
+        for item in plan.items:
+            if isinstance(item.value, bytes):
+                yield item
+            else:
+                yield item._replace(value=parts(source.tensor(old_names[item.name]))[0])
+                done(item.value.memory.nbytes)
+
+    _write(PreparedFolder(path, folders, path, None, Keep(), plan, (plan.nbytes,), save_id), items())
+    with Writer(path / METADATA) as writer:
+        writer.write(0, [plan.metadata, ending(save_id)])
     sync_folder(path)
 
 
-def _write_file(
-    source: Checkpoint, old_names: Mapping[str, str], infos: Mapping[str, TensorInfo], path: Path, done: Progress
-) -> None:
-    header, offsets = encode_header(infos, {"format": "pt"})
-    with Writer(path) as writer:
-        writer.write(0, [header])
-        for name, offset in sorted(offsets.items(), key=lambda item: item[1]):
-            found = source.tensor(old_names[name])
-            writer.write(offset, [bytes_of(found)])
-            writer.flush()  # `found` goes
-            done(found.nbytes)
+def _write(prepared: Prepared[T], items: Iterator[T]) -> None:
+    """Write items one after the other: the memory of each goes before the next one is made."""
+    direct = Direct()
+    prepared.write(map(lambda item: prepared.source(item, direct.pieces)._replace(is_passing=True), items))
 
 
-# ---------------------------------------------------------------------- DCP
-
-
-def _write_dcp(source: Checkpoint, selected: Sequence[Selected], path: Path, done: Progress) -> None:
-    writer = DcpWriter(path)
-    for each in selected:
-        if each.name in source.tensors:
-            found = source.tensor(each.name)
-            writer.tensor(each.new_name, each.keys, found)
-            done(found.nbytes)
-        else:
-            writer.object(each.new_name, each.keys, source.object(each.name))
-    writer.finish()
+WRITERS = {"dcp": _write_dcp, "safetensors": _write_safetensors, "torch": _write_torch}

@@ -159,7 +159,11 @@ class Layout(NamedTuple):
         """The bytes of a file."""
         return len(self.headers[file]) + sum(self.arrays[name].nbytes for name in self.names[file])
 
-    def index(self) -> bytes | None:
+    def in_order(self) -> list[tuple[str, Array]]:
+        """The tensors as they lie, file by file."""
+        return sorted(self.arrays.items(), key=lambda item: (item[1].file, item[1].offset))
+
+    def index_file(self) -> bytes | None:
         """`model.safetensors.index.json`; None for one file, which has none."""
         arrays = self.arrays.values()
         nbytes, numel = sum(array.nbytes for array in arrays), sum(array.shape.numel() for array in arrays)

@@ -36,7 +36,7 @@ from ..geometry import Part, parts
 from ..state.entries import Entry
 from .assignment import Agreed, Assigned, assign, order_names
 from .chunks import Boxes
-from .descriptions import Description, describe, digest_of, fingerprint
+from .descriptions import Described, Description, describe, digest_of, fingerprint
 from .equal_values import check_values
 
 LARGE = 1 << 16  # bytes of a chunk
@@ -83,9 +83,25 @@ def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
     with agreed(comm):
         description = describe(entries, comm.rank)
     plan = agree(description, {each.name: each.value for each in entries if isinstance(each.value, bytes)}, comm)
-    items = tuple(_placed({entry.name: entry.value for entry in entries}, _newest.names(plan, comm.rank)))
+    return _plan(entries, _newest.names(plan, comm.rank), plan, comm.rank)
+
+
+def plan_of_one(entries: Sequence[Entry]) -> SavePlan:
+    """What one process writes alone. Tensors may be on the meta device: their values are given later."""
+    found = tuple(
+        Described(name, path, None, nbytes=len(value))
+        if isinstance(value, bytes)
+        else Described(name, path, value.dtype, tuple(value.shape))
+        for name, value, path, _ in entries
+    )
+    return _plan(entries, [entry.name for entry in entries], Agreed.of_equal(found, 1), 0)
+
+
+def _plan(entries: Sequence[Entry], names: Iterable[str], agreed: Agreed, rank: int) -> SavePlan:
+    """names: of which this rank writes a part."""
+    items = tuple(_placed({entry.name: entry.value for entry in entries}, names))
     end = max((_aligned(item.offset + item.length) + MARK_NBYTES for item in items), default=0)
-    return SavePlan(file_of(comm.rank), items, end, plan)
+    return SavePlan(file_of(rank), items, end, agreed)
 
 
 def agree(description: Description, objects: Mapping[str, bytes], comm: Communicator) -> Agreed:

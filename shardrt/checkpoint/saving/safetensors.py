@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...comm import World, world
+from ...comm import Communicator, world
 from ..disk.files import Writer, explained
 from ..disk.folders import exchange, sync_folder
 from ..disk.storage import on_disk
@@ -74,23 +74,24 @@ def slices(array: Array, tensor: torch.Tensor) -> Iterator[Slice]:
 
 
 def create_files(folder: Path, layout: Layout) -> None:
-    """Make a folder, and files with their headers and sizes."""
+    """Make a folder, if there is none, and files with their headers and sizes."""
     with explained("create", folder):
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for file, header in layout.headers.items():
             with Writer(folder / file) as writer:
                 writer.write(0, [header])
                 os.truncate(folder / file, layout.nbytes(file))
-        if (index := layout.index()) is not None:
+        if (index := layout.index_file()) is not None:
             with Writer(folder / INDEX_NAME) as writer:
                 writer.write(0, [index])
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedExport(Prepared[Slice]):
-    """Files of safetensors that all ranks write to.   folder: where they are written."""
+    """Files of safetensors that all ranks write to.   folder: where they are written.   is_first: whether this is rank 0."""
 
     folder: Path
+    is_first: bool
 
     def source(self, item: Slice, pieces_of: PiecesOf) -> Source:
         return item.source(pieces_of)
@@ -101,11 +102,11 @@ class PreparedExport(Prepared[Slice]):
             yield writer
 
     def commit(self) -> None:
-        if self.world.rank == 0:
+        if self.is_first:
             _take_place(self.folder, on_disk(self.target))
 
     def abandon(self) -> None:
-        if self.world.rank == 0:
+        if self.is_first:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -170,15 +171,15 @@ def _begin(
             target, nbytes, texts = _target(folder), parse_size(max_shard_size), {"format": "pt", **(metadata or {})}
             check_metadata(texts, "save_safetensors")
         check_same_target(here.comm.exchange((str(target), (nbytes, dtype, texts))))
-        return _prepare(here, model, target, nbytes, dtype, texts)
+        return _prepare(here.comm, model, target, nbytes, dtype, texts)
 
     return begin(prepare, is_copied=is_copied)
 
 
 def _prepare(
-    here: World, model: nn.Module, target: Path, nbytes: int, dtype: torch.dtype | None, metadata: Mapping[str, str]
+    comm: Communicator, model: nn.Module, target: Path, nbytes: int, dtype: torch.dtype | None, metadata: Mapping[str, str]
 ) -> tuple[PreparedExport, list[Slice]]:
-    comm, beside = here.comm, target.with_name(f"{target.name}.safetensors.tmp")
+    beside = target.with_name(f"{target.name}.safetensors.tmp")
     with agreed(comm):
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()  # of transformers' models, which make them anew
         tensors = {
@@ -197,7 +198,7 @@ def _prepare(
         layout = lay_out(infos, split_into_files(infos, nbytes), metadata, beside)
         found = [
             piece
-            for name, array in sorted(layout.arrays.items(), key=lambda item: (item[1].file, item[1].offset))
+            for name, array in layout.in_order()
             if assigned[name].includes(comm.rank)
             for piece in slices(array, tensors[name])
         ]
@@ -207,7 +208,7 @@ def _prepare(
                 if beside.exists():  # of a save that was killed
                     shutil.rmtree(beside)
             create_files(beside, layout)
-    return PreparedExport(here, target, beside), found
+    return PreparedExport(target, beside, comm.rank == 0), found
 
 
 def _target(folder: str | os.PathLike[str]) -> Path:

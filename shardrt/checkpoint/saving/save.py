@@ -261,7 +261,7 @@ class _Background:
 
     def start(self, prepared: Prepared[T], items: Iterable[T], *, is_copied: bool) -> AsyncSave:
         """Write the items, or copies of them that are made now, in the thread."""
-        device = prepared.world.device
+        device = world().device
         try:
             with agreed(self._comm):
                 if is_copied:

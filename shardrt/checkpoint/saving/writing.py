@@ -42,7 +42,6 @@ T = TypeVar("T")
 class Prepared(ABC, Generic[T]):
     """A save that all ranks have agreed on, and whose folder is there: of items of one kind.   target: where it will be."""
 
-    world: World
     target: Location
 
     @abstractmethod
@@ -136,7 +135,7 @@ def prepare(
         if world.rank == 0:
             draft = storage.begin(target, written_in)
     sizes = tuple(answer[2] for answer in answers)
-    made = PreparedFolder(world, target, storage, written_in, draft, keep, replace(plan, items=()), sizes, save_id)
+    made = PreparedFolder(target, storage, written_in, draft, keep, replace(plan, items=()), sizes, save_id)
     return made, plan.items
 
 

@@ -1,7 +1,14 @@
-"""Checkpoints as one process reads them: names with whole tensors and objects. Here those of safetensors and of torch.save."""
+"""Checkpoints as one process reads them: names with whole tensors and objects.
+
+kind          where                                                      found by
+dcp           a folder, of shardrt or of torch.distributed.checkpoint    .metadata in it
+safetensors   a file, or a folder with an index                          the names of files
+torch         a file of torch.save                                       everything else
+"""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,14 +16,26 @@ from typing import Any
 
 import torch
 
-from ..disk.files import Reader, bytes_of
+from ..disk.files import METADATA, Reader
+from ..disk.remote_path import Location
+from ..disk.storage import on_disk
 from ..errors import CheckpointError, reason, shown
-from ..formats.safetensors import Array, TensorInfo, read_arrays
+from ..formats import safetensors
+from ..formats.dcp import metadata as dcp
+from ..formats.dcp.marks import own_id
+from ..formats.dcp.metadata_pickle import SAVED_BY
+from ..formats.safetensors import INDEX_NAME, SINGLE_NAME, TensorInfo
+from ..formats.stored import Stored
 from ..formats.torch_file.archive import SIGNATURE, Archive
 from ..formats.torch_file.expansion import check_archive
+from ..loading.contents import Contents
+from ..loading.reading import fetches, read_all
 from ..state.names import Path as Keys
 from ..state.names import joined
 from ..state.trees import flattened
+
+SUFFIX = ".safetensors"
+_RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 class Checkpoint(ABC):
@@ -40,26 +59,34 @@ class Checkpoint(ABC):
         """An object; one that is no plain data is refused by CheckpointError."""
 
 
-class SafetensorsCheckpoint(Checkpoint):
-    """Files of the safetensors format. A name is one key: there are no nested dicts."""
+class StoredCheckpoint(Checkpoint):
+    """A folder with .metadata, of any writer, or files of the safetensors format."""
 
-    kind = "safetensors"
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+        self._contents = Contents(stored)
+        self.save_id = own_id(stored.save_id)
+        self.kind = stored.format.name + (", written by shardrt" if (stored.save_id or "").startswith(SAVED_BY) else "")
+        self.tensors = {name: TensorInfo(tensor.dtype, torch.Size(tensor.shape)) for name, tensor in stored.tensors.items()}
+        self.objects: Sequence[str] = list(stored.objects)
+        self.paths = {name: stored.paths.get(name, (name,)) for name in (*self.tensors, *self.objects)}
 
-    def __init__(self, path: Path) -> None:
-        self._arrays = read_arrays(path)
-        self.tensors = {name: TensorInfo(array.dtype, array.shape) for name, array in self._arrays.items()}
-        self.objects: Sequence[str] = ()
-        self.paths = {name: (name,) for name in self._arrays}
+    def ranks(self) -> dict[str, list[int]]:
+        """The ranks that wrote each tensor, by the names of files; empty for files that are no rank's."""
+        found = {}
+        for name, tensor in self._stored.tensors.items():
+            files = (tensor.files[number] for number in tensor.columns.file.unique().tolist())
+            found[name] = [int(match[1]) for file in files if (match := _RANK_FILE.fullmatch(file))]
+        return found if any(found.values()) else {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        array: Array = self._arrays[name]
-        found = torch.empty(array.shape, dtype=array.dtype)
-        with Reader(array.file) as reader:
-            reader.read_into(array.offset, [bytes_of(found)])
+        stored = self._stored.tensors[name]
+        found = torch.empty(stored.shape, dtype=stored.dtype)
+        read_all(self._stored, fetches(name, stored, found))
         return found
 
     def object(self, name: str) -> Any:
-        raise KeyError(name)
+        return self._contents.value(name)
 
 
 class TorchCheckpoint(Checkpoint):
@@ -102,3 +129,17 @@ class TorchCheckpoint(Checkpoint):
 
     def object(self, name: str) -> Any:
         return self._values[name]
+
+
+def open_checkpoint(path: Location) -> Checkpoint:
+    """The checkpoint at `path`. Raises CheckpointError if there is none of a known kind, and for what cannot be read."""
+    if not path.exists():
+        raise CheckpointError(f"no file or folder '{path}'")
+    if (path / METADATA).is_file():
+        return StoredCheckpoint(dcp.read_stored(path))
+    path = on_disk(path)
+    if not path.is_dir():
+        return StoredCheckpoint(safetensors.read_stored(path)) if path.suffix == SUFFIX else TorchCheckpoint(path)
+    if (path / SINGLE_NAME).is_file() or (path / INDEX_NAME).is_file():
+        return StoredCheckpoint(safetensors.read_stored(path))
+    raise CheckpointError(f"'{path}' is no checkpoint: it has no {METADATA}, {SINGLE_NAME} or {INDEX_NAME}")
