@@ -54,9 +54,9 @@ STANDARD_LIBRARY = (
 # Cost: three processes on two cores, since many tests wait for jobs of ranks.
 SIDE_BY_SIDE = ("-n", "3", "--dist", "loadgroup")
 # Once more with groups that are gathered and reduced one by one: tiny models otherwise go through buckets only.
-WITHOUT_BUCKETS = ("tests/test_module.py", "tests/test_modes.py", "tests/test_parity.py")
+WITHOUT_BUCKETS = ("tests/fsdp/test_fsdp_module.py", "tests/fsdp/test_evaluation.py", "tests/fsdp/test_training.py")
 # Streams, steps of training in every mode, and modules that are called on streams of the user's.
-ON_STAND_IN = ("tests/test_fake_cuda.py", "tests/test_modes.py", "tests/test_user_streams.py")
+ON_STAND_IN = ("tests/gpu/test_fake_cuda.py", "tests/fsdp/test_evaluation.py", "tests/fsdp/test_user_streams.py")
 
 
 @dataclass(frozen=True)

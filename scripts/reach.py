@@ -1,8 +1,8 @@
 """Which tests a change can reach: those whose files depend on a changed one, at first or at second hand.
 
-A file depends on what it imports, also inside functions. A test or script depends on what its strings name as well: modules
-(`-m shardrt.launch`), files (`"train.py"`), folders (`"examples"`), and the imports of programs. `from shardrt import Run` is a
-dependency on the file that defines `Run`, not on all that the package imports.
+A file depends on what it imports, also inside functions, and on programs that its strings name (`"supervisor.py"`). A test or
+script depends on all that its strings name: modules (`-m shardrt.launch`), files, folders (`"examples"`), and the imports of
+programs. `from shardrt import Run` is a dependency on the file that defines `Run`, not on all that the package imports.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # Every test depends on these: settings, versions, and what runs the tests.
-EVERYWHERE = {"setup.cfg", "pyproject.toml", "constraints.txt", "tests/conftest.py", "tests/ranks.py", "tests/worker.py"}
+EVERYWHERE = {
+    "setup.cfg",
+    "pyproject.toml",
+    "constraints.txt",
+    "tests/conftest.py",
+    "tests/support/ranks.py",
+    "tests/support/worker.py",
+}
 ALWAYS = "test_docs.py"  # reads every file
-SOURCES = ("", "scripts/", "tests/", "tests/fake_cuda/")  # folders whose modules are imported by name
+SOURCES = ("", "scripts/", "tests/support/", "tests/fake_cuda/")  # folders whose modules are imported by name
 
 
 def reached_tests(revision: str) -> list[str]:
@@ -84,8 +91,7 @@ def dependencies(path: str) -> frozenset[str]:
         return frozenset()
     names = Names(package_of(path))
     names.visit(parsed(path))
-    if path.startswith(("tests/", "scripts/")):
-        names.read_texts(parsed(path))
+    names.read_texts(parsed(path), programs=path.startswith(("tests/", "scripts/")))
     return frozenset(names.files)
 
 
@@ -144,12 +150,14 @@ class Names(ast.NodeVisitor):
             return None
         return module if module and module_file(module) else None
 
-    def read_texts(self, tree: ast.AST) -> None:
-        """Read the strings of a program, except for docstrings: they may be programs, or name modules and files."""
+    def read_texts(self, tree: ast.AST, *, programs: bool) -> None:
+        """Read the strings of a program, except for docstrings: for files, or also for programs, modules and folders."""
         for node in ast.walk(tree):
             if not isinstance(node, ast.Expr):
                 for child in ast.iter_child_nodes(node):
-                    if isinstance(child, ast.Constant) and isinstance(child.value, str):
+                    if not isinstance(child, ast.Constant) or not isinstance(child.value, str):
+                        continue
+                    if programs or child.value.endswith(".py"):
                         self._read(child.value)
 
     def _read(self, text: str) -> None:

@@ -16,9 +16,9 @@ MOST_RANKS = 4  # of the tests that use several jobs
 SLOW_FIRST = (
     "test_packaging.py",
     "test_gpu_check.py",
-    "test_bench.py",
-    "test_train.py",
-    "test_integrations.py",
+    "test_benchmarks.py",
+    "test_train_script.py",
+    "test_frameworks.py",
     "test_stress.py",
 )
 

@@ -152,7 +152,7 @@ class Checker:
     def tests(self, limit: float) -> Iterator[Result]:
         """The tests marked `gpu`. Other files are left out: some import packages that this environment may lack."""
         start, last = time.monotonic(), ""
-        files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+        files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-c", str(ROOT / "setup.cfg")]
         command += ["-o", f"faulthandler_timeout={max(1.0, limit - 2 * GRACE_S):g}"]
         for line in follow_job([*command, *files], limit):

@@ -6,7 +6,7 @@ Takes a CUDA 13 build of torch, CuPy, mpi4py, an MPI, nvidia-cuda-crt (headers),
 and libnccl, which torch and CuPy's binding load. The code of shardrt, torch's allocator, its streams and its events are real,
 and results are right; only timing is not. "On GPUs" in docs/performance.md lists what this cannot find.
 
-    python tests/fake_cuda/run.py --gpus 4 env SHARDRT_TEST_DEVICE=cuda python -m pytest tests/test_modes.py
+    python tests/fake_cuda/run.py --gpus 4 env SHARDRT_TEST_DEVICE=cuda python -m pytest tests/fsdp/test_evaluation.py
     python tests/fake_cuda/run.py --gpus 2 mpirun -n 2 python scripts/gpu_check.py --suite together
 """
 

@@ -211,9 +211,8 @@ class RawModule:
         """The kernel, which reports its accesses when it runs."""
         assert name in self._names, "as CuPy would"
         if RawModule._kernels is None:
-            sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-            from cuda_on_host import Kernels
-            from test_kernels import EVERY_KERNEL
+            sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+            from cuda_on_host import EVERY_KERNEL, Kernels
 
             source = (ROOT / "kernels" / "kernels.cu").read_text()
             RawModule._kernels = Kernels(source, EVERY_KERNEL, Path(tempfile.mkdtemp(prefix="kernels-")))
@@ -228,7 +227,7 @@ class RawModule:
 
 def _touched(name: str, blocks: int, args: Sequence[Any]) -> Iterator[tuple[int, int, bool]]:
     """The accesses of a launch: address, bytes, and whether it writes them."""
-    from test_kernels import LISTS
+    from cuda_on_host import LISTS
 
     base, _, types = name.rstrip(">").partition("<")
     widths = [WIDTHS.get(each, 2) for each in types.split(", ")[:2]]

@@ -1,0 +1,284 @@
+"""The training script as users start it: the loss curve on any number of ranks, its files, its errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import shardrt
+from common.text import Corpus, find_files
+from ranks import run_script
+from shardrt import World
+from train import Options, check_alike, read_checked, recorded
+
+TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
+STEPS = 20
+SMALL = (
+    f"--steps {STEPS} --layers 2 --heads 2 --channels 32 --context 32 --batch 12 "
+    "--eval-every 10 --eval-batches 1 --sample-bytes 20"
+)
+FLOAT64 = "--dtype float64 --steps 10"
+
+# Each rank writes to its own file, so that the launcher cannot mix their output.
+LAUNCH = """
+import os, sys
+rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+output = os.open(f"{folder}/output.{{rank}}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+os.dup2(output, 1)
+os.dup2(output, 2)
+os.execv(sys.executable, [sys.executable, *(flag.replace("RANK", rank) for flag in {command})])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The result of a job."""
+
+    code: int
+    out: Path
+    output: list[str]  # by rank
+
+    def log(self) -> list[dict[str, float]]:
+        """A line with the configuration, then one per step."""
+        return [json.loads(line) for line in (self.out / "log.jsonl").read_text().splitlines()]
+
+    def curve(self, name: str = "loss") -> list[float]:
+        return [line[name] for line in self.log()[1:]]
+
+
+def run(folder: Path, ranks: int, flags: str) -> Run:
+    out = folder / "out"
+    command = [str(TRAIN), "--out", str(out), *flags.split()]  # RANK in a flag is the rank's number
+    done = run_script(LAUNCH.format(folder=folder, command=command), ranks)
+    output = [(folder / f"output.{rank}").read_text() for rank in range(ranks)]
+    return Run(done.returncode, out, output)
+
+
+def train(folder: Path, ranks: int, flags: str = "") -> Run:
+    done = run(folder, ranks, f"{SMALL} {flags}")
+    assert done.code == 0, "\n".join(done.output)
+    return done
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run on one rank."""
+    return train(tmp_path_factory.mktemp("alone"), 1)
+
+
+MORE = [pytest.param(4, "", marks=pytest.mark.all), pytest.param(2, "--micro-batches 3", marks=pytest.mark.all)]
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, "--check-every 10 --timeline"), *MORE])
+def test_the_loss_curve_does_not_depend_on_the_ranks(alone: Run, tmp_path: Path, ranks: int, flags: str) -> None:
+    done = train(tmp_path, ranks, flags)
+    assert len(done.curve()) == STEPS
+    assert done.curve() == pytest.approx(alone.curve(), rel=0, abs=1e-5)
+    assert done.curve("grad_norm") == pytest.approx(alone.curve("grad_norm"), rel=1e-4)
+    assert done.log()[-1]["validation_loss"] == pytest.approx(alone.log()[-1]["validation_loss"], abs=1e-5)
+    assert not any(done.output[1:]), "only rank 0 may print"
+    assert ("replicas at step 9: " in done.output[0]) == ("check" in flags)
+    files = [path.name for path in (*sorted(done.out.glob("timeline/*")), *done.out.glob("memory.png"))]
+    assert files == (["rank-0.json", "rank-1.json", "memory.png"] if "timeline" in flags else [])
+
+
+def test_a_run_learns_and_leaves_log_plot_and_sample(alone: Run) -> None:
+    header, *steps = alone.log()
+    assert (header["ranks"], header["steps"], header["batch"]) == (1, STEPS, 12)
+    assert [line["step"] for line in steps] == list(range(STEPS))
+    validated = [line["step"] for line in steps if line["validation_loss"] is not None]
+    assert validated == [9, 19]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert all(line["throughput(tps)"] > 0 and line["memory/max_active(GiB)"] > 0 for line in steps)
+    flops = [line["tflops"] * 1e12 * line["time_metrics/end_to_end(s)"] for line in steps]  # of a step
+    assert flops == pytest.approx([flops[0]] * STEPS)
+    assert (alone.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    sample = (alone.out / "sample.txt").read_text()
+    assert sample.startswith("def ")
+    assert "tokens/s" in alone.output[0]
+    assert sample in alone.output[0]
+
+
+@pytest.mark.all
+def test_bfloat16_stays_near_float32(alone: Run, tmp_path: Path) -> None:
+    done = train(tmp_path, 2, "--dtype bfloat16")
+    assert done.curve() != alone.curve()
+    assert done.curve() == pytest.approx(alone.curve(), abs=0.1)
+
+
+@pytest.fixture(scope="module")
+def alone_float64(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Ten steps on one rank."""
+    return train(tmp_path_factory.mktemp("alone"), 1, FLOAT64)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("ranks", [2, 4], ids=["1-D", "2-D"])
+def test_tensor_parallel_ranks_have_the_loss_curve_of_one(alone_float64: Run, tmp_path: Path, ranks: int) -> None:
+    """The sample as well, whose sequences do not divide by the ranks."""
+    done = train(tmp_path, ranks, f"{FLOAT64} --tp 2")
+    assert len(done.curve()) == 10
+    assert done.curve() == pytest.approx(alone_float64.curve(), rel=0, abs=1e-12)
+    assert done.curve("grad_norm") == pytest.approx(alone_float64.curve("grad_norm"), rel=1e-10)
+    assert done.log()[-1]["validation_loss"] == pytest.approx(alone_float64.log()[-1]["validation_loss"], rel=0, abs=1e-12)
+    assert (done.out / "sample.txt").read_text() == (alone_float64.out / "sample.txt").read_text()
+
+
+@pytest.mark.all
+def test_tensor_parallel_ranks_in_float32(alone: Run, tmp_path: Path) -> None:
+    done = train(tmp_path, 4, "--tp 2 --micro-batches 2")
+    assert done.curve() == pytest.approx(alone.curve(), rel=0, abs=1e-5)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(("ranks", "tolerance"), [(2, 0.0), (3, 1e-12)])
+def test_a_run_goes_on_on_any_number_of_ranks(tmp_path: Path, ranks: int, tolerance: float) -> None:
+    """From step 5 of 10, with log lines of later steps, one of them cut off: bitwise on as many ranks, else nearly."""
+    flags = f"{FLOAT64} --resume auto --save-every 5 --keep 2"
+    whole = train(tmp_path, 2, flags)
+    log, last = whole.log(), whole.out / "checkpoints" / "step-00000010"
+    assert sorted(path.name for path in last.parent.iterdir()) == ["step-00000005", "step-00000010"]
+    shutil.rmtree(last)
+    with open(whole.out / "log.jsonl", "a") as file:
+        file.write('{"step": 10, "lo')
+    done = train(tmp_path, ranks, flags)
+    assert [line["step"] for line in done.log()[1:]] == list(range(10))
+    assert "10/10" in done.output[0]
+    for name in ("loss", "grad_norm", "lr"):
+        assert done.curve(name) == pytest.approx([line[name] for line in log[1:]], rel=0, abs=tolerance)
+    assert done.log()[-1]["validation_loss"] == pytest.approx(log[-1]["validation_loss"], rel=0, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--steps 0", "argument --steps: 0: expected a number of at least 1"),
+        ("--batch 7", "--batch 7 does not divide by 2 ranks"),
+    ],
+)
+def test_a_bad_flag_ends_every_rank_with_the_message(tmp_path: Path, flags: str, message: str) -> None:
+    done = run(tmp_path, 2, flags)
+    assert done.code == 2
+    assert not done.out.exists()
+    for output in done.output:
+        assert output.startswith(f"train.py: error: {message}")
+        assert output.count("\n") == 1
+
+
+@pytest.mark.mpi
+def test_data_that_one_rank_lacks_ends_every_rank_with_the_message(tmp_path: Path) -> None:
+    """Its name is no text, nor is the one of the folder."""
+    folder = tmp_path / "caf\udce9"
+    folder.mkdir()
+    (folder / "text.0").write_bytes(bytes(range(256)) * 4)
+    done = run(tmp_path, 2, f"{SMALL} --data {folder}/text.RANK")
+    assert done.code == 2
+    assert not done.out.exists()
+    expected = f"train.py: error: no such file or folder: {tmp_path}/caf\\udce9/text.1 (on rank 1)\n"
+    assert done.output == [expected, expected]
+
+
+OPTIONS = Options(
+    data=[], max_bytes=1 << 20, layers=2, heads=2, channels=32, context=32, untied=False, tp=1, steps=1, batch=12,
+    micro_batches=1, lr=1e-3, warmup=1, weight_decay=0.0, clip=1.0, dtype="float32", eval_every=1, eval_batches=1,
+    check_every=0, peak_tflops=0.0, tensorboard=False, timeline=False, prompt="def", sample_bytes=1, seed=0,
+    resume="never", save_every=1, keep=1, out=Path("runs"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "ranks", "message"),
+    [
+        ({"tp": 4}, 2, "--tp 4 does not divide the 2 ranks"),
+        ({"tp": 2, "heads": 3, "channels": 96}, 2, "--heads 3 does not divide by --tp 2"),
+        ({"tp": 2, "batch": 7, "micro_batches": 2}, 4, r"--batch 7 .*2 groups of ranks x 2 micro-batches: use a multiple of 4"),
+        ({"prompt": ""}, 1, "--prompt is empty"),
+        ({"out": TRAIN}, 1, "--out .*train.py is not a folder"),
+    ],
+)
+def test_options_that_cannot_work(changed: dict[str, Any], ranks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_checked(replace(OPTIONS, **changed), ranks)
+
+
+def test_a_plot_that_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs matplotlib"):
+        read_checked(OPTIONS, 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [(2, [0, 1]), (6, [0, 1, "opened", 2, 3, 4, "closed", 5, "drawn"]), (3, [0, 1, "opened", 2, "closed", "drawn"])],
+)
+def test_steps_are_recorded_if_there_are_any_and_drawn_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int, expected: list[object]
+) -> None:
+    done: list[object] = []
+
+    @contextmanager
+    def timeline(_: Path) -> Iterator[SimpleNamespace]:
+        done.append("opened")
+        yield SimpleNamespace(events=())
+        done.append("closed")
+
+    monkeypatch.setattr(shardrt, "Timeline", timeline)
+    monkeypatch.setattr("train.draw_memory", lambda events, path: done.append("drawn"))
+    for step in recorded(range(steps), tmp_path, 0):
+        done.append(step)
+    assert done == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "digest", "message"),
+    [
+        ({"lr": 2e-3}, "a", "--lr is 0.001 on rank 0 and 0.002 on rank 1"),
+        ({"check_every": 5}, "a", "--check-every is 0 on rank 0 and 5 on rank 1"),
+        ({}, "b", "the ranks read different text"),
+        ({"data": [TRAIN], "out": TRAIN}, "a", None),
+    ],
+)
+def test_options_that_differ_between_ranks(
+    changed: dict[str, Any], digest: str, message: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    corpora = [Corpus(torch.empty(0), torch.empty(0), 1, text) for text in ("a", digest)]
+    given: list[object] = []
+
+    def run_as(options: Options, corpus: Corpus, exchange: Callable[[object], list[object]]) -> None:
+        check_alike(options, corpus, cast(World, SimpleNamespace(comm=SimpleNamespace(exchange=exchange))))
+
+    def keep(mine: object) -> list[object]:
+        given.append(mine)
+        return [mine]
+
+    run_as(replace(OPTIONS, **changed), corpora[1], keep)
+    with nullcontext() if message is None else pytest.raises(SystemExit, match="2"):
+        run_as(OPTIONS, corpora[0], lambda mine: [mine, *given])
+    assert (message or "") in capfd.readouterr().err
+
+
+def test_what_is_read_as_text(tmp_path: Path) -> None:
+    """Regular files, whatever their names, and no more of them than is wanted."""
+    text = tmp_path / "a\udcff"
+    text.write_bytes(b"0123456789" * 1000)
+    with text.open("r+b") as file:
+        file.truncate(1 << 40)  # 1 TiB without blocks
+    os.mkfifo(tmp_path / "pipe")
+    assert find_files([tmp_path]) == [text]
+    corpus = read_checked(replace(OPTIONS, data=[text], max_bytes=1000), 1)
+    assert (len(corpus.train), len(corpus.validation), corpus.files) == (900, 100, 1)
+    with pytest.raises(ValueError, match=r"neither a regular file nor a folder: .*/pipe"):
+        find_files([tmp_path / "pipe"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="the text has 0 bytes in 0 files"):
+        read_checked(replace(OPTIONS, data=[tmp_path / "empty"]), 1)
