@@ -157,7 +157,7 @@ class Names(ast.NodeVisitor):
                 for child in ast.iter_child_nodes(node):
                     if not isinstance(child, ast.Constant) or not isinstance(child.value, str):
                         continue
-                    if programs or child.value.endswith(".py"):
+                    if programs or re.fullmatch(r"[a-z]\w*\.py", child.value):
                         self._read(child.value)
 
     def _read(self, text: str) -> None:
