@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import setitem
@@ -16,11 +15,9 @@ from ...tensor.local_optimizers import steps_locally
 from ...tensor.optimizer_state import elementwise_keys
 from ..errors import CheckpointError
 from ..state.names import ParameterNames, Path, joined
-from ..state.optimizers import OF_RANK, rank_suffix, split_flat
+from ..state.optimizers import OF_RANK, common_hyperparameters, rank_suffix, skips, split_flat
 from ..state.trees import placed
 from .contents import Contents
-
-_log = logging.getLogger("shardrt")
 
 _FLAGS = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}  # of any class
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}  # that they add to groups
@@ -125,7 +122,8 @@ def load_optimizer(optimizer: Optimizer, path: Path, names: ParameterNames, modu
                 on_device = bool(hyper.get("capturable") or hyper.get("fused"))
                 dtype = _stored_dtype(name, modules, contents)
                 target = _Target(param, name, steps_locally(type(optimizer)), on_device, dtype)
-                state = _state(target, saved.state.get(name, []), optimizer.state.get(param, {}), elementwise, contents)
+                entries = [] if skips(optimizer, param) else saved.state.get(name, [])
+                state = _state(target, entries, optimizer.state.get(param, {}), elementwise, contents)
                 contents.finish.append(partial(_set_state, optimizer, param, state))
         contents.finish.append(partial(group.update, loaded))
     contents.unexpected += saved.unknown
@@ -193,20 +191,10 @@ def _load_group(
         found = [
             {keys: contents.value(name) for keys, name in saved.groups[source] if keys[0] != "params"} for source in sources
         ]
-    if not found:
-        return {}
-    # Sorted: ranks of stock DCP share the objects of a flat state, whose order in .metadata says nothing.
-    spelled = [sorted(str((keys, _number(value))) for keys, value in values.items()) for values in found]
-    if any(other != spelled[0] for other in spelled[1:]):
-        _log.warning(
-            "%s: its parameters were in saved groups with different hyperparameters; it keeps its own (%s)",
-            joined(path),
-            ", ".join(f"{key}={value}" for key, value in group.items() if key != "params"),
-        )
-        return {}
+    hyper = common_hyperparameters(joined(path), group, found)
     made: dict[str, Any] = {}
-    on_device = found[0].get(("capturable",))
-    for keys, value in found[0].items():
+    on_device = hyper.get(("capturable",))
+    for keys, value in hyper.items():
         if isinstance(value, torch.Tensor):
             current = group.get(str(keys[0]))
             if isinstance(current, torch.Tensor) and current.shape == value.shape:
@@ -216,10 +204,6 @@ def _load_group(
                 value = value.to(group["params"][0].device)
         made = placed(made, keys, value, group)
     return made
-
-
-def _number(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _elementwise(names: ParameterNames, saved: SavedOptimizer, contents: Contents) -> set[Hashable]:
@@ -239,9 +223,6 @@ def _state(
 ) -> dict[str, Any]:
     """The parameter's state, whose tensors are read later."""
     state: dict[str, Any] = {}
-    param = target.param
-    if target.is_local and isinstance(param, DTensor) and not param._local_tensor.numel():
-        return state  # its optimizer skips what has no elements on this rank
     for keys, name in _of_this_rank(target, saved):
         key = joined(keys[:1])
         present = current.get(key) if len(keys) == 1 else None

@@ -1,18 +1,29 @@
-"""Optimizer state by the names of parameters."""
+"""Optimizer state by the names of parameters: its sharded form, what a full form needs, and the forms of dicts that have it.
+
+What of it has one number for each element of a parameter, `shardrt/tensor/optimizer_state.py` says: steps need it too.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from ...comm import Communicator, world
 from ...tensor.dtensor import DTensor
 from ...tensor.local_optimizers import steps_locally
+from ...tensor.optimizer_state import shard_optimizer_state
 from .names import ParameterNames, Path
 from .stateful import key_of_rank
+from .trees import mapped, placed
+
+_log = logging.getLogger("shardrt")
 
 OF_RANK = re.compile(r"(.*)(@rank\d+of(\d+))")  # a key, and its `rank_suffix`
 
@@ -63,6 +74,41 @@ def _saved_form(key: str, value: Any, param: torch.Tensor, *, local: bool) -> tu
     return key + rank_suffix(param), kept
 
 
+def skips(optimizer: Optimizer, param: torch.Tensor) -> bool:
+    """Whether an optimizer that steps on local shards has no state of a parameter, of which this rank has no elements."""
+    return steps_locally(type(optimizer)) and isinstance(param, DTensor) and not param._local_tensor.numel()
+
+
+def numbered(optimizer: Optimizer) -> nn.Module:
+    """A module with the optimizer's parameters, whose names are their numbers in its own state dict."""
+    holder = nn.Module()
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    holder._parameters.update((str(number), param) for number, param in enumerate(params))
+    return holder
+
+
+# ---------------------------------------------------------------------- forms
+
+
+def flat_form(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as one dict, in which each parameter has the hyperparameters of its group."""
+    flat: dict[str, Any] = {}
+    for name, values in state["state"].items():
+        flat.update((f"state.{name}.{key}", value) for key, value in _flat_keys(values))
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            flat.update((f"param_groups.{name}.{key}", value) for key, value in group.items() if key != "params")
+    return flat
+
+
+def _flat_keys(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", each) for inner, each in _flat_keys(value))
+        else:
+            yield str(key), value
+
+
 def split_flat(flat: str, known: set[str]) -> Path:
     """The keys of an entry of the flat form; names of parameters have dots in them."""
     kind, _, rest = flat.partition(".")
@@ -73,3 +119,100 @@ def split_flat(flat: str, known: set[str]) -> Path:
         return (kind, rest[:place], *rest[place + 1 :].split("."))
     index, _, rest = rest.partition(".")
     return (kind, int(index), *rest.split(".")) if index.isdigit() else ()
+
+
+class SavedState(NamedTuple):
+    """Optimizer state by names of parameters."""
+
+    state: dict[str, dict[Any, Any]]
+    group_of: dict[str, dict[str, Any]]  # parameter -> the hyperparameters of its group
+
+
+def saved_state(given: Mapping[str, Any], names: set[str]) -> SavedState:
+    """The state in either form.   names: those of parameters."""
+    saved = SavedState({}, {})
+    if "state" in given or "param_groups" in given:
+        saved.state.update(given.get("state", {}))
+        for group in given.get("param_groups", ()):
+            hyper = {key: value for key, value in group.items() if key != "params"}
+            saved.group_of.update(dict.fromkeys(group["params"], hyper))
+        return saved
+    for flat, value in given.items():
+        if keys := split_flat(flat, names):
+            kind, name, *rest = keys
+            table: Any = saved.state if kind == "state" else saved.group_of
+            table[name] = placed(table.get(name), tuple(rest), value, None)
+    return saved
+
+
+def first_of(table: Mapping[str, dict[Any, Any]], names: Iterable[str]) -> dict[Any, Any] | None:
+    """What the table has under the first of a parameter's names that it knows."""
+    return next((table[name] for name in names if name in table), None)
+
+
+def common_hyperparameters(where: str, group: Mapping[str, Any], found: Sequence[Mapping[Any, Any]]) -> Mapping[Any, Any]:
+    """The hyperparameters that a group gets: those of the saved groups of its parameters.   where: what it is, for a warning.
+
+    None, with a warning, if these are different.
+    """
+    # Sorted: ranks of stock DCP share the objects of a flat state, whose order in .metadata says nothing.
+    spelled = [sorted(str((key, mapped(value, _exact))) for key, value in values.items()) for values in found]
+    if any(other != spelled[0] for other in spelled[1:]):
+        _log.warning(
+            "%s: its parameters were in saved groups with different hyperparameters; it keeps its own (%s)",
+            where,
+            ", ".join(f"{key}={value}" for key, value in group.items() if key != "params"),
+        )
+        return {}
+    return found[0] if found else {}
+
+
+def _exact(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+# ---------------------------------------------------------------------- the full form
+
+
+def state_by_name(optimizer: Optimizer, names: ParameterNames, *, full: bool) -> dict[str, Any]:
+    """The state of one optimizer, sharded; with `full`, all of it has a full form. Collective for a local optimizer."""
+    local = steps_locally(type(optimizer))
+    if not local:
+        shard_optimizer_state(optimizer)
+    packed = optimizer_state(optimizer, names)
+    if local and full:
+        packed["state"] = _completed(packed["state"], names, world().comm)
+    return packed
+
+
+def _completed(state: Mapping[str, Any], names: ParameterNames, comm: Communicator) -> dict[str, Any]:
+    """The state with that of parameters of which this rank has no elements: its optimizer skips them. Collective."""
+    mine = {
+        name: {key: value.dtype if isinstance(value, DTensor) else value for key, value in values.items()}
+        for name, values in state.items()
+    }
+    everyone: dict[str, dict[str, Any]] = {}
+    for theirs in comm.exchange(mine):
+        for name, values in theirs.items():
+            everyone.setdefault(name, {}).update(values)
+    params = {names[param]: param for param in names.params}
+    for name, values in everyone.items():
+        if bound := [key for key in values if OF_RANK.fullmatch(str(key))]:
+            full_name = getattr(params[name], "full_name", name)
+            raise RuntimeError(
+                f"the state '{bound[0]}' of parameter '{full_name}' depends on where the shards begin, so it has no full form "
+                f"(rank {comm.rank}): save it with shardrt.checkpoint.save"
+            )
+    return {name: {**_without_elements(params[name], values), **state.get(name, {})} for name, values in everyone.items()}
+
+
+def _without_elements(param: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter on a rank that has no elements of it.   values: those of other ranks, or their dtypes."""
+    if not isinstance(param, DTensor):
+        return dict(values)
+    return {
+        key: DTensor(torch.zeros_like(param._local_tensor, dtype=value), param.spec)
+        if isinstance(value, torch.dtype)
+        else value
+        for key, value in values.items()
+    }

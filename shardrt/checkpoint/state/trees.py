@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -89,3 +89,12 @@ def key_of(tree: Any, step: str) -> Any:
     if step.isdecimal() and tree and all(type(key) is int for key in tree):
         return int(step)
     return next((key for key in tree if str(key) == step), step)
+
+
+def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The nested dicts, lists and tuples with their leaves changed."""
+    if isinstance(tree, Mapping):
+        return {key: mapped(value, change) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(mapped(value, change) for value in tree)
+    return change(tree)

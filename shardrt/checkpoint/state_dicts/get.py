@@ -6,19 +6,18 @@ Full tensors are gathered one at a time: a rank that does not keep them needs me
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm import Communicator, world
+from ...comm import world
 from ...tensor.dtensor import DTensor
-from ...tensor.local_optimizers import steps_locally
-from ...tensor.optimizer_state import shard_optimizer_state
 from ..state.names import ParameterNames, cleaner
-from ..state.optimizers import OF_RANK, Whole, optimizer_state
+from ..state.optimizers import Whole, flat_form, numbered, state_by_name
+from ..state.trees import mapped
 from .options import StateDictOptions
 
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -60,7 +59,7 @@ def get_optimizer_state_dict(
     chosen, listed = StateDictOptions.of(options), as_list(optimizers)
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
     for index, optimizer in enumerate(listed):
-        packed = _state_by_name(optimizer, ParameterNames(str(index), optimizer, {"": model}), full=chosen.full_state_dict)
+        packed = state_by_name(optimizer, ParameterNames(str(index), optimizer, {"": model}), full=chosen.full_state_dict)
         merged["state"].update(packed["state"])
         merged["param_groups"] += packed["param_groups"]
     return _collected(flat_form(merged) if chosen.flatten_optimizer_state_dict else merged, chosen)
@@ -83,52 +82,16 @@ def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     Any number of ranks (`load_full_optimizer_state`), or a single process, can load the result.
     Raises RuntimeError, on every rank, for state of a local optimizer that depends on where shards begin.
     """
-    packed = _state_by_name(optimizer, ParameterNames("", optimizer, {"": numbered(optimizer)}), full=True)
+    packed = state_by_name(optimizer, ParameterNames("", optimizer, {"": numbered(optimizer)}), full=True)
     by_number = {int(number): values for number, values in packed["state"].items()}
     groups = [{**group, "params": [int(number) for number in group["params"]]} for group in packed["param_groups"]]
     state = {**optimizer.state_dict(), "state": by_number, "param_groups": groups}
     return _copied(state, full=True, offload=True, keep=keep)
 
 
-def numbered(optimizer: Optimizer) -> nn.Module:
-    """A module with the optimizer's parameters, whose names are their numbers in its own state dict."""
-    holder = nn.Module()
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    holder._parameters.update((str(number), param) for number, param in enumerate(params))
-    return holder
-
-
 def as_list(optimizers: Optimizers) -> list[Optimizer]:
     """One or several optimizers as a list."""
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-
-
-def flat_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as one dict, in which each parameter has the hyperparameters of its group."""
-    flat: dict[str, Any] = {}
-    for name, values in state["state"].items():
-        flat.update((f"state.{name}.{key}", value) for key, value in _flat_keys(values))
-    for group in state["param_groups"]:
-        for name in group["params"]:
-            flat.update((f"param_groups.{name}.{key}", value) for key, value in group.items() if key != "params")
-    return flat
-
-
-def _flat_keys(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", each) for inner, each in _flat_keys(value))
-        else:
-            yield str(key), value
-
-
-def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The nested dicts, lists and tuples with their leaves changed."""
-    if isinstance(tree, Mapping):
-        return {key: mapped(value, change) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(mapped(value, change) for value in tree)
-    return change(tree)
 
 
 def _inside(
@@ -169,53 +132,6 @@ def _detached(value: Any) -> Any:
     if isinstance(value, Whole):
         value = value.value
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-# ---------------------------------------------------------------------- optimizers
-
-
-def _state_by_name(optimizer: Optimizer, names: ParameterNames, *, full: bool) -> dict[str, Any]:
-    """The state of one optimizer, sharded; with `full`, all of it has a full form. Collective for a local optimizer."""
-    local = steps_locally(type(optimizer))
-    if not local:
-        shard_optimizer_state(optimizer)
-    packed = optimizer_state(optimizer, names)
-    if local and full:
-        packed["state"] = _completed(packed["state"], names, world().comm)
-    return packed
-
-
-def _completed(state: Mapping[str, Any], names: ParameterNames, comm: Communicator) -> dict[str, Any]:
-    """The state with that of parameters of which this rank has no elements: its optimizer skips them. Collective."""
-    mine = {
-        name: {key: value.dtype if isinstance(value, DTensor) else value for key, value in values.items()}
-        for name, values in state.items()
-    }
-    everyone: dict[str, dict[str, Any]] = {}
-    for theirs in comm.exchange(mine):
-        for name, values in theirs.items():
-            everyone.setdefault(name, {}).update(values)
-    params = {names[param]: param for param in names.params}
-    for name, values in everyone.items():
-        if bound := [key for key in values if OF_RANK.fullmatch(str(key))]:
-            full_name = getattr(params[name], "full_name", name)
-            raise RuntimeError(
-                f"the state '{bound[0]}' of parameter '{full_name}' depends on where the shards begin, so it has no full form "
-                f"(rank {comm.rank}): save it with shardrt.checkpoint.save"
-            )
-    return {name: {**_without_elements(params[name], values), **state.get(name, {})} for name, values in everyone.items()}
-
-
-def _without_elements(param: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter on a rank that has no elements of it.   values: those of other ranks, or their dtypes."""
-    if not isinstance(param, DTensor):
-        return dict(values)
-    return {
-        key: DTensor(torch.zeros_like(param._local_tensor, dtype=value), param.spec)
-        if isinstance(value, torch.dtype)
-        else value
-        for key, value in values.items()
-    }
 
 
 def copied(value: Any, *, full: bool, offload: bool) -> Any:

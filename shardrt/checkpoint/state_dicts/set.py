@@ -5,7 +5,6 @@ Full tensors are sent one at a time: a rank needs memory for the largest beside 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -25,12 +24,10 @@ from ...tensor.snapshots import wait_to_write
 from ..errors import agreed
 from ..state.models import Named, materialise, named_tensors, take_back
 from ..state.names import LoadedKeys, ParameterNames, cleaner
-from ..state.optimizers import split_flat
-from ..state.trees import placed
-from .get import Optimizers, as_list, mapped, numbered
+from ..state.optimizers import SavedState, common_hyperparameters, first_of, numbered, saved_state, skips
+from ..state.trees import mapped
+from .get import Optimizers, as_list
 from .options import StateDictOptions
-
-_log = logging.getLogger("shardrt")
 
 _BY_VALUE = 16  # elements of tensors that rank 0 sends with the dict; among them are the hyperparameters that are tensors
 
@@ -76,7 +73,7 @@ def set_optimizer_state_dict(
         names = [ParameterNames(str(index), optimizer, {"": model}) for index, optimizer in enumerate(listed)]
     state = _announced(dict(optim_state_dict), chosen, here)
     with agreed(here.comm):
-        saved = _saved_state(state, {name for each in names for name in each})
+        saved = saved_state(state, {name for each in names for name in each})
         if chosen.strict:
             _check_complete(names, saved)
         elementwise = [_elementwise(each, saved) for each in names]
@@ -97,7 +94,7 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
         sizes, found = ([len(group["params"]) for group in of] for of in (optimizer.param_groups, state["param_groups"]))
         if sizes != found:
             raise RuntimeError(f"the optimizer's state dict has groups of {found} parameters, expected {sizes}")
-        saved = _saved_state(
+        saved = saved_state(
             {
                 "state": {str(number): values for number, values in state["state"].items()},
                 "param_groups": [{**group, "params": [*map(str, group["params"])]} for group in state["param_groups"]],
@@ -237,31 +234,7 @@ def _received(value: Any, here: World) -> Any:
 # ---------------------------------------------------------------------- optimizers
 
 
-class _SavedState(NamedTuple):
-    """Optimizer state by names of parameters."""
-
-    state: dict[str, dict[Any, Any]]
-    group_of: dict[str, dict[str, Any]]  # parameter -> the hyperparameters of its group
-
-
-def _saved_state(given: Mapping[str, Any], names: set[str]) -> _SavedState:
-    """The state in either form.   names: those of parameters."""
-    saved = _SavedState({}, {})
-    if "state" in given or "param_groups" in given:
-        saved.state.update(given.get("state", {}))
-        for group in given.get("param_groups", ()):
-            hyper = {key: value for key, value in group.items() if key != "params"}
-            saved.group_of.update(dict.fromkeys(group["params"], hyper))
-        return saved
-    for flat, value in given.items():
-        if keys := split_flat(flat, names):
-            kind, name, *rest = keys
-            table: Any = saved.state if kind == "state" else saved.group_of
-            table[name] = placed(table.get(name), tuple(rest), value, None)
-    return saved
-
-
-def _check_complete(names: Iterable[ParameterNames], saved: _SavedState) -> None:
+def _check_complete(names: Iterable[ParameterNames], saved: SavedState) -> None:
     lacking = [
         each[param]
         for each in names
@@ -276,24 +249,25 @@ def _check_complete(names: Iterable[ParameterNames], saved: _SavedState) -> None
 
 
 def _packed(
-    optimizer: Optimizer, names: ParameterNames, saved: _SavedState, elementwise: set[Hashable], here: World
+    optimizer: Optimizer, names: ParameterNames, saved: SavedState, elementwise: set[Hashable], here: World
 ) -> dict[str, Any]:
     """A state dict with numbers of parameters, and state as sharded as they are. Collective."""
     state, groups, number = dict[int, Any](), list[dict[str, Any]](), 0
     local = steps_locally(type(optimizer))
     for index, group in enumerate(optimizer.param_groups):
         numbers = range(number, number + len(group["params"]))
-        groups.append({**group, **_hyperparameters(index, group, names, saved), "params": [*numbers]})
+        found = [hyper for param in group["params"] if (hyper := first_of(saved.group_of, names.of(param))) is not None]
+        groups.append({**group, **common_hyperparameters(f"param_groups.{index}", group, found), "params": [*numbers]})
         number = numbers.stop
         for param, place in zip(group["params"], numbers, strict=True):
-            values = _first(saved.state, names.of(param)) or {}
+            values = first_of(saved.state, names.of(param)) or {}
             made = {key: _placed_state(param, key in elementwise, value, here, local=local) for key, value in values.items()}
-            if made and not (local and isinstance(param, DTensor) and not param._local_tensor.numel()):
+            if made and not skips(optimizer, param):
                 state[place] = made
     return {"state": state, "param_groups": groups}
 
 
-def _elementwise(names: ParameterNames, saved: _SavedState) -> set[Hashable]:
+def _elementwise(names: ParameterNames, saved: SavedState) -> set[Hashable]:
     """Keys of tensors with one number for each element of the parameter.
 
     Raises RuntimeError for one of another shape where most have the parameter's. Sizes of 1 are those of reduced dims.
@@ -301,7 +275,7 @@ def _elementwise(names: ParameterNames, saved: _SavedState) -> set[Hashable]:
     shapes = [
         (param, key, tuple(value.shape), tuple(param.shape))
         for param in names.params
-        for key, value in (_first(saved.state, names.of(param)) or {}).items()
+        for key, value in (first_of(saved.state, names.of(param)) or {}).items()
         if isinstance(value, (torch.Tensor, _Sent))
     ]
     alike = Counter(key for _, key, found, own in shapes if found == own)
@@ -318,11 +292,6 @@ def _elementwise(names: ParameterNames, saved: _SavedState) -> set[Hashable]:
     return elementwise_keys((key, found, own) for _, key, found, own in shapes)
 
 
-def _first(table: Mapping[str, dict[Any, Any]], names: Iterable[str]) -> dict[Any, Any] | None:
-    """What the table has under the first of a parameter's names that it knows."""
-    return next((table[name] for name in names if name in table), None)
-
-
 @torch.no_grad()
 def _placed_state(param: torch.Tensor, elementwise: bool, given: Any, here: World, *, local: bool) -> Any:
     """One value of a parameter's state, as its optimizer keeps it. Collective if it is sent or sharded."""
@@ -334,22 +303,3 @@ def _placed_state(param: torch.Tensor, elementwise: bool, given: Any, here: Worl
     shape, device = param._local_tensor.shape, param._local_tensor.device
     shard = torch.empty(shape, dtype=value.dtype, device=device).copy_(_shard_of(value, param.spec))
     return shard if local else DTensor(shard, param.spec)
-
-
-def _hyperparameters(index: int, group: Mapping[str, Any], names: ParameterNames, saved: _SavedState) -> dict[str, Any]:
-    """The saved hyperparameters of a group; none if its parameters come from groups with different ones."""
-    groups = (_first(saved.group_of, names.of(param)) for param in group["params"])
-    found = [hyper for hyper in groups if hyper is not None]
-    spelled = [str(mapped(hyper, _exact)) for hyper in found]
-    if any(other != spelled[0] for other in spelled[1:]):
-        _log.warning(
-            "param_groups.%d: its parameters were in saved groups with different hyperparameters; it keeps its own (%s)",
-            index,
-            ", ".join(f"{key}={value}" for key, value in group.items() if key != "params"),
-        )
-        return {}
-    return found[0] if found else {}
-
-
-def _exact(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
