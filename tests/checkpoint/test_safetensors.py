@@ -419,6 +419,39 @@ def test_a_failed_export_leaves_the_older_one(world: World) -> None:
         assert not files_in(folder)["inp.weight"].any()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_comes_into_a_folder_while_it_is_exported_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """Also if it cannot be moved: then the export is there, and the next one moves it."""
+    target, beside = tmp_path / "out", tmp_path / "out.safetensors.tmp"
+    exchange, rename = saving.exchange, os.rename
+
+    def late(folder: Path, of: Path) -> None:
+        (of / "late.json").write_text("mine")
+        exchange(folder, of)
+
+    def refused(old: Path, new: Path) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    target.mkdir()
+    (target / "model.safetensors").write_text("old")
+    beside.mkdir()
+    (beside / "model.safetensors").write_text("new")
+    monkeypatch.setattr(saving, "exchange", late)
+    if fails:
+        monkeypatch.setattr(os, "rename", refused)
+    saving.PreparedExport(target, beside, is_first=True).commit()
+    monkeypatch.setattr(os, "rename", rename)
+    assert (target / "model.safetensors").read_text() == "new"
+    assert ("has the new files, but: cannot delete" in caplog.text) == fails
+    if fails:
+        assert (beside / "late.json").read_text() == "mine"
+        saving._give_up(beside, target)
+    assert (target / "late.json").read_text() == "mine"
+    assert not beside.exists()
+
+
 @on_ranks(2)
 def test_what_cannot_be_saved_is_refused_on_all_ranks(world: World) -> None:
     model = OddMLP()

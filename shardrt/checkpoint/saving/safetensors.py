@@ -8,6 +8,7 @@ rank 0       links the folder's other files into it, writes the index, and excha
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from ...comm import Communicator, world
 from ..disk.files import Writer, explained
 from ..disk.folders import exchange, sync_folder
 from ..disk.storage import on_disk
-from ..errors import agreed
+from ..errors import CheckpointError, agreed
 from ..formats.safetensors import (
     DTYPE_NAMES,
     INDEX_NAME,
@@ -46,6 +47,8 @@ from .save import AsyncSave, begin, finish
 from .sources import PiecesOf, Source, in_runs
 from .writing import Prepared, check_same_target
 
+_log = logging.getLogger("shardrt")
+
 _MODEL_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -54,14 +57,6 @@ class Slice(NamedTuple):
 
     array: Array
     part: Part
-
-    def source(self, pieces_of: PiecesOf) -> Source:
-        """What is written of it."""
-        box, memory = self.part
-        starts, nbytes = byte_runs(box, self.array.shape, self.array.dtype.itemsize)
-        found = pieces_of(memory.to(self.array.dtype).resolve_conj().resolve_neg().contiguous())
-        pieces = ((self.array.offset + place, piece) for place, piece in in_runs(found, starts, nbytes))
-        return Source(self.array.file.name, pieces, not isinstance(found, list))
 
 
 def slices(array: Array, tensor: torch.Tensor) -> Iterator[Slice]:
@@ -94,7 +89,11 @@ class PreparedExport(Prepared[Slice]):
     is_first: bool
 
     def source(self, item: Slice, pieces_of: PiecesOf) -> Source:
-        return item.source(pieces_of)
+        array, (box, memory) = item
+        starts, nbytes = byte_runs(box, array.shape, array.dtype.itemsize)
+        found = pieces_of(memory.to(array.dtype).resolve_conj().resolve_neg().contiguous())
+        pieces = in_runs(found, [array.offset + start for start in starts], nbytes)
+        return Source(array.file.name, pieces, not isinstance(found, list))
 
     @contextmanager
     def writer(self, file: str) -> Iterator[Writer]:
@@ -205,9 +204,13 @@ def _prepare(
     with agreed(comm):
         if comm.rank == 0:
             with explained("delete", beside):
-                if beside.exists():  # of a save that was killed
-                    shutil.rmtree(beside)
-            create_files(beside, layout)
+                if beside.exists():  # of an export that was killed
+                    _give_up(beside, target)
+            try:
+                create_files(beside, layout)
+            except BaseException:
+                shutil.rmtree(beside, ignore_errors=True)
+                raise
     return PreparedExport(target, beside, comm.rank == 0), found
 
 
@@ -237,14 +240,22 @@ def _take_place(folder: Path, target: Path) -> None:
             return
         shutil.copystat(target, folder)
         shutil.copytree(target, folder, symlinks=True, ignore=_replaced(target), copy_function=_link, dirs_exist_ok=True)
-        linked = set(os.listdir(folder))
         sync_folder(folder)
         exchange(folder, target)
+    try:  # from here on the new files are there: what fails is not the export
         sync_folder(target.parent)
-        for name in os.listdir(folder):
-            if name not in linked and not _MODEL_FILES.fullmatch(name):  # it came while the others were linked
-                os.rename(folder / name, target / name)
-        shutil.rmtree(folder)
+        with explained("delete", folder):
+            _give_up(folder, target)
+    except CheckpointError as error:
+        _log.warning("%s has the new files, but: %s", target, error)
+
+
+def _give_up(folder: Path, target: Path) -> None:
+    """Delete a folder of an export. What it has beside model files, and `target` has not, goes there: it came meanwhile."""
+    for name in os.listdir(folder) if target.exists() else ():
+        if not _MODEL_FILES.fullmatch(name) and not os.path.lexists(target / name):
+            os.rename(folder / name, target / name)
+    shutil.rmtree(folder)
 
 
 def _replaced(target: Path) -> Callable[[str, list[str]], list[str]]:
