@@ -18,7 +18,6 @@ from ..base.events import Step, ranged
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from ..schedule import hooks, moves, registered
 from ..schedule.param_group import GroupSettings, ParamGroup
-from ..schedule.runtime import Runtime
 from ..schedule.state_dicts import check_state_dict_options
 
 
@@ -260,9 +259,8 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop that iteration and all gradients. On the root; on every rank."""
         self._root_settings("reset_iter_state")
-        runtime = self.param_group.runtime
-        if isinstance(runtime, Runtime):
-            runtime.reset()
+        if self.param_group.runtime is not None:
+            self.param_group.runtime.reset()
 
     def _settings(self, recurse: bool) -> Iterator[GroupSettings]:
         for module in cast(nn.Module, self).modules() if recurse else (self,):
@@ -300,9 +298,8 @@ class FSDPModule:
         groups = list(
             dict.fromkeys(group for module in inside if isinstance(module, FSDPModule) for group in module.param_groups)
         )
-        runtime = self.param_group.runtime
-        if isinstance(runtime, Runtime):
-            runtime.settle()
+        if self.param_group.runtime is not None:
+            self.param_group.runtime.settle()
         for group in groups:
             moves.move(group, inside, fn)
         without_values = moves.buffers_on_meta(inside)
@@ -349,25 +346,24 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
     first = module.param_groups[0]
     if first.calls.running:  # the module calls itself, or a registered method its forward: the outer call gathers
         return forward(*args, **kwargs)
-    if first.runtime is None:
-        hooks.start(first)  # which may give parameters groups of their own
+    runtime = first.runtime or hooks.start(first)  # which may give parameters groups of their own
     for group in module.param_groups:
         with ranged("FSDP::pre_forward", group):
-            args, kwargs = hooks.pre_forward(group, args, kwargs)
+            args, kwargs = hooks.pre_forward(runtime, group, args, kwargs)
     first.calls.running = True
     try:
         output = forward(*args, **kwargs)
     except BaseException:
         for group in module.param_groups:
             group.visible.expose()
-            if events.listener is not None and group.runtime is not None:
-                events.listener.end(Step.FORWARD, group, group.runtime.streams.compute)
+            if events.listener is not None:
+                events.listener.end(Step.FORWARD, group, runtime.streams.compute)
         raise
     finally:
         first.calls.running = False
     for group in reversed(module.param_groups):
         with ranged("FSDP::post_forward", group):
-            output = hooks.post_forward(group, cast(nn.Module, module), output)
+            output = hooks.post_forward(runtime, group, cast(nn.Module, module), output)
     return output
 
 

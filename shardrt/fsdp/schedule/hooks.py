@@ -37,10 +37,10 @@ from .runtime import Runtime
 # ---------------------------------------------------------------------- forward
 
 
-def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def pre_forward(
+    runtime: Runtime, group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The module is about to run on these arguments. Returns: the arguments that it is to run on instead."""
-    runtime = group.runtime or start(group)
-    assert isinstance(runtime, Runtime), "start() makes one"
     if not in_backward():
         if group is runtime.root:
             runtime.begin_forward()
@@ -61,17 +61,17 @@ def pre_forward(group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
     if dtype is not None and group.mp_policy.cast_forward_inputs:
         args, kwargs = map_tensors(partial(_cast, dtype), args), map_tensors(partial(_cast, dtype), kwargs)
     if torch.is_grad_enabled():
-        args, kwargs = _watch_inputs(group, runtime, args, kwargs)
+        args, kwargs = _watch_inputs(runtime, group, args, kwargs)
     if events.listener is not None:
         events.listener.begin(Step.FORWARD, group, runtime.streams.compute)
     return args, kwargs
 
 
 def _watch_inputs(
-    group: ParamGroup, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
+    runtime: Runtime, group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     group.calls.forward_call = call = ForwardCall()
-    watch = partial(runtime.watcher.watch_input, call, partial(_post_backward, group, call))
+    watch = partial(runtime.watcher.watch_input, call, partial(_post_backward, runtime, group, call))
     args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs) if kwargs else kwargs
     if call.inputs == 0:
         # Hazard: Python's garbage collector cannot see these hooks: a reference in them keeps the model alive for ever.
@@ -79,10 +79,8 @@ def _watch_inputs(
     return args, kwargs
 
 
-def post_forward(group: ParamGroup, module: nn.Module, output: Any) -> Any:
+def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output: Any) -> Any:
     """The module has run. Returns: its output, ready for backward."""
-    runtime = group.runtime
-    assert isinstance(runtime, Runtime), "pre_forward comes first"
     if events.listener is not None:
         events.listener.end(Step.FORWARD, group, runtime.streams.compute)
     dtype = group.mp_policy.output_dtype
@@ -158,7 +156,6 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
             f"backward of '{group.name}' (rank {group.mesh.rank}): its parameters have moved to another dtype or "
             "device since the forward; run the forward again"
         )
-    assert isinstance(runtime, Runtime), "start() makes one"
     runtime.begin_backward()
     if not group.calls.begin_backward(call, group):
         if group.visible.unsharded:
@@ -180,19 +177,17 @@ def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
     group.note_gradients()
     if group.reduction_due(Progress.GRADIENT_READY):
         runtime = group.runtime
-        assert isinstance(runtime, Runtime), "a forward comes first"
+        assert runtime is not None, "a forward comes first"
         runtime.begin_backward()
         # Hazard: resharding here would be too early. A node that saved a frozen or detached parameter may still have to run.
         runtime.reduce(group)
 
 
-def _post_backward(group: ParamGroup, call: ForwardCall) -> None:
+def _post_backward(runtime: Runtime, group: ParamGroup, call: ForwardCall) -> None:
     over = group.calls.input_done(call)
     due = group.reduction_due(Progress.MODULE_DONE if over else Progress.GRADIENT_READY)
     if not over and not due:
         return
-    runtime = group.runtime
-    assert isinstance(runtime, Runtime), "a forward comes first"
     if over and events.listener is not None:
         events.listener.end(Step.BACKWARD, group, runtime.streams.compute)
     repeats = runtime.prefetch.backward_repeats(group)

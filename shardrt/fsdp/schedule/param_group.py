@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -37,7 +38,7 @@ from ..base.events import Step, ranged
 from ..base.policy import UNQUANTISED, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, RootSettings, Settings
 from ..gather.coded import QuantizedGather
 from ..gather.gather import RESIDENT, AllGather, FlatGather, Gather, subgroup
-from ..memory.context import Context, Streams
+from ..memory.context import Streams
 from ..params.in_place import give_places
 from ..params.layout import Layout
 from ..params.param import ShardedParam, Slot
@@ -45,6 +46,9 @@ from ..params.visible import VisibleParams
 from ..reduce.coded import CodedReduction
 from ..reduce.packed import PackedGrads
 from ..reduce.reduce import GradientReduction, SetAside
+
+if TYPE_CHECKING:  # a group and its runtime refer to each other
+    from .runtime import Runtime
 
 
 @dataclass(slots=True)
@@ -101,7 +105,7 @@ class ParamGroup:
     visible: VisibleParams
 
     # Written by attach().
-    runtime: Context | None  # that of the root, made by its first forward; written by detach() too
+    runtime: Runtime | None  # that of the root, made by its first forward; written by detach() too
     _streams: Streams
     _note: Callable[..., None]  # into the flight recorder
 
@@ -205,7 +209,7 @@ class ParamGroup:
         for child in self.children:
             yield from child.with_descendants()
 
-    def attach(self, runtime: Context, window: AllGather | None) -> None:
+    def attach(self, runtime: Runtime, window: AllGather | None) -> None:
         """Join the runtime of a root: make buffers, and everything that a step only replays.
 
         window: an all-gather through a symmetric window, if the group has one.
