@@ -34,7 +34,7 @@ from shardrt import DTensor, QuantizationPolicy, Replicate, ShardPlacementResult
 from shardrt.comm import Communicator, DeviceMesh, ReduceOp, Stream, World, current_stream
 from shardrt.comm.dry import dry_world
 from shardrt.fsdp.base.two_levels import TwoLevels, neighbours
-from shardrt.fsdp.memory.buffers import BufferKind, FlatBuffer, MemoryCounter, observing
+from shardrt.fsdp.memory.buffers import BufferKind, BufferMaker, FlatBuffer, MemoryCounter, observing
 from shardrt.fsdp.params.layout import ParamSpec
 from shardrt.fsdp.params.planner import plan
 from shardrt.fsdp.reduce import coded as quantized_reduce
@@ -374,7 +374,7 @@ def test_launches_and_memory_do_not_grow_with_the_nodes(monkeypatch: pytest.Monk
     levels, group = TwoLevels(cast(Communicator, within), cast(Communicator, across)), cast(Any, None)
     packed = FlatBuffer(15 * 512 * 4, cpu, MemoryCounter(), BufferKind.PACKED, group)
     rows = packed.view(torch.float32, 0, (15, 512))
-    reduction = CodedReduceScatter(levels, packed, torch.int8, torch.float32, 512, memory, group)
+    reduction = CodedReduceScatter(levels, packed, torch.int8, torch.float32, 512, BufferMaker(cpu, memory, group))
     packed.seal()
     packed.allocate()
     mine = rows.copy_(torch.randn(15, 512))[1::3].clone()

@@ -19,7 +19,6 @@ import torch
 from ...comm import Stream, Work
 from ...kernels import decode_sum, encode, pack_into
 from ...kernels.reference import BLOCK
-from ..base.events import Named
 from ..memory.buffers import BufferKind, FlatBuffer
 from ..params.layout import ALIGNMENT, round_up
 from .gather import FlatGather
@@ -61,7 +60,7 @@ class QuantizedGather(FlatGather):
         runs = [self.layout.run(index, self.mesh.rank) for index in range(len(self.params))]
         return [run.offset // gathered * itemsize for run in runs], self._numel * itemsize
 
-    def _make_own_views(self, group: Named) -> None:
+    def _make_own_views(self) -> None:
         codes, ranks, rank, numel = self._quantization.gather, self.mesh.size, self.mesh.rank, self._numel
         assert codes is not None, "it is quantised"
         blocks, dtype = numel // BLOCK, self.params[0].dtype
@@ -69,7 +68,7 @@ class QuantizedGather(FlatGather):
         end = scales_at + ranks * blocks * _SCALE.itemsize
         own_at = round_up(end, ALIGNMENT)
         nbytes = own_at + numel * dtype.itemsize if self.offloads else end
-        self._coded = FlatBuffer(nbytes, self.mesh.device, self._memory, BufferKind.CODES, group, pool=self._pool)
+        self._coded = self._buffers.make(BufferKind.CODES, nbytes, pool=self._pool)
         self._codes = self._coded.view(codes, 0, (ranks * numel,))
         self._scales = self._coded.view(_SCALE, scales_at, (ranks * blocks,))
         self._own_codes = self._codes[rank * numel :][:numel]

@@ -208,7 +208,7 @@ class ExtensionGather(Gather):
     def on_meta(self) -> bool:
         return self._inner.is_meta
 
-    def _make_full(self, settings: Settings, group: Named) -> tuple[FlatBuffer, list[Pair]]:
+    def _make_full(self, settings: Settings) -> tuple[FlatBuffer, list[Pair]]:
         """A storage for each tensor: this rank's rows are copied to their part of it, and gathered in place."""
         rank, ranks = self.mesh.rank, self.mesh.size
         parts, pairs, outputs = [], [], []
@@ -218,7 +218,7 @@ class ExtensionGather(Gather):
         self._own_views = []
         for planned in self._plan_tensors():
             size = planned.most_rows * torch.Size(planned.row).numel() * planned.dtype.itemsize
-            part = FlatBuffer(ranks * size, self.mesh.device, self._memory, BufferKind.GATHERED, group, pool=self._pool)
+            part = self._buffers.make(BufferKind.GATHERED, ranks * size, pool=self._pool)
             everything = part.view(torch.uint8, 0, (part.nbytes,))
             pairs.append((everything, part.view(torch.uint8, rank * size, (size,))))
             self._own_views.append(part.view(planned.dtype, rank * size, (planned.own_rows, *planned.row)))

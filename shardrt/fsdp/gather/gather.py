@@ -30,7 +30,7 @@ from ...kernels import pack_into
 from ...kernels.reference import BLOCK
 from ..base.events import Named
 from ..base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, Settings
-from ..memory.buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
+from ..memory.buffers import BufferKind, BufferMaker, CommBuffer, FlatBuffer
 from ..memory.context import Context
 from ..params.layout import ALIGNMENT, Layout, ParamSpec, round_up
 from ..params.param import ShardedParam, local_geometry, placement_of
@@ -54,13 +54,11 @@ class PostForwardShard:
     _kept: list[torch.Tensor]  # views of `buffer`, one for each of these
     _sources: list[torch.Tensor]  # what is kept of them
 
-    def __init__(
-        self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], memory: MemoryCounter, group: Named
-    ) -> None:
+    def __init__(self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], buffers: BufferMaker) -> None:
         self._comm = subgroup(mesh, ranks)
         self._gathered = gathered
         position, sizes = mesh.rank % ranks, [full_bytes.numel() // ranks for full_bytes in gathered]
-        self.buffer = FlatBuffer(sum(sizes), mesh.device, memory, BufferKind.POST_FORWARD, group)
+        self.buffer = buffers.make(BufferKind.POST_FORWARD, sum(sizes))
         self._kept = [
             self.buffer.view(torch.uint8, end - size, (size,)) for size, end in zip(sizes, accumulate(sizes), strict=True)
         ]
@@ -99,8 +97,7 @@ class Gather(ABC):
     custom: AllGather | None  # what gathers instead of `comm.all_gather`; written by attach()
     _mp_policy: MixedPrecisionPolicy
     _quantization: QuantizationPolicy
-    _memory: MemoryCounter  # written by attach()
-    _group: Named  # written by attach()
+    _buffers: BufferMaker  # written by attach()
     _pool: Pool | None  # written by attach()
     _dtypes: list[torch.dtype]  # in which the parameters are gathered
     _fills: bool  # a gather first copies the shards to where it sends from
@@ -187,9 +184,9 @@ class Gather(ABC):
         """
         self.custom = window or settings.all_gather
         self.resident = self.may_be_resident and self.custom is None
-        self._memory, self._group = context.memory, group
+        self._buffers = BufferMaker(self.mesh.device, context.memory, group)
         self._pool = (settings.comm_memory and self.comm.pool()) or context.pool
-        self.full, self._pairs = self._make_full(settings, group)
+        self.full, self._pairs = self._make_full(settings)
         try:
             self._make_unsharded(context, group)
         except BaseException:  # views that were made would keep its memory
@@ -198,7 +195,7 @@ class Gather(ABC):
             raise
 
     @abstractmethod
-    def _make_full(self, settings: Settings, group: Named) -> tuple[FlatBuffer, list[Pair]]:
+    def _make_full(self, settings: Settings) -> tuple[FlatBuffer, list[Pair]]:
         """Make the buffer to gather into, and its views. Returns: `full`, `_pairs`."""
 
     @abstractmethod
@@ -253,7 +250,7 @@ class Gather(ABC):
         """Keep a post-forward shard, from which this rank and its neighbours, `ranks` in all, gather next time."""
         if ranks not in self._post_forward_shards:
             gathered = [full_bytes for full_bytes, _ in self._pairs]
-            self._post_forward_shards[ranks] = PostForwardShard(ranks, self.mesh, gathered, self._memory, self._group)
+            self._post_forward_shards[ranks] = PostForwardShard(ranks, self.mesh, gathered, self._buffers)
         self.post_forward_shard = self._post_forward_shards[ranks]
         stream.submit(self.post_forward_shard.fill)
 
@@ -331,15 +328,15 @@ class FlatGather(Gather):
     def may_be_resident(self) -> bool:
         return self.mesh.size == 1 and not self._fills and self._quantization.gather is None
 
-    def _make_full(self, settings: Settings, group: Named) -> tuple[FlatBuffer, list[Pair]]:
+    def _make_full(self, settings: Settings) -> tuple[FlatBuffer, list[Pair]]:
         nbytes, custom, device = self.layout.nbytes, settings.all_gather, self.mesh.device
         if self.resident:
-            return ResidentBuffer(self._flat_shard, self._memory, group), []
+            return ResidentBuffer(self._flat_shard, self._buffers), []
         if custom is None:
-            full = FlatBuffer(nbytes, device, self._memory, BufferKind.GATHERED, group, pool=self._pool)
+            full = self._buffers.make(BufferKind.GATHERED, nbytes, pool=self._pool)
         else:
-            comm_buffer = CommBuffer.given(custom.allocate(nbytes, device), nbytes, device, group.name)
-            full = CommFlatBuffer(nbytes, comm_buffer, self._memory, BufferKind.GATHERED, group)
+            comm_buffer = CommBuffer.given(custom.allocate(nbytes, device), nbytes, device, self._buffers.group.name)
+            full = self._buffers.make_in(comm_buffer, BufferKind.GATHERED, nbytes)
         size = self.layout.segment_nbytes
         own_bytes = full.view(torch.uint8, self.mesh.rank * size, (size,)) if self._fills else self._flat_shard
         return full, [(full.view(torch.uint8, 0, (nbytes,)), own_bytes)]
@@ -347,10 +344,10 @@ class FlatGather(Gather):
     def _make_unsharded(self, context: Context, group: Named) -> None:
         for index, (param, dtype) in enumerate(zip(self.params, self._dtypes, strict=True)):
             param.make_unsharded(self.full, self.layout.placed[index].offset, dtype)
-        self._make_own_views(group)
+        self._make_own_views()
         self.full.seal()
 
-    def _make_own_views(self, group: Named) -> None:
+    def _make_own_views(self) -> None:
         """Make what a gather needs beside `full`, which is not sealed yet."""
         self._own_views = [own_bytes for _, own_bytes in self._pairs]
         if self._casts:
@@ -385,9 +382,9 @@ class ResidentBuffer(FlatBuffer):
     later ones read.
     """
 
-    def __init__(self, shards: torch.Tensor, memory: MemoryCounter, group: Named) -> None:
+    def __init__(self, shards: torch.Tensor, buffers: BufferMaker) -> None:
         """shards: (bytes,) uint8, the beginning of its storage."""
-        count = partial(memory.count, BufferKind.GATHERED, group)
+        count = partial(buffers.memory.count, BufferKind.GATHERED, buffers.group)
         self._set_up(shards.numel(), shards.untyped_storage(), 0, count)
 
     def seal(self) -> None:

@@ -293,16 +293,16 @@ _comm_buffers: WeakKeyDictionary[Communicator, CommBuffer] = WeakKeyDictionary()
 class CommFlatBuffer(FlatBuffer):
     """A flat buffer in a `CommBuffer`, which it occupies while it is allocated."""
 
-    _comm_buffer: CommBuffer
+    comm_buffer: CommBuffer
 
     def __init__(self, nbytes: int, comm_buffer: CommBuffer, memory: MemoryCounter, kind: BufferKind, group: Named) -> None:
         self._set_up(nbytes, comm_buffer.storage, comm_buffer.offset, partial(memory.count, kind, group))
-        self._comm_buffer = comm_buffer
+        self.comm_buffer = comm_buffer
 
     @property
     def available(self) -> bool:
         """No flat buffer occupies the `CommBuffer`."""
-        return not self._comm_buffer.taken
+        return not self.comm_buffer.taken
 
     def seal(self) -> None:
         """No-op: the memory of the `CommBuffer` stays."""
@@ -310,16 +310,33 @@ class CommFlatBuffer(FlatBuffer):
     def allocate(self) -> None:
         """Occupy the `CommBuffer`, which must be free. No-op if this buffer does."""
         if not self._in_use:
-            self._comm_buffer.occupy(current_stream(self._storage.device))
+            self.comm_buffer.occupy(current_stream(self._storage.device))
             self._in_use = True
             self._count(self.nbytes)
 
     def release(self) -> None:
         """Leave the `CommBuffer` to others. No-op if this buffer does not occupy it."""
         if self._in_use:
-            self._comm_buffer.leave(current_stream(self._storage.device))
+            self.comm_buffer.leave(current_stream(self._storage.device))
             self._in_use = False
             self._count(-self.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BufferMaker:
+    """Makes the buffers of a group on a device, counted as its own."""
+
+    device: torch.device
+    memory: MemoryCounter
+    group: Named
+
+    def make(self, kind: BufferKind, nbytes: int, *, pool: Pool | None = None) -> FlatBuffer:
+        """A flat buffer with a storage of its own."""
+        return FlatBuffer(nbytes, self.device, self.memory, kind, self.group, pool=pool)
+
+    def make_in(self, comm_buffer: CommBuffer, kind: BufferKind, nbytes: int) -> CommFlatBuffer:
+        """One at the beginning of `comm_buffer`."""
+        return CommFlatBuffer(nbytes, comm_buffer, self.memory, kind, self.group)
 
 
 @dataclass(frozen=True, slots=True)

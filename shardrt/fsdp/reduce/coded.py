@@ -24,16 +24,18 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...comm import Communicator, DeviceMesh, ReduceOp, Stream
 from ...kernels import decode_sum, encode
 from ...kernels.reference import BLOCK
-from ..base.events import Named
 from ..base.two_levels import TwoLevels, neighbours
-from ..memory.buffers import BufferKind, FlatBuffer, MemoryCounter
+from ..memory.buffers import BufferKind, BufferMaker, FlatBuffer
+from .grad_layout import ReduceLayout
+from .packed import PackedGrads
+from .reduce import GradientReduction
 
 _BEGIN = 16  # bytes, of which the parts of a buffer begin at multiples
 
@@ -104,16 +106,14 @@ class _Memory:
         numel: int,
         codes: torch.dtype,
         others: Sequence[tuple[torch.dtype, int]],
-        device: torch.device,
-        memory: MemoryCounter,
-        group: Named,
+        buffers: BufferMaker,
     ) -> None:
         """others: dtypes and elements of the further tensors."""
         coded = [(codes, (rows, numel)), (torch.float32, (rows, numel // BLOCK))]
         wanted = [*coded, *coded, *((dtype, (size,)) for dtype, size in others)]
         sizes = (-(-prod(shape) * dtype.itemsize // _BEGIN) * _BEGIN for dtype, shape in wanted)
         *starts, nbytes = accumulate(sizes, initial=0)
-        self.buffer = FlatBuffer(nbytes, device, memory, BufferKind.CODES, group)
+        self.buffer = buffers.make(BufferKind.CODES, nbytes)
         made = [self.buffer.view(dtype, start, shape) for start, (dtype, shape) in zip(starts, wanted, strict=True)]
         self.sent, self.received, self.others = _Coded(*made[:2]), _Coded(*made[2:4]), made[4:]
 
@@ -142,8 +142,7 @@ class CodedReduceScatter:
         codes: torch.dtype,
         dtype: torch.dtype,
         segment_numel: int,
-        memory: MemoryCounter,
-        group: Named,
+        buffers: BufferMaker,
     ) -> None:
         """packed: segments of gradients of this dtype, not sealed yet. segment_numel: a multiple of BLOCK."""
         assert segment_numel % BLOCK == 0, "planned so"
@@ -151,7 +150,7 @@ class CodedReduceScatter:
         nodes, ranks = levels.across.size, 1 if levels.within is None else levels.within.size
         most = nodes if levels.within is None else -(-nodes // MOST_BATCHES)
         copied = most * ranks * segment_numel if most > 1 and ranks > 1 else 0
-        self._memory = _Memory(nodes, segment_numel, codes, [(dtype, copied)], levels.across.device, memory, group)
+        self._memory = _Memory(nodes, segment_numel, codes, [(dtype, copied)], buffers)
         rows = packed.view(dtype, 0, (nodes, ranks, segment_numel))
         self._batches = [self._batch(rows, first, min(most, nodes - first)) for first in range(0, nodes, most)]
         self._memory.buffer.seal()
@@ -205,15 +204,14 @@ class CodedAllReduce:
         codes: torch.dtype,
         dtype: torch.dtype,
         segment_numel: int,
-        memory: MemoryCounter,
-        group: Named,
+        buffers: BufferMaker,
     ) -> None:
         self._levels = levels
         across, within = levels.across, levels.within
         numel = segment_numel if within is None else segment_numel // within.size
         row = -(-numel // (across.size * BLOCK)) * BLOCK
         others = [(torch.float32, row), *([(dtype, numel)] if within is not None else [])]
-        self._memory = _Memory(across.size, row, codes, others, across.device, memory, group)
+        self._memory = _Memory(across.size, row, codes, others, buffers)
         self._total, *parts = self._memory.others
         self._part = parts[0] if parts else None
         sent, received = self._memory.sent, self._memory.received
@@ -258,3 +256,53 @@ def _exchange(across: Communicator, memory: _Memory, stream: Stream) -> None:
     with across.group():
         for received, sent in zip(memory.received, memory.sent, strict=True):
             across.all_to_all(received, sent, stream=stream)
+
+
+# ---------------------------------------------------------------------- the strategy
+
+
+class QuantizedReduction(GradientReduction):
+    """Sends codes over the shard ranks, the replicas, or both. Of gradients whose parameters are laid out in whole blocks."""
+
+    in_blocks = True
+    _coded: CodedReduction
+    _over_shards: CodedReduceScatter | None  # of `_ordinary`
+    _over_replicas: CodedAllReduce | None
+
+    def __init__(self, coded: CodedReduction, *about: Any) -> None:
+        self._coded = coded
+        super().__init__(*about)
+        self.launches_jointly = self.launches_jointly and self._over_shards is None
+        self.launches_jointly_over_replicas = self._over_replicas is None
+
+    def _make_collectives(self, layout: ReduceLayout, buffers: BufferMaker) -> None:
+        shards, replicas = self._coded.shards, self._coded.replicas
+        about = self._coded.codes, self._dtype, layout.segment_numel, buffers
+        self._over_shards = None if shards is None else CodedReduceScatter(shards, self._ordinary.buffer, *about)
+        self._over_replicas = None if replicas is None else CodedAllReduce(replicas, *about)
+
+    def discard(self) -> None:
+        super().discard()
+        for each in (self._over_shards, self._over_replicas):
+            if each is not None:
+                each.discard()
+
+    def has_place(self, position: int) -> bool:
+        """No."""
+        return False
+
+    @property
+    def _divides_at_pack(self) -> bool:
+        return True
+
+    def launch(self, packed: PackedGrads, stream: Stream) -> None:
+        if self._over_shards is None:
+            super().launch(packed, stream)
+        else:
+            self._over_shards.run(packed.out, stream)
+
+    def _all_reduce(self, packed: PackedGrads, stream: Stream) -> None:
+        if self._over_replicas is None:
+            super()._all_reduce(packed, stream)
+        else:
+            self._over_replicas.run(packed.out, stream)

@@ -18,8 +18,7 @@ import torch
 
 from ...comm import Communicator, DeviceMesh, Op, PreMulSum, ReduceOp, Stream
 from ...kernels import pack_into
-from ..base.events import Named
-from ..memory.buffers import BufferKind, FlatBuffer, MemoryCounter
+from ..memory.buffers import BufferKind, BufferMaker, FlatBuffer
 from ..params.layout import Layout
 from ..params.param import ShardedParam
 from ..params.tensor_parallel import TERMS
@@ -51,11 +50,6 @@ class ReduceLayout:
     segment_numel: int
     pieces: tuple[Piece, ...]  # for packing, over all ranks' segments
     own: tuple[Piece, ...]  # this rank's, one per trainable parameter, offsets from the start of its segment
-
-    @property
-    def uncut(self) -> bool:
-        """Every gradient is one piece, in the parameters' order."""
-        return [piece.position for piece in self.pieces] == list(range(len(self.own)))
 
     def gaps(self, ranks: int) -> list[tuple[int, int]]:
         """The elements (start, stop) of the packed buffer that no gradient fills."""
@@ -182,17 +176,11 @@ class TermSum:
     _views: list[torch.Tensor]
 
     def __init__(
-        self,
-        comm: Communicator,
-        indices: list[int],
-        pieces: list[torch.Tensor],
-        dtype: torch.dtype,
-        memory: MemoryCounter,
-        group: Named,
+        self, comm: Communicator, indices: list[int], pieces: list[torch.Tensor], dtype: torch.dtype, buffers: BufferMaker
     ) -> None:
         self._comm, self._indices = comm, indices
         *starts, numel = accumulate((piece.numel() for piece in pieces), initial=0)
-        self._buffer = FlatBuffer(numel * dtype.itemsize, comm.device, memory, BufferKind.SCRATCH, group)
+        self._buffer = buffers.make(BufferKind.SCRATCH, numel * dtype.itemsize)
         self._flat = self._buffer.view(dtype, 0, (numel,))
         self._views = [
             self._buffer.view(dtype, start * dtype.itemsize, piece.shape, piece.stride())
@@ -219,8 +207,7 @@ def term_sums(
     layout: ReduceLayout,
     pieces: list[torch.Tensor],
     dtype: torch.dtype,
-    memory: MemoryCounter,
-    group: Named,
+    buffers: BufferMaker,
 ) -> list[TermSum]:
     """One sum for each mesh over which terms are added up. pieces: views of a packed buffer, as in `layout`."""
     indices: dict[DeviceMesh, list[int]] = {}
@@ -230,6 +217,6 @@ def term_sums(
         if outer is not None and outer.partial_mesh is not None:
             indices.setdefault(outer.partial_mesh, []).append(index)
     return [
-        TermSum(mesh.communicator(TERMS), chosen, [pieces[index] for index in chosen], dtype, memory, group)
+        TermSum(mesh.communicator(TERMS), chosen, [pieces[index] for index in chosen], dtype, buffers)
         for mesh, chosen in indices.items()
     ]

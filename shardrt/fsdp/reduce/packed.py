@@ -37,7 +37,9 @@ class PackBuffer:
     whole: dict[int, torch.Tensor]  # those that are all of a gradient, by the position of the parameter
     gaps: list[torch.Tensor]  # between the pieces, if they are read: by codes, of which a block without a number is none
     cuts: Sequence[tuple[Piece, int]]  # what each piece is, and the shard dim of its parameter
+    uncut: bool  # every gradient is one piece, in the parameters' order
     grads: NewGrads | None = None  # the sharded gradients that it is, of a single shard rank
+    own: torch.Tensor | None = None  # this rank's segment, if it is to be written there: in a symmetric window
 
     def in_grads(self, grads: NewGrads) -> PackBuffer:
         """Laid out alike, in new gradients of a single shard rank: their parts are the pieces."""
@@ -51,7 +53,7 @@ class PackBuffer:
             whole[piece.position] = part
         starts = [gap.storage_offset() - self.flat.storage_offset() for gap in self.gaps]
         gaps = [grads.segment[start : start + gap.numel()] for start, gap in zip(starts, self.gaps, strict=True)]
-        return PackBuffer(FlatBuffers(()), grads.segment, pieces, whole, gaps, self.cuts, grads)
+        return PackBuffer(FlatBuffers(()), grads.segment, pieces, whole, gaps, self.cuts, self.uncut, grads)
 
     def zero_gaps(self) -> None:
         for gap in self.gaps:
@@ -62,6 +64,10 @@ class PackBuffer:
 
         in_place: positions whose gradient is there.
         """
+        views, sources = self.pieces, [grad for grad in grads if grad is not None]
+        if self.uncut and not in_place and len(sources) == len(grads):
+            copy(views, sources, scale)
+            return
         views, sources = [], []
         for (piece, dim), view in zip(self.cuts, self.pieces, strict=True):
             grad = grads[piece.position]
@@ -79,8 +85,9 @@ def lay_out(
     params: Sequence[ShardedParam],
     dtype: torch.dtype,
     gaps: Sequence[tuple[int, int]],
+    own: slice | None = None,
 ) -> PackBuffer:
-    """The views of a buffer that holds these pieces of gradients. gaps: as elements (start, stop)."""
+    """The views of a buffer that holds these pieces of gradients. gaps: as elements (start, stop).   own: likewise."""
     flat = buffer.view(dtype, 0, (buffer.nbytes // dtype.itemsize,))
     views, whole = [], {}
     for piece in pieces:
@@ -91,7 +98,9 @@ def lay_out(
         if is_whole:
             whole[piece.position] = views[-1]
     cuts = [(piece, params[piece.position].dim) for piece in pieces]
-    return PackBuffer(buffer, flat, views, whole, [flat[start:stop] for start, stop in gaps], cuts)
+    uncut = [piece.position for piece in pieces] == list(range(len(params)))
+    unfilled = [flat[start:stop] for start, stop in gaps]
+    return PackBuffer(buffer, flat, views, whole, unfilled, cuts, uncut, own=None if own is None else flat[own])
 
 
 class Accumulated(NamedTuple):

@@ -25,64 +25,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 
 from ...comm import Communicator, PreMulSum, Stream
 from ...kernels import add_into, pack_into
 from ...kernels.reference import BLOCK
-from ..base.events import Named
-from ..base.policy import Settings
-from ..memory.buffers import BufferKind, CommBuffer, CommFlatBuffer, FlatBuffer, MemoryCounter
+from ..base.policy import CustomReduceScatter, Settings
+from ..memory.buffers import BufferKind, BufferMaker, CommBuffer, CommFlatBuffer, FlatBuffer
 from ..params.in_place import Given
 from ..params.layout import Layout
 from ..params.param import ShardedParam, placement_of
-from .coded import CodedAllReduce, CodedReduceScatter, CodedReduction
 from .grad_layout import ALIGN, ReduceLayout, Scaling, TermSum, reduce_layout, term_sums
 from .packed import Accumulated, Held, PackBuffer, PackedGrads, Result, lay_out
 from .sharded_grads import ShardedGrads
-from .unpacked import UnpackedGrads
 
 _NONE: frozenset[int] = frozenset()
 
 
 class GradientReduction:
-    """Packs, reduces and publishes the gradients of one group's trainable parameters.
+    """Packs, reduces and publishes the gradients of one group's trainable parameters, as numbers.
 
     Gradients that are reduced at once are packed into the `comm_buffer`, if there is one and they fit.
-    coded: if they are sent as codes, of which `params` must be laid out in whole blocks.
+    Strategies for others: `CustomReduction` here, `coded.QuantizedReduction`, which sends codes, and
+    `unpacked.UnpackedReduction` for a single rank.
     """
 
+    in_blocks: ClassVar[bool] = False  # parameters begin with a block of codes, and what fills up a block is read
+    launches_jointly: bool  # launch() may be one of a group of calls: it uses at once nothing that it has received
+    launches_jointly_over_replicas: bool = True  # launch_over_replicas() may
     params: list[ShardedParam]  # the trainable ones
     grads: ShardedGrads
+    partial_sums: list[TermSum]  # one for each mesh over which terms of gradients are added up
     _comm: Communicator  # of the ranks that share the parameters
     _replicas: Communicator | None
     _settings: Settings
     _dtype: torch.dtype  # in which gradients are reduced
-    _layout: ReduceLayout
-    _uncut: bool  # every gradient is one piece, so a step has none to match
     _ranks: int  # that are averaged over
     _everything: frozenset[int]  # the positions of all parameters
     _accumulated: Accumulated | PackedGrads | None  # packed, not published; written by pack(), publish() and discard()
+    _partial: PackBuffer  # (s,) gradients that are reduced within a replica only, as one piece
     _partial_positions: frozenset[int]  # parameters with a gradient in `_partial`; written by publish() and discard()
-    _partial: FlatBuffer  # gradients that are reduced within a replica only
-    _partial_flat: torch.Tensor  # (s,)
     _ordinary: PackBuffer
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
-    _comm_buffer: CommBuffer | None  # in which that is
-    _own_in_window: torch.Tensor | None  # if that is a symmetric window: this rank's segment of `_in_comm_buffer`
-    _packs_grads: bool  # a single shard rank's packed gradients may be its sharded ones
-    _unpacked: UnpackedGrads | None  # what is published as it is, unless the settings say otherwise
     _early: PackBuffer | None  # where place() has made tensors since the last pack(); written by these and drop_early()
-    _stream: Stream  # on which what is held, or begun by place(), was allocated; written by pack() and place()
     _given: Given  # what place() has made since the last pack()
-    _is_coded: bool  # over the shard ranks, the replicas, or both
-    _divides_at_pack: bool
-    _reduce_scatter: CodedReduceScatter | None  # of `_ordinary`
-    _all_reduce: CodedAllReduce | None
-    launches_jointly: bool  # launch() may be one of a group of calls: it uses at once nothing that it has received
-    launches_jointly_over_replicas: bool  # launch_over_replicas() may
-    partial_sums: list[TermSum]  # one for each mesh over which terms of gradients are added up
+    _stream: Stream  # on which what is held, or begun by place(), was allocated; written by pack() and place()
 
     def __init__(
         self,
@@ -92,77 +81,52 @@ class GradientReduction:
         replicas: Communicator | None,
         settings: Settings,
         dtype: torch.dtype,
-        memory: MemoryCounter,
-        comm_buffer: CommBuffer | None,
-        group: Named,
-        coded: CodedReduction | None = None,
+        buffers: BufferMaker,
+        comm_buffer: CommBuffer | None = None,
     ) -> None:
+        """params: all of the group, of which those take part that require gradients.   dtype: in which they are reduced."""
         trainable = [index for index, param in enumerate(params) if param.sharded.requires_grad]
         self.params = [params[index] for index in trainable]
-        self._comm = comm
-        self._replicas = replicas
-        self._settings = settings
-        self._dtype = dtype
-        self._is_coded = coded is not None
-        # A custom collective gets the operation that averages, as FSDP2's do.
-        self._divides_at_pack = self._is_coded or (comm.multiplies_terms and settings.reduce_scatter is None)
-        self._layout = reduce_layout(layout, trainable, comm.rank, ALIGN if coded is None else BLOCK)
-        self._uncut = self._layout.uncut
+        self._comm, self._replicas, self._settings, self._dtype = comm, replicas, settings, dtype
         self._ranks = comm.size * (1 if replicas is None else replicas.size)
         self._everything = frozenset(range(len(trainable)))
-        self._accumulated = self._early = None
-        self._given = Given()
-        self._partial_positions = _NONE
-        segment = self._layout.segment_numel
-        self._partial = FlatBuffer(segment * dtype.itemsize, comm.device, memory, BufferKind.PARTIAL, group)
-        self._partial_flat = self._partial.view(dtype, 0, (segment,))
-        self._partial.seal()
+        self._accumulated, self._early, self._given = None, None, Given()
+        found = reduce_layout(layout, trainable, comm.rank, BLOCK if self.in_blocks else ALIGN)
         placements = [placement_of(index, layout) for index in trainable]
-        self.grads = ShardedGrads(self.params, placements, self._layout, comm.rank, dtype, comm.device, memory, group)
-        self._make_pack_buffers(comm_buffer, memory, group, coded)
-        self.partial_sums = term_sums(self.params, self._layout, self._ordinary.pieces, dtype, memory, group)
-        may_leave = self._packs_grads and replicas is None and coded is None and not self.partial_sums
-        self._unpacked = UnpackedGrads(self.params, group) if may_leave else None
-
-    def _make_pack_buffers(
-        self, comm_buffer: CommBuffer | None, memory: MemoryCounter, group: Named, coded: CodedReduction | None
-    ) -> None:
-        comm, custom = self._comm, self._settings.reduce_scatter
-        nbytes = comm.size * self._layout.segment_numel * self._dtype.itemsize
-        ordinary = FlatBuffer(nbytes, comm.device, memory, BufferKind.PACKED, group)
-        if custom is not None:
-            given = CommBuffer.given(custom.allocate(nbytes, comm.device), nbytes, comm.device, self.params[0].name)
-            comm_buffer, ordinary = None, CommFlatBuffer(nbytes, given, memory, BufferKind.PACKED, group)
-        self._ordinary = self._lay_out(ordinary)
-        self._reduce_scatter = self._all_reduce = None
-        if coded is not None:
-            about = coded.codes, self._dtype, self._layout.segment_numel, memory, group
-            if coded.shards is not None:
-                comm_buffer, self._reduce_scatter = None, CodedReduceScatter(coded.shards, ordinary, *about)
-            if coded.replicas is not None:
-                self._all_reduce = CodedAllReduce(coded.replicas, *about)
-        ordinary.seal()
-        self.launches_jointly = custom is None and self._reduce_scatter is None
-        self.launches_jointly_over_replicas = self._all_reduce is None
-        self._in_comm_buffer = self._comm_buffer = self._own_in_window = None
+        self.grads = ShardedGrads(self.params, placements, found, comm.rank, dtype, buffers)
+        self._partial_positions = _NONE
+        self._partial = lay_out(buffers.make(BufferKind.PARTIAL, found.segment_numel * dtype.itemsize), (), (), dtype, ())
+        self._partial.buffer.seal()
+        nbytes = comm.size * found.segment_numel * dtype.itemsize
+        self._ordinary = self._lay_out(self._make_buffer(nbytes, buffers), found)
+        self._make_collectives(found, buffers)
+        self._ordinary.buffer.seal()
+        self._in_comm_buffer, self.launches_jointly = None, True
         if comm_buffer is not None and nbytes <= comm_buffer.nbytes:
-            self._comm_buffer = comm_buffer
-            self._in_comm_buffer = self._lay_out(CommFlatBuffer(nbytes, comm_buffer, memory, BufferKind.PACKED, group))
-            if comm_buffer.symmetric:
-                self._own_in_window = self._in_comm_buffer.flat.chunk(comm.size)[comm.rank]
-                self.launches_jointly = False
-        self._packs_grads = comm.size == 1 and not self.grads.converts and custom is None
+            packed = buffers.make_in(comm_buffer, BufferKind.PACKED, nbytes)
+            self._in_comm_buffer = self._lay_out(packed, found, windowed=comm_buffer.symmetric)
+            self.launches_jointly = not comm_buffer.symmetric
+        self.partial_sums = term_sums(self.params, found, self._ordinary.pieces, dtype, buffers)
 
-    def _lay_out(self, buffer: FlatBuffer) -> PackBuffer:
-        gaps = self._layout.gaps(self._comm.size) if self._is_coded else []
-        return lay_out(buffer, self._layout.pieces, self.params, self._dtype, gaps)
+    def _make_buffer(self, nbytes: int, buffers: BufferMaker) -> FlatBuffer:
+        """The buffer that gradients are packed into, where no other is available."""
+        return buffers.make(BufferKind.PACKED, nbytes)
+
+    def _make_collectives(self, layout: ReduceLayout, buffers: BufferMaker) -> None:
+        """Make what a reduction needs beside the communicators; the buffer of `_ordinary` is not sealed yet."""
+
+    def _lay_out(self, buffer: FlatBuffer, layout: ReduceLayout, *, windowed: bool = False) -> PackBuffer:
+        gaps = layout.gaps(self._comm.size) if self.in_blocks else ()
+        first = self._comm.rank * layout.segment_numel
+        own = slice(first, first + layout.segment_numel) if windowed else None
+        return lay_out(buffer, layout.pieces, self.params, self._dtype, gaps, own)
 
     # ------------------------------------------------------------------ what is held between backwards
 
     @property
     def held(self) -> Held:
         """What earlier backwards have left; ACCUMULATED also if there are partial gradients beside."""
-        if self._accumulated is not None or (self._unpacked is not None and self._unpacked.kept):
+        if self._accumulated is not None:
             return Held.ACCUMULATED
         return Held.PARTIAL if self._partial_positions else Held.NOTHING
 
@@ -184,23 +148,19 @@ class GradientReduction:
         """Forget what is packed, after a failed iteration."""
         self.drop_early()
         self._accumulated, self._partial_positions = None, _NONE
-        if self._unpacked is not None:
-            self._unpacked.kept = ()
-        for buffer in (self._ordinary.buffer, self.grads.scratch, self._partial):
+        for buffer in (self._ordinary.buffer, self.grads.scratch, self._partial.buffer):
             buffer.release()
         if self._in_comm_buffer is not None:
             self._in_comm_buffer.buffer.release()
-        for each in (*self.partial_sums, self._reduce_scatter, self._all_reduce):
-            if each is not None:
-                each.discard()
+        for each in self.partial_sums:
+            each.discard()
 
     # ------------------------------------------------------------------ gradients that are computed where they are packed
 
     def has_place(self, position: int) -> bool:
         """place() may make a tensor for this parameter: it is packed as one piece, as it is."""
-        sends_numbers = self._settings.reduce_scatter is None and not self._is_coded
         is_packed = self._ranks > 1 and self.params[position].unsharded.dtype == self._dtype
-        return sends_numbers and is_packed and position in self._ordinary.whole
+        return is_packed and position in self._ordinary.whole
 
     def place(self, position: int, compute: Stream) -> torch.Tensor | None:
         """A tensor where pack() would copy this gradient, which autograd computes there and has as the gradient until then.
@@ -224,8 +184,8 @@ class GradientReduction:
             source = self._source(compute, fills_grads=self._publishes and self.grads.are_missing)
         if source.grads is not None:
             return source
-        if self._comm_buffer is not None and self._settings.sync_gradients:
-            return source if self._comm_buffer.lend(self.drop_early) else None
+        if (given := self._comm_buffer) is not None and self._settings.sync_gradients:
+            return source if given.lend(self.drop_early) else None
         if not source.buffer.available:
             return None
         compute.submit(source.buffer.allocate)
@@ -243,8 +203,13 @@ class GradientReduction:
         self._end_loan(early)
 
     def _end_loan(self, early: PackBuffer) -> None:
-        if early is self._in_comm_buffer and self._comm_buffer is not None:
-            self._comm_buffer.end_loan()
+        if early is self._in_comm_buffer and (given := self._comm_buffer) is not None:
+            given.end_loan()
+
+    @property
+    def _comm_buffer(self) -> CommBuffer | None:
+        """In which `_in_comm_buffer` is."""
+        return None if self._in_comm_buffer is None else cast(CommFlatBuffer, self._in_comm_buffer.buffer).comm_buffer
 
     # ------------------------------------------------------------------ a reduction, in order
 
@@ -256,16 +221,9 @@ class GradientReduction:
         compute: what `packs_on` returns.
         """
         self._stream = compute
-        if self._unpacked is not None:
-            grads = self._unpacked.with_kept(grads, compute)
-            if self._accumulated is None and self._unpacked.takes(grads, self._settings):
-                self._unpacked.leave(grads, self.grads, compute, publish=self._settings.sync_gradients)
-                return None
-        settings, held, everything = self._settings, self._accumulated, self._everything
-        sources, given = [grad for grad in grads if grad is not None], everything
-        if len(sources) < len(grads):
-            given = frozenset(position for position, grad in enumerate(grads) if grad is not None)
-        positions = everything if settings.reduce_unused else given
+        settings, held, positions = self._settings, self._accumulated, self._everything
+        if not settings.reduce_unused and (unused := [position for position, grad in enumerate(grads) if grad is None]):
+            positions = positions.difference(unused)
         if held is not None:
             positions |= held.positions
         scaling, packed = self._scaling(), None
@@ -281,11 +239,7 @@ class GradientReduction:
             self._zero_padding(source, compute)
         elif held.scaling.before != scaling.before:  # a divide factor may be set at any time
             compute.submit(partial(source.flat.mul_, scaling.before / held.scaling.before))
-        copy = pack_into if held is None else add_into
-        if self._uncut and given is everything and not in_place:
-            compute.submit(partial(copy, source.pieces, sources, scaling.before))
-        else:
-            compute.submit(partial(source.fill, grads, scaling.before, copy, in_place))
+        compute.submit(partial(source.fill, grads, scaling.before, pack_into if held is None else add_into, in_place))
         return packed
 
     def _take_early(self, source: PackBuffer, grads: Sequence[torch.Tensor | None], compute: Stream) -> frozenset[int]:
@@ -296,6 +250,10 @@ class GradientReduction:
         self._early = None
         self._end_loan(source)
         return self._given.arrived(grads, source.whole, compute)
+
+    @property
+    def _divides_at_pack(self) -> bool:
+        return self._comm.multiplies_terms
 
     def _scaling(self) -> Scaling:
         factor, sums = self._settings.divide_factor, self._settings.force_sum
@@ -315,9 +273,9 @@ class GradientReduction:
         out = new.segment if new is not None and fills_grads else None
         result, used = Result.GRADS, list[FlatBuffer]()
         if not publishes:
-            compute.submit(self._partial.allocate)
+            compute.submit(self._partial.buffer.allocate)
         elif adds_partial:
-            used.append(self._partial)
+            used.append(self._partial.buffer)
         if out is None:
             out, result = self.grads.scratch_flat, Result.SCRATCH if publishes else Result.PARTIAL
             compute.submit(self.grads.scratch.allocate)
@@ -331,7 +289,7 @@ class GradientReduction:
         Invariant: the order of reductions alone decides whether that is the `CommBuffer`: NCCL must know the memory of all
         ranks, or of none. What place() has made there, on this rank only, is copied away when another group packs.
         """
-        if fills_grads and self._packs_grads:
+        if fills_grads and self._comm.size == 1 and not self.grads.converts:
             if self._early is not None and self._early.grads is not None:
                 return self._early
             return self._ordinary.in_grads(self.grads.new(range(len(self.params)), compute))
@@ -339,8 +297,8 @@ class GradientReduction:
         return self._ordinary if source is None or not source.buffer.available else source
 
     def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
-        """Custom collectives and hooks see the padding; where codes are sent it shares their blocks."""
-        if self._settings.reduce_hook is not None or self._settings.reduce_scatter is not None:
+        """Hooks see the padding; where codes are sent it shares their blocks."""
+        if self._settings.reduce_hook is not None:
             compute.submit(source.flat.zero_)
         elif source.gaps:
             compute.submit(source.zero_gaps)
@@ -352,37 +310,32 @@ class GradientReduction:
 
     def launch(self, packed: PackedGrads, stream: Stream) -> None:
         """Average what is packed over the ranks."""
-        custom = self._settings.reduce_scatter
-        if self._reduce_scatter is not None:
-            self._reduce_scatter.run(packed.out, stream)
-        elif custom is None:
-            is_there = packed.source.grads is not None and packed.result is Result.GRADS
-            if is_there and not isinstance(packed.scaling.op, PreMulSum):
-                return  # a single rank's gradients are its average
-            # NCCL before 2.29 wants what it writes in a window as well. Cost: one segment copied.
-            own = self._own_in_window if packed.source is self._in_comm_buffer else None
-            out = packed.out if own is None else own
-            self._comm.reduce_scatter(out, packed.source.flat, packed.scaling.op, stream=stream)
-            if own is not None:
-                stream.submit(partial(packed.out.copy_, own))
-        else:
-            custom(packed.out, packed.source.flat, packed.scaling.op, self._comm, stream)
+        is_there = packed.source.grads is not None and packed.result is Result.GRADS
+        if is_there and not isinstance(packed.scaling.op, PreMulSum):
+            return  # a single rank's gradients are its average
+        # NCCL before 2.29 wants what it writes in a window as well. Cost: one segment copied.
+        own = packed.source.own
+        out = packed.out if own is None else own
+        self._comm.reduce_scatter(out, packed.source.flat, packed.scaling.op, stream=stream)
+        if own is not None:
+            stream.submit(partial(packed.out.copy_, own))
 
     def launch_over_replicas(self, packed: PackedGrads, stream: Stream) -> None:
         """Average what was launched over the replicas, with what earlier backwards left, or leave it for a later one.
 
         Only where there are replicas.
         """
-        assert self._replicas is not None, "the group has replicas"
+        held = self._partial.flat
         if packed.result is Result.PARTIAL:
-            stream.submit(partial(self._partial_flat.add_ if packed.adds_partial else self._partial_flat.copy_, packed.out))
+            stream.submit(partial(held.add_ if packed.adds_partial else held.copy_, packed.out))
             return
         if packed.adds_partial:
-            stream.submit(partial(packed.out.add_, self._partial_flat))
-        if self._all_reduce is not None:
-            self._all_reduce.run(packed.out, stream)
-        else:
-            self._replicas.all_reduce(packed.out, packed.out, packed.scaling.all_reduce_op, stream=stream)
+            stream.submit(partial(packed.out.add_, held))
+        self._all_reduce(packed, stream)
+
+    def _all_reduce(self, packed: PackedGrads, stream: Stream) -> None:
+        assert self._replicas is not None, "the group has replicas"
+        self._replicas.all_reduce(packed.out, packed.out, packed.scaling.all_reduce_op, stream=stream)
 
     def publish(self, packed: PackedGrads, stream: Stream) -> None:
         """Make what was launched the sharded gradients, or add it to earlier ones; nothing if it stays partial."""
@@ -408,6 +361,44 @@ def _call_hook(hook: Callable[[torch.Tensor], None], out: torch.Tensor, stream: 
     hook_stream.submit(partial(hook, out))
     if hook_stream is not stream:
         stream.wait(hook_stream.record())
+
+
+class CustomReduction(GradientReduction):
+    """With the user's reduce-scatter, from memory that it allocates.
+
+    It gets the operation that averages, as FSDP2's do, and sees the padding.
+    """
+
+    def __init__(self, *about: Any) -> None:
+        super().__init__(*about)
+        self.launches_jointly = False
+
+    @property
+    def _custom(self) -> CustomReduceScatter:
+        assert self._settings.reduce_scatter is not None, "that is why it was chosen"
+        return self._settings.reduce_scatter
+
+    def _make_buffer(self, nbytes: int, buffers: BufferMaker) -> FlatBuffer:
+        memory = self._custom.allocate(nbytes, buffers.device)
+        given = CommBuffer.given(memory, nbytes, buffers.device, self.params[0].name)
+        return buffers.make_in(given, BufferKind.PACKED, nbytes)
+
+    def has_place(self, position: int) -> bool:
+        """No."""
+        return False
+
+    @property
+    def _divides_at_pack(self) -> bool:
+        return False
+
+    def _source(self, compute: Stream, *, fills_grads: bool) -> PackBuffer:
+        return self._ordinary
+
+    def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
+        compute.submit(source.flat.zero_)
+
+    def launch(self, packed: PackedGrads, stream: Stream) -> None:
+        self._custom(packed.out, packed.source.flat, packed.scaling.op, self._comm, stream)
 
 
 # ---------------------------------------------------------------------- parameters that require no gradient at the moment

@@ -21,7 +21,7 @@ from ...tensor.placement import ResolvedShard
 from ...tensor.replaced import hooked, user_hooks
 from ...torch_internals import post_accumulate_grad_hooks
 from ..base.events import Named, Observers
-from ..memory.buffers import BufferKind, FlatBuffer, MemoryCounter
+from ..memory.buffers import BufferKind, BufferMaker, FlatBuffer
 from ..params.layout import round_up
 from ..params.param import ShardedParam, local_geometry
 from .grad_layout import ReduceLayout
@@ -30,12 +30,6 @@ from .grad_layout import ReduceLayout
 # published or kept for a later backward.
 observers = Observers[Callable[[Named, torch.UntypedStorage], None]]()
 observing_grads = observers.observing
-
-
-def tell_observers(group: Named, storage: torch.UntypedStorage) -> None:
-    """This storage holds sharded gradients of `group` until it dies."""
-    for observer in observers.all:
-        observer(group, storage)
 
 
 class NewGrads(NamedTuple):
@@ -71,16 +65,14 @@ class ShardedGrads:
         layout: ReduceLayout,
         rank: int,
         dtype: torch.dtype,
-        device: torch.device,
-        memory: MemoryCounter,
-        group: Named,
+        buffers: BufferMaker,
     ) -> None:
-        self._params, self._group, self._device = params, group, device
+        self._params, self._group, self._device = params, buffers.group, buffers.device
         self._sharded = [param.sharded for param in params]
-        self.scratch = FlatBuffer(layout.segment_numel * dtype.itemsize, device, memory, BufferKind.SCRATCH, group)
+        self.scratch = buffers.make(BufferKind.SCRATCH, layout.segment_numel * dtype.itemsize)
         self.scratch_flat = self.scratch.view(dtype, 0, (layout.segment_numel,))
         self._starts = [piece.offset * dtype.itemsize for piece in layout.own]
-        self._offloads = any(param.local.device != device for param in params)
+        self._offloads = any(param.local.device != self._device for param in params)
         self.converts = self._offloads or any(param.dtype != dtype for param in params)
         shapes = [param.shape for param in params]
         self._geometry = [local_geometry(shape, placement, rank) for shape, placement in zip(shapes, placements, strict=True)]
@@ -99,7 +91,7 @@ class ShardedGrads:
         if self._offloads:
             made = [torch.empty_like(param.local, pin_memory=param.local.is_pinned()) for param in params]
             for each in made:
-                tell_observers(self._group, each.untyped_storage())
+                self.tell_observers(each.untyped_storage())
             return NewGrads(None, dict(zip(positions, made, strict=True)))
         fills_segment = not self.converts and len(positions) == len(self._params)
         if fills_segment:
@@ -108,7 +100,7 @@ class ShardedGrads:
             *starts, nbytes = accumulate((round_up(param.local.nbytes, 16) for param in params), initial=0)
         storage = torch.UntypedStorage(0, device=self._device)
         stream.submit(partial(storage.resize_, nbytes))
-        tell_observers(self._group, storage)
+        self.tell_observers(storage)
 
         def view(dtype: torch.dtype, start: int, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
             # Each has a version counter of its own: who changes one gradient has not changed the others.
@@ -119,6 +111,11 @@ class ShardedGrads:
             for position, param, start in zip(positions, params, starts, strict=True)
         }
         return NewGrads(view(params[0].dtype, 0, self.scratch_flat.shape, (1,)) if fills_segment else None, parts)
+
+    def tell_observers(self, storage: torch.UntypedStorage) -> None:
+        """This storage holds sharded gradients of the group until it dies."""
+        for observer in observers.all:
+            observer(self._group, storage)
 
     def missing(self, positions: Iterable[int]) -> list[int]:
         """Of these, the parameters without a gradient from before."""

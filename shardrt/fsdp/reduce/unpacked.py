@@ -11,50 +11,70 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import nn
 
-from ...comm import Stream
+from ...comm import Communicator, Stream
 from ...kernels import add_into
 from ...tensor.replaced import user_hooks
-from ..base.events import Named
-from ..base.policy import Settings
 from ..params.param import ShardedParam
-from .sharded_grads import ShardedGrads, observers, tell_observers
+from .packed import Held, PackedGrads
+from .reduce import GradientReduction
+from .sharded_grads import observers
 
 Grads = Sequence[torch.Tensor | None]  # one for each trainable parameter; None: it has none
 
 
-class UnpackedGrads:
-    """Publishes the gradients of a group as they are, on the compute stream, or keeps them for a later backward."""
+class UnpackedReduction(GradientReduction):
+    """Publishes the gradients of a single rank as they are, on the compute stream, or keeps them for a later backward.
 
-    kept: Grads  # of backwards without synchronisation; () for none; written by leave(), with_kept() and a reset
-    _params: Sequence[ShardedParam]
-    _sharded: Sequence[nn.Parameter]
-    _group: Named
+    It packs them where the settings ask for something to be done to them.
+    """
 
-    def __init__(self, params: Sequence[ShardedParam], group: Named) -> None:
-        self.kept = ()
-        self._params = params
-        self._sharded = [param.sharded for param in params]
-        self._group = group
+    _kept: Grads = ()  # of backwards without synchronisation; () for none; written by pack() and discard()
 
-    def with_kept(self, grads: Grads, compute: Stream) -> Grads:
-        """These gradients and those that were kept, added up; nothing is kept any more."""
-        kept, self.kept = self.kept, ()
-        if not kept:
-            return grads
-        both = [(old, new) for old, new in zip(kept, grads, strict=True) if old is not None and new is not None]
-        compute.submit(partial(add_into, [old for old, _ in both], [new for _, new in both]))
-        return [new if old is None else old for old, new in zip(kept, grads, strict=True)]
+    @staticmethod
+    def suits(params: Sequence[ShardedParam], comm: Communicator, replicas: Communicator | None, dtype: torch.dtype) -> bool:
+        """Nothing is to be reduced, converted, moved or added up for these trainable parameters."""
+        return (
+            comm.size == 1
+            and replicas is None
+            and all(param.dtype == dtype and param.local.device == comm.device for param in params)
+            and all(param.outer is None or param.outer.partial_mesh is None for param in params)
+        )
 
-    def takes(self, grads: Grads, settings: Settings) -> bool:
+    @property
+    def held(self) -> Held:
+        return Held.ACCUMULATED if self._kept else super().held
+
+    def discard(self) -> None:
+        super().discard()
+        self._kept = ()
+
+    def pack(self, grads: Grads, compute: Stream) -> PackedGrads | None:
+        kept, self._kept = self._kept, ()
+        if kept:
+            grads = _added(kept, grads, compute)
+        if self._accumulated is not None or not self._takes(grads):
+            return super().pack(grads, compute)
+        self._stream = compute
+        if observers.all:
+            for grad in grads:
+                if grad is not None:
+                    self.grads.tell_observers(grad.untyped_storage())
+        if self._settings.sync_gradients:
+            compute.submit(partial(self._publish, grads, compute))
+        else:
+            self._kept = grads
+        return None
+
+    def _takes(self, grads: Grads) -> bool:
         """The settings ask for nothing to be done to gradients, and these are plain dense tensors in the parameters' dtypes.
 
         And of no graph, as `backward(create_graph=True)` makes them.
         """
+        settings = self._settings
         if settings.reduce_hook is not None or settings.reduce_unused or settings.divide_factor not in (None, 1):
             return False
-        for grad, param in zip(grads, self._params, strict=True):
+        for grad, param in zip(grads, self.params, strict=True):
             if grad is not None and (
                 type(grad) is not torch.Tensor
                 or grad.dtype is not param.dtype
@@ -64,25 +84,15 @@ class UnpackedGrads:
                 return False
         return True
 
-    def leave(self, grads: Grads, sharded: ShardedGrads, compute: Stream, *, publish: bool) -> None:
-        """Make these the sharded gradients, or keep them."""
-        if observers.all:
-            for grad in grads:
-                if grad is not None:
-                    tell_observers(self._group, grad.untyped_storage())
-        if publish:
-            compute.submit(partial(self._publish, grads, sharded, compute))
-        else:
-            self.kept = grads
-
-    def _publish(self, grads: Grads, earlier: ShardedGrads, compute: Stream) -> None:
+    def _publish(self, grads: Grads, compute: Stream) -> None:
         """On `compute`."""
-        positions, older, newer = [], [], []
+        positions, older, newer, earlier = [], [], [], self.grads
         for position, grad in enumerate(grads):
             if grad is None:
                 continue
             positions.append(position)
-            param, sharded = self._params[position], self._sharded[position]
+            param = self.params[position]
+            sharded = param.sharded
             if grad.dim() == 0:
                 grad = grad.view(1)  # as the local tensor of a scalar is
             if user_hooks(sharded):
@@ -95,3 +105,10 @@ class UnpackedGrads:
         if older:
             add_into(older, newer)
         earlier.call_hooks(positions, compute)
+
+
+def _added(kept: Grads, grads: Grads, compute: Stream) -> Grads:
+    """Gradients that were kept and newer ones, added up."""
+    both = [(old, new) for old, new in zip(kept, grads, strict=True) if old is not None and new is not None]
+    compute.submit(partial(add_into, [old for old, _ in both], [new for _, new in both]))
+    return [new if old is None else old for old, new in zip(kept, grads, strict=True)]

@@ -38,14 +38,16 @@ from ..base.events import Step, ranged
 from ..base.policy import UNQUANTISED, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, RootSettings, Settings
 from ..gather.coded import QuantizedGather
 from ..gather.gather import RESIDENT, AllGather, FlatGather, Gather, subgroup
-from ..memory.context import Streams
+from ..memory.buffers import BufferMaker
+from ..memory.context import Context, Streams
 from ..params.in_place import give_places
 from ..params.layout import Layout
 from ..params.param import ShardedParam, Slot
 from ..params.visible import VisibleParams
-from ..reduce.coded import CodedReduction
+from ..reduce.coded import CodedReduction, QuantizedReduction
 from ..reduce.packed import PackedGrads
-from ..reduce.reduce import GradientReduction, SetAside
+from ..reduce.reduce import CustomReduction, GradientReduction, SetAside
+from ..reduce.unpacked import UnpackedReduction
 
 if TYPE_CHECKING:  # a group and its runtime refer to each other
     from .runtime import Runtime
@@ -258,18 +260,7 @@ class ParamGroup:
         self.visible.set_linear(())
         self._sees_dtensors = any(isinstance(param.unsharded, DTensor) for param in trainable)
         if trainable:
-            self.reduction = found or GradientReduction(
-                self.params,
-                self.layout,
-                self.reduce_comm,
-                self.all_reduce_comm,
-                self.settings,
-                self.mp_policy.reduction_dtype(param.dtype for param in trainable),
-                self.runtime.memory,
-                self.runtime.comm_buffer_for(self.nbytes, symmetric=self.settings.symmetric),
-                self,
-                self.coded,
-            )
+            self.reduction = found or self._make_reduction(self.runtime, trainable)
             # Cost: a group around others would have its packed buffer for all of the backward. Where reductions overlap compute
             # the last one has the buffer while gradients are computed: 10 of 12 groups would be refused it.
             if self.runtime.is_large(self.nbytes) and not self.children and not self._streams.reduce.overlaps:
@@ -279,6 +270,22 @@ class ParamGroup:
         for param in trainable:
             param.unsharded.requires_grad_()
         self.trainable = trainable
+
+    def _make_reduction(self, context: Context, trainable: Sequence[ShardedParam]) -> GradientReduction:
+        comm, replicas, dtype = (
+            self.reduce_comm,
+            self.all_reduce_comm,
+            self.mp_policy.reduction_dtype(p.dtype for p in trainable),
+        )
+        buffers = BufferMaker(self.mesh.device, context.memory, self)
+        about = self.params, self.layout, comm, replicas, self.settings, dtype, buffers
+        comm_buffer = context.comm_buffer_for(self.nbytes, symmetric=self.settings.symmetric)
+        if self.coded is not None:
+            return QuantizedReduction(self.coded, *about, comm_buffer if self.coded.shards is None else None)
+        if self.settings.reduce_scatter is not None:
+            return CustomReduction(*about)
+        kind = UnpackedReduction if UnpackedReduction.suits(trainable, comm, replicas, dtype) else GradientReduction
+        return kind(*about, comm_buffer)
 
     @property
     def sums_terms(self) -> bool:
