@@ -288,7 +288,7 @@ class QuantizedReduction(GradientReduction):
                 each.discard()
 
     def has_place(self, position: int) -> bool:
-        """No."""
+        """No: the padding of blocks has to be zero before."""
         return False
 
     @property

@@ -384,7 +384,7 @@ class CustomReduction(GradientReduction):
         return buffers.make_in(given, BufferKind.PACKED, nbytes)
 
     def has_place(self, position: int) -> bool:
-        """No."""
+        """No: a collective of the user's sees memory that it has allocated when it is packed, padding included."""
         return False
 
     @property
