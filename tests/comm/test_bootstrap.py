@@ -4,11 +4,18 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from ranks import DEADLINE_S, rank_environment, run_script, site
+from ranks import DEADLINE_S, on_ranks, rank_environment, run_script, site
+from shardrt.comm import World
+from shardrt.comm.binding import SharedGpuError, bind_device, locate
 from shardrt.comm.guard import processes
 from shardrt.comm.guard.node import Node, Place
 from shardrt.comm.guard.processes import Process, launcher_of, variable_of
@@ -325,18 +332,33 @@ def start_on_gpus(seen: list[str], device: str = "cuda", **environment: str) -> 
     return run_script(GPUS.format(seen=seen, device=device), len(seen), **environment)
 
 
+@contextmanager
+def torch_sees(gpus: str) -> Iterator[list[int]]:
+    """In the block torch says that these GPUs are there, each a letter; gives those that were made current."""
+    current: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=gpus[index]))
+        patch.setattr(torch.cuda, "set_device", current.append)
+        yield current
+
+
 @pytest.mark.parametrize(
     ("seen", "per_node", "taken"),
     [
-        (["AB", "AB"], "", ["A as cuda:0", "B as cuda:1"]),
-        (["ABC"] * 3, "1", ["A as cuda:0", "B as cuda:1", "C as cuda:2"]),  # nodes that are none share the GPUs
-        (["A", "B"], "", ["A as cuda:0", "B as cuda:0"]),  # a launcher shows each rank its own
+        (["AB", "AB"], None, ["A as cuda:0", "B as cuda:1"]),
+        (["ABC"] * 3, 1, ["A as cuda:0", "B as cuda:1", "C as cuda:2"]),  # nodes that are none share the GPUs
+        (["A", "B"], None, ["A as cuda:0", "B as cuda:0"]),  # a launcher shows each rank its own
     ],
 )
-def test_every_rank_takes_a_gpu_of_its_own(seen: list[str], per_node: str, taken: list[str]) -> None:
-    done = start_on_gpus(seen, SHARDRT_RANKS_PER_NODE=per_node)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} takes {gpu}" for rank, gpu in enumerate(taken)]
+@on_ranks(2, 3)
+def test_every_rank_takes_a_gpu_of_its_own(world: World, seen: list[str], per_node: int | None, taken: list[str]) -> None:
+    if world.size > len(seen):
+        return
+    comm, mine = mpi_of(world), seen[world.rank]
+    with torch_sees(mine) as current:
+        device = bind_device(comm, torch.device("cuda"), locate(comm, per_node))
+    assert (f"{mine[device.index]} as {device}", current) == (taken[world.rank], [device.index])
 
 
 @pytest.mark.parametrize(
@@ -347,19 +369,49 @@ def test_every_rank_takes_a_gpu_of_its_own(seen: list[str], per_node: str, taken
         (["A", "BA"], "cuda", r"ranks 0, 1 of host \S+ share a GPU \(cuda:0 and cuda:1, UUID A\)"),
     ],
 )
-def test_ranks_that_share_a_gpu_are_refused(seen: list[str], device: str, shared: str) -> None:
-    """Every rank names them, unless NCCL is told to permit it."""
+@on_ranks(2, 3)
+def test_ranks_that_share_a_gpu_are_refused(world: World, seen: list[str], device: str, shared: str) -> None:
+    """Every rank names them, and makes none current, unless NCCL is told to permit it."""
+    if world.size != len(seen):
+        return
+    comm = mpi_of(world)
+    with torch_sees(seen[world.rank]) as current, pytest.MonkeyPatch.context() as patch:
+        with pytest.raises(SharedGpuError, match=f"{shared}: expected one for each rank"):
+            bind_device(comm, torch.device(device), locate(comm, None))
+        assert current == []
+        patch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        bind_device(comm, torch.device(device), locate(comm, None))
+
+
+def mpi_of(world: World) -> Any:
+    """MPI's communicator of all ranks."""
+    from mpi4py import MPI
+
+    assert MPI.COMM_WORLD.Get_size() == world.size
+    return MPI.COMM_WORLD
+
+
+def test_init_binds_gpus() -> None:
+    done = start_on_gpus(["AB", "AB"])
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 takes A as cuda:0", "rank 1 takes B as cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "device", "error"),
+    [
+        (["A", "BA"], "cuda", "SharedGpuError: ranks 0, 1 of host .*: expected one for each rank"),
+        (
+            ["ABC", "AB"],
+            "cuda:2",
+            r"SettingsError: init\(device='cuda:2'\) on rank 1: expected 'cuda', or a number below 2, the GPUs that torch sees",
+        ),
+    ],
+)
+def test_init_refuses_gpus_on_every_rank(seen: list[str], device: str, error: str) -> None:
     done = start_on_gpus(seen, device)
     assert done.returncode != 0, done.stdout
-    assert len(re.findall(f"SharedGpuError: {shared}: expected one for each rank", done.stderr)) == len(seen), done.stderr
-    permitted = start_on_gpus(seen, device, NCCL_MULTI_RANK_GPU_ENABLE="1")
-    assert permitted.returncode == 0, permitted.stderr
-
-
-def test_a_gpu_that_one_rank_does_not_have_is_refused_on_every_rank() -> None:
-    done = start_on_gpus(["ABC", "AB"], "cuda:2")
-    expected = r"init\(device='cuda:2'\) on rank 1: expected 'cuda', or a number below 2, the GPUs that torch sees here"
-    assert len(re.findall(f"SettingsError: {expected}", done.stderr)) == 2, done.stderr
+    assert len(re.findall(error, done.stderr)) == 2, done.stderr
 
 
 IN_A_NAMESPACE = """

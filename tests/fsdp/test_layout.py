@@ -298,7 +298,7 @@ def test_boxes_of_a_flat_run() -> None:
 )
 def test_bad_spec(arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ParamSpec(*arguments)  # type: ignore[arg-type]
+        ParamSpec(*arguments)
 
 
 def test_bad_plan() -> None:
