@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .fingerprint import name_ranks
+from .ending.words import name_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI

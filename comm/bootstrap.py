@@ -239,15 +239,13 @@ def finalize() -> None:
 
 def _finalize_at_exit() -> None:
     """Let the job fail if its end does: Python ends with the code of the program, whatever an exit handler raises."""
-    from .monitor.exit_handlers import flush_output, log
+    from .monitor.exit_handlers import end_rank
 
     rank = _world.rank if _world is not None else 0
     try:
         finalize()
     except BaseException as error:
-        log(rank, "uncaught exception in shardrt.finalize()", *"".join(traceback.format_exception(error)).splitlines())
-        flush_output()
-        os._exit(1)
+        end_rank(rank, 1, "uncaught exception in shardrt.finalize()", traceback.format_exception(error))
 
 
 def _end(world: World, monitor: Monitor) -> None:

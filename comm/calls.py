@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from .fingerprint import Description, describe_call, join_descriptions, name_ranks
+from .ending.words import name_ranks
+from .fingerprint import Description, describe_call, join_descriptions
 from .ranks import Ranks
 from .streams import Event, Stream
 

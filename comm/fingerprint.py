@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
-
-_LISTED = 8  # ranks, or rows of neighbours, in a message
 
 
 class Description(NamedTuple):
@@ -36,16 +32,6 @@ def join_descriptions(parts: tuple[Description, ...]) -> Description:
     """Describe a group by its calls."""
     shared = " + ".join(part.shared for part in parts if part.shared)
     return Description(" + ".join(part.text for part in parts), shared, fingerprint_of(shared))
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0, 1, 5"; of many, "ranks 0 to 499, 502, 504 to 511", and no more than a few of these."""
-    if len(ranks) <= _LISTED:
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    rows = [[rank for _, rank in row] for _, row in groupby(enumerate(ranks), lambda place: place[1] - place[0])]
-    shown = [f"{row[0]} to {row[-1]}" if len(row) > 1 else str(row[0]) for row in rows[:_LISTED]]
-    more = sum(map(len, rows[_LISTED:]))
-    return f"ranks {', '.join(shown)}{f' and {more} more' if more else ''}"
 
 
 def printable(text: str) -> str:

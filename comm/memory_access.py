@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from .guard.processes import launcher_of
+from .ending.processes import launcher_of
 
 
 def may_read_other_processes() -> bool:

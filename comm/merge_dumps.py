@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .fingerprint import name_ranks, printable
+from .ending.words import name_ranks
+from .fingerprint import printable
 
 _MAX_NBYTES = 1 << 29  # of a file; 2000 calls take about one million, and 5 for each rank of each call's communicator
 # But for the ranks of equal communicators: sixty thousand calls.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .communicator import Communicator
-from .fingerprint import name_ranks
+from .ending.words import name_ranks
 from .ranks import Ranks, evenly_spaced, grid, pick, row_strides, step_of
 
 T = TypeVar("T")

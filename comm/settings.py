@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .fingerprint import name_ranks
+from .ending.processes import is_launched
+from .ending.report import PROGRESS
+from .ending.words import name_ranks
 from .guard.node import launcher_variables
-from .guard.processes import is_launched
 from .nccl_policy import NcclPolicy
 from .version import __version__
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-PROGRESS = "SHARDRT_PROGRESS"
 _MAX_SECONDS = 1e8  # three years
 _MAX_CALLS = 10_000_000
 _MAX_RANKS = 10_000_000

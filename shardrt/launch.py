@@ -387,13 +387,8 @@ def _job(options: argparse.Namespace, site: Site) -> Job:
     if not ranks:
         raise LaunchError("no number of ranks: pass -n RANKS, or in Slurm allocate with --ntasks or --ntasks-per-node")
     program = [sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments]
-    return Job([*_guard(), *program], ranks, options.hosts, options.hostfile)
-
-
-def _guard() -> list[str]:
-    """What starts a rank, with a guard beside it if there are several. In a checkout, comm/ is beside this folder."""
-    places = [folder / "comm" / "guard" / "__main__.py" for folder in Path(__file__).resolve().parents[:2]]
-    return [*isolated(next(filter(Path.is_file, places))), "--start"]
+    guard = Path(__file__).with_name("comm") / "guard" / "__main__.py"  # starts a rank, with a guard if there are several
+    return Job([*isolated(guard), "--start", *program], ranks, options.hosts, options.hostfile)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import select
 import shlex
 import shutil
 import signal
@@ -41,13 +40,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
-PROGRESS, REPORTS = "SHARDRT_PROGRESS", "SHARDRT_REPORTS"
+if not __package__:  # run by path: packages with nothing in them stand in for shardrt and shardrt.comm, which import torch
+    __package__ = "shardrt_alone"
+    for _package, _folder in ((__package__, Path(__file__).parent), (f"{__package__}.comm", Path(__file__).with_name("comm"))):
+        sys.modules[_package] = ModuleType(_package)
+        sys.modules[_package].__path__ = [str(_folder)]
+
+from .comm.ending.processes import Process, kill, processes, processes_with
+from .comm.ending.report import PROGRESS, REPORTS, write
+
 USAGE_ERROR = 2
 _LOOK_S = 0.5  # between two looks for reports
 _END_S = 10.0  # for mpirun to end when a rank has said that it ends the job
@@ -55,7 +63,6 @@ _GUARDS_S = 2.0  # for the guards of ranks that have ended to end
 _ORPHANS_S = 5.0  # for the ranks of a launcher that was killed to end by themselves
 _KILLED_S = 5.0  # for processes that got SIGKILL
 _CLEAN_S = 30.0
-_WRITE_S = 1.0  # for somebody to read standard error
 _SI_KERNEL = 0x80
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
@@ -120,15 +127,26 @@ def cleaner(folders: list[Path]) -> Iterator[None]:
 
 
 def clean_up(folders: list[Path]) -> None:
-    """Wait until the processes of the job have ended, kill those that take long, and delete the folders."""
-    mark, until = f"{REPORTS}={folders[0]}/".encode(), time.monotonic() + _ORPHANS_S
-    while (pids := [pid for pid in _all_processes() if mark in _environment(pid)]) and time.monotonic() < until + _KILLED_S:
-        for pid in pids if time.monotonic() > until else ():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.2)
+    """End the processes of the job, and delete the folders."""
+    _end(lambda: list(processes_with(REPORTS, f"{folders[0]}/")))
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(find: Callable[[], list[Process]], wait: Callable[[], object] = lambda: time.sleep(0.2)) -> bool:
+    """Wait until the processes of the job that `find` finds have ended; kill those that take long. False if they live on.
+
+    `wait` lets a moment pass. Hazard: a process that waits for a file system that is gone does not even end by SIGKILL.
+    """
+    start = time.monotonic()
+    while found := find():
+        waited = time.monotonic() - start
+        if waited > _ORPHANS_S + _KILLED_S:
+            return False
+        for process in found if waited > _ORPHANS_S else ():
+            kill(process)
+        wait()
+    return True
 
 
 def run_again(options: argparse.Namespace, reports: Path, progress: Path) -> int:
@@ -238,7 +256,7 @@ class Job:
 
     def _tell_ranks(self, number: signal.Signals) -> bool:
         """Whether there are some. They have process groups of their own, which a terminal does not reach."""
-        ranks = [pid for pid in _children(self._process.pid) if _is_rank(pid)]
+        ranks = [process.pid for process in processes_with("OMPI_COMM_WORLD_RANK") if process.parent == self._process.pid]
         for pid in ranks:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -292,96 +310,45 @@ class Reports:
                 self.code = int(code)
                 self.since = time.monotonic()
             shown += text + b"\n" if text else b""
-        write(shown)
+        show(shown)
 
 
 def wait_for_guards() -> None:
     """Wait until the guards of the job's ranks have ended, which they do with their ranks; they have then reported."""
     until = time.monotonic() + _GUARDS_S
-    while any(_name(pid).startswith("shardrt-") for pid in _children(os.getpid())) and time.monotonic() < until:
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+    while any(process.is_guard for process in _children()) and time.monotonic() < until:
         time.sleep(0.02)
 
 
 def end_orphans() -> bool:
-    """Wait until the processes of the last job on this machine have ended; kill those that take long.
+    """End the processes of the last job on this machine.
 
     Hazard: if mpirun is killed, its ranks live a little longer, and could commit a checkpoint that the next job's ranks do not
-    expect. A process that waits for a file system that is gone does not even end by SIGKILL.
-    Returns whether a signal came meanwhile: this is then the end.
+    expect. Returns whether a signal came meanwhile: this is then the end.
     """
-    start = time.monotonic()
-    was_told = signal.sigtimedwait(PASSED_ON, 0) is not None
-    with suppress(ChildProcessError):  # there are none
-        while (waited := time.monotonic() - start) < _ORPHANS_S + _KILLED_S:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                if waited > _ORPHANS_S:
-                    _kill_children()
-                was_told |= signal.sigtimedwait(PASSED_ON, 0.05) is not None
+    told = [signal.sigtimedwait(PASSED_ON, 0)]
+    if not _end(_children, lambda: told.append(signal.sigtimedwait(PASSED_ON, 0.05))):
         report("processes of the last start do not end, not even by SIGKILL; they are left behind")
-    return was_told
+    return any(told)
 
 
-def _kill_children() -> None:
-    for pid in _children(os.getpid()):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:  # it has ended, or this kernel does not tell
-        return []
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text()
-    except OSError:
-        return ""
-
-
-def _is_rank(pid: int) -> bool:
-    return b"OMPI_COMM_WORLD_RANK=" in _environment(pid)
-
-
-def _environment(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has ended, or is another user's
-        return b""
-
-
-def _all_processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+def _children() -> list[Process]:
+    """The processes that this one is the parent of, orphans of the job included; those that have ended are collected."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    return [process for process in processes() if process.parent == os.getpid()]
 
 
 def report(message: str) -> None:
     """Write a line to standard error."""
-    write(f"shardrt.launch: {message}\n".encode())
+    show(f"shardrt.launch: {message}\n".encode())
 
 
-def write(lines: bytes) -> None:
-    """Write to standard error, but drop what nobody reads within a second.
-
-    Hazard: a write may block although there was room: others write to the same pipe. The alarm ends it.
-    """
-    signal.signal(signal.SIGALRM, _late)
+def show(lines: bytes) -> None:
+    """Write to standard error, but drop what nobody reads within a second."""
     with suppress(OSError):
-        signal.setitimer(signal.ITIMER_REAL, _WRITE_S)
-        try:
-            while lines:
-                select.select([], [2], [])
-                lines = lines[os.write(2, lines) :]
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-
-
-def _late(number: int, frame: object) -> None:
-    raise TimeoutError
+        write(2, lines)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..fingerprint import name_ranks
+from ..ending.words import name_ranks
 
 _WHEELS = [name.format(major) for name in ("cupy-cuda{}x", "nvidia-nccl-cu{}") for major in range(11, 16)]
 _BUILT_FOR = re.compile(rb"NCCL version \d+\.\d+\.\d+\+cuda(\d+)\.\d+")

@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from ..backend import Backend
 from ..calls import CollectiveCall, Counts, Op
-from ..fingerprint import name_ranks
+from ..ending.words import name_ranks
 from ..ranks import evenly_spaced
 from ..streams import Stream
 from .host_reduce import reduce_rows

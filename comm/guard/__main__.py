@@ -29,12 +29,12 @@ import sys
 from types import ModuleType
 
 if __name__ == "__main__":  # run by path: a package with nothing in it stands in for shardrt.comm, which imports torch
-    __package__ = "guard_alone"
-    sys.modules[__package__] = ModuleType(__package__)
-    sys.modules[__package__].__path__ = [os.path.dirname(os.path.abspath(__file__))]
+    sys.modules["comm_alone"] = ModuleType("comm_alone")
+    sys.modules["comm_alone"].__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    __package__ = "comm_alone.guard"
 
-from .node import VARIABLE, Place
-from .processes import LAUNCHED, standard_error
+from ..ending.processes import LAUNCHED, standard_error
+from .node import VARIABLE, RankPlace
 from .watch import Guard
 
 
@@ -48,7 +48,7 @@ def guard(pid: int, process: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
-        made = Guard(pid, process, Place(os.environ))
+        made = Guard(pid, process, RankPlace(os.environ))
     except (LookupError, ValueError, OSError):
         return
     made.watch()
@@ -59,7 +59,7 @@ def start(program: list[str]) -> None:
     pid = os.getpid()
     os.environ[LAUNCHED] = str(pid)
     try:
-        Place(os.environ)
+        RankPlace(os.environ)
         process = os.pidfd_open(pid)
     except (LookupError, ValueError, OSError, AttributeError):  # the last where Python was built for an older Linux
         os.execvp(program[0], program)

@@ -1,20 +1,14 @@
-"""What a guard sees of the ranks of its node: their processes, the phases of their guards, and their status table.
-
-The standard library only; see `__main__.py`.
-"""
+"""What a guard sees of the ranks of its node: their processes, the phases of their guards, and their status table."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import mmap
 import os
-import sys
 from collections.abc import Mapping
 from enum import Enum
-from struct import Struct
 
-from .processes import Process, launcher_of, processes, variable_of
+from ..ending.processes import Process, launcher_of, processes, variable_of
+from ..ending.status_table import StatusTable
 
 VARIABLE = "SHARDRT_GUARD"  # descriptor of the pipe to the guard, and process of the rank
 # The number of ranks, and the rank.
@@ -30,7 +24,7 @@ _LOCAL_RANKS = (
 )
 
 
-class Phase(Enum):
+class RankPhase(Enum):
     """How far the rank is; the value is the guard's process name, at most 15 characters."""
 
     START = "shardrt-start"
@@ -49,7 +43,7 @@ def launcher_variables(environment: Mapping[str, str]) -> tuple[str, str] | None
     return None
 
 
-class Place:
+class RankPlace:
     """The rank's place in its job, as the launcher's variables say it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -71,19 +65,19 @@ class Neighbour:
 
     def __init__(self, rank: int, process: Process) -> None:
         self.rank, self.process = rank, process
-        self.phase = Phase.START
+        self.phase = RankPhase.START
         self.cpu_s = 0.0  # that a rank which has not come has used, with its descendants
 
     @property
     def has_come(self) -> bool:
         """True if the rank is in init() or beyond."""
-        return self.phase is not Phase.START
+        return self.phase is not RankPhase.START
 
 
 class Node:
     """The ranks of the job on this machine: children of one process, the launcher's, with the variable of their rank."""
 
-    def __init__(self, parent: int, place: Place) -> None:
+    def __init__(self, parent: int, place: RankPlace) -> None:
         """parent: of the rank's process."""
         self._place = place
         self._ranks: dict[int, int] = {}  # by process
@@ -98,7 +92,7 @@ class Node:
         children = [process for process in found.values() if process.parent == self._launcher]
         ranks = {p.pid: Neighbour(rank, p) for p in children if (rank := self._rank_of(p)) is not None}
         starting = sum(1 for process in children if process.pid not in ranks and not process.is_ending)
-        phases = {phase.value: phase for phase in Phase if phase is not Phase.START}
+        phases = {phase.value: phase for phase in RankPhase if phase is not RankPhase.START}
         for process in [process for process in found.values() if process.name in phases]:
             top = process
             while top.pid not in ranks and top.parent in found:
@@ -127,73 +121,37 @@ class Node:
 
 def _cpu_s(process: Process, below: Mapping[int, list[Process]]) -> float:
     """Seconds that a process and its descendants have used, but for guards.   below: the children of each process."""
-    own = 0.0 if process.name.startswith("shardrt-") else process.cpu_s
+    own = 0.0 if process.is_guard else process.cpu_s
     return own + sum(_cpu_s(child, below) for child in below.get(process.pid, ()))
 
 
-class Table:
-    """The node's status table (`monitor/status_table.py`), as far as the guard reads it. Raises: OSError.
+class NodeStatus:
+    """The status table of the node, as its guards read it. Raises: OSError.
 
-    The rank `pid` sends the rest.   fd: its descriptor.   deadline_s: without a heartbeat.   held_s: the same, if no rank is in
-    an operation.   row_nbytes, header_nbytes, entry: the layout of a rank's row: the number of its process (eight bytes), its
-    heartbeat (eight), the descriptor of its stacks (four); after the header, entries of the format `entry`.   signal: that
-    makes a rank write its stacks.   ranks: of the node.
+    The rank `pid` sends the rest.   fd: its descriptor of the table.   deadline_s: without a heartbeat.   held_s: the same, if
+    no rank is in an operation.   ranks: of the node.
     """
 
-    def __init__(self, pid: int, fd: str, deadline_s: str, held_s: str, *layout: str) -> None:
-        row_nbytes, header_nbytes, entry, number, ranks = layout
-        self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        self._memory = mmap.mmap(self._fd, 0, prot=mmap.PROT_READ)
-        self._row_nbytes, self._header_nbytes, self._entry = int(row_nbytes), int(header_nbytes), Struct(entry)
-        self._heartbeats: list[bytes] = []
+    def __init__(self, pid: int, fd: str, deadline_s: str, held_s: str, ranks: str) -> None:
+        self.table = StatusTable(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        self._heartbeats: list[float] = []
         self.deadline_s, self.held_s = float(deadline_s), float(held_s)
-        self.signal, self.ranks = int(number), [int(rank) for rank in ranks.split(",")]
+        self.ranks = [int(rank) for rank in ranks.split(",")]
 
     def has_beaten(self) -> bool:
         """Whether any rank's watchdog has been awake since the last call."""
         before = self._heartbeats
-        self._heartbeats = [self._memory[at + 8 : at + 16] for at in range(0, len(self._memory), self._row_nbytes)]
+        self._heartbeats = [self.table.header(rank).seen for rank in range(self.table.size)]
         return self._heartbeats != before
-
-    def pid(self, rank: int) -> int:
-        """The process of a rank."""
-        return self._number(rank * self._row_nbytes, 8)
-
-    def stacks(self, rank: int) -> int:
-        """The descriptor of the file of a rank's stacks."""
-        return self._number(rank * self._row_nbytes + 16, 4)
-
-    def last_operation(self, rank: int) -> str:
-        """A rank's newest operation, in words."""
-        from .report import last_operation
-
-        return last_operation(self._entries(rank), self._entry)
 
     def is_in_operation(self) -> bool:
         """Whether a rank of the node is inside an operation."""
-        from .report import is_in_operation
-
-        return any(is_in_operation(self._entries(rank), self._entry) for rank in self.ranks)
+        return any(operation.is_under_way for rank in self.ranks for operation in self.table.operations(rank))
 
     def processes(self) -> dict[int, Process]:
         """The processes of the node's ranks that are there, by rank."""
         found = {}
         for rank in self.ranks:
             with contextlib.suppress(OSError):
-                found[rank] = Process(self.pid(rank))
+                found[rank] = Process(self.table.header(rank).pid)
         return found
-
-    def claim(self) -> bool:
-        """Whether no other process of this node reports the end of the job. None will until this process ends."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
-
-    def _entries(self, rank: int) -> bytes:
-        row = rank * self._row_nbytes
-        return self._memory[row + self._header_nbytes : row + self._row_nbytes]
-
-    def _number(self, at: int, nbytes: int) -> int:
-        return int.from_bytes(self._memory[at : at + nbytes], sys.byteorder)

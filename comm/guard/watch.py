@@ -9,12 +9,13 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 
-from .node import Neighbour, Node, Phase, Place, Table
-from .processes import Process
+from ..ending.processes import Process
+from ..ending.report import EXIT_CODE, code_of_job, report, tell_launcher
+from ..ending.stacks import stacks_of
+from ..ending.words import describe_end, describe_process, name_ranks, still_works
+from .node import Neighbour, Node, NodeStatus, RankPhase, RankPlace
 
-EXIT_CODE = 17
 _POLL_S = 1.0
 _SCAN_S = 2.0  # between two looks at the ranks of the node
 _OTHERS_SCAN_S = 10.0  # the same, of others than the first rank in init()
@@ -43,10 +44,10 @@ class Election:
         While another guard ends the job, it is none. Hazard: a launcher may let the other ranks live when that guard has killed
         its own, as `srun` does by default: some time later the next guard follows.
         """
-        ending = {n.rank for n in neighbours.values() if n.phase is Phase.ENDING}
+        ending = {n.rank for n in neighbours.values() if n.phase is RankPhase.ENDING}
         ending |= {rank for rank in self._overdue if rank not in neighbours or neighbours[rank].process.is_ending}
         self._ending_s = self._ending_s + elapsed_s if ending else 0.0
-        overdue = {n.rank for n in neighbours.values() if n.phase is Phase.OVERDUE and _waits(n)}
+        overdue = {n.rank for n in neighbours.values() if n.phase is RankPhase.OVERDUE and _waits(n)}
         self._overdue |= overdue
         return (not ending or self._ending_s > _ENDING_S) and self._rank == min(overdue, default=self._rank)
 
@@ -54,20 +55,20 @@ class Election:
 def _waits(neighbour: Neighbour) -> bool:
     """Whether a rank is in init(), and can go on."""
     process = neighbour.process
-    return neighbour.phase in (Phase.INIT, Phase.OVERDUE) and not process.is_stopped and not process.is_ending
+    return neighbour.phase in (RankPhase.INIT, RankPhase.OVERDUE) and not process.is_stopped and not process.is_ending
 
 
 class Guard:
-    """Guards the process `pid`, of the descriptor `process`, until one of them ends. Raises: OSError if it is gone already."""
+    """Guards the process `pid`, of the descriptor `process`, until one of them ends. Raises: OSError if it has ended."""
 
-    def __init__(self, pid: int, process: int, place: Place) -> None:
+    def __init__(self, pid: int, process: int, place: RankPlace) -> None:
         self._pid, self._process, self._place = pid, process, place
         self._host = os.uname().nodename
         self._pmi = _descriptor("PMI_FD") if place.is_hydras else None  # Slurm's speaks another protocol
         _keep_only({0, 2, self._process} | ({1, self._pmi} if self._pmi is not None else set()))
         # Hazard: the rank itself has no environment to be read while it starts its program, and when it has ended.
         self._node = Node(Process(pid).parent, place)
-        self._table: Table | None = None
+        self._status: NodeStatus | None = None
         self._pending = b""  # the beginning of a message
         self._limit_s, self._patience_s, self._code = float("inf"), float("inf"), EXIT_CODE
         self._worked: dict[int, tuple[float, float]] = {}  # by rank: the CPU time it had used, and how long this one had waited
@@ -76,7 +77,7 @@ class Guard:
         self._election = Election(place.rank)
         self._scan_s, self._since_scan_s = _SCAN_S, 0.0
         self._gone_from_s = float("inf")  # of the wait in init()
-        self._set_phase(Phase.START)
+        self._set_phase(RankPhase.START)
 
     def watch(self) -> None:
         """Return when the rank has ended, or needs no guard any more."""
@@ -84,8 +85,8 @@ class Guard:
         poll.register(self._process, select.POLLIN)
         poll.register(0, select.POLLIN)
         before = time.monotonic()
-        while self.phase is not Phase.DONE:
-            ready = [fd for fd, _ in poll.poll(None if self.phase is Phase.START else _POLL_S * 1000)]
+        while self.phase is not RankPhase.DONE:
+            ready = [fd for fd, _ in poll.poll(None if self.phase is RankPhase.START else _POLL_S * 1000)]
             if 0 in ready:
                 if not self._read():
                     poll.unregister(0)
@@ -109,34 +110,34 @@ class Guard:
         return bool(data)
 
     def _on_start(self) -> None:
-        self._set_phase(Phase.START)  # init() has raised an exception, which the program may have caught
+        self._set_phase(RankPhase.START)  # init() has raised an exception, which the program may have caught
 
     def _on_init(self, limit_s: str, patience_s: str) -> None:
         self._limit_s, self._patience_s = float(limit_s), float(patience_s)
         self._worked, self._absent_s, self._told = {}, 0.0, 0
         self._scan_s = 0.0  # at once: what the others use is counted from now on
-        self._set_phase(Phase.INIT)
+        self._set_phase(RankPhase.INIT)
 
     def _on_table(self, *arguments: str) -> None:
         with contextlib.suppress(OSError):  # the rank has ended since
-            self._table = Table(self._pid, *arguments)
+            self._status = NodeStatus(self._pid, *arguments)
 
     def _on_run(self) -> None:
-        self._set_phase(Phase.RUN)
+        self._set_phase(RankPhase.RUN)
 
     def _on_end(self, code: str) -> None:
         self._code = int(code)
-        _reports().tell_launcher(self._code, [""])
-        self._set_phase(Phase.ENDING)
+        tell_launcher(self._code, [""])
+        self._set_phase(RankPhase.ENDING)
 
     def _on_done(self) -> None:
-        self._set_phase(Phase.DONE)
+        self._set_phase(RankPhase.DONE)
 
-    def _set_phase(self, phase: Phase) -> None:
+    def _set_phase(self, phase: RankPhase) -> None:
         self._waited_s = 0.0
         self._show(phase)
 
-    def _show(self, phase: Phase) -> None:
+    def _show(self, phase: RankPhase) -> None:
         self.phase = phase
         with open("/proc/self/comm", "w") as file:
             file.write(phase.value)
@@ -148,11 +149,11 @@ class Guard:
             if Process(self._pid).is_stopped:  # maybe with the whole job; if not, another rank's guard counts
                 return
         self._waited_s += elapsed_s
-        if self.phase in (Phase.INIT, Phase.OVERDUE):
+        if self.phase in (RankPhase.INIT, RankPhase.OVERDUE):
             self._look_at_start(elapsed_s)
-        elif self.phase is Phase.RUN and self._table is not None:
-            self._look_at_table(self._table)
-        elif self.phase is Phase.ENDING and self._waited_s > _ENDING_S:
+        elif self.phase is RankPhase.RUN and self._status is not None:
+            self._look_at_status(self._status)
+        elif self.phase is RankPhase.ENDING and self._waited_s > _ENDING_S:
             self._end_job(self._code)
 
     def _look_at_start(self, elapsed_s: float) -> None:
@@ -168,16 +169,16 @@ class Guard:
         is_overdue &= has_gone or not self._all_work(absent) or self._waited_s >= self._patience_s
         is_mine = self._election.is_mine(neighbours, self._since_scan_s)
         self._since_scan_s = 0.0
-        if is_overdue and self.phase is Phase.OVERDUE and is_mine:
-            self._show(Phase.ENDING)
+        if is_overdue and self.phase is RankPhase.OVERDUE and is_mine:
+            self._show(RankPhase.ENDING)
             self._end_job(EXIT_CODE, *self._start_report(neighbours))
-        self._show(Phase.OVERDUE if is_overdue else Phase.INIT)
+        self._show(RankPhase.OVERDUE if is_overdue else RankPhase.INIT)
         first = min((rank for rank, neighbour in neighbours.items() if _waits(neighbour)), default=self._place.rank)
         if not is_overdue and first == self._place.rank and self._waited_s >= self._limit_s * (self._told + 1):
             self._told = int(self._waited_s // self._limit_s)
             waits = f"waited {self._waited_s:.0f} s in shardrt.init() for "
             ranks = [neighbour.rank for neighbour in absent]
-            _reports().report(None, self._place.rank, [waits + _reports().still_works(ranks, self._patience_s)])
+            report(None, self._place.rank, [waits + still_works(ranks, self._patience_s)])
         # Cost: 128 guards that looked at 3,000 processes every two seconds would take three cores.
         often_s = _POLL_S if is_overdue else _SCAN_S
         self._scan_s = often_s if has_gone or first == self._place.rank else _OTHERS_SCAN_S
@@ -194,7 +195,7 @@ class Guard:
         return self._waited_s < self._limit_s + worked_s
 
     def _start_report(self, neighbours: Mapping[int, Neighbour]) -> list[str]:
-        words, host = _reports(), f"host {self._host}"
+        host = f"host {self._host}"
         limit_s, variable = self._limit_s, "SHARDRT_START_TIMEOUT"
         if self._waited_s >= self._patience_s:
             limit_s, variable = self._patience_s, "SHARDRT_PATIENCE"
@@ -202,10 +203,10 @@ class Guard:
         came = [rank for rank, neighbour in neighbours.items() if neighbour.has_come]
         count = max(self._node.local_size or 0, len(neighbours))
         ranks = range(self._place.size) if count == self._place.size else neighbours.keys()
-        described = {rank: words.describe_process(neighbour.process.pid) for rank, neighbour in neighbours.items()}
+        described = {rank: describe_process(neighbour.process.pid) for rank, neighbour in neighbours.items()}
         lines = [
             f"waited {self._waited_s:.0f} s in shardrt.init() ({limit}, {variable})",
-            f"{host}: {len(came)} of {count} ranks came to shardrt.init(): {words.name_ranks(came)}",
+            f"{host}: {len(came)} of {count} ranks came to shardrt.init(): {name_ranks(came)}",
             *(f"missing rank {rank}: {host}, {described.get(rank, 'ended')}" for rank in ranks if rank not in came),
         ]
         stopped = [rank for rank in came if neighbours[rank].process.is_stopped]
@@ -215,28 +216,28 @@ class Guard:
             lines.append(f"the ranks that did not come are on other hosts{elsewhere}")
         return lines
 
-    def _look_at_table(self, table: Table) -> None:
+    def _look_at_status(self, status: NodeStatus) -> None:
         """End the job when every watchdog of the node has been silent for long, unless all ranks are stopped.
 
         Their ranks hold Python's lock in C code, or are stopped, or the watchdogs have ended. Hazard: where nobody waits in an
         operation, that C code may just take long: to parse a large file, for example.
         """
-        if table.has_beaten():
+        if status.has_beaten():
             self._waited_s = 0.0
-        if self._waited_s < table.deadline_s or (self._waited_s < table.held_s and not table.is_in_operation()):
+        if self._waited_s < status.deadline_s or (self._waited_s < status.held_s and not status.is_in_operation()):
             return
+        table, ranks = status.table, status.ranks
         if not table.claim():
             return
-        words = _reports()
-        ranks = [rank for rank, process in table.processes().items() if process.will_run()]
-        pids = [table.pid(rank) for rank in ranks]
-        stacks = words.stacks(pids, [table.stacks(rank) for rank in ranks], table.signal, _FLUSH_S)
+        rows = {rank: table.header(rank) for rank in ranks}
+        running = [rank for rank, process in status.processes().items() if process.will_run()]
+        stacks = stacks_of({rank: rows[rank] for rank in running}, _FLUSH_S)
         self._end_job(
             EXIT_CODE,
-            f"host {self._host}: no watchdog of {words.name_ranks(table.ranks)} has been awake for {self._waited_s:.0f} s "
+            f"host {self._host}: no watchdog of {name_ranks(ranks)} has been awake for {self._waited_s:.0f} s "
             "(SHARDRT_TIMEOUT): they hold Python's lock in C code, or are stopped",
-            *(f"rank {rank}: {words.describe_process(table.pid(rank))}; {table.last_operation(rank)}" for rank in table.ranks),
-            *(line for rank, lines in zip(ranks, stacks, strict=True) for line in (f"stacks of rank {rank}:", *lines)),
+            *(f"rank {rank}: {describe_process(row.pid)}; {table.last_operation(rank)}" for rank, row in rows.items()),
+            *stacks,
         )
 
     # ------------------------------------------------------------------ the end
@@ -247,11 +248,11 @@ class Guard:
             code = Process(self._pid).exit_code()
         except OSError:
             code = None  # the launcher has taken it already
-        if self.phase is Phase.ENDING:
+        if self.phase is RankPhase.ENDING:
             self._end_job(self._code)
-        elif (self.phase is Phase.START and not code) or self._is_by_launcher(code, is_first=is_first):
+        elif (self.phase is RankPhase.START and not code) or self._is_by_launcher(code, is_first=is_first):
             return
-        elif self.phase is not Phase.RUN:
+        elif self.phase is not RankPhase.RUN:
             self._has_ended_at_start(code, is_first=is_first)
         else:
             self._has_ended_in_run(code)
@@ -282,34 +283,34 @@ class Guard:
         speaks = self._place.is_first and self._place.local_size != self._place.size and code not in _PASSED_ON
         speaks |= is_first and code == -signal.SIGKILL
         if speaks or self._others_live():
-            where = "before" if self.phase is Phase.START else "in"
-            self._end_job(_code_of_job(code), f"{self._describe(code)} {where} shardrt.init()")
+            where = "before" if self.phase is RankPhase.START else "in"
+            self._end_job(code_of_job(code), f"{self._describe(code)} {where} shardrt.init()")
         elif is_first:
-            _reports().tell_launcher(_code_of_job(code), [""])
+            tell_launcher(code_of_job(code), [""])
 
     def _has_ended_in_run(self, code: int | None) -> None:
-        last = "" if self._table is None else f"; {self._table.last_operation(self._place.rank)}"
+        last = "" if self._status is None else f"; {self._status.table.last_operation(self._place.rank)}"
         line = f"{self._describe(code)} before shardrt.finalize(){last}"
         if code is None and self._pmi is None:  # if it is not 0, the launcher ends the job; else the ranks that wait do
-            _reports().report(None, self._place.rank, [line])
-        elif self._table is None or self._table.claim():
-            self._end_job(_code_of_job(code), line)
+            report(None, self._place.rank, [line])
+        elif self._status is None or self._status.table.claim():
+            self._end_job(code_of_job(code), line)
 
     def _others_live(self) -> bool:
         """Whether another rank of this machine lives, and has not been killed: of the node, if the others cannot be seen."""
         others = self._node.others()
-        if self._table is not None and not self._node.is_visible:
-            others = [process for rank, process in self._table.processes().items() if rank != self._place.rank]
+        if self._status is not None and not self._node.is_visible:
+            others = [process for rank, process in self._status.processes().items() if rank != self._place.rank]
         return any(other.will_run() for other in others)
 
     def _describe(self, code: int | None) -> str:
-        return f"host {self._host}, pid {self._pid}, {_reports().describe_end(code)}"
+        return f"host {self._host}, pid {self._pid}, {describe_end(code)}"
 
     def _end_job(self, code: int, *lines: str) -> None:
         """Report, end the job, and this process."""
         if lines:
             first = f"{lines[0]}; ending the job with exit code {code}"
-            _reports().report(code, self._place.rank, [first, *lines[1:]])
+            report(code, self._place.rank, [first, *lines[1:]])
             time.sleep(_FLUSH_S)
         ended = select.poll()
         ended.register(self._process, select.POLLIN)
@@ -320,18 +321,6 @@ class Guard:
         if not ended.poll(0):
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
         sys.exit()
-
-
-def _code_of_job(code: int | None) -> int:
-    """The exit code of a job that a rank has ended."""
-    return EXIT_CODE if not code else code if code > 0 else 128 - code
-
-
-def _reports() -> ModuleType:
-    """What is imported only to report."""
-    from . import report
-
-    return report
 
 
 def _descriptor(variable: str) -> int | None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from time import monotonic, process_time, thread_time
 
-from ..guard.processes import Process
+from ..ending.processes import Process, children
 
 _SHARE = 0.01  # of a core: less is what threads use that only look for something
 _WINDOW_S = 1.0
@@ -48,18 +46,12 @@ def _of_children() -> float:
     """Seconds that all descendants have used, those that have ended included; without the guard."""
     ended = os.times()
     found = ended.children_user + ended.children_system
-    pids = list(_children("self"))
+    pids = children(os.getpid())
     while pids:
         pid = pids.pop()
         with contextlib.suppress(OSError):  # it has ended
             process = Process(pid)
-            if not process.name.startswith("shardrt-"):
+            if not process.is_guard:
                 found += process.cpu_s
-                pids += _children(str(pid))
+                pids += children(pid)
     return found
-
-
-def _children(pid: str) -> Iterator[int]:
-    with contextlib.suppress(OSError):  # it has ended, or this kernel does not tell
-        for task in Path("/proc", pid, "task").iterdir():
-            yield from map(int, (task / "children").read_text().split())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..calls import CallList, CollectiveCall, Counts, Failure, Hook, MismatchError, RemoteError
-from ..fingerprint import name_ranks
+from ..ending.words import name_ranks
 
 _NEVER_COMPARED = frozenset({"finalize", "rejoin"})
 _SHOWN = 8  # pairs of ranks, in a message

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 import queue
-import select
 import signal
 import socket
 import sys
@@ -22,39 +21,13 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from ..guard.report import write_error
+from ..ending.report import EXIT_CODE, flush_output, is_read, log
 from .guarding import RankGuard
 from .timing import Timing
 
 _PR_SET_PDEATHSIG = 1
 _exit = os._exit
-EXIT_CODE = 17
 NOTHING = "no communication"
-_WRITE_S = 3.0  # for someone to read what is written to standard output or error
-
-
-def log(rank: int, *lines: str) -> None:
-    """Write lines to standard error, in one write if they are short, so that lines of several ranks do not mix.
-
-    Never raises, and gives up after a few seconds: standard error may be closed, or a pipe that nobody reads.
-    """
-    text = "".join(f"[{rank}] {line}\n" for line in (f"rank {rank}: {lines[0]}", *lines[1:]))
-    with contextlib.suppress(OSError):
-        write_error(text.encode(errors="backslashreplace"), _WRITE_S)
-
-
-def _is_read(fd: int, seconds: float) -> bool:
-    """False if what has been written to the descriptor is not read for so long."""
-    ready = select.poll()
-    ready.register(fd, select.POLLOUT)
-    return bool(ready.poll(1000 * seconds))
-
-
-def flush_output() -> None:
-    """Flush standard output, unless nobody reads it. Never raises: it may be closed, a full disk, or None."""
-    with contextlib.suppress(Exception):
-        if _is_read(1, _WRITE_S):
-            sys.stdout.flush()
 
 
 @contextlib.contextmanager
@@ -114,7 +87,7 @@ class Aborter:
             return
         flush_output()
         with contextlib.suppress(OSError):
-            if not _is_read(2, 0.0):  # `log` has waited; the abort writes a line of its own
+            if not is_read(2, 0.0):  # `log` has waited; the abort writes a line of its own
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         # Hazard: on an abort mpirun drops output that it has not passed on yet, such as a report.
         time.sleep(self._timing.flush_s)
@@ -129,6 +102,18 @@ class Aborter:
     def _act(self) -> None:
         if (act := self._acts.get()) is not None:
             act()
+
+
+_installed: ExitHandlers | None = None
+
+
+def end_rank(rank: int, code: int, title: str, trace: list[str]) -> NoReturn:
+    """Report, and end the job; this process alone, if it has no other ranks, or has left them."""
+    if _installed is not None:
+        _installed.end(code, title, trace)
+    log(rank, title, *"".join(trace).splitlines())
+    flush_output()
+    _exit(code)
 
 
 class Deferred(ABC):
@@ -151,6 +136,8 @@ class ExitHandlers:
     def __init__(
         self, rank: int, aborter: Aborter, under_way: Callable[[], str], dump: Callable[[str], object], timing: Timing
     ) -> None:
+        global _installed
+        _installed = self
         self._rank = rank
         self._timing = timing
         self._aborter = aborter
@@ -182,6 +169,8 @@ class ExitHandlers:
 
     def forget(self) -> None:
         """Restore the hooks and handlers. A forked child needs no more than this: it must not end its parent's job."""
+        global _installed
+        _installed = None
         sys.excepthook, threading.excepthook = self._hooks
         setattr(os, "_exit", _exit)  # noqa: B010
         if self._taken:
@@ -190,23 +179,7 @@ class ExitHandlers:
             if signal.getsignal(number) == self._ours[number]:
                 signal.signal(number, handler)
 
-    # ------------------------------------------------------------------ exceptions
-
-    def _on_exception(self, kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> None:
-        code, title = (130, "interrupted (SIGINT)") if issubclass(kind, KeyboardInterrupt) else (1, "uncaught exception")
-        self._end(code, title, traceback.format_exception(kind, value, trace))
-
-    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is SystemExit:  # threads may end with it
-            return
-        name = args.thread.name if args.thread else "?"
-        trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-        self._end(1, f"uncaught exception in thread '{name}'", trace)
-
-    def _on_exit(self, code: int) -> NoReturn:
-        self._end(code or EXIT_CODE, f"os._exit({code}) before shardrt.finalize()", traceback.format_stack())
-
-    def _end(self, code: int, title: str, trace: list[str]) -> NoReturn:
+    def end(self, code: int, title: str, trace: list[str]) -> NoReturn:
         """Report, and end the job. Only the first thread that calls it does."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()
@@ -218,6 +191,22 @@ class ExitHandlers:
         finally:
             log(self._rank, *lines)
             self._aborter.end_job(code)
+
+    # ------------------------------------------------------------------ exceptions
+
+    def _on_exception(self, kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> None:
+        code, title = (130, "interrupted (SIGINT)") if issubclass(kind, KeyboardInterrupt) else (1, "uncaught exception")
+        self.end(code, title, traceback.format_exception(kind, value, trace))
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is SystemExit:  # threads may end with it
+            return
+        name = args.thread.name if args.thread else "?"
+        trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        self.end(1, f"uncaught exception in thread '{name}'", trace)
+
+    def _on_exit(self, code: int) -> NoReturn:
+        self.end(code or EXIT_CODE, f"os._exit({code}) before shardrt.finalize()", traceback.format_stack())
 
     # ------------------------------------------------------------------ signals
 
@@ -247,9 +236,9 @@ class ExitHandlers:
                 continue
             where = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
             if number[0] == signal.SIGTERM:
-                self._end(143, "terminated (SIGTERM)", where)
+                self.end(143, "terminated (SIGTERM)", where)
             elif not self._interrupted.wait(self._timing.interrupt_s) and self._under_way() != NOTHING:
-                self._end(130, "interrupted (SIGINT)", where)
+                self.end(130, "interrupted (SIGINT)", where)
             self._interrupted.clear()
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -257,4 +246,4 @@ class ExitHandlers:
         raise KeyboardInterrupt
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
-        self._end(143, "terminated (SIGTERM)", traceback.format_stack(frame))
+        self.end(143, "terminated (SIGTERM)", traceback.format_stack(frame))

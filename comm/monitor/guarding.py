@@ -8,10 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..guard.node import VARIABLE, Place
-from ..guard.processes import LAUNCHED, is_launched
-from ..guard.report import REPORTS
-from .status_table import LAYOUT
+from ..ending.processes import LAUNCHED, is_launched
+from ..ending.report import REPORTS
+from ..guard.node import VARIABLE, RankPlace
 from .timing import Timing
 
 
@@ -43,15 +42,12 @@ class RankGuard:
             self._send("start")
             raise
 
-    def share_table(self, fd: int, stacks_signal: int, timing: Timing, ranks: Sequence[int]) -> None:
-        """Let the guard read the status table of the node of these ranks, by this process's descriptor `fd`.
-
-        stacks_signal: makes a rank write its stacks.
-        """
+    def share_table(self, fd: int, timing: Timing, ranks: Sequence[int]) -> None:
+        """Let the guard read the status table of the node of these ranks, by this process's descriptor `fd`."""
         # The watchdogs of other nodes are to report first.
         deadline_s = timing.timeout_s + timing.settle_nodes_s + timing.report_s
         held_s = max(deadline_s, timing.held_s)
-        self._send(f"table {fd} {deadline_s} {held_s} {LAYOUT} {stacks_signal} {','.join(map(str, ranks))}")
+        self._send(f"table {fd} {deadline_s} {held_s} {','.join(map(str, ranks))}")
 
     def end(self, code: int) -> None:
         """The rank has reported a failure, and ends the job with this exit code."""
@@ -87,7 +83,7 @@ def _start() -> int | None:
     if not sys.executable or hasattr(sys, "frozen"):
         return None
     try:
-        Place(os.environ)
+        RankPlace(os.environ)
         process = os.pidfd_open(os.getpid())
     except (LookupError, ValueError, OSError, AttributeError):  # the last where Python was built for an older Linux
         return None

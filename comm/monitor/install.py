@@ -15,10 +15,11 @@ from ..calls import Hook
 from ..communicator import Communicator
 from ..control import abort_all, remove_hooks
 from ..dumps import DumpFolder
+from ..ending.report import log
 from ..recorder import Recorder
 from ..settings import Settings
 from .check import CallCheck
-from .exit_handlers import Aborter, ExitHandlers, log
+from .exit_handlers import Aborter, ExitHandlers
 from .guarding import RankGuard
 from .timing import Timing
 from .watchdog import Watchdog

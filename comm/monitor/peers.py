@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .stacks import Stacks, read_stacks, request_stacks
-from .states import Alarm, Phase
-from .status_table import Table, process_letter
+from ..ending.processes import has_ended, state_of
+from ..ending.stacks import Stacks, stacks_of
+from ..ending.status_table import Alarm, ProgramPhase, StatusTable
+from ..ending.words import describe_state
 from .timing import Timing
 from .waits import AFTER_EXCEPTION, Wait, has_reached
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_PROCESS_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "gone", "D": "in the kernel"}
 _SILENT_EXCHANGES = 3
-_LEFT = (Phase.LEAVING, Phase.FINISHED)
+_LEFT = (ProgramPhase.LEAVING, ProgramPhase.FINISHED)
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class RankProcess:
     """A rank's process."""
 
     node: int  # lowest rank of its node
@@ -33,16 +33,16 @@ class Process:
     table: int  # file descriptor of the node's table, on its first rank
 
 
-def share_table(comm: MPI.Intracomm, node: int, stacks: Stacks) -> tuple[Table, list[Process]]:
+def share_table(comm: MPI.Intracomm, node: int, stacks: Stacks) -> tuple[StatusTable, list[RankProcess]]:
     """Open the node's table, which its first rank creates. Collective over all ranks. Returns: the table, all processes.
 
     Raises: RuntimeError on every rank if one of them cannot open it.
     """
-    made = Table.create(comm.Get_size()) if comm.Get_rank() == node else -1
-    processes = comm.allgather(Process(node, socket.gethostname(), os.getpid(), made))
+    made = StatusTable.create(comm.Get_size()) if comm.Get_rank() == node else -1
+    processes = comm.allgather(RankProcess(node, socket.gethostname(), os.getpid(), made))
     first = processes[node]
     try:
-        table, error = Table(os.open(f"/proc/{first.pid}/fd/{first.table}", os.O_RDWR), comm.Get_size()), None
+        table, error = StatusTable(os.open(f"/proc/{first.pid}/fd/{first.table}", os.O_RDWR)), None
         table.introduce(comm.Get_rank(), stacks.fd)
     except OSError as problem:
         error = problem
@@ -79,7 +79,7 @@ def check_namespaces(comm: MPI.Intracomm, node: int) -> None:
 class Heartbeats:
     """Which nodes do not send their rows: the first rank of each does, through rank 0. Clocks of nodes may differ."""
 
-    def __init__(self, table: Table, nodes: Sequence[Sequence[int]], timing: Timing) -> None:
+    def __init__(self, table: StatusTable, nodes: Sequence[Sequence[int]], timing: Timing) -> None:
         self._table = table
         self._most_s = _SILENT_EXCHANGES * timing.interval_s
         self._seen = {node[0]: 0.0 for node in nodes}
@@ -103,7 +103,7 @@ class Heartbeats:
 class Peers:
     """The ranks, as rank `rank` sees them. here: those of its node.   nodes: the ranks of each node, that of rank 0 first."""
 
-    def __init__(self, rank: int, table: Table, processes: Sequence[Process], timing: Timing) -> None:
+    def __init__(self, rank: int, table: StatusTable, processes: Sequence[RankProcess], timing: Timing) -> None:
         self.processes = processes
         nodes = sorted({process.node for process in processes})
         self.nodes = [[r for r, process in enumerate(processes) if process.node == node] for node in nodes]
@@ -117,8 +117,8 @@ class Peers:
         return [rank for rank in wait.ranks if not any(has_reached(o, wait) for o in self._table.operations(rank))]
 
     def is_lost(self, rank: int) -> bool:
-        """True if the rank makes no more calls: it has left its program or a block of `agree()`, or its process is gone."""
-        if self._table.header(rank).phase in _LEFT or self._process_state(rank) in "XZ":
+        """True if the rank makes no more calls: it has left its program or a block of `agree()`, or its process has ended."""
+        if self._table.header(rank).phase in _LEFT or has_ended(self._process_state(rank)):
             return True
         return any(o.what == AFTER_EXCEPTION and o.ended != o.count for o in self._table.operations(rank))
 
@@ -133,31 +133,22 @@ class Peers:
     def describe(self, rank: int) -> str:
         """A rank, its process, and its last operation."""
         process, header = self.processes[rank], self._table.header(rank)
-        condition = _PROCESS_STATES.get(self._process_state(rank), "running")
+        condition = describe_state(self._process_state(rank), "running")
         if header.phase in _LEFT:
             condition = f"has left its program, after {header.note}"
         elif condition == "running" and (silent := time.time() - header.seen) > (
             self._timing.silent_s if rank in self.here else self._timing.silent_nodes_s
         ):
             condition = f"running, but its watchdog has been silent for {silent:.0f} s"
-        last = max(self._table.operations(rank), key=lambda operation: operation.since, default=None)
-        return f"rank {rank}: host {process.host}, pid {process.pid}, {condition}; {last or 'no operation yet'}"
+        return f"rank {rank}: host {process.host}, pid {process.pid}, {condition}; {self._table.last_operation(rank)}"
 
     def stacks_here(self) -> list[str]:
         """The stacks of this rank, and of those of its node that did not raise the alarm. Takes `settle_s` seconds."""
         headers = {rank: self._table.header(rank) for rank in self.here}
-        silent = [rank for rank, row in headers.items() if row.alarm is Alarm.NONE and row.phase is not Phase.FINISHED]
+        silent = [rank for rank, row in headers.items() if row.alarm is Alarm.NONE and row.phase is not ProgramPhase.FINISHED]
         ranks = [*(rank for rank in silent if rank != self._rank), self._rank]
-        for rank in ranks:
-            if self._process_state(rank) not in "XZ":
-                request_stacks(headers[rank].pid)
-        time.sleep(self._timing.settle_s)
-        lines = []
-        for rank in ranks:
-            stacks = read_stacks(headers[rank].pid, headers[rank].stacks)
-            lines += [f"stacks of rank {rank}:", *(f"  {line}" for line in stacks)]
-        return lines
+        return stacks_of({rank: headers[rank] for rank in ranks}, self._timing.settle_s)
 
     def _process_state(self, rank: int) -> str:
         header = self._table.header(rank)
-        return process_letter(header.pid) if rank in self.here else header.process
+        return state_of(header.pid) if rank in self.here else header.state

@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..ending.status_table import StatusTable
 from .link import TOKEN_NBYTES, Link, LinkError
-from .status_table import Table
 from .timing import Timing
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class SideChannel:
     missing: on rank 0, the first ranks of the nodes that could not be connected.
     """
 
-    def __init__(self, comm: MPI.Intracomm, table: Table, nodes: Sequence[Sequence[int]], timing: Timing) -> None:
+    def __init__(self, comm: MPI.Intracomm, table: StatusTable, nodes: Sequence[Sequence[int]], timing: Timing) -> None:
         rank = comm.Get_rank()
         self._table = table
         self._interval_s = timing.interval_s

@@ -2,7 +2,7 @@
 
 A row has two states, each with one writer, so that neither can overwrite the other.
 
-`Phase`, of the program, written by the rank's main thread:
+`ProgramPhase`, of the program, written by the rank's main thread:
 
     STARTING -> RUNNING <-> LEAVING -> FINISHED
 
@@ -32,33 +32,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import Protocol
 
+from ..ending.status_table import Alarm, ProgramPhase
 from .timing import Timing
 
 
-class Phase(IntEnum):
-    """Where a rank's program is."""
-
-    STARTING = 0
-    RUNNING = 1
-    LEAVING = 2  # it has reached its end
-    FINISHED = 3  # so has every other rank's
-
-
-class Alarm(IntEnum):
-    """What a rank's watchdog has found."""
-
-    NONE = 0
-    RAISED = 1  # an operation is overdue
-    FOLLOWED = 2  # it has written what it knows, for the report of another rank
-    COMMITTED = 3  # it ends the job, and writes the report
-    REPORTED = 4  # the report is written
-
-
 class Rows(Protocol):
-    """The states of all ranks; `Table` has them in shared memory."""
+    """The states of all ranks; `StatusTable` has them in shared memory."""
 
     def alarms(self) -> bytes:
         """Every rank's alarm."""
@@ -66,7 +48,7 @@ class Rows(Protocol):
     def set_alarm(self, rank: int, alarm: Alarm) -> None:
         """Set the alarm of a rank."""
 
-    def set_phase(self, rank: int, phase: Phase) -> None:
+    def set_phase(self, rank: int, phase: ProgramPhase) -> None:
         """Set the phase of a rank."""
 
     def claim(self) -> bool:
@@ -122,7 +104,7 @@ class Decision:
             if self._is_ending or max(self.rows.alarms()) >= (Alarm.RAISED if patient else Alarm.FOLLOWED):
                 return False
             self._has_finished = True
-            self.rows.set_phase(self._rank, Phase.FINISHED)
+            self.rows.set_phase(self._rank, ProgramPhase.FINISHED)
             return True
 
     def look(self, elapsed: float, overdue: Overdue | None, cut_off: bool = False) -> Move:

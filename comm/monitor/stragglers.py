@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from time import monotonic
 
-from .status_table import Table, TimeInside
+from ..ending.status_table import StatusTable, TimeInside
 from .timing import Timing
 
 _SLICES = 6  # in a window; the median over them is what counts, so that a checkpoint or a pause does not
@@ -55,7 +55,7 @@ class _Slice:
 class Stragglers:
     """The part of one rank: it records its own progress; rank 0 also compares that of all."""
 
-    def __init__(self, table: Table, rank: int, timing: Timing, inside: TimeInside) -> None:
+    def __init__(self, table: StatusTable, rank: int, timing: Timing, inside: TimeInside) -> None:
         self._table = table
         self._rank = rank
         self._slice_s = timing.straggler_s

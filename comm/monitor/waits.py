@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..calls import CallList, Member, Work
+from ..ending.status_table import WHAT_NBYTES, Operation, StatusEntry
 from ..recorder import is_past
-from .status_table import WHAT_NBYTES, Operation, StatusEntry
 
 AFTER_EXCEPTION = "agree, after an exception"  # of all ranks: this one makes no other call before they come there
 

@@ -1,14 +1,15 @@
 """No silent hang: a thread on every rank that ends the job, with a report, when an operation takes too long or cannot end.
 
-Each rank writes what it does into the status table (`status_table.py`), and its watchdog checks the rank's own operations
-several times a second. An operation is overdue after SHARDRT_TIMEOUT seconds (600; 0: never), or after a few seconds if it
-waits for a rank that has left its program or whose process is gone, or at once if its communicator has an error on the GPU;
-while all ranks that it waits for work (`activity.py`), or wait for ranks that do, only after SHARDRT_PATIENCE (3600). Then the
-rank raises the alarm in its row. If the operation does not come through meanwhile, one of the ranks that raised it writes the
-report, with the stacks of the ranks of its node (`states.py` says which one, and when); each rank writes its flight recorder's
-dump; the job ends with exit code 17.
+Each rank writes what it does into the status table (`ending/status_table.py`), and its watchdog checks the rank's own
+operations several times a second. An operation is overdue after SHARDRT_TIMEOUT seconds (600; 0: never), or after a few seconds
+if it waits for a rank that has left its program or whose process has ended, or at once if its communicator has an error on the
+GPU; while all ranks that it waits for work (`activity.py`), or wait for ranks that do, only after SHARDRT_PATIENCE (3600). Then
+the rank raises the alarm in its row. If the operation does not come through meanwhile, one of the ranks that raised it writes
+the report, with the stacks of the ranks of its node (`states.py` says which one, and when); each rank writes its flight
+recorder's dump; the job ends with exit code 17.
 
-A rank that is stopped, or runs C code that holds the GIL, cannot report; other ranks report it, with its stacks (`stacks.py`).
+A rank that is stopped, or runs C code that holds the GIL, cannot report; other ranks report it, with its stacks
+(`ending/stacks.py`).
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from ..calls import BLOCKING, CallList, CollectiveCall, Failure, Hook, Member, Work
-from ..fingerprint import name_ranks
-from ..guard.report import still_works
+from ..ending.report import EXIT_CODE, log
+from ..ending.stacks import Stacks
+from ..ending.status_table import ENTRIES, Alarm, ProgramPhase, StatusEntry, TimeInside
+from ..ending.words import name_ranks, still_works
 from ..recorder import Recorder
 from ..streams import is_capturing, observe
 from .activity import Activity
-from .exit_handlers import EXIT_CODE, NOTHING, Aborter, log
+from .exit_handlers import NOTHING, Aborter
 from .guarding import RankGuard
 from .peers import Heartbeats, Peers, share_table
 from .sidechannel import SideChannel
-from .stacks import STACKS_SIGNAL, Stacks
-from .states import Alarm, Decision, Move, Phase
-from .status_table import ENTRIES, StatusEntry, TimeInside
+from .states import Decision, Move
 from .stragglers import Stragglers
 from .timing import Timing
 from .waits import Overdue, Wait, Watched
@@ -119,16 +120,16 @@ class Watchdog(Hook):
 
     def share_table(self, guard: RankGuard) -> None:
         """Let the guard of this rank read the status table."""
-        guard.share_table(self._table.fd, STACKS_SIGNAL, self._timing, self._peers.here)
+        guard.share_table(self._table.fd, self._timing, self._peers.here)
 
     def leave(self) -> None:
         """This rank's program has reached its end: an operation that waits for it will never complete."""
         self._table.set_note(self._rank, self._recorder.last_call())
-        self._table.set_phase(self._rank, Phase.LEAVING)
+        self._table.set_phase(self._rank, ProgramPhase.LEAVING)
 
     def stay(self) -> None:
         """All ranks have reached the end of their programs, and something is left to do."""
-        self._table.set_phase(self._rank, Phase.RUNNING)
+        self._table.set_phase(self._rank, ProgramPhase.RUNNING)
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:

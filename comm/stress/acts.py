@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -116,24 +114,3 @@ def fail_in_agree(scene: Scene) -> None:
         if scene.is_victim:
             fail()
         scene.all_reduce(8)
-
-
-def make_nan(scene: Scene) -> None:
-    model = torch.nn.Linear(4, 4).to(scene.world.device)
-    _shardrt().fully_shard(model)
-    model(torch.ones(2, 4, device=scene.world.device)).sum().backward()
-    if scene.is_victim and model.weight.grad is not None:
-        model.weight.grad.mul_(float("nan"))
-    _shardrt().clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-
-
-def diverge(scene: Scene) -> None:
-    model = torch.nn.Linear(4, 4, device=scene.world.device)
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, 2.0 if scene.is_victim else 1.0)
-    _shardrt().check_replicas(model)
-
-
-def _shardrt() -> Any:
-    """The package above this one, which needs comm only but for the rows of a model."""
-    return importlib.import_module("shardrt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -51,15 +52,18 @@ def _possible(names: Sequence[str], site: Site) -> list[Fault]:
 
 
 def _share_jobs(faults: Sequence[Fault]) -> list[list[Fault]]:
-    """The faults of each job: calls that raise on every rank share one."""
-    calls = [fault for fault in faults if fault.when is When.CALL]
-    return [*([fault] for fault in faults if fault.when is not When.CALL), *([calls] if calls else [])]
+    """The faults of each job: calls of one program that raise on every rank share one."""
+    calls: dict[str, list[Fault]] = defaultdict(list)
+    for fault in faults:
+        if fault.when is When.CALL:
+            calls[fault.program].append(fault)
+    return [*([fault] for fault in faults if fault.when is not When.CALL), *calls.values()]
 
 
 def _run_job(site: Site, way: Way, faults: list[Fault], victim: int, options: Options) -> Ending:
     names = ",".join(fault.name for fault in faults)
     flags = ["--inject", "--fault", names, "--fault-rank", str(victim), "--fault-after", str(options.fault_after)]
-    return run_job([*site.command(way, options.number), *flags], faults[0], options.number)
+    return run_job([*site.command(way, faults[0].program, options.number), *flags], faults[0], options.number)
 
 
 def _of_call(ending: Ending, fault: Fault) -> Ending:

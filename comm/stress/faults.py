@@ -1,4 +1,6 @@
-"""The faults of one rank and what the job must do about each: the rows of the table in docs/failures.md.
+"""The faults of one rank and what the job must do about each: the rows of the table in docs/failures.md, but for two.
+
+Those two need a model: `shardrt/stress.py` has them.
 
 What the job must do is written twice: for people in `must`, for `fault.judge` in `codes` and `says`.
 """
@@ -54,6 +56,7 @@ class Fault:
     guard_says: str = ""  # under MPICH, the rest of the line: other launchers may collect the rank before its guard can
     is_unread: bool = False  # nobody reads the job's stderr, its dumps are read instead. A bare launcher waits for a reader
     shm: str | None = None  # the size of /dev/shm
+    program: str = "shardrt.comm.stress"  # the module that knows this fault
 
 
 _before = partial(Fault, when=When.BEFORE)
@@ -205,20 +208,6 @@ _ROWS = (
         _ON_EVERY_RANK.format("RemoteError") + "the traceback",
         acts.fail_in_agree,
         says="RemoteError.*rank VICTIM raised ValueError: injected",
-    ),
-    _call(
-        "nan",
-        "has a gradient that is not finite, in `clip_grad_norm_(..., error_if_nonfinite=True)`",
-        "raises on **every** rank, naming rank and parameters",
-        acts.make_nan,
-        says=r"weight.* rank VICTIM\b",
-    ),
-    _call(
-        "diverged",
-        "has other values in a replica, in `check_replicas(model, optimizer)`",
-        "raises on **every** rank, naming rank and parameter",
-        acts.diverge,
-        says=r"rank VICTIM\b",
     ),
     Fault(
         "shm",

@@ -11,13 +11,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import IO
 
+from ..ending.processes import kill, processes_with
 from .faults import WATCHDOG, Fault, When
 
 TIMEOUT_S, START_TIMEOUT_S = 3, 6
@@ -68,12 +69,11 @@ class Site:
             return cls("Open MPI", "mpirun", (mpirun, "--bind-to", "none", "--oversubscribe", "-n"))
         return cls("MPICH", "mpirun", (mpirun, "-n"))
 
-    def command(self, way: Way, ranks: int) -> list[str]:
-        """The command line that starts `ranks` of this program."""
-        program = ["-m", "shardrt.comm.stress"]
+    def command(self, way: Way, program: str, ranks: int) -> list[str]:
+        """The command line that starts `ranks` of a module."""
         if way is Way.LAUNCH:
-            return [sys.executable, "-m", "shardrt.launch", "--launcher", self.launcher, "-n", str(ranks), *program]
-        return [*self.bare, str(ranks), sys.executable, *program]
+            return [sys.executable, "-m", "shardrt.launch", "--launcher", self.launcher, "-n", str(ranks), "-m", program]
+        return [*self.bare, str(ranks), sys.executable, "-m", program]
 
     def why_not(self, fault: Fault) -> str | None:
         """Why the fault cannot be had here; None if it can."""
@@ -180,22 +180,11 @@ def _read(file: IO[str]) -> str:
 def _left(token: str, wait_s: float) -> list[str]:
     """The processes of a job that are still there after some seconds."""
     until = time.time() + wait_s
-    while (found := _processes(token)) and time.time() < until:
+    while (found := list(processes_with(_TOKEN, token))) and time.time() < until:
         time.sleep(0.1)
-    return [f"{name} (pid {pid})" for pid, name in found.items()]
+    return [f"{process.name} (pid {process.pid})" for process in found]
 
 
 def _kill(token: str) -> None:
-    for pid in _processes(token):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _processes(token: str) -> Mapping[int, str]:
-    """The names of the processes with this token in their environment, by pid."""
-    mark, found = f"{_TOKEN}={token}".encode(), {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if mark in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "comm").read_text().strip()
-    return found
+    for process in processes_with(_TOKEN, token):
+        kill(process)

@@ -16,9 +16,9 @@ import torch
 from ranks import DEADLINE_S, on_ranks, rank_environment, run_script, site
 from shardrt.comm import World
 from shardrt.comm.binding import SharedGpuError, bind_device, locate
-from shardrt.comm.guard import processes
-from shardrt.comm.guard.node import Node, Place
-from shardrt.comm.guard.processes import Process, launcher_of, variable_of
+from shardrt.comm.ending import processes
+from shardrt.comm.ending.processes import Process, launcher_of, variable_of
+from shardrt.comm.guard.node import Node, RankPlace
 from shardrt.launch import Mpi
 
 pytestmark = pytest.mark.mpi
@@ -262,7 +262,7 @@ def test_only_what_the_launcher_has_started_may_read_a_rank(monkeypatch: pytest.
         assert launcher_of(rank, "PMI_RANK", "3") == os.getpid()
         monkeypatch.setattr(processes, "variable_of", variable_to_others)
         assert launcher_of(rank, "PMI_RANK", "3") == 0
-        unseen = Node(rank, Place({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4"}))
+        unseen = Node(rank, RankPlace({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4"}))
         assert not unseen.is_visible
         assert unseen.local_size is None  # not all four are to be seen
         monkeypatch.setattr(processes, "Process", Slurmstepd)

@@ -417,7 +417,7 @@ def test_ranks_that_are_late() -> None:
     source = """
 import os, signal, time
 import shardrt
-from shardrt.comm.monitor.states import Alarm
+from shardrt.comm.ending.status_table import Alarm
 
 world = shardrt.init("cpu")
 watchdog = next(hook for hook in world.comm.hooks if type(hook).__name__ == "Watchdog")

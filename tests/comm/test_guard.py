@@ -20,11 +20,10 @@ from pathlib import Path
 import pytest
 
 from ranks import DEADLINE_S, run_job, run_script, site
-from shardrt.comm.guard.node import Neighbour, Phase, Place
-from shardrt.comm.guard.processes import Process
+from shardrt.comm.ending.processes import Process
+from shardrt.comm.guard.node import Neighbour, RankPhase, RankPlace
 from shardrt.comm.guard.watch import Election
 from shardrt.comm.monitor.guarding import RankGuard
-from shardrt.comm.monitor.status_table import LAYOUT
 from shardrt.launch import Mpi
 
 GUARD = Path(__file__).parents[2] / "comm" / "guard" / "__main__.py"
@@ -71,9 +70,9 @@ def table(deadline_s=60, is_under_way=True, ranks="0,1"):
     for pid in (os.getppid(), os.getpid()):
         entry = struct.pack("<Q24sqqqd64s", 1, b"world", not is_under_way, 1, 7, time.time(), b"all_reduce")
         os.write(fd, (struct.pack("<qdi", pid, 0.0, -1).ljust(256, b"\\0") + entry).ljust(2176, b"\\0"))
-    return f"table {fd} {deadline_s} 60 LAYOUT 0 {ranks}"  # no signal makes them write stacks
+    return f"table {fd} {deadline_s} 60 {ranks}"
 time.sleep(max(0.0, float(os.environ["AT"]) - time.time()))
-""".replace("LAYOUT", LAYOUT)
+"""
 WAIT = "time.sleep(20)"
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 LATE = f"""
@@ -204,9 +203,9 @@ JOBS = {
             r"\[1\] rank 0: pid \d+, .*; in #7 all_reduce on 'world', begun \S+ s ago",
             r"\[1\] rank 1: pid \d+, asleep.*; in #7 all_reduce on 'world', begun \S+ s ago",
             r"\[1\] stacks of rank 0:",
-            r"\[1\] \(none: .*\)",
+            r"\[1\]   \(none: .*\)",
             r"\[1\] stacks of rank 1:",
-            r"\[1\] \(none: .*\)",
+            r"\[1\]   \(none: .*\)",
         ),
     ),
 }
@@ -256,18 +255,18 @@ def test_places() -> None:
         (slurm | {"PMI_SIZE": "6", "PMI_RANK": "0"}, (6, 0, True, 2)),  # MPICH under Slurm
         (slurm | {"PMI_SIZE": ""}, (6, 0, True, 2)),
     ):
-        place = Place(environment)
+        place = RankPlace(environment)
         assert (place.size, place.rank, place.is_first, place.local_size) == expected
         assert place.is_hydras == ("MPI_LOCALNRANKS" in environment)
     for uneven in ("3,2,1", "2(x2),1", "3(x2),2(x2)"):
-        assert Place(slurm | {"SLURM_STEP_TASKS_PER_NODE": uneven}).local_size is None
+        assert RankPlace(slurm | {"SLURM_STEP_TASKS_PER_NODE": uneven}).local_size is None
     wrong: dict[str, str]
     for wrong in ({}, allocation, {"PMI_SIZE": "1", "PMI_RANK": "0"}, {"PMI_SIZE": "2"}, {"PMI_SIZE": "x", "PMI_RANK": "0"}):
         with pytest.raises((LookupError, ValueError)):
-            Place(wrong)
+            RankPlace(wrong)
 
 
-def _node(**phases: Phase) -> dict[int, Neighbour]:
+def _node(**phases: RankPhase) -> dict[int, Neighbour]:
     """Ranks r0, r1, ... in these phases; their processes are alive."""
     node = {int(name[1:]): Neighbour(int(name[1:]), Process(os.getpid())) for name in phases}
     for neighbour, phase in zip(node.values(), phases.values(), strict=True):
@@ -278,10 +277,10 @@ def _node(**phases: Phase) -> dict[int, Neighbour]:
 def test_who_ends_the_job_in_init() -> None:
     """A rank that waits for longer does not wait for a lower one; if the launcher lets the others live, the next follows."""
     first, second = Election(1), Election(2)
-    assert first.is_mine(_node(r0=Phase.INIT, r1=Phase.OVERDUE, r2=Phase.OVERDUE), 1.0)
-    assert not second.is_mine(_node(r0=Phase.INIT, r1=Phase.OVERDUE, r2=Phase.OVERDUE), 1.0)
-    assert not second.is_mine(_node(r0=Phase.INIT, r1=Phase.ENDING, r2=Phase.OVERDUE), 1.0)
-    alone = _node(r0=Phase.INIT, r2=Phase.OVERDUE)
+    assert first.is_mine(_node(r0=RankPhase.INIT, r1=RankPhase.OVERDUE, r2=RankPhase.OVERDUE), 1.0)
+    assert not second.is_mine(_node(r0=RankPhase.INIT, r1=RankPhase.OVERDUE, r2=RankPhase.OVERDUE), 1.0)
+    assert not second.is_mine(_node(r0=RankPhase.INIT, r1=RankPhase.ENDING, r2=RankPhase.OVERDUE), 1.0)
+    alone = _node(r0=RankPhase.INIT, r2=RankPhase.OVERDUE)
     assert [second.is_mine(alone, 2.0) for _ in range(8)] == 7 * [False] + [True]
 
 

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks import run_script
+from shardrt.comm.ending.status_table import StatusTable
 from shardrt.comm.monitor import sidechannel
 from shardrt.comm.monitor.link import TOKEN_NBYTES, Link, LinkError
 from shardrt.comm.monitor.sidechannel import SideChannel, accept, connect, inflate
-from shardrt.comm.monitor.status_table import Table
 from shardrt.comm.monitor.timing import Timing
 
 TOKEN = bytes(range(TOKEN_NBYTES))
@@ -308,7 +308,7 @@ class Rank:
 ROW = 100
 
 
-class Rows(Table):
+class Rows(StatusTable):
     """A table of small rows in this process alone; of other ranks' rows it knows nothing yet."""
 
     def __init__(self, size: int, rank: int) -> None:

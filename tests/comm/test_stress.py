@@ -21,12 +21,12 @@ from shardrt.comm import Communicator, PreMulSum, ReduceOp, Work, World
 from shardrt.comm.calls import Op
 from shardrt.comm.stress import report, soak, sweep
 from shardrt.comm.stress.fault import judge
-from shardrt.comm.stress.faults import FAULTS
 from shardrt.comm.stress.jobs import Ending, Way
 from shardrt.comm.stress.options import parse
 from shardrt.comm.stress.problem import COLLECTIVES, Problem, bus_factor
 from shardrt.comm.stress.report import Table
 from shardrt.comm.stress.sweep import Result, Row, draw
+from shardrt.stress import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTS = ((2, 0, 5), (1, 3, 0), (0, 0, 7))
@@ -342,17 +342,17 @@ def test_soak_finds_what_is_wrong(world: World) -> None:
 
 
 def run_faults(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardrt.comm.stress", "--fault", *arguments, "--fault-after", "5"]
+    command = [sys.executable, "-m", "shardrt.stress", "--fault", *arguments, "--fault-after", "5"]
     return subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=550, check=False)
 
 
 def test_a_job_with_a_fault() -> None:
-    """Calls that raise share a job; a second job is killed."""
-    done = run_faults("kill,mismatch,skip")
+    """Calls of one program that raise share a job; another job is killed."""
+    done = run_faults("kill,mismatch,skip,diverged")
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^(\S+) on rank 1 of 2, shardrt.launch: exit code (\d+), [\d.]+ s after the fault$", done.stdout, re.M)
-    assert [name for name, _ in found] == ["kill", "mismatch", "skip"]
-    assert found[0][1] != found[1][1] == found[2][1] == "0"
+    assert [name for name, _ in found] == ["kill", "mismatch", "skip", "diverged"]
+    assert found[0][1] != "0" == found[1][1] == found[2][1] == found[3][1]
 
 
 @pytest.mark.all

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardrt.comm.monitor.states import Alarm, Decision, Move, Phase
+from shardrt.comm.ending.status_table import Alarm, ProgramPhase
+from shardrt.comm.monitor.states import Decision, Move
 from shardrt.comm.monitor.timing import Timing
 
 NODES = [0, 0, 1, 1]
@@ -60,8 +61,8 @@ class Rank:
     def set_alarm(self, rank: int, alarm: Alarm) -> None:
         self.view.alarms[rank] = alarm
 
-    def set_phase(self, rank: int, phase: Phase) -> None:
-        assert phase is Phase.FINISHED
+    def set_phase(self, rank: int, phase: ProgramPhase) -> None:
+        assert phase is ProgramPhase.FINISHED
 
     def claim(self) -> bool:
         if self.view.holder is None:

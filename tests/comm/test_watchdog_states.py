@@ -25,10 +25,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrt.comm import bootstrap
-from shardrt.comm.guard.report import write
-from shardrt.comm.monitor import exit_handlers, status_table, stragglers
-from shardrt.comm.monitor.states import Alarm, Decision, Move, Phase
-from shardrt.comm.monitor.status_table import StatusEntry, Table, TimeInside
+from shardrt.comm.ending import report, status_table
+from shardrt.comm.ending.report import write
+from shardrt.comm.ending.status_table import Alarm, ProgramPhase, StatusEntry, StatusTable, TimeInside
+from shardrt.comm.monitor import exit_handlers, stragglers
+from shardrt.comm.monitor.states import Decision, Move
 from shardrt.comm.monitor.stragglers import Comparison, Progress, Straggler, Stragglers
 from shardrt.comm.monitor.timing import Timing
 
@@ -65,7 +66,7 @@ class Rows:
     """The rows of all ranks in plain memory."""
 
     def __init__(self, size: int) -> None:
-        self.alarm, self.phase = bytearray(size), bytearray([Phase.RUNNING] * size)
+        self.alarm, self.phase = bytearray(size), bytearray([ProgramPhase.RUNNING] * size)
         self.holder: int | None = None
 
     def of(self, rank: int) -> RankRows:
@@ -86,9 +87,9 @@ class RankRows:
         assert rank == self.rank, "only its own rank writes a row"
         self.shared.alarm[rank] = alarm
 
-    def set_phase(self, rank: int, phase: Phase) -> None:
+    def set_phase(self, rank: int, phase: ProgramPhase) -> None:
         assert rank == self.rank, "only its own rank writes a row"
-        assert self.shared.phase[rank] != Phase.FINISHED, "nothing follows FINISHED"
+        assert self.shared.phase[rank] != ProgramPhase.FINISHED, "nothing follows FINISHED"
         self.shared.phase[rank] = phase
 
     def claim(self) -> bool:
@@ -194,10 +195,10 @@ class Model:
             case Do.OPERATE:
                 r.inside = True
             case Do.LEAVE:
-                r.decision.rows.set_phase(r.rank, Phase.LEAVING)
+                r.decision.rows.set_phase(r.rank, ProgramPhase.LEAVING)
                 r.inside = True
             case Do.STAY:
-                r.decision.rows.set_phase(r.rank, Phase.RUNNING)
+                r.decision.rows.set_phase(r.rank, ProgramPhase.RUNNING)
                 r.at += 1
             case Do.FINISH:
                 r.at += r.decision.finish()
@@ -266,13 +267,15 @@ class Model:
         """In every state."""
         assert self.reports <= 1, "one report a job"
         if any(map(self._ends, self.ranks)):
-            assert Phase.FINISHED not in self.rows.phase, "a rank that has finished in order with all others is never ended"
+            assert ProgramPhase.FINISHED not in self.rows.phase, (
+                "a rank that has finished in order with all others is never ended"
+            )
         assert sum(alarm >= Alarm.COMMITTED for alarm in self.rows.alarm) <= 1
 
     def check_end(self) -> None:
         """When no rank can make a step."""
-        if Phase.FINISHED in self.rows.phase:
-            assert set(self.rows.phase) == {Phase.FINISHED}
+        if ProgramPhase.FINISHED in self.rows.phase:
+            assert set(self.rows.phase) == {ProgramPhase.FINISHED}
             assert all(r.at == len(r.program) for r in self.ranks)
         else:
             assert all(map(self._ends, self.ranks)), "a job hangs"
@@ -332,15 +335,15 @@ def test_interleavings_of_three_ranks(data: st.DataObject, left_out: int, rank: 
 
 def test_a_row_has_one_writer_for_each_state() -> None:
     """What the main thread writes leaves the alarm, and the reverse; a note is cut, and may hold names of any bytes."""
-    table = Table(Table.create(2), 2)
+    table = StatusTable(StatusTable.create(2))
     table.introduce(0, 3)
     table.introduce(1, 4)
     table.set_alarm(1, Alarm.RAISED)
     table.set_note(1, "#3 barrier, caf\udce9.py:7" + 300 * "x")
-    table.set_phase(1, Phase.FINISHED)
+    table.set_phase(1, ProgramPhase.FINISHED)
     table.set_waited(1, 1.5, 7)
     row = table.header(1)
-    assert (row.phase, row.alarm, row.stacks, row.waited, row.operations) == (Phase.FINISHED, Alarm.RAISED, 4, 1.5, 7)
+    assert (row.phase, row.alarm, row.stacks, row.waited, row.operations) == (ProgramPhase.FINISHED, Alarm.RAISED, 4, 1.5, 7)
     assert row.note.startswith("#3 barrier, caf\\udce9.py:7xxx")
     assert len(row.note) == 200
     assert table.alarms() == bytes([Alarm.NONE, Alarm.RAISED])
@@ -349,8 +352,8 @@ def test_a_row_has_one_writer_for_each_state() -> None:
 
 
 def test_one_process_of_a_node_holds_the_claim() -> None:
-    fd = Table.create(2)
-    first, second = (Table(os.open(f"/proc/self/fd/{fd}", os.O_RDWR), 2) for _ in range(2))
+    fd = StatusTable.create(2)
+    first, second = (StatusTable(os.open(f"/proc/self/fd/{fd}", os.O_RDWR)) for _ in range(2))
     os.close(fd)
     assert first.claim()
     assert first.claim()
@@ -422,7 +425,7 @@ def simulated(waits: list[list[tuple[int, int]]], step_ms: int, share: float) ->
     clock = mock.Mock(return_value=0.0)
     named: list[Straggler | None] = []
     with mock.patch.object(status_table, "time", clock), mock.patch.object(stragglers, "monotonic", clock):
-        table = Table(Table.create(len(waits)), len(waits))
+        table = StatusTable(StatusTable.create(len(waits)))
         inside = [TimeInside() for _ in waits]
         parts = [Stragglers(table, rank, Timing(straggler=share, straggler_s=2.0), own) for rank, own in enumerate(inside)]
         events: list[tuple[float, Any]] = []
@@ -497,7 +500,7 @@ def fail_in_thread(err: int, dump: int) -> NoReturn:
         raise ValueError("caf\udce9")
 
     os.dup2(err, 2)
-    exit_handlers._WRITE_S = 0.1
+    report._READ_S = 0.1
     aborter = mock.Mock(end_job=exit_handlers._exit)
     exit_handlers.ExitHandlers(0, aborter, lambda: "nothing", lambda why: os.write(dump, json.dumps(why).encode()), Timing())
     threading.Thread(target=fail, name="loader").start()
@@ -528,7 +531,7 @@ def fail_at_exit(err: int) -> NoReturn:
     os.dup2(err, 2)
     sys.stdout.close()
     with (
-        mock.patch.object(exit_handlers, "_WRITE_S", 0.1),
+        mock.patch.object(report, "_READ_S", 0.1),
         mock.patch.object(bootstrap, "finalize", side_effect=ValueError("caf\udce9")),
     ):
         bootstrap._finalize_at_exit()

@@ -25,7 +25,6 @@ import pytest
 from ranks import rank_environment, site, wait_for
 from shardrt import launch, stale_files, supervisor
 from shardrt.comm import settings
-from shardrt.comm.guard import report
 from shardrt.comm.monitor.exit_handlers import handler_kept
 from shardrt.launch import Job, Launcher, LaunchError, Mpi, Site
 from slurm import BATCH_FILE, Slurm, copy_batch_file, slurm_environment
@@ -550,8 +549,7 @@ def test_the_exit_code_of_a_job_is_that_of_its_first_failure(ends: str, reported
 
 
 def test_launcher_and_run_use_one_variable() -> None:
-    assert launch.PROGRESS == supervisor.PROGRESS == settings.PROGRESS
-    assert supervisor.REPORTS == report.REPORTS
+    assert launch.PROGRESS == settings.PROGRESS
 
 
 def allow_interrupts() -> None:
@@ -652,7 +650,7 @@ def test_a_process_that_cannot_be_killed_is_left_behind() -> None:
     source = f"""
         import runpy, subprocess, time
         end_orphans = runpy.run_path({supervisor.__file__!r})["end_orphans"]
-        end_orphans.__globals__.update(_ORPHANS_S=0.0, _KILLED_S=0.2, _kill_children=lambda: None)
+        end_orphans.__globals__.update(_ORPHANS_S=0.0, _KILLED_S=0.2, kill=lambda process: None)
         with subprocess.Popen(["sleep", "100"]) as child:
             assert not end_orphans()
             child.kill()
@@ -711,8 +709,8 @@ def test_a_launcher_whose_messages_nobody_reads_ends(tmp_path: Path) -> None:
 
 def test_a_pipe_that_others_fill_holds_up_no_message() -> None:
     reader, writer = os.pipe()
-    source = f"import runpy; write = runpy.run_path({supervisor.__file__!r})['write']; write.__globals__['_WRITE_S'] = 0.1"
-    command = [sys.executable, "-S", "-c", f"{source}; write(bytes(1 << 20))"]
+    source = f"import runpy; runpy.run_path({supervisor.__file__!r})['show'](bytes(1 << 20))"
+    command = [sys.executable, "-S", "-c", source]
     subprocess.run(command, stderr=writer, timeout=DEADLINE_S, check=True)
     os.close(reader)
     os.close(writer)

@@ -25,7 +25,7 @@ from torch.nn.modules import module as torch_module
 
 from ...batch_norm import check_converted
 from ...comm import DeviceMesh
-from ...comm.fingerprint import name_ranks
+from ...comm.ending.words import name_ranks
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import group_of
 from ..gather.extension import ExtensionGather, check_methods, local_of, methods_of

@@ -1,4 +1,4 @@
-"""What /proc says of the processes of this machine: ranks, their launcher, and those between. The standard library only."""
+"""What /proc says of the processes of this machine: ranks, their launcher, and those between. It also kills them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import stat
 from collections.abc import Iterator, Mapping
 
 LAUNCHED = "SHARDRT_LAUNCHED"  # the process that shardrt.launch has started as a rank, until its init()
+GUARDS = "shardrt-"  # how the names of guards begin
+_ENDED = "ZX"  # states
 _PF_EXITING = 0x4
 _TICKS = os.sysconf("SC_CLK_TCK")
 # Names of processes, at most 15 characters.
@@ -36,15 +38,16 @@ def _has_no_name(path: str) -> bool:
 
 
 class Process:
-    """What /proc/PID/stat says of a process. Raises: OSError if it is gone."""
+    """What /proc/PID/stat says of a process. Raises: OSError if there is none of this number any more."""
 
     def __init__(self, pid: int) -> None:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             self.name, _, rest = file.read().partition("(")[2].rpartition(")")
         fields = rest.split()
         self.pid, self.state, self.parent = pid, fields[0], int(fields[1])
-        self.is_ending = self.state in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+        self.is_ending = has_ended(self.state) or bool(int(fields[6]) & _PF_EXITING)
         self.is_stopped = self.state in "Tt"
+        self.is_guard = self.name.startswith(GUARDS)
         self._status = int(fields[49])
         self.cpu_s = sum(map(int, fields[11:15])) / _TICKS  # that it has used, with children that it has waited for
 
@@ -68,6 +71,44 @@ def processes() -> Iterator[Process]:
         if name.isdecimal():
             with contextlib.suppress(OSError):
                 yield Process(int(name))
+
+
+def has_ended(state: str) -> bool:
+    """Whether a process in this state has ended."""
+    return state in _ENDED
+
+
+def state_of(pid: int) -> str:
+    """The state of a process, as a letter; X if there is none of this number any more."""
+    try:
+        return Process(pid).state
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def children(pid: int) -> list[int]:
+    """The numbers of the children of a process; none if it has ended, or this kernel does not tell. Cost: 10 us each thread."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def kill(process: Process) -> None:
+    """Send SIGKILL to a process, if it is still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def processes_with(variable: str, start: str = "") -> Iterator[Process]:
+    """The processes that have an environment variable whose value begins so. They are this user's."""
+    for process in processes():
+        with contextlib.suppress(OSError):  # it is another user's, or has ended
+            value = variable_of(process.pid, variable)
+            if value is not None and value.startswith(start):
+                yield process
 
 
 def variable_of(pid: int, name: str) -> str | None:

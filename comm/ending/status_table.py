@@ -10,70 +10,102 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 from struct import Struct
 from time import time
 
-from ..guard.processes import Process
-from .states import Alarm, Phase
+from .processes import state_of
 
 _ROW_NBYTES = 2176
-_HEADER = Struct("<qdiBc200sBdId")  # pid, seen, stacks, phase, process, note, alarm, waited, operations, idle
-_SEEN_AT, _PHASE_AT, _PROCESS_AT, _NOTE_AT, _ALARM_AT, _WAITED_AT, _IDLE_AT = 8, 20, 21, 22, 222, 223, 235
+_HEADER = Struct("<qdiBc200sBdId")  # pid, seen, stacks, phase, state, note, alarm, waited, operations, idle
+_SEEN_AT, _PHASE_AT, _STATE_AT, _NOTE_AT, _ALARM_AT, _WAITED_AT, _IDLE_AT = 8, 20, 21, 22, 222, 223, 235
 _NOTE_NBYTES, _HEADER_NBYTES = 200, 256
 WHAT_NBYTES = 64
 _ENTRY = Struct(f"<Q24sqqqd{WHAT_NBYTES}s")  # key, communicator, ended, count, number, since, what
 _BEGUN = Struct(f"<qqd{WHAT_NBYTES}s")
 _ENDED_AT, _BEGUN_AT = 32, 40
 _SEEN, _COUNT, _WAITED, _IDLE = Struct("<d"), Struct("<q"), Struct("<dI"), Struct("<d")
-LAYOUT = f"{_ROW_NBYTES} {_HEADER_NBYTES} {_ENTRY.format}"  # for the guard, which does not import this file
 ENTRIES = (_ROW_NBYTES - _HEADER_NBYTES) // _ENTRY.size
 
 
-@dataclass(frozen=True, slots=True)
+class ProgramPhase(IntEnum):
+    """Where a rank's program is. Its main thread writes it."""
+
+    STARTING = 0
+    RUNNING = 1
+    LEAVING = 2  # it has reached its end
+    FINISHED = 3  # so has every other rank's
+
+
+class Alarm(IntEnum):
+    """What a rank's watchdog has found. `monitor/states.py` says who raises it when, and what then follows."""
+
+    NONE = 0
+    RAISED = 1  # an operation is overdue
+    FOLLOWED = 2  # it has written what it knows, for the report of another rank
+    COMMITTED = 3  # it ends the job, and writes the report
+    REPORTED = 4  # the report is written
+
+
 class Header:
-    """The header of a rank's row."""
+    """The header of a rank's row. Cost: no dataclass, whose import would take as long as a guard's whole start.
 
-    pid: int
-    seen: float  # when its watchdog was last awake, in seconds since the epoch
-    stacks: int  # descriptor of the file that a signal makes it write its stacks to
-    phase: Phase
-    process: str  # its state in /proc, as its node's first rank saw it
-    note: str  # its last call, once it is LEAVING
-    alarm: Alarm
-    waited: float  # seconds that it has been inside operations
-    operations: int  # that it has begun
-    idle: float  # seconds since it, or a rank that it waits for, has worked; negative: that it is still given
+    seen: when its watchdog was last awake, in seconds since the epoch.   stacks: descriptor of the file that a signal makes it
+    write its stacks to.   state: of its process in /proc, as its node's first rank saw it.   note: its last call, once it is
+    LEAVING.   waited: seconds that it has been inside operations.   operations: that it has begun.   idle: seconds since it, or
+    a rank that it waits for, has worked; negative: that it is still given.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        seen: float,
+        stacks: int,
+        phase: int,
+        state: bytes,
+        note: bytes,
+        alarm: int,
+        waited: float,
+        operations: int,
+        idle: float,
+    ) -> None:
+        self.pid, self.seen, self.stacks = pid, seen, stacks
+        self.phase, self.alarm = ProgramPhase(phase), Alarm(alarm)
+        self.state, self.note = state.decode(), _text(note)
+        self.waited, self.operations, self.idle = waited, operations, idle
 
 
-@dataclass(frozen=True, slots=True)
 class Operation:
-    """The newest operation of a rank on one communicator."""
+    """The newest operation of a rank on one communicator.
 
-    key: int
-    comm: str
-    ended: int
-    count: int  # number of operations so far; equal to `ended` when the newest one is done
-    number: int
-    since: float
-    what: str
+    count: number of operations so far; equal to `ended` when the newest one is done.
+    """
+
+    def __init__(self, key: int, comm: bytes, ended: int, count: int, number: int, since: float, what: bytes) -> None:
+        self.key, self.ended, self.count, self.number, self.since = key, ended, count, number, since
+        self.comm, self.what = _text(comm), _text(what)
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if the rank is inside it."""
+        return self.ended != self.count
 
     def __str__(self) -> str:
-        state = "last" if self.ended == self.count else "in"
+        state = "in" if self.is_under_way else "last"
         return f"{state} #{self.number} {self.what} on '{self.comm}', begun {time() - self.since:.1f} s ago"
 
 
-class Table:
+class StatusTable:
     """The rows of all ranks. fd: descriptor of the memory, which the node's first rank has created; the table closes it.
 
     Hazard: the claim belongs to the open file: each process opens the memory itself, and no descriptor is handed on.
     """
 
-    def __init__(self, fd: int, size: int) -> None:
-        self.size = size
+    def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._memory = mmap.mmap(fd, _ROW_NBYTES * size)
+        self._memory = mmap.mmap(fd, 0)
+        self.size = len(self._memory) // _ROW_NBYTES
 
     def close(self) -> None:
         """Free the memory. Its entries must not be used any more."""
@@ -89,10 +121,10 @@ class Table:
 
     def introduce(self, rank: int, stacks: int) -> None:
         """Fill in the header of this process's row."""
-        values = os.getpid(), time(), stacks, Phase.RUNNING, b"R", b"", Alarm.NONE, 0.0, 0, 0.0
+        values = os.getpid(), time(), stacks, ProgramPhase.RUNNING, b"R", b"", Alarm.NONE, 0.0, 0, 0.0
         _HEADER.pack_into(self._memory, rank * _ROW_NBYTES, *values)
 
-    def set_phase(self, rank: int, phase: Phase) -> None:
+    def set_phase(self, rank: int, phase: ProgramPhase) -> None:
         """Set the phase of this process's rank. Called by its main thread."""
         self._memory[rank * _ROW_NBYTES + _PHASE_AT] = phase
 
@@ -135,21 +167,23 @@ class Table:
 
     def note_process(self, rank: int) -> None:
         """Record the process state of a rank of this node, for the other nodes."""
-        self._memory[rank * _ROW_NBYTES + _PROCESS_AT] = ord(process_letter(self.header(rank).pid))
+        self._memory[rank * _ROW_NBYTES + _STATE_AT] = ord(state_of(self.header(rank).pid))
 
     def header(self, rank: int) -> Header:
         """The header of a rank's row."""
-        row = _HEADER.unpack_from(self._memory, rank * _ROW_NBYTES)
-        pid, seen, stacks, phase, process, note, alarm, waited, operations, idle = row
-        return Header(pid, seen, stacks, Phase(phase), process.decode(), _text(note), Alarm(alarm), waited, operations, idle)
+        return Header(*_HEADER.unpack_from(self._memory, rank * _ROW_NBYTES))
 
     def operations(self, rank: int) -> Iterator[Operation]:
         """A rank's newest operation on each communicator."""
         for index in range(ENTRIES):
-            at = rank * _ROW_NBYTES + _HEADER_NBYTES + index * _ENTRY.size
-            key, comm, ended, count, number, since, what = _ENTRY.unpack_from(self._memory, at)
-            if key:
-                yield Operation(key, _text(comm), ended, count, number, since, _text(what))
+            entry = _ENTRY.unpack_from(self._memory, rank * _ROW_NBYTES + _HEADER_NBYTES + index * _ENTRY.size)
+            if entry[0]:  # a key
+                yield Operation(*entry)
+
+    def last_operation(self, rank: int) -> str:
+        """A rank's newest operation, in words."""
+        last = max(self.operations(rank), key=lambda operation: operation.since, default=None)
+        return "no operation yet" if last is None else str(last)
 
     def rows(self, ranks: Sequence[int]) -> bytes:
         """The rows of some ranks, one after the other."""
@@ -195,7 +229,7 @@ class TimeInside:
 class StatusEntry:
     """This rank's current operation on one communicator. Cost: 0.6 us to begin and 0.3 us to end an operation."""
 
-    def __init__(self, table: Table, rank: int, index: int, key: int, comm: str, inside: TimeInside) -> None:
+    def __init__(self, table: StatusTable, rank: int, index: int, key: int, comm: str, inside: TimeInside) -> None:
         self.index = index
         self._inside = inside
         self.ended = self.count = 0
@@ -226,11 +260,3 @@ def _field(text: str) -> bytes:
 
 def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")
-
-
-def process_letter(pid: int) -> str:
-    """The state of a process of this machine as in /proc, X for one that is gone."""
-    try:
-        return Process(pid).state
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"
