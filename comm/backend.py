@@ -27,7 +27,7 @@ class Backend(ABC):
     name, rank, size, device: of the communicator.   ranks: its members' ranks in the world.
     """
 
-    library: ClassVar[str]  # as messages name it
+    library: ClassVar[str]  # the library's name in messages
     reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE  # the dtypes that it reduces
     has_pool: ClassVar[bool] = False  # `pool` has work to do, which blocks
     multiplies_terms: ClassVar[bool] = False  # for AVG and PreMulSum it multiplies each rank's values, rounded, and adds them
@@ -64,8 +64,10 @@ class Backend(ABC):
 
     @abstractmethod
     def stop_transfers(self) -> None:
-        """Make no more sends and receives until `rejoin`: they raise Interrupted, those that run, and those of ranks that wait
-        for this one. Never blocks."""
+        """Make no more sends and receives until `rejoin`. Never blocks.
+
+        Those that run raise Interrupted, and so do those of ranks that wait for this one.
+        """
 
     @abstractmethod
     def leave(self, *, in_call: bool = False) -> None:
@@ -100,14 +102,14 @@ class Backend(ABC):
         """Free the connection and its buffers. Collective; called once."""
 
     def async_error(self) -> str | None:
-        """What has made calls fail that had been launched, in words; None: nothing that the library tells of.
+        """Say what has made launched calls fail; None if the library tells of nothing.
 
-        From any thread, beside a call of another one; never blocks.
+        Any thread may ask, beside a call of another one; it never blocks.
         """
         return None
 
     def abort(self) -> None:
-        """End this rank's calls that are under way, on this rank alone. The job ends; from any thread, if none is in a call."""
+        """End this rank's calls that are under way, on this rank alone: the job ends. Any thread may, if none is in a call."""
         return None
 
     def pool(self) -> Pool | None:

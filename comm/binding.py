@@ -17,13 +17,13 @@ from .ending.words import name_ranks
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # of NCCL, since 2.30
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # a variable of NCCL, since 2.30
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a rank is. SHARDRT_RANKS_PER_NODE makes several nodes of one machine."""
 
-    node: int  # the lowest rank of it
+    node: int  # the lowest rank of this rank's node
     local_rank: int  # among the ranks of the node
     machine_rank: int  # among the ranks of the machine
     has_cores: bool  # the node has a core for each of its ranks
@@ -42,7 +42,7 @@ class SharedGpuError(RuntimeError):
     """Ranks take the same GPU, which NCCL would refuse later. Every rank raises it."""
 
 
-def locate(comm: MPI.Intracomm, per_node: int | None) -> Place:
+def locate(comm: MPI.Intracomm, per_node: int | None) -> Location:
     """Find this rank's place. Collective over all ranks.
 
     per_node: treat every so many consecutive ranks as a node, as in a job on several nodes.
@@ -58,7 +58,7 @@ def locate(comm: MPI.Intracomm, per_node: int | None) -> Place:
     ranks, cores_of_ranks = zip(*shared.allgather((comm.Get_rank(), cores)), strict=True)
     local_rank = shared.Get_rank()
     shared.Free()
-    return Place(ranks[0], local_rank, machine_rank, has_cores(cores_of_ranks))
+    return Location(ranks[0], local_rank, machine_rank, has_cores(cores_of_ranks))
 
 
 def has_cores(cores_of_ranks: Sequence[int]) -> bool:
@@ -66,7 +66,7 @@ def has_cores(cores_of_ranks: Sequence[int]) -> bool:
     return reduce(or_, cores_of_ranks).bit_count() >= len(cores_of_ranks)
 
 
-def bind_device(comm: MPI.Intracomm, requested: torch.device, place: Place) -> torch.device:
+def bind_device(comm: MPI.Intracomm, requested: torch.device, place: Location) -> torch.device:
     """The device of this rank, made current: NCCL binds a communicator to the current device. Collective over all ranks.
 
     Raises: SharedGpuError on every rank, before any has made a device current, if ranks take the same GPU.

@@ -21,7 +21,7 @@ import torch
 
 from .backend import Backend
 from .backends.cuda_builds import CudaBuildError, check_builds, own_builds
-from .binding import Place, SharedGpuError, bind_device, locate
+from .binding import Location, SharedGpuError, bind_device, locate
 from .communicator import Communicator
 from .control import apart
 from .malloc import keep_freed_memory
@@ -29,7 +29,7 @@ from .memory_access import may_read_other_processes
 from .mesh import DeviceMesh, positional_names
 from .monitor.guarding import RankGuard
 from .nccl_policy import NcclPolicy
-from .settings import Launched, Settings, SettingsError, agree, launched, read
+from .settings import EnvironmentSettings, Launched, SettingsError, agree, launched, read
 from .streams import Stream, current_stream, new_stream
 from .totals import Value, reduce_values
 
@@ -54,8 +54,8 @@ class World:
     device: torch.device
     comm: Communicator  # over all ranks, for tensors on `device`
     mesh: DeviceMesh  # 1-D, over all ranks
-    recorder: Recorder  # of this rank's last calls
-    settings: Settings  # the variables of the environment, as they were at `init`
+    recorder: Recorder  # keeps this rank's last calls
+    settings: EnvironmentSettings  # the variables of the environment, as they were at `init`
 
     @property
     def stream(self) -> Stream:
@@ -81,8 +81,8 @@ class World:
         """In the `with` block, let the other ranks wait for this one, and this one for them: `with world.patience(3600): ...`.
 
         Up to so many seconds, the watchdog ends no job because of operations that this rank is in, or that others are in and
-        this one has not reached. For what takes long and hardly uses a processor on its rank, such as a download, or longer
-        than SHARDRT_PATIENCE. Not collective.
+        this one has not reached. It serves what takes long and hardly uses a processor on its rank, such as a download, or
+        takes longer than SHARDRT_PATIENCE. Not collective.
         """
         return nullcontext() if _monitor is None else _monitor.patience(seconds)
 
@@ -119,7 +119,7 @@ class World:
     def sum(self, *values: Value) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """The sum over all ranks of a value, or of each of several: `correct, seen = world.sum(correct, seen)`.
 
-        As `mean`, of integers and bool as well: their sums are int64, as those of `torch.sum`.
+        It works as `mean` does, and takes integers and bool as well: their sums are int64, as those of `torch.sum`.
         """
         sums = reduce_values(self.comm, values, self.stream, mean=False)
         return sums[0] if len(sums) == 1 else sums
@@ -213,7 +213,7 @@ def init_device_mesh(
 def at_finalize(end: Callable[[], None]) -> None:
     """Call `end` in finalize(), when all ranks are there and can still communicate; what was registered last comes first.
 
-    For what is under way beside the program, and has to end with it. The ranks register the same, in the same order. What
+    It serves what is under way beside the program, and has to end with it. The ranks register the same, in the same order. What
     `end` raises, finalize() raises when it is done.
     """
     _ends.append(end)
@@ -295,7 +295,7 @@ def _start(requested: str | torch.device | None, policy: NcclPolicy) -> World:
         return _make_world(comm, settings, place, device)
 
 
-def _make_world(comm: MPI.Intracomm, settings: Settings, place: Place, device: torch.device) -> World:
+def _make_world(comm: MPI.Intracomm, settings: EnvironmentSettings, place: Location, device: torch.device) -> World:
     global _monitor
     keep_freed_memory()
     from .backends.mpi import MpiBackend

@@ -36,7 +36,7 @@ class ReduceOp(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PreMulSum:
-    """The sum of the ranks' values, each multiplied by `factor` first. For floating-point dtypes."""
+    """The sum of the ranks' values, each multiplied by `factor` first. It is defined for floating-point dtypes."""
 
     factor: float
 
@@ -177,7 +177,7 @@ class Interrupted(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception, as it is sent to the other ranks. is_consequence: of another rank's, by which a call was interrupted."""
+    """An exception, as it is sent to the other ranks. is_consequence: another rank's exception has caused it."""
 
     rank: int
     error: str
@@ -186,12 +186,12 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, rank: int) -> Failure:
-        """The exception that is being handled, of this rank."""
+        """The exception that this rank is handling."""
         return cls(rank, f"{type(error).__name__}: {error}", traceback.format_exc(), any(map(_is_consequence, causes(error))))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception, what it was raised from, or while that was handled, and so on."""
+    """Yields the exception, then the one that it was raised from, or while that was handled, and so on."""
     seen = set[int]()  # they may form a circle
     while error is not None and id(error) not in seen:
         seen.add(id(error))

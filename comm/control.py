@@ -27,7 +27,7 @@ T = TypeVar("T")
 _POLL_S = 0.0002
 _SIGNAL_S = 0.05  # for a signal to all ranks, such as Ctrl-C, to come here as well: its exception then comes first
 _open: dict[ControlPlane, None] = {}  # this process's communicators that are not closed, in the order they were made
-_left: set[ControlPlane] = set()  # those in a call of which an exception has cut this rank short, until it rejoins
+_left: set[ControlPlane] = set()  # communicators in a call of which an exception has cut this rank short, until it rejoins
 
 
 class _End(NamedTuple):
@@ -55,11 +55,11 @@ class ControlPlane:
         self.is_closed = False
         self.backend = backend
         self._set_hooks(hooks)
-        self._number = 0  # of the next call
-        self._depth = 0  # of blocks of `agree()` that this rank is in
-        self._thread = 0  # that makes a call now
+        self._number = 0  # the number of the next call
+        self._depth = 0  # how many blocks of `agree()` this rank is in
+        self._thread = 0  # the thread that makes a call now; 0 for none
         self._is_aborted = False
-        self._newest: tuple[Stream, Event] | None = None  # call
+        self._newest: tuple[Stream, Event] | None = None  # the newest call's
         self._newest_collective: Event = PAST
         self._pool: Pool | None = None
         self._needs_pool = backend.has_pool
@@ -282,7 +282,7 @@ class ControlPlane:
             _left.discard(self)
 
     def async_error(self) -> str | None:
-        """What has made calls fail on the GPU, in words; None: nothing, not known, or closed. Never blocks."""
+        """Say what has made calls fail on the GPU; None if nothing has, if it is not known, or after close(). Never blocks."""
         return None if self.is_closed else self.backend.async_error()
 
     def _abort(self) -> None:
@@ -388,7 +388,7 @@ class ControlPlane:
             self._newest, self._newest_collective = None, PAST
 
     def _control_call(self, name: str, *args: object) -> AbstractContextManager[None]:
-        """`watched`, after the collectives called before are done."""
+        """Run `watched` once the collectives that were called before are done."""
         if not self.is_async:
             # Hazard: without this, the stream's thread and the caller would compare at once, each with the other's fingerprint.
             # Sends and receives are not waited for: the other rank may make the matching call after this one.
@@ -429,7 +429,7 @@ def apart() -> Iterator[None]:
 def abort_all() -> None:
     """End what runs on the GPU, for a job that ends: all communicators that are open, as far as they can be aborted."""
     for comm in list(_open):
-        with suppress(Exception):  # one that cannot be aborted leaves the others to be
+        with suppress(Exception):  # where one cannot be aborted, the others still are
             comm._abort()
 
 

@@ -26,7 +26,7 @@ from .mesh import DeviceMesh
 from .nccl_policy import NcclPolicy
 from .ranks import Ranks, pick
 from .recorder import Recorder
-from .settings import Settings
+from .settings import EnvironmentSettings
 from .streams import Event, Stream, simulated
 
 T = TypeVar("T")
@@ -35,22 +35,22 @@ META = torch.device("meta")
 _RECORDED = 1 << 20  # calls and notes: all of a few steps
 
 
-class Costs(Protocol):
-    """What simulated work takes."""
+class CallCosts(Protocol):
+    """How long simulated work takes."""
 
     def collective(self, calls: Sequence[CollectiveCall]) -> float:
         """Seconds that a call, or the calls of a group, take."""
 
 
 class Free:
-    """Costs of nothing: clocks stand still."""
+    """Work takes no time: clocks stand still."""
 
     def collective(self, calls: Sequence[CollectiveCall]) -> float:
         return 0.0
 
 
 @dataclass(slots=True)
-class Clock:
+class SimulatedClock:
     """Simulated seconds since the dry world began."""
 
     seconds: float = 0.0
@@ -59,7 +59,7 @@ class Clock:
 class DryEvent(Event):
     """A time on a simulated clock."""
 
-    def __init__(self, at: float, host: Clock) -> None:
+    def __init__(self, at: float, host: SimulatedClock) -> None:
         self.at = at
         self._host = host
 
@@ -80,7 +80,7 @@ class DryStream(Stream):
     waited: float
     busy: float
 
-    def __init__(self, name: str, clock: Clock, host: Clock) -> None:
+    def __init__(self, name: str, clock: SimulatedClock, host: SimulatedClock) -> None:
         self.name = name
         self.waited, self.busy = 0.0, 0.0
         self._clock = clock  # the host's own, for a stream that is the caller's thread
@@ -99,7 +99,7 @@ class DryStream(Stream):
 
     def wait(self, event: Event) -> None:
         if isinstance(event, DryEvent):
-            # Until the host has come here it waits for the host.
+            # The stream waits for the host until the host has come here.
             self.waited += max(0.0, event.at - self._reached())
             self._clock.seconds = max(self.now(), event.at)
         else:
@@ -119,7 +119,7 @@ class DryStream(Stream):
         self.waited += seconds
 
     def _reached(self) -> float:
-        """When it can begin what the host issues now."""
+        """The time at which this stream can begin what the host issues now."""
         return max(self.now(), self._host.seconds)
 
 
@@ -128,7 +128,7 @@ class DryBackend(Backend):
 
     library: ClassVar[str] = "a dry world"
 
-    def __init__(self, name: str, rank: int, ranks: Ranks, costs: Costs) -> None:
+    def __init__(self, name: str, rank: int, ranks: Ranks, costs: CallCosts) -> None:
         super().__init__(name, rank, len(ranks), META)
         self.ranks = ranks
         self._costs = costs
@@ -147,13 +147,13 @@ class DryBackend(Backend):
         return list(numbers)
 
     def stop_transfers(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no transfer runs."""
 
     def leave(self, *, in_call: bool = False) -> None:
-        """Nobody waits."""
+        """Do nothing: nobody waits for this rank."""
 
     def rejoin(self) -> None:
-        """Nobody has left."""
+        """Do nothing: nobody has left."""
 
     def split(self, color: int | None, key: int, name: str) -> DryBackend | None:
         return None if color is None else DryBackend(name, self.rank, self.ranks, self._costs)
@@ -163,11 +163,11 @@ class DryBackend(Backend):
 
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
         memory = torch.empty(0, dtype=dtype, device=META)
-        memory.untyped_storage().resize_(numel * dtype.itemsize)  # by no operation: the buffers in it count their bytes
+        memory.untyped_storage().resize_(numel * dtype.itemsize)  # no operation makes it: the buffers in it count their bytes
         return memory.as_strided((numel,), (1,))
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: this backend holds nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,20 +177,20 @@ class DryWorld(World):
     host: the clock of the caller's thread.   inline: communication is on that thread, and so is compute.
     """
 
-    host: Clock
+    host: SimulatedClock
     inline: bool
     compute: DryStream
     streams: dict[str, DryStream] = field(default_factory=dict)  # by role
 
     def stream_for(self, role: str) -> DryStream:
         if role not in self.streams:
-            self.streams[role] = DryStream(role, self.host if self.inline else Clock(self.host.seconds), self.host)
+            self.streams[role] = DryStream(role, self.host if self.inline else SimulatedClock(self.host.seconds), self.host)
         return self.streams[role]
 
 
 @contextmanager
 def dry_world(
-    ranks: int, *, rank: int = 0, ranks_per_node: int | None = None, inline: bool = False, costs: Costs | None = None
+    ranks: int, *, rank: int = 0, ranks_per_node: int | None = None, inline: bool = False, costs: CallCosts | None = None
 ) -> Iterator[DryWorld]:
     """A world of `ranks` ranks, of which this is number `rank`: what `world()` returns within the `with` block.
 
@@ -203,8 +203,8 @@ def dry_world(
     if not 0 <= rank < ranks or per_node < 1:
         given = f"dry_world({ranks}, rank={rank}, ranks_per_node={ranks_per_node})"
         raise ValueError(f"{given}: expected 0 <= rank < ranks, and 1 rank of a node or more")
-    host = Clock()
-    compute = DryStream("compute", host if inline else Clock(), host)
+    host = SimulatedClock()
+    compute = DryStream("compute", host if inline else SimulatedClock(), host)
     recorder = Recorder(rank, ranks, DumpFolder(None, "dry", print), _RECORDED, compute.now)
     backend = DryBackend("world", rank, range(ranks), Free() if costs is None else costs)
     with inhabited(lambda: _make(backend, recorder, per_node, host, inline, compute)) as world:
@@ -215,7 +215,9 @@ def dry_world(
             simulated.remove(compute)
 
 
-def _make(backend: DryBackend, recorder: Recorder, per_node: int, host: Clock, inline: bool, compute: DryStream) -> DryWorld:
+def _make(
+    backend: DryBackend, recorder: Recorder, per_node: int, host: SimulatedClock, inline: bool, compute: DryStream
+) -> DryWorld:
     comm = Communicator(backend, [recorder])
     return DryWorld(
         rank=comm.rank,
@@ -235,10 +237,10 @@ def _make(backend: DryBackend, recorder: Recorder, per_node: int, host: Clock, i
     )
 
 
-def _settings(per_node: int) -> Settings:
-    """Those of a job without variables; values cannot be compared."""
+def _settings(per_node: int) -> EnvironmentSettings:
+    """The settings of a job without variables; values cannot be compared."""
     forever = float("inf")
-    return Settings(
+    return EnvironmentSettings(
         device=META,
         nccl=NcclPolicy(),
         timeout_s=forever,

@@ -80,7 +80,7 @@ class DumpFolder:
 def _temporary() -> Path:
     try:
         return Path(tempfile.gettempdir())
-    except FileNotFoundError:  # none can be written to: so will each dump say
+    except FileNotFoundError:  # there is no folder that can be written to, as each dump will say
         return Path("/tmp")
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # options of mallopt
 LARGE = 1 << 20  # bytes
 
 keeps = False  # written by keep_freed_memory() and return_freed_memory()

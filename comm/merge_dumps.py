@@ -43,11 +43,11 @@ class Call:
     number: int
     what: str
     started: float
-    ended: float  # 0.0: it has not
+    ended: float  # 0.0 while it has not
 
     @property
     def phase(self) -> str:
-        """How far it has come."""
+        """How far the call has come."""
         return "done" if self.ended > 0.0 else "under way" if self.started else "called"
 
 
@@ -88,7 +88,7 @@ def merge(dumps: Sequence[Dump]) -> str:
 
 
 def _missing(size: int, present: Sequence[int]) -> list[str]:
-    """A line that names the ranks without a dump. Cost: by the ranks that are present, whatever size the dumps claim."""
+    """A line that names the ranks without a dump. Its cost grows with the ranks that are present, not with `size`."""
     pairs = zip([-1, *present], [*present, size], strict=True)
     runs = [(before + 1, after - 1) for before, after in pairs if after > before + 1]
     if not runs:
@@ -174,7 +174,7 @@ def _element(record: Any, index: int, kind: type[T]) -> T:
 
 
 def _beginning(text: str) -> str:
-    """As it is printed."""
+    """The beginning of a text, as it is printed."""
     return printable(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
 
 

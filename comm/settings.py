@@ -36,8 +36,8 @@ class SettingsError(ValueError):
     """A variable or an argument of `init` that is malformed, or that the ranks do not have in common; a line for each."""
 
 
-class Problem(NamedTuple):
-    """What is malformed on this rank."""
+class MalformedVariable(NamedTuple):
+    """A variable, or an argument of `init`, that is malformed on this rank."""
 
     found: str  # such as "SHARDRT_TIMEOUT='nan'"
     expected: str
@@ -51,7 +51,7 @@ class Launched(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class EnvironmentSettings:
     """What the environment and the argument of `init` ask for. Made once, by `read`; the same on all ranks after `agree`."""
 
     device: torch.device  # without an index, unless the program chose one
@@ -90,11 +90,11 @@ class Settings:
 
 def read(
     environment: Mapping[str, str], device: str | torch.device | None = None, nccl: NcclPolicy | None = None
-) -> tuple[Settings, list[Problem]]:
+) -> tuple[EnvironmentSettings, list[MalformedVariable]]:
     """This rank's settings, and what is malformed: its default stands in for it. device, nccl: the arguments of `init`."""
     reader = _Reader(environment)
     kind = reader.device(device)
-    settings = Settings(
+    settings = EnvironmentSettings(
         device=kind,
         nccl=nccl or NcclPolicy(),
         timeout_s=reader.seconds("SHARDRT_TIMEOUT", 600.0),
@@ -113,7 +113,7 @@ def read(
     return settings, reader.problems
 
 
-def agree(comm: MPI.Intracomm, own: Settings, problems: Sequence[Problem]) -> None:
+def agree(comm: MPI.Intracomm, own: EnvironmentSettings, problems: Sequence[MalformedVariable]) -> None:
     """Raise SettingsError on every rank if any has a problem, or if the ranks differ. Collective over all ranks.
 
     Only texts are exchanged: the ranks may run different versions.
@@ -161,7 +161,7 @@ class _Reader:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
-        self.problems: list[Problem] = []
+        self.problems: list[MalformedVariable] = []
 
     def text(self, variable: str) -> str:
         return self._environment.get(variable, "").strip()
@@ -229,11 +229,11 @@ class _Reader:
             expected = f"'cuda', or a number below {torch.cuda.device_count()}, the GPUs that torch sees here"
         elif requested is not None and requested.type in ("cpu", "cuda"):
             return requested
-        self.problems.append(Problem(f"init(device={device!r})", expected))
+        self.problems.append(MalformedVariable(f"init(device={device!r})", expected))
         return torch.device("cpu")
 
     def _refuse(self, variable: str, expected: str) -> None:
-        self.problems.append(Problem(f"{variable}={self._environment[variable]!r}", expected))
+        self.problems.append(MalformedVariable(f"{variable}={self._environment[variable]!r}", expected))
 
 
 def _differences(ranks: Sequence[Mapping[str, str]]) -> list[str]:

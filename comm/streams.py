@@ -42,7 +42,7 @@ class Stream(ABC):
     """An ordered queue of work on one device."""
 
     device: torch.device
-    name: str = "compute"  # of what runs on it; the caller's stream keeps this one
+    name: str = "compute"  # what runs on it; the caller's stream keeps this name
     overlaps: bool = True  # what runs on it runs beside the caller
     handle: int = 0  # the raw cudaStream_t for NCCL; 0 on the host, where no library takes one
 

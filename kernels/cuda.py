@@ -1,9 +1,9 @@
 """Launches of the kernels in kernels.cu on torch's current stream. CuPy compiles each kernel at its first use.
 
 A multi-tensor kernel gets its tensors by value, as one argument of 3.5 KiB (`Lists` in kernels.cu), which the driver copies in
-the call: sizes as a `Plan` has them, which is made once per list of fixed dtypes, shapes and strides, and current addresses.
-So nothing is uploaded, no memory has to outlive a launch, and a CUDA graph records all of it. A longer list takes a launch for
-each TENSORS tensors.
+the call: sizes as a `LaunchPlan` has them, which is made once per list of fixed dtypes, shapes and strides, and current
+addresses. So nothing is uploaded, no memory has to outlive a launch, and a CUDA graph records all of it. A longer list takes a
+launch for each TENSORS tensors.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Guards(Protocol):
     """The classes, dtypes, shapes, strides and devices of a list of tensors."""
 
     def check(self, *tensors: torch.Tensor) -> bool:
-        """Whether `tensors` have the same ones."""
+        """Whether `tensors` have the same classes, dtypes, shapes, strides and devices."""
 
 
 class PythonGuards:
@@ -142,7 +142,7 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Guards:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """How lists of tensors are processed: `batches` by kernels, `rest` by torch. `guards` checks whether it applies."""
 
     guards: Guards
@@ -150,11 +150,11 @@ class Plan:
     rest: list[int]
 
 
-_plans: dict[tuple[object, ...], Plan] = {}
+_plans: dict[tuple[object, ...], LaunchPlan] = {}
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
-def _plan(naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[object, ...] = ()) -> Plan:
+def _plan(naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[object, ...] = ()) -> LaunchPlan:
     """The cached plan for `lists`, whose i-th tensors are processed together.
 
     naming: returns the kernel for the i-th tensors, or None if no kernel supports them.
@@ -172,7 +172,7 @@ def _plan(naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[
 
 def _make_plan(
     naming: Name, lists: Sequence[Sequence[torch.Tensor]], options: tuple[object, ...], flat: list[torch.Tensor]
-) -> Plan:
+) -> LaunchPlan:
     device = lists[0][0].device
     names: dict[int, str | None] = {}
     for position, tensors in enumerate(zip(*lists, strict=True)):
@@ -182,7 +182,7 @@ def _make_plan(
     for name in dict.fromkeys(name for name in names.values() if name is not None):
         positions = [position for position in names if names[position] == name]
         batches += (_make_batch(name, positions[start : start + TENSORS], lists) for start in range(0, len(positions), TENSORS))
-    return Plan(_guards(flat), [batch for batch in batches if batch.chunks], rest)
+    return LaunchPlan(_guards(flat), [batch for batch in batches if batch.chunks], rest)
 
 
 def _make_batch(kernel: str, positions: list[int], lists: Sequence[Sequence[torch.Tensor]]) -> Batch:
@@ -202,7 +202,7 @@ def _same_layout(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for subclasses that hold other tensors: their address is 0."""
+    """Whether a tensor has memory of its own. Subclasses that hold other tensors do not: their address is 0."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 

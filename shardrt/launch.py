@@ -172,7 +172,7 @@ def _open_mpi_flags(job: Job, ranks_per_node: int, environment: Mapping[str, str
 
 
 def _srun_flags(job: Job, site: Site, cores_needed: int) -> list[str]:
-    # -K: without it, the other ranks wait forever for a rank that died.
+    # -K: without it, the other ranks wait forever for a rank that has ended.
     flags = ["-K", f"--mpi={SLURM_PLUGIN[site.mpi]}"]
     if "SLURM_CPUS_PER_TASK" in site.environment:
         # srun has not read the variable since 22.05.

@@ -58,7 +58,7 @@ def _is_local(folder: Path) -> bool:
 
 @contextmanager
 def _lease(path: Path) -> Iterator[None]:
-    """Hold a read lease on a file of this user; OSError if it is none, or is gone, or the kernel grants no lease."""
+    """Hold a read lease on a file of this user; OSError if it is none, or is there no more, or the kernel grants no lease."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(file)

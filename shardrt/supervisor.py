@@ -136,7 +136,7 @@ def clean_up(folders: list[Path]) -> None:
 def _end(find: Callable[[], list[Process]], wait: Callable[[], object] = lambda: time.sleep(0.2)) -> bool:
     """Wait until the processes of the job that `find` finds have ended; kill those that take long. False if they live on.
 
-    `wait` lets a moment pass. Hazard: a process that waits for a file system that is gone does not even end by SIGKILL.
+    `wait` lets a moment pass. Hazard: a process that waits for a file system that does not answer does not even end by SIGKILL.
     """
     start = time.monotonic()
     while found := find():

@@ -27,7 +27,7 @@ class CudaBuilds(NamedTuple):
 
     torch: int
     cupy: int | None
-    nccl: tuple[int, ...]  # of the loaded libraries that tell
+    nccl: tuple[int, ...]  # one for each loaded library that tells
     wheels: tuple[str, ...]  # those of CuPy and NCCL that are installed
 
     def __str__(self) -> str:
@@ -48,21 +48,21 @@ class CudaBuildError(RuntimeError):
 
 
 def own_builds() -> CudaBuilds | None:
-    """What this process has; None if torch is not built for CUDA. Imports CuPy, which loads NCCL."""
+    """The builds of this process; None if torch is not built for CUDA. Imports CuPy, which loads NCCL."""
     if torch.version.cuda is None:
         return None
     of_cupy = None
     with suppress(ImportError):  # the backend says what to install
         from cupy.cuda import nccl, runtime  # noqa: F401  # the first loads NCCL
 
-        of_cupy = runtime.runtimeGetVersion() // 1000  # of the runtime in it: takes no driver
+        of_cupy = runtime.runtimeGetVersion() // 1000  # the version of the runtime in it, which takes no driver to ask for
     of_nccl = sorted({major for path in loaded_nccls() if (major := _built_for(path)) is not None})
     wheels = tuple(filter(_is_installed, _WHEELS))
     return CudaBuilds(int(torch.version.cuda.split(".")[0]), of_cupy, tuple(of_nccl), wheels)
 
 
 def check_builds(builds: Sequence[CudaBuilds | None]) -> None:
-    """Raise CudaBuildError unless each rank's go together. builds: of all ranks, in their order."""
+    """Raise CudaBuildError unless the builds of each rank go together. builds: of all ranks, in their order."""
     ranks: dict[CudaBuilds, list[int]] = defaultdict(list)
     for rank, found in enumerate(builds):
         if found is not None and not found.fit:

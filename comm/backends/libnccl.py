@@ -56,13 +56,13 @@ class Library:
         self.has_pre_mul_sum = self._has("ncclRedOpCreatePreMulSum", "ncclRedOpDestroy")
         self.has_registration = self._has("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister")
         self.has_windows = self._has("ncclCommWindowRegister", "ncclCommWindowDeregister")
-        self.all_to_all = self._functions.get("ncclAlltoAll")  # for blocks of equal size, not in place
+        self.all_to_all = self._functions.get("ncclAlltoAll")  # takes blocks of equal size, not in place
 
     def _has(self, *names: str) -> bool:
         return all(name in self._functions for name in names)
 
     def last_error(self) -> str:
-        """NCCL's newest message in this process, in one line; empty if there is none. From any thread."""
+        """NCCL's newest message in this process, in one line; empty if there is none. Any thread may ask."""
         text = None if self._last_error is None else self._last_error(None)
         return " ".join((text or b"").decode(errors="replace").split())
 

@@ -8,13 +8,14 @@ from mpi4py import MPI
 
 from ..calls import Interrupted
 
-# Instead of a fingerprint: of a rank that has left; of one that an exception has taken out of a call, and left with that.
+# What a rank gives in the place of a fingerprint when it has left; when an exception has taken it out of a call as well.
 LEFT, QUIT = -1, -2
 
 
 class MessageMeeting:
-    """A barrier with fingerprints, of messages; as that of `SharedMemoryExchange`. label: of the communicator, for messages.
+    """A barrier with fingerprints, made of messages; it does what that of `SharedMemoryExchange` does.
 
+    label: the communicator, as texts name it.
     A rank that leaves reaches the next barrier without waiting in it: hence a non-blocking call. So the ranks of a communicator
     have reached the same barriers, whether they have waited in the last one or left. reached: their number.
     Creating and `close()` are collective over `comm`, of which it uses a duplicate.
@@ -23,7 +24,7 @@ class MessageMeeting:
     """
 
     def __init__(self, comm: MPI.Comm, label: str) -> None:
-        # Its own: a rank that leaves may do so while the others are in a collective call of `comm`.
+        # It has a communicator of its own: a rank may leave while the others are in a collective call of `comm`.
         self._comm, self._label = comm.Dup(), label
         self.reached = 0
         self._left = 0
@@ -38,9 +39,9 @@ class MessageMeeting:
         found = self._fingerprints
         if found.count(fingerprint) == len(found):
             return True
-        if gone := [rank for rank, each in enumerate(found) if each in (LEFT, QUIT)]:
+        if left := [rank for rank, each in enumerate(found) if each in (LEFT, QUIT)]:
             self._left = LEFT if LEFT in found else QUIT
-            raise Interrupted(self._label, gone, self._left == QUIT)
+            raise Interrupted(self._label, left, self._left == QUIT)
         return False
 
     def leave(self, word: int = LEFT) -> None:

@@ -22,7 +22,7 @@ def message(tensor: torch.Tensor) -> tuple[MPI.buffer, MPI.Datatype]:
 
 
 def messages(tensor: torch.Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:
-    """A contiguous tensor as however many messages it takes; none for no elements."""
+    """A contiguous tensor as as many messages as it takes; none for no elements."""
     nbytes = tensor.numel() * tensor.element_size()
     for start in range(0, nbytes, _MESSAGE_NBYTES):
         size = min(_MESSAGE_NBYTES, nbytes - start)

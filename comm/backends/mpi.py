@@ -36,7 +36,7 @@ T = TypeVar("T")
 _SMALL_NBYTES = 1 << 15
 # Small collectives of a group share exchanges: an exchange costs little on idle cores, and milliseconds where ranks share them.
 _EXCHANGE_NBYTES = 1 << 18
-# Of what a rank writes for each other one before they meet: with less, meeting takes longer than messages (10 ranks and more).
+# What a rank writes at least for each other one before they meet: with less (10 ranks and more), messages take less time.
 _MIN_SLOT_NBYTES = 1 << 15
 _SMALL_COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "reduce"})
 
@@ -50,14 +50,14 @@ class MpiBackend(Backend):
     """
 
     library = "MPI"
-    _open_count: ClassVar[int] = 0  # of this process
+    _open_count: ClassVar[int] = 0  # communicators that are open in this process
 
     def __init__(self, comm: MPI.Comm, name: str, node: int, has_cores: bool = True) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
         self.ranks = evenly_spaced(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
         self._comm = comm
-        self._was_cut_short = False  # a call, by an exception on this rank, since the last `rejoin`
-        with ExitStack() as made:  # is undone if something fails
+        self._was_cut_short = False  # an exception on this rank has taken it out of a call since the last `rejoin`
+        with ExitStack() as made:  # what it holds is undone if something fails
             made.callback(lambda: self._comm.Free())
             self._control = comm.Dup()  # apart, so that the caller may use it while a stream's thread sends or receives
             made.callback(self._control.Free)
@@ -300,7 +300,7 @@ class MpiBackend(Backend):
 
 
 def _nothing() -> None:
-    """What runs meanwhile."""
+    """What runs meanwhile, where nothing has to."""
 
 
 def _peer(call: CollectiveCall) -> int:

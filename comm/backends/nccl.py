@@ -173,7 +173,7 @@ class NcclBackend(Backend):
             )
 
     def async_error(self) -> str | None:
-        # Such as one of the network, found by NCCL's own threads: the kernels that wait for it never end.
+        # An error of the network, for example, is found by NCCL's own threads: the kernels that wait for it never end.
         # Cost: reads of two or three variables (ncclCommGetAsyncError of a blocking communicator, in NCCL's sources of 2.31).
         with self._asking:
             if self._asked is None:
@@ -195,7 +195,7 @@ class NcclBackend(Backend):
             self._nccl.abort()
 
     def _withdraw(self) -> None:
-        """Let no other thread use the communicator any more: it ends."""
+        """Let no other thread use the communicator any more, since it ends."""
         with self._asking:
             self._asked = None
 
@@ -366,7 +366,7 @@ def _describe(error: nccl.NcclError | KeyError) -> str:
 
 
 def _blocks(tensor: torch.Tensor, size: int, counts: tuple[int, ...] | None = None) -> dict[int, torch.Tensor]:
-    """A block for each rank; of one size without counts."""
+    """A block for each rank; without counts, all are of one size."""
     flat = tensor.view(-1)
     return dict(enumerate(flat.split(counts) if counts else flat.tensor_split(size)))
 

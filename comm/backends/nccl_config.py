@@ -33,7 +33,7 @@ class Config(Structure):
 class Family:
     """What a backend has in common with those that are split from it.
 
-    first: by their ranks, the communicators of NCCL that were made first, and are open; further ones are split from these.
+    first: the communicators of NCCL that were made first and are open, by their ranks; further ones are split from these.
     """
 
     policy: NcclPolicy

@@ -38,7 +38,7 @@ Spans = Sequence[tuple[int, int]]  # begin and end of a part of each rank's rang
 # against 18.8 ms for one all-to-all of everything.
 _BLOCK_NBYTES = 4 << 20
 _WINDOW_OFFSET = Struct("qq")
-_NO_WINDOW = (-1, 0)  # instead of a WindowOffset, in messages between ranks
+_NO_WINDOW = (-1, 0)  # stands for None in messages of WindowOffsets between ranks
 
 
 class NodeAlgorithms:
@@ -71,7 +71,7 @@ class NodeAlgorithms:
         """Send messages over `comm` from now on; communicators that were made of another one stay open. Collective."""
         # The ranks of this node, and the ranks of this local rank on all nodes, in the order of their nodes.
         self._local, self._across = comm, None
-        with ExitStack() as made:  # is undone if something fails
+        with ExitStack() as made:  # what it holds is undone if something fails
             if self._node is not None:
                 self._local = comm.Split(self._node, self._rank)
                 made.callback(self._local.Free)

@@ -1,7 +1,7 @@
 """Sends and receives of a communicator: messages whose tags say what they are, so that the receiver can compare.
 
 A receiver looks at a message before it takes it: at its size, and at its dtype, in the tag. One that it does not expect it
-refuses: it tells the sender, takes the message to nowhere, and both raise MismatchError: the sender in this send, or, if the
+refuses: it tells the sender, drops the message, and both raise MismatchError: the sender in this send, or, if the
 message was small and has been sent already, in a later call with this receiver, when that is done.
 
 Hazard: under Open MPI, a receive of a larger message than its buffer writes beyond the buffer.
@@ -25,10 +25,10 @@ _LEFT, _REFUSED, _FIRST_TAG = 0, 1, 2
 _DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 _TAGS = {dtype: _FIRST_TAG + 2 * at for at, dtype in enumerate(_DTYPES)}  # and one more for the last part of a message
 
-Transfer = tuple[torch.Tensor, int]  # contiguous, and the other rank
+Transfer = tuple[torch.Tensor, int]  # a contiguous tensor, and the other rank
 
 
-class _Part(NamedTuple):
+class _MessagePart(NamedTuple):
     """A part of a message, before it is taken."""
 
     message: MPI.Message
@@ -47,7 +47,7 @@ class Pairs:
         self._comm, self._name, self._rank = comm, name, comm.Get_rank()
         self._has_left = False
         self._starting = Lock()  # sends: none may follow the message that this rank has left
-        self._gone: set[int] = set()  # ranks that this one has heard of that they have left
+        self._left: set[int] = set()  # ranks that this one has heard of that they have left
         # Hazard: what was interrupted still reads and writes the tensors, until all ranks have rejoined.
         self._interrupted: list[tuple[list[MPI.Request], Sequence[Transfer]]] = []
 
@@ -85,17 +85,17 @@ class Pairs:
                     self._comm.Isend([b"", MPI.BYTE], peer, _LEFT)
 
     def rejoin(self) -> None:
-        """Take what has been sent and was not received to nowhere. Collective: every rank has left."""
+        """Receive what has been sent and not received yet, and drop it. Collective: every rank has left."""
         for peer in range(self._comm.Get_size()):
-            while peer not in self._gone:
+            while peer not in self._left:
                 part = self._next(peer)
                 _drop(part)
                 if part.tag == _LEFT:
-                    self._gone.add(peer)
+                    self._left.add(peer)
         for requests, _ in self._interrupted:
             MPI.Request.Waitall(requests)
         self._interrupted.clear()
-        self._gone.clear()
+        self._left.clear()
         self._has_left = False
 
     def _start_send(self, tensor: torch.Tensor, to: int) -> list[MPI.Request]:
@@ -116,7 +116,7 @@ class Pairs:
                     continue
                 if part.tag == _LEFT:
                     _drop(part)
-                    self._gone.add(source)
+                    self._left.add(source)
                 elif part.tag == _REFUSED:  # an earlier send: what is received comes after it
                     wrong.append(_refusal(part))
                 else:
@@ -127,7 +127,7 @@ class Pairs:
             next(waits)
         return list(filter(None, wrong))
 
-    def _take(self, part: _Part, tensor: torch.Tensor, source: int, requests: list[MPI.Request]) -> MismatchError | None:
+    def _take(self, part: _MessagePart, tensor: torch.Tensor, source: int, requests: list[MPI.Request]) -> MismatchError | None:
         """Start to receive the message of which this is the first part, or refuse it."""
         buffers = [buffer for buffer, _ in messages(tensor)] or [memory(tensor)]
         begun: list[MPI.Request] = []
@@ -142,23 +142,23 @@ class Pairs:
         requests += begun
         return None
 
-    def _next(self, source: int, tag: int = MPI.ANY_TAG) -> _Part:
+    def _next(self, source: int, tag: int = MPI.ANY_TAG) -> _MessagePart:
         """Wait for the next message, or part of one, from this rank."""
         status = MPI.Status()
         return _part(self._comm.Mprobe(source, tag, status), status)
 
-    def _next_if_there(self, source: int) -> _Part | None:
+    def _next_if_there(self, source: int) -> _MessagePart | None:
         status = MPI.Status()
         message = self._comm.Improbe(source, MPI.ANY_TAG, status)
         return None if message is None else _part(message, status)
 
     def _raise_if_left(self, *peers: int) -> None:
-        gone = [self._rank] if self._has_left else [peer for peer in peers if peer in self._gone]
-        if gone:
-            raise Interrupted(self._name, gone)
+        left = [self._rank] if self._has_left else [peer for peer in peers if peer in self._left]
+        if left:
+            raise Interrupted(self._name, left)
 
     def _wait(self, requests: list[MPI.Request], receivers: Sequence[int]) -> None:
-        """receivers: of sends, which may never be taken. What is being received comes to its end."""
+        """Wait for the requests. receivers: of sends, which they may never take. What is being received comes to its end."""
         waits = looks()
         while receivers and not MPI.Request.Testall(requests):
             self._raise_if_left(*receivers)
@@ -168,8 +168,8 @@ class Pairs:
             next(waits)
         MPI.Request.Waitall(requests)
 
-    def _refuse(self, part: _Part, taken: int, tensor: torch.Tensor, source: int) -> MismatchError:
-        """taken: bytes of the message that were received before this part."""
+    def _refuse(self, part: _MessagePart, taken: int, tensor: torch.Tensor, source: int) -> MismatchError:
+        """Refuse a message. taken: bytes of it that were received before this part."""
         nbytes = taken + part.nbytes
         while not part.is_last:
             _drop(part)
@@ -187,15 +187,15 @@ class Pairs:
         return MismatchError(text, None)
 
 
-def _part(message: MPI.Message, status: MPI.Status) -> _Part:
-    return _Part(message, status.Get_tag(), status.Get_count(MPI.BYTE))
+def _part(message: MPI.Message, status: MPI.Status) -> _MessagePart:
+    return _MessagePart(message, status.Get_tag(), status.Get_count(MPI.BYTE))
 
 
-def _refusal(part: _Part) -> MismatchError:
+def _refusal(part: _MessagePart) -> MismatchError:
     text = bytearray(part.nbytes)
     part.message.Recv([text, MPI.BYTE])
     return MismatchError(text.decode(), None)
 
 
-def _drop(part: _Part) -> None:
+def _drop(part: _MessagePart) -> None:
     part.message.Recv([bytearray(part.nbytes), MPI.BYTE])

@@ -55,8 +55,8 @@ class NodeWindows:
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
         self._windows: list[MPI.Win] = []
-        self._parts: list[list[torch.Tensor]] = []  # by window and rank, as bytes
-        self._starts: list[tuple[int, int, int]] = []  # of this rank's parts: address, bytes, window; sorted
+        self._parts: list[list[torch.Tensor]] = []  # each rank's part of each window, as bytes
+        self._starts: list[tuple[int, int, int]] = []  # address, bytes and window of this rank's parts, sorted
 
     def __bool__(self) -> bool:
         return bool(self._windows)
@@ -162,7 +162,7 @@ class SharedMemoryExchange:
 
     @classmethod
     def create(cls, comm: MPI.Comm, capacity: int, label: str) -> SharedMemoryExchange | None:
-        """Create one for messages of up to `capacity` bytes in all. Collective; None if there is no space for it.
+        """Create an exchange for messages of up to `capacity` bytes in all. Collective; None if there is no space for it.
 
         label: of the communicator, for messages.
         """
@@ -208,10 +208,10 @@ class SharedMemoryExchange:
                 self._wait(words, barrier)
             self._fence()
             same = words[turn] == fingerprint and same
-        if not same and (gone := self._who_left(turn)):
+        if not same and (left := self._who_left(turn)):
             # Hazard: this rank may have found it out one barrier early (see `leave`), and others wait for it in the next one.
             self.leave(LEFT if any(words[turn] == LEFT for words in self._others) else QUIT)
-            raise Interrupted(self._label, gone, self._left == QUIT)
+            raise Interrupted(self._label, left, self._left == QUIT)
         return same
 
     def leave(self, word: int = LEFT) -> None:
@@ -281,19 +281,19 @@ class SharedMemoryExchange:
             into[rank * nbytes : (rank + 1) * nbytes] = buffer[start : start + nbytes]
 
     def rows(self, start: int, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:
-        """Of every rank's message at offset `start`, `numel` elements from `first`."""
+        """`numel` elements of every rank's message at offset `start`, from `first` on."""
         return self._views(self.reached & 1, dtype, start // dtype.itemsize + first, numel)
 
     def row(self, rank: int, start: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Of the message of `rank` at offset `start`, the first `numel` elements."""
+        """The first `numel` elements of the message of `rank` at offset `start`."""
         return self._view(rank, self.reached & 1, dtype, start // dtype.itemsize, numel)
 
     def outgoing_address(self) -> int:
-        """Of this rank's buffer until the next barrier: the others read it between that and the barrier after it."""
+        """The address of this rank's buffer until the next barrier. Others read it from then on until the one after."""
         return self._addresses[(self.reached + 1) & 1][self._rank]
 
     def incoming_address(self, rank: int) -> int:
-        """Of what `rank` wrote before the last barrier, until the next one."""
+        """The address of what `rank` wrote before the last barrier, until the next one."""
         return self._addresses[self.reached & 1][rank]
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from .shared_memory import SharedMemoryExchange, aligned_down
 
 _Place = tuple[int, int]  # address and bytes: slicing tensors takes a tenth of the time of a chunk
 
-_PATIENCE_S = 0.0005  # for a chunk, times the number of ranks: ten times as long as it takes on idle cores
+_PATIENCE_S = 0.0005  # that a chunk may take, times the number of ranks: ten times as long as on idle cores
 _PAUSE = 32  # calls by messages after one that took longer
 
 
@@ -41,9 +41,9 @@ class StagedCollectives:
         self._exchange, self._rank, self._size = exchange, rank, size
         # Each rank in another order, so that not all read from the same one at once.
         self._peers = [(rank + shift) % size for shift in range(1, size)]
-        self._slot_nbytes = aligned_down(exchange.capacity // (size - 1))  # of what a rank writes for one of the others
+        self._slot_nbytes = aligned_down(exchange.capacity // (size - 1))  # that a rank writes for one of the others
         self._pause = 0  # calls that return at once; the same number on every rank
-        self._deadline = inf  # of the next meeting
+        self._deadline = inf  # by which the next meeting has to be over
 
     def rejoin(self) -> None:
         """Start anew. Collective: every rank has left, maybe in the middle of a call."""
@@ -90,7 +90,7 @@ class StagedCollectives:
         self._deadline = (perf_counter() if self._deadline == inf else now) + _PATIENCE_S * self._size
 
     def _gather_chunk(self, places: Sequence[_Place], own: int, step: int, begin: int) -> None:
-        """own: the address of this rank's range."""
+        """Gather a chunk of every rank's range. own: the address of this rank's."""
         exchange, (into, size) = self._exchange, places[self._rank]
         if begin < size:
             memmove(exchange.outgoing_address(), own + begin, min(step, size - begin))
@@ -103,7 +103,7 @@ class StagedCollectives:
                 memmove(into + begin, exchange.incoming_address(peer), min(step, size - begin))
 
     def _reduce_chunk(self, out: torch.Tensor, own: torch.Tensor, places: Sequence[_Place], op: Op, begin: int) -> None:
-        """own: this rank's range of what it reduces."""
+        """Reduce a chunk of each range on its rank. own: this rank's range of what it reduces."""
         exchange, step = self._exchange, self._slot_nbytes
         to = exchange.outgoing_address()
         for slot, peer in enumerate(self._peers):
@@ -117,7 +117,7 @@ class StagedCollectives:
         reduce_rows(rows, op, out[first:last], divisor=self._size)
 
     def _row(self, rank: int, own: torch.Tensor) -> torch.Tensor:
-        """What `rank` has written for this rank: as much as `own`."""
+        """The part that `rank` has written for this rank, of the size of `own`."""
         slot = (self._rank - rank - 1) % self._size
         return self._exchange.row(rank, slot * self._slot_nbytes, own.dtype, len(own))
 

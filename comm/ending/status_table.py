@@ -1,4 +1,4 @@
-"""What every rank is doing, in memory that the ranks of a node share: a row can be read even if its rank's process is gone.
+"""What every rank is doing, in memory that the ranks of a node share: a row can be read when its rank's process has ended.
 
 A row has a header and an entry for each communicator that its rank has used lately. Rows of other nodes are copies, received
 through `sidechannel.py`. The memory has no name, so nothing is left behind, however a job ends.

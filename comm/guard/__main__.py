@@ -3,9 +3,9 @@
     python -I -S guard/__main__.py --start PROGRAM...    start a guard, and replace this process by PROGRAM: by shardrt.launch
     python -I -S guard/__main__.py PID FD                guard PID, by its descriptor: by shardrt.init(), if need be
 
-It imports little of the standard library (`-I -S`: a start takes 12 ms), and needs neither MPI nor Python's lock. The rank
-tells it where it is by a pipe, the guard's standard input (`monitor/guarding.py`). Its process name shows the phase to the
-guards of the node's other ranks.
+It imports the standard library only, and little of it (`-I -S`: a start takes 12 ms), and needs neither MPI nor Python's lock.
+The rank tells it where it is by a pipe, the guard's standard input (`monitor/guarding.py`). Its process name shows the phase to
+the guards of the node's other ranks.
 
 phase     the rank sends       the guard ends the job if
 START                          the rank fails (any code but 0) and others live on
@@ -16,7 +16,7 @@ RUN       table ..., run       the rank ends; no watchdog of the node's ranks is
 ENDING    end CODE             the rank, which has reported already and ends the job itself, does not manage to
 DONE      done                 never: the guard ends, at once
 
-To end a job, the guard reports (`report.py`), and then aborts by PMI-1, the wire protocol of MPICH's process manager,
+To end a job, the guard reports (`ending/report.py`), and then aborts by PMI-1, the wire protocol of MPICH's process manager,
 which takes an exit code. Under another launcher it kills its rank, and the launcher ends the others: the exit code is then 137,
 unless shardrt.launch replaces it by that of the report.
 """
@@ -44,7 +44,7 @@ def guard(pid: int, process: int) -> None:
     process: descriptor of the rank `pid`, opened by the rank, which may have ended since.
     """
     os.setsid()  # a Ctrl-C at the terminal is for the ranks
-    os.dup2(standard_error(), 2)  # now: the rank, above this process, may have ended when there is something to write
+    os.dup2(standard_error(), 2)  # now: when there is something to write, the rank above this process may have ended
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -61,7 +61,7 @@ def start(program: list[str]) -> None:
     try:
         RankPlace(os.environ)
         process = os.pidfd_open(pid)
-    except (LookupError, ValueError, OSError, AttributeError):  # the last where Python was built for an older Linux
+    except (LookupError, ValueError, OSError, AttributeError):  # the last of these where Python was built for an older Linux
         os.execvp(program[0], program)
     reader, writer = os.pipe()
     if os.fork() == 0:

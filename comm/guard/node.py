@@ -10,12 +10,13 @@ from enum import Enum
 from ..ending.processes import Process, launcher_of, processes, variable_of
 from ..ending.status_table import StatusTable
 
-VARIABLE = "SHARDRT_GUARD"  # descriptor of the pipe to the guard, and process of the rank
-# The number of ranks, and the rank.
+VARIABLE = "SHARDRT_GUARD"  # names the descriptor of the pipe to the guard, and the rank's process
+# Variables for the number of ranks, and for the rank.
 # Hazard: inside an allocation hydra's ranks all carry the SLURM variables of its own one-per-node step, so a launcher's own
 # variables come first, and Slurm's count only inside a step.
 _RANKS = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"), ("SLURM_NTASKS", "SLURM_PROCID"))
-# The rank on the node, and the ranks of the node. Slurm sets PMI_SIZE as well, for MPICH, but not hydra's MPI_LOCALNRANKS.
+# Variables for a rank's number on its node, and for the number of the node's ranks.
+# Slurm sets PMI_SIZE as well, for MPICH, but not hydra's MPI_LOCALNRANKS.
 _HYDRAS = "MPI_LOCALNRANKS"
 _LOCAL_RANKS = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -66,7 +67,7 @@ class Neighbour:
     def __init__(self, rank: int, process: Process) -> None:
         self.rank, self.process = rank, process
         self.phase = RankPhase.START
-        self.cpu_s = 0.0  # that a rank which has not come has used, with its descendants
+        self.cpu_s = 0.0  # the processor time of a rank that has not come, and of its descendants
 
     @property
     def has_come(self) -> bool:
@@ -78,13 +79,13 @@ class Node:
     """The ranks of the job on this machine: children of one process, the launcher's, with the variable of their rank."""
 
     def __init__(self, parent: int, place: RankPlace) -> None:
-        """parent: of the rank's process."""
+        """Find the launcher. parent: the parent of the rank's process."""
         self._place = place
-        self._ranks: dict[int, int] = {}  # by process
+        self._ranks: dict[int, int] = {}  # the rank of each process
         launcher = launcher_of(parent, place.variable, str(place.rank))
         self.is_visible = launcher > 0
         self._launcher = launcher or parent
-        self.local_size = place.local_size if self.is_visible else None  # how many of them are to be seen, if it is known
+        self.local_size = place.local_size if self.is_visible else None  # how many ranks are to be seen here, if it is known
 
     def look(self) -> tuple[dict[int, Neighbour], int]:
         """The ranks whose processes are there, by rank, in order; and how many processes may still become ranks."""
@@ -114,7 +115,7 @@ class Node:
 
     def _rank_of(self, process: Process) -> int | None:
         if process.pid not in self._ranks:
-            with contextlib.suppress(OSError, ValueError):  # it cannot be read, or is no rank
+            with contextlib.suppress(OSError, ValueError):  # its environment cannot be read, or it is no rank
                 self._ranks[process.pid] = int(variable_of(process.pid, self._place.variable) or "")
         return self._ranks.get(process.pid)
 
@@ -128,8 +129,8 @@ def _cpu_s(process: Process, below: Mapping[int, list[Process]]) -> float:
 class NodeStatus:
     """The status table of the node, as its guards read it. Raises: OSError.
 
-    The rank `pid` sends the rest.   fd: its descriptor of the table.   deadline_s: without a heartbeat.   held_s: the same, if
-    no rank is in an operation.   ranks: of the node.
+    The rank `pid` sends the rest.   fd: its descriptor of the table.   deadline_s: how long heartbeats may be missing.
+    held_s: the same, if no rank is in an operation.   ranks: those of the node.
     """
 
     def __init__(self, pid: int, fd: str, deadline_s: str, held_s: str, ranks: str) -> None:

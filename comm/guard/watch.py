@@ -18,12 +18,12 @@ from .node import Neighbour, Node, NodeStatus, RankPhase, RankPlace
 
 _POLL_S = 1.0
 _SCAN_S = 2.0  # between two looks at the ranks of the node
-_OTHERS_SCAN_S = 10.0  # the same, of others than the first rank in init()
-_GONE_S = 2.0  # for a rank's own guard to end the job, before another rank's guard is overdue
+_OTHERS_SCAN_S = 10.0  # the same, for guards of other ranks than the first in init()
+_ENDED_S = 2.0  # for a rank's own guard to end the job, before another rank's guard is overdue
 _GRACE_S = 1.0  # for the other ranks to fail as well: then nobody waits, and the launcher ends the job
 _FLUSH_S = 0.5  # for the launcher to pass on the report, and for ranks to write their stacks
 _ABORT_S = 3.0  # for the launcher to end the rank
-_PASSED_ON = (-signal.SIGINT, -signal.SIGTERM)  # ends, by signals that launchers pass on to all ranks
+_PASSED_ON = (-signal.SIGINT, -signal.SIGTERM)  # exit codes of ends by signals that launchers pass on to all ranks
 _ENDING_S = 15.0  # for the rank, or another guard, to end the job
 
 
@@ -35,13 +35,13 @@ class Election:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._overdue: set[int] = set()  # ranks that were
+        self._overdue: set[int] = set()  # ranks that were overdue at any time
         self._ending_s = 0.0
 
     def is_mine(self, neighbours: Mapping[int, Neighbour], elapsed_s: float) -> bool:
-        """Whether it is this rank's guard, `elapsed_s` seconds after the last call, if it is overdue itself.
+        """Whether this rank's guard is the one, if it is overdue itself. elapsed_s: seconds since the last call.
 
-        While another guard ends the job, it is none. Hazard: a launcher may let the other ranks live when that guard has killed
+        While another guard ends the job, none is. Hazard: a launcher may let the other ranks live when that guard has killed
         its own, as `srun` does by default: some time later the next guard follows.
         """
         ending = {n.rank for n in neighbours.values() if n.phase is RankPhase.ENDING}
@@ -64,7 +64,7 @@ class Guard:
     def __init__(self, pid: int, process: int, place: RankPlace) -> None:
         self._pid, self._process, self._place = pid, process, place
         self._host = os.uname().nodename
-        self._pmi = _descriptor("PMI_FD") if place.is_hydras else None  # Slurm's speaks another protocol
+        self._pmi = _descriptor("PMI_FD") if place.is_hydras else None  # Slurm's PMI speaks another protocol
         _keep_only({0, 2, self._process} | ({1, self._pmi} if self._pmi is not None else set()))
         # Hazard: the rank itself has no environment to be read while it starts its program, and when it has ended.
         self._node = Node(Process(pid).parent, place)
@@ -73,10 +73,10 @@ class Guard:
         self._limit_s, self._patience_s, self._code = float("inf"), float("inf"), EXIT_CODE
         self._worked: dict[int, tuple[float, float]] = {}  # by rank: the CPU time it had used, and how long this one had waited
         self._absent_s = 0.0  # how long it had waited when a rank was last seen not to have come
-        self._told = 0  # how often that it waits for ranks that work
+        self._told = 0  # how often it has said that it waits for ranks that work
         self._election = Election(place.rank)
         self._scan_s, self._since_scan_s = _SCAN_S, 0.0
-        self._gone_from_s = float("inf")  # of the wait in init()
+        self._ended_from_s = float("inf")  # the second of the wait in init() from which a rank is known to have ended
         self._set_phase(RankPhase.START)
 
     def watch(self) -> None:
@@ -146,7 +146,7 @@ class Guard:
 
     def _look(self, elapsed_s: float) -> None:
         with contextlib.suppress(OSError):
-            if Process(self._pid).is_stopped:  # maybe with the whole job; if not, another rank's guard counts
+            if Process(self._pid).is_stopped:  # the whole job may be; if it is not, another rank's guard counts
                 return
         self._waited_s += elapsed_s
         if self.phase in (RankPhase.INIT, RankPhase.OVERDUE):
@@ -161,12 +161,12 @@ class Guard:
         if self._waited_s < self._limit_s and (self._since_scan_s < self._scan_s or not self._node.is_visible):
             return
         neighbours, starting = self._node.look()
-        has_gone = any(neighbour.process.is_ending and not neighbour.has_come for neighbour in neighbours.values())
-        has_gone |= len(neighbours) + starting < (self._node.local_size or 0)
-        self._gone_from_s = min(self._gone_from_s, self._waited_s) if has_gone else float("inf")
-        is_overdue = self._waited_s >= min(self._limit_s, self._gone_from_s + _GONE_S)
+        one_has_ended = any(neighbour.process.is_ending and not neighbour.has_come for neighbour in neighbours.values())
+        one_has_ended |= len(neighbours) + starting < (self._node.local_size or 0)
+        self._ended_from_s = min(self._ended_from_s, self._waited_s) if one_has_ended else float("inf")
+        is_overdue = self._waited_s >= min(self._limit_s, self._ended_from_s + _ENDED_S)
         absent = [neighbour for neighbour in neighbours.values() if not neighbour.has_come]
-        is_overdue &= has_gone or not self._all_work(absent) or self._waited_s >= self._patience_s
+        is_overdue &= one_has_ended or not self._all_work(absent) or self._waited_s >= self._patience_s
         is_mine = self._election.is_mine(neighbours, self._since_scan_s)
         self._since_scan_s = 0.0
         if is_overdue and self.phase is RankPhase.OVERDUE and is_mine:
@@ -181,7 +181,7 @@ class Guard:
             report(None, self._place.rank, [waits + still_works(ranks, self._patience_s)])
         # Cost: 128 guards that looked at 3,000 processes every two seconds would take three cores.
         often_s = _POLL_S if is_overdue else _SCAN_S
-        self._scan_s = often_s if has_gone or first == self._place.rank else _OTHERS_SCAN_S
+        self._scan_s = often_s if one_has_ended or first == self._place.rank else _OTHERS_SCAN_S
 
     def _all_work(self, absent: Sequence[Neighbour]) -> bool:
         """Whether all ranks that have not come have used a processor since SHARDRT_START_TIMEOUT, or the last has just come."""
@@ -247,7 +247,7 @@ class Guard:
         try:
             code = Process(self._pid).exit_code()
         except OSError:
-            code = None  # the launcher has taken it already
+            code = None  # the launcher has collected the rank already
         if self.phase is RankPhase.ENDING:
             self._end_job(self._code)
         elif (self.phase is RankPhase.START and not code) or self._is_by_launcher(code, is_first=is_first):
@@ -297,7 +297,7 @@ class Guard:
             self._end_job(code_of_job(code), line)
 
     def _others_live(self) -> bool:
-        """Whether another rank of this machine lives, and has not been killed: of the node, if the others cannot be seen."""
+        """Whether another rank of this machine (where they cannot be seen: of the node) lives, and has not been killed."""
         others = self._node.others()
         if self._status is not None and not self._node.is_visible:
             others = [process for rank, process in self._status.processes().items() if rank != self._place.rank]

@@ -8,23 +8,23 @@ from time import monotonic, process_time, thread_time
 
 from ..ending.processes import Process, children
 
-_SHARE = 0.01  # of a core: less is what threads use that only look for something
+_SHARE = 0.01  # of a core: threads that only look for something use less
 _WINDOW_S = 1.0
 
 
 class Activity:
-    """Of this process. The thread that calls `tick` does not count: it is the watchdog's.
+    """When this process has last worked. The thread that calls `tick` does not count: it is the watchdog's.
 
     Cost: 2 us for each call; of a process that does not work, once a second, 10 us for each thread and each child.
     """
 
     def __init__(self) -> None:
-        self._since = monotonic()  # the last look
+        self._since = monotonic()  # when `tick` has last looked
         self._own_s, self._children_s = self._own(), _of_children()
         self.idle_s = 0.0  # seconds since it has worked, in steps of a second
 
     def tick(self) -> None:
-        """Look, if it is time."""
+        """Look whether the process has worked, if it is time."""
         now = monotonic()
         elapsed = now - self._since
         if elapsed < _WINDOW_S:

@@ -14,7 +14,7 @@ from ..calls import CallList, CollectiveCall, Counts, Failure, Hook, MismatchErr
 from ..ending.words import name_ranks
 
 _NEVER_COMPARED = frozenset({"finalize", "rejoin"})
-_SHOWN = 8  # pairs of ranks, in a message
+_SHOWN = 8  # pairs of ranks that a message names
 Answer = tuple[int, str, Failure | None]  # number of the rank's next call, the call it makes, an earlier failure
 
 
@@ -35,7 +35,7 @@ class CallCheck(Hook):
         own = calls.description
         if comm.size == 1 or calls[0].name in _NEVER_COMPARED or not own.shared:
             return
-        # The number as well: a rank that an exception has kept from making a call would make the same one a second time.
+        # The number is compared too: a rank that an exception has kept from making a call would make the same one again.
         answers = comm.compare(own.fingerprint ^ calls[0].number, lambda: _answer(calls[0], own.shared))
         if answers is not None:
             _raise_mismatch(calls[0], answers)

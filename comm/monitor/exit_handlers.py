@@ -41,7 +41,7 @@ def handler_kept(number: signal.Signals) -> Iterator[None]:
 
 
 def handler_of(number: signal.Signals) -> Callable[[], object]:
-    """Installs the handler that this signal has now, again. It may be one in C, such as faulthandler's, unknown to `signal`."""
+    """Returns what restores the handler that this signal has now. It may be one in C, which `signal` does not know."""
     libc, handler = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # more than a struct sigaction
     libc.sigaction(number, None, handler)
     return lambda: libc.sigaction(number, handler, None)
@@ -124,7 +124,7 @@ class Deferred(ABC):
 
     @abstractmethod
     def arrived(self, number: int) -> Any:
-        """Called in another thread, at once, when a signal comes: the handler it is for, if that is not this one, or None."""
+        """Called in another thread when a signal comes. Returns: the handler that it is for, if not this one, or None."""
 
 
 class ExitHandlers:
@@ -156,7 +156,7 @@ class ExitHandlers:
         self._thread = threading.Thread(target=self._watch_signals, name="shardrt-signals", daemon=True)
         self._thread.start()
         self._take_signals()
-        # Otherwise Open MPI's ranks outlive their launcher.
+        # Without this, Open MPI's ranks outlive their launcher.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ class ExitHandlers:
             return
         self._wakeups[0].setblocking(False)
         before = signal.set_wakeup_fd(self._wakeups[0].fileno(), warn_on_full_buffer=False)
-        if before != -1:  # an event loop's, which handles signals itself
+        if before != -1:  # an event loop has set it, which handles signals itself
             signal.set_wakeup_fd(before)
             self._taken = {}
         for number in self._taken:

@@ -21,7 +21,7 @@ class RankGuard:
     """
 
     def __init__(self) -> None:
-        self._pid = 0  # of the rank
+        self._pid = 0  # the rank's process
         self._pipe: int | None = None
 
     @contextlib.contextmanager
@@ -33,7 +33,7 @@ class RankGuard:
         self._pid = os.getpid()
         if self._pipe is None:
             self._pipe = _inherited() or _start()
-        os.environ.pop(LAUNCHED, None)  # what this rank starts is none
+        os.environ.pop(LAUNCHED, None)  # what this rank starts is no rank
         try:
             self._send(f"init {limit_s} {patience_s}")
             yield
@@ -69,7 +69,7 @@ class RankGuard:
 def _inherited() -> int | None:
     """The pipe to the guard that shardrt.launch started for this process."""
     pipe, _, pid = os.environ.pop(VARIABLE, "").partition(":")
-    if pid != str(os.getpid()):  # that of a parent
+    if pid != str(os.getpid()):  # a parent has left it
         return None
     os.set_inheritable(int(pipe), False)
     return int(pipe)
@@ -88,7 +88,7 @@ def _start() -> int | None:
     except (LookupError, ValueError, OSError, AttributeError):  # the last where Python was built for an older Linux
         return None
     reader, writer = os.pipe()
-    isolated = ("-s", "-P") if os.environ.get("PYTHONHOME") else ("-I",)  # as launch.isolated
+    isolated = ("-s", "-P") if os.environ.get("PYTHONHOME") else ("-I",)  # these are the flags of launch.isolated
     program = Path(__file__).parents[1] / "guard" / "__main__.py"
     command = [sys.executable, *isolated, "-S", str(program), str(os.getpid()), str(process)]
     os.set_inheritable(process, True)

@@ -1,4 +1,4 @@
-"""What monitors a rank: the hooks around its calls and the handlers of its exit. Installed at init, removed at finalize."""
+"""What monitors a rank, from init to finalize: the hooks around its calls and the handlers of its exit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..control import abort_all, remove_hooks
 from ..dumps import DumpFolder
 from ..ending.report import log
 from ..recorder import Recorder
-from ..settings import Settings
+from ..settings import EnvironmentSettings
 from .check import CallCheck
 from .exit_handlers import Aborter, ExitHandlers
 from .guarding import RankGuard
@@ -34,7 +34,9 @@ class Monitor:
     A world of one rank has a recorder only, and on a GPU, whose kernels may hang, a watchdog.
     """
 
-    def __init__(self, comm: MPI.Intracomm, node: int, device: torch.device, settings: Settings, guard: RankGuard) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, node: int, device: torch.device, settings: EnvironmentSettings, guard: RankGuard
+    ) -> None:
         rank, size = comm.Get_rank(), comm.Get_size()
         job = comm.bcast(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{secrets.token_hex(2)}")
         self.recorder = Recorder(rank, size, DumpFolder(settings.dumps, job, partial(log, rank)), settings.recorded_calls)

@@ -28,15 +28,15 @@ _RANK_NBYTES = 4
 _LENGTH_NBYTES = 4
 _CHUNK_NBYTES = 1 << 16
 
-Protocol = Generator[int, bytes, None]  # yields how many bytes it has to read next, and gets them
+Protocol = Generator[int, bytes, None]  # yields how many bytes it has to read next, and is sent them
 
 
 class LinkError(ConnectionError):
     """The other end has closed the connection, or is not what it should be."""
 
 
-class Link:
-    """One end of a connection, which never blocks. The socket is the link's own.
+class Connection:
+    """One end of a connection, which never blocks. The socket is the connection's own.
 
     rank: of the connecting end; None on the accepting end, which learns it (-1 until then).   limit: bytes of the largest
     frame to accept.

@@ -1,4 +1,4 @@
-"""What a rank can find out about the others while they do not answer: from the table, from /proc, and by the stacks' signal."""
+"""What a rank can find out about others that do not answer: from table, /proc, and stacks that a signal makes them write."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _LEFT = (ProgramPhase.LEAVING, ProgramPhase.FINISHED)
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """A rank's process."""
+    """Where a rank's process is."""
 
-    node: int  # lowest rank of its node
+    node: int  # the lowest rank of the process's node
     host: str
     pid: int
     table: int  # file descriptor of the node's table, on its first rank
@@ -63,7 +63,7 @@ def check_namespaces(comm: MPI.Intracomm, node: int) -> None:
 
     Hazard: a number that is a rank's process there is another process here, with other files; signals would go to it.
     """
-    # Zero where /proc shows another namespace.
+    # It is zero where /proc shows another namespace.
     own = os.stat("/proc/self/ns/pid").st_ino if os.readlink("/proc/self") == str(os.getpid()) else 0
     places = comm.allgather((node, socket.gethostname(), own))
     for rank, (first, host, namespace) in enumerate(places):
@@ -92,7 +92,7 @@ class Heartbeats:
             self._silent_s[rank] = self._silent_s[rank] + elapsed if seen == before else 0.0
 
     def is_silent(self, rank: int) -> bool:
-        """True if nothing new has come from the first rank of a node for some exchanges. Of rank 0: this node is cut off."""
+        """True if the first rank of a node has sent nothing new for some exchanges. If that is rank 0, this node is cut off."""
         return self._silent_s[rank] > self._most_s
 
     def silence(self, rank: int) -> float:

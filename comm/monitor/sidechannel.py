@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ending.status_table import StatusTable
-from .link import TOKEN_NBYTES, Link, LinkError
+from .link import TOKEN_NBYTES, Connection, LinkError
 from .timing import Timing
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class SideChannel:
         self._node = next(node for node in nodes if rank in node)
         self._nodes = {node[0]: node for node in nodes}
         self._row_nbytes = len(table.rows([0]))
-        self._clients: dict[int, Link] = {}  # on rank 0, by the first rank of the node
-        self._server: Link | None = None  # on the first rank of any other node
+        self._clients: dict[int, Connection] = {}  # on rank 0, by the first rank of the node
+        self._server: Connection | None = None  # on the first rank of any other node
         self._awaiting = False
         self._next = 0.0
         others = [node[0] for node in nodes[1:]]
@@ -60,9 +60,9 @@ class SideChannel:
         # The largest frame has every row, should none of them compress.
         limit = 2 * self._row_nbytes * table.size + 1024
         if rank == 0:
-            self._clients = accept(listeners, lambda sock: Link(sock, token, limit), others, deadline)
+            self._clients = accept(listeners, lambda sock: Connection(sock, token, limit), others, deadline)
         elif rank in others:
-            self._server = connect(addresses, lambda sock: Link(sock, token, limit, rank), deadline)
+            self._server = connect(addresses, lambda sock: Connection(sock, token, limit, rank), deadline)
         self.missing = [first for first in others if first not in self._clients]
 
     def tick(self) -> None:
@@ -85,7 +85,7 @@ class SideChannel:
         for link in [*self._clients.values(), *([self._server] if self._server else [])]:
             link.close()
 
-    def _exchange_rows(self, server: Link) -> None:
+    def _exchange_rows(self, server: Connection) -> None:
         others = self._others(self._node)
         if (frame := server.receive()) is not None:
             self._table.put_rows(others, self._rows(frame, others))
@@ -95,7 +95,7 @@ class SideChannel:
             server.send(zlib.compress(self._table.rows(self._node), 1))
             self._awaiting = True
 
-    def _answer(self, client: Link, node: Sequence[int]) -> None:
+    def _answer(self, client: Connection, node: Sequence[int]) -> None:
         if (frame := client.receive()) is not None:
             self._table.put_rows(node, self._rows(frame, node))
             client.send(zlib.compress(self._table.rows(self._others(node)), 1))
@@ -123,10 +123,10 @@ def inflate(data: bytes, nbytes: int) -> bytes:
 # ---------------------------------------------------------------------- connecting
 
 
-LinkOn = Callable[[socket.socket], Link]
+ConnectOn = Callable[[socket.socket], Connection]
 
 
-def connect(addresses: Sequence[Address], link_on: LinkOn, deadline: float) -> Link | None:
+def connect(addresses: Sequence[Address], link_on: ConnectOn, deadline: float) -> Connection | None:
     """A connection to the first of these addresses that proves to be rank 0's; None if none does before the deadline."""
     while addresses and time.monotonic() < deadline:
         for address in addresses:
@@ -136,7 +136,7 @@ def connect(addresses: Sequence[Address], link_on: LinkOn, deadline: float) -> L
     return None
 
 
-def _try(address: Address, link_on: LinkOn, deadline: float) -> Link | None:
+def _try(address: Address, link_on: ConnectOn, deadline: float) -> Connection | None:
     with suppress(OSError):
         link = link_on(socket.create_connection(address, _CONNECT_S))
         deadline = min(deadline, time.monotonic() + _HANDSHAKE_S)
@@ -150,9 +150,11 @@ def _try(address: Address, link_on: LinkOn, deadline: float) -> Link | None:
     return None
 
 
-def accept(listeners: Sequence[socket.socket], link_on: LinkOn, expected: Sequence[int], deadline: float) -> dict[int, Link]:
+def accept(
+    listeners: Sequence[socket.socket], link_on: ConnectOn, expected: Sequence[int], deadline: float
+) -> dict[int, Connection]:
     """The connections of the expected ranks, those that came before the deadline. Closes the listeners, and all others."""
-    found: dict[int, Link] = {}
+    found: dict[int, Connection] = {}
     with selectors.DefaultSelector() as selector:
         door = _Door(selector, link_on, len(expected) + _MAX_STRANGERS)
         for listener in listeners:
@@ -173,25 +175,25 @@ def accept(listeners: Sequence[socket.socket], link_on: LinkOn, expected: Sequen
 class _Door:
     """The connections that have not proved yet that they are of this job: any number may be silent, the rest goes on."""
 
-    def __init__(self, selector: selectors.BaseSelector, link_on: LinkOn, most: int) -> None:
+    def __init__(self, selector: selectors.BaseSelector, link_on: ConnectOn, most: int) -> None:
         self._selector = selector
         self._link_on = link_on
         self._most = most
-        self._strangers: list[Link] = []  # the oldest first
+        self._strangers: list[Connection] = []  # the oldest first
 
-    def let_in(self, listener: socket.socket) -> Link | None:
+    def let_in(self, listener: socket.socket) -> Connection | None:
         """Accept a connection, in the place of the oldest if there are too many. Returns: as `ask`."""
         if len(self._strangers) == self._most:
             self._close(self._strangers[0])
         try:
             link = self._link_on(listener.accept()[0])
-        except OSError:  # it is gone already, or this process has no descriptors left
+        except OSError:  # it is closed already, or this process has no descriptors left
             return None
         self._strangers.append(link)
         self._selector.register(link, selectors.EVENT_READ, link)
         return self.ask(link)  # sends the challenge
 
-    def ask(self, link: Link) -> Link | None:
+    def ask(self, link: Connection) -> Connection | None:
         """Take the next steps of the handshake. Returns: the connection, once it is open."""
         if link not in self._strangers:  # it had to go in the meantime
             return None
@@ -210,7 +212,7 @@ class _Door:
         for link in list(self._strangers):
             self._close(link)
 
-    def _close(self, link: Link) -> None:
+    def _close(self, link: Connection) -> None:
         self._selector.unregister(link)
         self._strangers.remove(link)
         link.close()

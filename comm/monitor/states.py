@@ -58,7 +58,7 @@ class Rows(Protocol):
         """Give the claim back."""
 
 
-class Overdue(Protocol):
+class OverdueOperation(Protocol):
     """An operation of this rank that is overdue."""
 
     @property
@@ -80,7 +80,7 @@ class Move(Enum):
 
 
 class Decision:
-    """One rank's part in it. The main thread calls `finish`, the watchdog's `look` and then `act`.
+    """One rank's part in who ends the job. The main thread calls `finish`, the watchdog's `look` and then `act`.
 
     nodes: each rank's node, in the order of their turns.
     """
@@ -99,7 +99,10 @@ class Decision:
         self._has_finished = self._is_ending = False
 
     def finish(self, patient: bool = True) -> bool:
-        """Finish. Returns: False if this rank is ending the job, or an alarm is raised; if not `patient`, that is no reason."""
+        """Finish, as all ranks do. Returns: False if this rank is ending the job, or an alarm is raised.
+
+        If it is not `patient`, a raised alarm is no reason.
+        """
         with self._lock:
             if self._is_ending or max(self.rows.alarms()) >= (Alarm.RAISED if patient else Alarm.FOLLOWED):
                 return False
@@ -107,7 +110,7 @@ class Decision:
             self.rows.set_phase(self._rank, ProgramPhase.FINISHED)
             return True
 
-    def look(self, elapsed: float, overdue: Overdue | None, cut_off: bool = False) -> Move:
+    def look(self, elapsed: float, overdue: OverdueOperation | None, cut_off: bool = False) -> Move:
         """Choose a move from what the rows show. elapsed: seconds since the last look.
 
         cut_off: the alarms of other nodes may not reach this rank.
@@ -129,11 +132,11 @@ class Decision:
             return Move.RAISE
         return Move.COMMIT if self._settled_s >= self._settle_s + self._turn_s * len(ahead) else Move.WATCH
 
-    def act(self, move: Move, overdue: Overdue | None) -> Move:
+    def act(self, move: Move, overdue: OverdueOperation | None) -> Move:
         """Write what was chosen. Returns: the move, or another one if something has changed since."""
         if move is Move.RAISE:
             with self._lock:
-                if not self._has_finished:  # then nothing would withdraw it
+                if not self._has_finished:  # if it had, nothing would withdraw the alarm
                     self.rows.set_alarm(self._rank, Alarm.RAISED)
         elif move is Move.WITHDRAW:
             self.rows.set_alarm(self._rank, Alarm.NONE)
@@ -151,8 +154,8 @@ class Decision:
             ahead |= set(self._nodes[: self._nodes.index(self._nodes[self._rank])])
         return ahead
 
-    def _commit(self, overdue: Overdue) -> Move:
-        if not self.rows.claim():  # by a rank that commits; if it fails to, end without its report
+    def _commit(self, overdue: OverdueOperation) -> Move:
+        if not self.rows.claim():  # another rank has it and commits; if that fails to, end without its report
             late = self._settled_s >= self._settle_s + self._turn_s + self._report_s
             return Move.FOLLOW if late and self._end() else Move.WATCH
         if not overdue.is_under_way() or not self._end():

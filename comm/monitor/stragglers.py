@@ -15,12 +15,12 @@ from time import monotonic
 from ..ending.status_table import StatusTable, TimeInside
 from .timing import Timing
 
-_SLICES = 6  # in a window; the median over them is what counts, so that a checkpoint or a pause does not
-_OPERATIONS = 20  # in a window, at least
+_SLICES = 6  # slices in a window; their median counts, so that a checkpoint or a pause does not
+_OPERATIONS = 20  # that a window needs for a rank to be named
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RankProgress:
     """What a rank has done so far."""
 
     waited: float  # seconds inside operations
@@ -32,8 +32,8 @@ class Straggler:
     """A rank that is late, over a window."""
 
     rank: int
-    share: float  # of the time, in which all others waited for it
-    late_s: float  # on average, at each operation
+    share: float  # of the time, for which all others waited for it
+    late_s: float  # by which it was late at each operation, on average
     operations: int
     window_s: float
 
@@ -46,10 +46,10 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    rank: int  # that waited least
-    late_s: float  # how much less than every other
+    rank: int  # the rank that waited least
+    late_s: float  # by which it waited less than every other
     seconds: float
-    operations: int  # of that rank
+    operations: int  # that this rank began
 
 
 class Stragglers:
@@ -60,7 +60,7 @@ class Stragglers:
         self._rank = rank
         self._slice_s = timing.straggler_s
         self._inside = inside
-        self._since = monotonic()  # the last comparison
+        self._since = monotonic()  # when ranks were last compared
         self._comparison = Comparison(timing.straggler) if rank == 0 and table.size > 1 and timing.straggler else None
 
     def tick(self) -> Straggler | None:
@@ -71,7 +71,7 @@ class Stragglers:
             return None
         self._since += seconds
         rows = map(self._table.header, range(self._table.size))
-        return self._comparison.add(seconds, [Progress(row.waited, row.operations) for row in rows])
+        return self._comparison.add(seconds, [RankProgress(row.waited, row.operations) for row in rows])
 
 
 class Comparison:
@@ -82,11 +82,11 @@ class Comparison:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._before: Sequence[Progress] = ()
+        self._before: Sequence[RankProgress] = ()
         self._slices: deque[_Slice] = deque()
         self._named: int | None = None
 
-    def add(self, seconds: float, progress: Sequence[Progress]) -> Straggler | None:
+    def add(self, seconds: float, progress: Sequence[RankProgress]) -> Straggler | None:
         """Add what every rank did up to now, `seconds` after the last time. Returns: a rank to name, at most once a window."""
         before, self._before = self._before, progress
         if not before or seconds <= 0.0:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..settings import Settings, seconds
+from ..settings import EnvironmentSettings, seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """In seconds, but for `straggler`. The defaults are for real jobs, whose ranks share cores and whose networks stall."""
+    """All but `straggler` are in seconds. The defaults are for real jobs, whose ranks share cores and whose networks stall."""
 
     timeout_s: float = 600.0  # after which an operation is overdue; SHARDRT_TIMEOUT
     patience_s: float = 3600.0  # the same, while it waits for ranks that work; SHARDRT_PATIENCE
@@ -32,7 +32,7 @@ class Timing:
     straggler: float = 0.25  # share of the time, from which a rank that the others wait for is named; 0: none
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Timing:
+    def from_settings(cls, settings: EnvironmentSettings) -> Timing:
         """The defaults, with the variables and, for tests only, SHARDRT_MONITOR_TIMING: "poll_s=0.05".
 
         Raises: ValueError for SHARDRT_MONITOR_TIMING that is malformed; all ranks have the same.

@@ -11,7 +11,7 @@ from ..calls import CallList, Member, Work
 from ..ending.status_table import WHAT_NBYTES, Operation, StatusEntry
 from ..recorder import is_past
 
-AFTER_EXCEPTION = "agree, after an exception"  # of all ranks: this one makes no other call before they come there
+AFTER_EXCEPTION = "agree, after an exception"  # `agree` of all ranks: this one makes no other call before they come there
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Watched:
     """The status entry of a communicator, and for how long it has not changed."""
 
     def __init__(self, comm: Member, status: StatusEntry, key: int, has_everyone: bool) -> None:
-        self.has_everyone = has_everyone  # of the job
+        self.has_everyone = has_everyone  # whether it has all ranks of the job
         self.name, self.ranks, self.own, self.status, self.key = comm.name, comm.ranks, comm.rank, status, key
-        self.pending: deque[tuple[int, str, Work]] = deque()  # on a CUDA device
-        self.peers: list[int] = []  # of sends and receives without a collective
+        self.pending: deque[tuple[int, str, Work]] = deque()  # what has been enqueued on a CUDA device and is not done
+        self.peers: list[int] = []  # other ranks in sends and receives that come without a collective
         self.position = 0
         self.seconds = 0.0
         self.told = 0  # how often the wait has been told of
@@ -88,13 +88,13 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Overdue:
+class OverdueWait:
     """An operation of this rank that is overdue, and the ranks that have not reached it."""
 
     wait: Wait
     missing: list[int]
     is_under_way: Callable[[], bool]
-    error: str | None = None  # of the communicator, because of which it cannot come through
+    error: str | None = None  # an error of the communicator, because of which it cannot come through
 
     @property
     def everyone_is_here(self) -> bool:

@@ -39,7 +39,7 @@ from .sidechannel import SideChannel
 from .states import Decision, Move
 from .stragglers import Stragglers
 from .timing import Timing
-from .waits import Overdue, Wait, Watched
+from .waits import OverdueWait, Wait, Watched
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,10 +69,12 @@ class Watchdog(Hook):
         self._inside = TimeInside()
         self._stragglers = Stragglers(self._table, self._rank, timing, self._inside)
         self._heartbeats = Heartbeats(self._table, peers.nodes, timing)
-        self._cut_short = ""  # the call, if an exception has taken the main thread out of one, until its next
-        self._failure: Failure | None = None  # with which this rank has left the block of an agree(), until all have
+        self._cut_short = ""  # the call that an exception has taken the main thread out of, until its next
+        self._failure: Failure | None = (
+            None  # the exception with which this rank has left the block of an agree(), until all have left
+        )
         self._stopping = threading.Event()
-        self._given_until = 0.0  # by `patience`, in time.monotonic()
+        self._given_until = 0.0  # until when `patience` gives time, by time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shardrt-watchdog", daemon=True)
         self._thread.start()
 
@@ -133,7 +135,7 @@ class Watchdog(Hook):
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """In the block, up to so many seconds, neither this rank's operations are overdue nor those that wait for it."""
+        """In the block, for up to so many seconds, neither this rank's operations are overdue nor those that wait for it."""
         before = self._given_until
         self._given_until = max(before, time.monotonic() + seconds)
         try:
@@ -169,7 +171,7 @@ class Watchdog(Hook):
             if (done := self._decision.act(move, overdue)) in (Move.COMMIT, Move.FOLLOW):
                 self._end(done, overdue)
 
-    def _overdue(self, elapsed: float) -> Overdue | None:
+    def _overdue(self, elapsed: float) -> OverdueWait | None:
         self._recorder.poll()
         self._activity.tick()
         overdue, idle = None, list[float]()
@@ -178,15 +180,15 @@ class Watchdog(Hook):
             if wait is None or overdue is not None:
                 continue
             if (error := comm.async_error()) is not None:
-                overdue = Overdue(wait, self._peers.missing(wait), watched.is_where_it_was, error)
+                overdue = OverdueWait(wait, self._peers.missing(wait), watched.is_where_it_was, error)
             if overdue is not None or watched.seconds < min(self._timing.lost_s, self._timing.timeout_s):
                 continue
             missing = self._peers.missing(wait)
             # A circle of ranks that wait for each other grows older with each look.
             idle.append(elapsed + max((self._peers.idle(rank, self._heartbeats) for rank in missing), default=inf))
             if any(map(self._peers.is_lost, missing)) or self._is_late(watched, wait, missing, idle[-1]):
-                overdue = Overdue(wait, missing, watched.is_where_it_was)
-        if idle:  # what this rank does while it waits is no work
+                overdue = OverdueWait(wait, missing, watched.is_where_it_was)
+        if idle:  # what this rank does while it waits does not count as work
             self._activity.idle_s = 0.0
         given = self._given_until - time.monotonic()
         self._table.set_idle(self._rank, -given if given > 0.0 else max(idle, default=self._activity.idle_s))
@@ -221,7 +223,7 @@ class Watchdog(Hook):
 
     # ------------------------------------------------------------------ the end
 
-    def _end(self, move: Move, overdue: Overdue | None) -> NoReturn:
+    def _end(self, move: Move, overdue: OverdueWait | None) -> NoReturn:
         """Write what this rank knows, and end the job when all have written theirs."""
         reports, has_raised = move is Move.COMMIT, self._table.alarms()[self._rank] != Alarm.NONE
         speaks = reports or self._speaks_for_node()
@@ -265,13 +267,13 @@ class Watchdog(Hook):
             time.sleep(self._timing.poll_s)
             self._tick()
 
-    def _last_words(self, overdue: Overdue | None) -> list[str]:
+    def _last_words(self, overdue: OverdueWait | None) -> list[str]:
         if overdue is None:
             return ["an operation of another rank never completed"]
         reason = "" if overdue.error is None else f", in which NCCL failed: {overdue.error}"
         return [f"waits in {overdue.wait}{reason}; last call: {self._recorder.last_call()}"]
 
-    def _report(self, overdue: Overdue | None) -> list[str]:
+    def _report(self, overdue: OverdueWait | None) -> list[str]:
         assert overdue is not None, "an operation"
         wait, missing = overdue.wait, overdue.missing
         present = [rank for rank in wait.ranks if rank not in missing]
@@ -281,7 +283,7 @@ class Watchdog(Hook):
             *(f"missing {self._peers.describe(rank)}" for rank in missing),
         ]
 
-    def _reason(self, overdue: Overdue) -> str:
+    def _reason(self, overdue: OverdueWait) -> str:
         wait, limit_s, variable = overdue.wait, self._timing.timeout_s, "SHARDRT_TIMEOUT"
         if overdue.error is not None:
             return f"NCCL failed in {wait}: {overdue.error}"

@@ -13,7 +13,7 @@ import torch
 from .. import World, init
 from ..version import __version__
 from . import fault, inject, soak, sweep
-from .options import Options, parse
+from .options import StressOptions, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return (sweep if is_sweep else soak).run(world, options, log)
 
 
-def _log_header(world: World, options: Options, log: Callable[[str], None]) -> None:
+def _log_header(world: World, options: StressOptions, log: Callable[[str], None]) -> None:
     from mpi4py import MPI  # Hazard: before shardrt.init() this would start MPI, with other settings
 
     where = f"{socket.gethostname()} pid {os.getpid()} {world.device}"

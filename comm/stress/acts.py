@@ -14,10 +14,10 @@ import torch
 
 from .. import Communicator, ReduceOp, Stream, World, world
 
-SLEEP_S = 1.0  # of a slow rank
-FAR_S = 40.0  # of one that does not come in time
+SLEEP_S = 1.0  # that a slow rank sleeps
+FAR_S = 40.0  # that a rank sleeps which does not come in time
 NOBODY_READS_S = 0.5  # after which a full pipe counts as unread
-MOST_NBYTES = 16 << 20  # for it to be full; Open MPI's mpirun keeps in memory what nobody reads
+MOST_NBYTES = 16 << 20  # to write until it is full; Open MPI's mpirun keeps in memory what nobody reads
 SHM_NBYTES = 64 << 20  # more than /dev/shm has
 
 
@@ -69,7 +69,7 @@ def fill_shm() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What such an act gets, on every rank alike."""
+    """What an act of `When.CALL` gets, on every rank alike."""
 
     world: World
     comm: Communicator  # of all ranks, for this act

@@ -25,8 +25,8 @@ from torch.nn import functional
 from .. import Communicator, ReduceOp, World, new_stream
 
 _MATRICES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-SIDES = {"cpu": 1024, "cuda": 8192}  # of the square matrices
-MOST_ROWS = {"cpu": 256, "cuda": 8192}  # of the others: enough for the full rate of arithmetic
+SIDES = {"cpu": 1024, "cuda": 8192}  # rows and columns of the square matrices
+MOST_ROWS = {"cpu": 256, "cuda": 8192}  # rows of the other matrices: enough for the full rate of arithmetic
 NBYTES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # that an operation touches
 _CACHED_NBYTES = 1 << 26  # more than the part of a cache that a rank has
 _COPIES = 8
@@ -62,7 +62,7 @@ class SmallModel:
         self._rows = torch.ones(8, 32, device=device)
 
     def step(self) -> None:
-        """Forward, backward and optimizer."""
+        """Run forward, backward and optimizer."""
         self._model(self._rows).sum().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -155,7 +155,7 @@ def _memory(clock: _Clock) -> list[tuple[int, float]]:
 
 
 def _traffic(numel: int, device: torch.device) -> Iterator[Callable[[], object]]:
-    """An addition to a new tensor, a product in place, a copy: of 12, 16 and 8 bytes for each element."""
+    """The rates of an addition to a new tensor, a product in place and a copy: 12, 16 and 8 bytes for each element."""
     tensors = cycle([torch.ones(numel, device=device) for _ in range(3 * _COPIES)])
     yield lambda: next(tensors) + next(tensors)
     yield lambda: next(tensors).addcmul_(next(tensors), next(tensors), value=0.0)
@@ -163,7 +163,7 @@ def _traffic(numel: int, device: torch.device) -> Iterator[Callable[[], object]]
 
 
 def _collectives(clock: _Clock, world: World) -> dict[str, float]:
-    """Of messages of 8 MiB, from windows to memory of torch's."""
+    """The rates of collectives of 8 MiB, from windows to memory of torch's."""
     comm = world.comm.split(0, world.rank, "stress-compute")
     assert comm is not None, "every rank gave the same colour"
     stream, numel = new_stream(world.device, "stress-compute"), _MESSAGE_NBYTES // 4

@@ -10,21 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from .faults import ENDED, FAULTS, SRUN, STAND_IN, WATCHDOG, Fault, When
-from .jobs import END_S, Ending, Site, Way, run_job
-from .options import Options
-from .report import PRINT, Table
+from .jobs import END_S, Ending, Installation, Way, run_job
+from .options import StressOptions
+from .report import PRINT, FaultTable
 
-AT_ONCE = 2  # jobs
+AT_ONCE = 2  # jobs run at once
 SHOWN = 3000  # characters of the output of a job that did not end as expected
 
 
-def run(options: Options) -> int:
+def run(options: StressOptions) -> int:
     """Run the faults of the command line; returns 0 if every job ended as expected."""
     victim = options.number - 1 if options.fault_rank is None else options.fault_rank
     if not 0 <= victim < options.number:
         sys.exit(f"--fault-rank {victim} is not one of {options.number} ranks")
-    table = Table({}) if options.report in (None, PRINT) else Table.read(options.report)
-    site, held = Site.find(), True
+    table = FaultTable({}) if options.report in (None, PRINT) else FaultTable.read(options.report)
+    site, held = Installation.find(), True
     ways = [Way.LAUNCH] if options.report is None else list(Way)
     groups = _share_jobs(_possible(options.faults, site))
     jobs = [(faults, way) for faults in groups for way in ways if way is Way.LAUNCH or not faults[0].is_unread]
@@ -42,7 +42,7 @@ def run(options: Options) -> int:
     return 0 if held else 1
 
 
-def _possible(names: Sequence[str], site: Site) -> list[Fault]:
+def _possible(names: Sequence[str], site: Installation) -> list[Fault]:
     """The faults of these names; those that cannot be had here are left out, with a line."""
     why_not = {name: site.why_not(FAULTS[name]) for name in names}
     for name, why in why_not.items():
@@ -60,7 +60,7 @@ def _share_jobs(faults: Sequence[Fault]) -> list[list[Fault]]:
     return [*([fault] for fault in faults if fault.when is not When.CALL), *calls.values()]
 
 
-def _run_job(site: Site, way: Way, faults: list[Fault], victim: int, options: Options) -> Ending:
+def _run_job(site: Installation, way: Way, faults: list[Fault], victim: int, options: StressOptions) -> Ending:
     names = ",".join(fault.name for fault in faults)
     flags = ["--inject", "--fault", names, "--fault-rank", str(victim), "--fault-after", str(options.fault_after)]
     return run_job([*site.command(way, faults[0].program, options.number), *flags], faults[0], options.number)

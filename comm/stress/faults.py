@@ -24,10 +24,10 @@ WATCHDOG = (17,)
 GUARD = (17, 137)
 ENDED = (143,)  # Open MPI's launcher may take the code of a rank before its guard can, and ends the others by SIGTERM
 SRUN = (137, 143)  # srun's own code is the highest of its tasks, those included that it ends because of another one
-NAMED = r"rank VICTIM\b(?! pid| injects)"  # by other ranks: the rank itself prints its pid and its fault
+NAMED = r"rank VICTIM\b(?! pid| injects)"  # named by other ranks: the rank itself prints its pid and its fault
 STAND_IN = "was ended by signal 10 .*; in #"  # under srun, shardrt.launch passes SIGUSR1 on in the place of other signals
-LAST = "(?:all_reduce|all_gather|reduce_scatter)"  # operation
-UNDER_WAY = r"{}\), .* under way"  # of a signal: the report tells the operations, or that there are none
+LAST = "(?:all_reduce|all_gather|reduce_scatter)"  # what the last operation can be
+UNDER_WAY = r"{}\), .* under way"  # the report of a signal tells the operations, or that there are none
 
 
 class When(Enum):

@@ -1,4 +1,4 @@
-"""A rank of a job in which one rank, the victim, does what it must not."""
+"""The part of each rank in a job in which one rank, the victim, does what it must not."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .. import ReduceOp, World, init
 from ..guard.node import launcher_variables
 from .acts import Scene
 from .faults import FAULTS, Fault, When
-from .options import Options
+from .options import StressOptions
 from .problem import Problem
 
 
-def run(options: Options) -> int:
-    """This rank's part; returns the exit code."""
+def run(options: StressOptions) -> int:
+    """Do this rank's part; returns the exit code."""
     faults = [FAULTS[name] for name in options.faults]
     found = launcher_variables(os.environ)
     assert found is not None, "a launcher"
@@ -73,7 +73,7 @@ def _call_on_all_ranks(world: World, fault: Fault, is_victim: bool) -> None:
 # ---------------------------------------------------------------------- traffic
 
 
-def _communicate(world: World, fault: Fault, options: Options) -> int:
+def _communicate(world: World, fault: Fault, options: StressOptions) -> int:
     """Make calls, with the fault in the middle; returns the exit code."""
     acting = fault.when is When.EVERYWHERE or (fault.when is When.TRAFFIC and world.rank == options.fault_rank)
     calls = itertools.count() if fault.when is When.LAUNCHER else range(2 * options.fault_after)

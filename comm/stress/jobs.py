@@ -46,15 +46,15 @@ class Way(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class Installation:
     """The launcher and the MPI of this environment."""
 
-    column: str  # of the table
-    launcher: str  # for shardrt.launch
+    column: str  # the table's column
+    launcher: str  # what shardrt.launch is to use
     bare: tuple[str, ...]  # the command line without it, up to the number of ranks
 
     @classmethod
-    def find(cls) -> Site:
+    def find(cls) -> Installation:
         """Inside a Slurm allocation srun, else mpirun. Exits if there is none."""
         beside = Path(sys.executable).with_name("mpirun")
         mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
@@ -135,7 +135,7 @@ def _heed_interrupts() -> None:
 
 
 def _start_timeout(fault: Fault) -> float:
-    """In seconds; long where the job does not wait for it: on a busy machine, ranks start late."""
+    """SHARDRT_START_TIMEOUT, in seconds; long where the job does not wait for it: on a busy machine, ranks start late."""
     return START_TIMEOUT_S if fault.when in (When.BEFORE, When.INSIDE) and WATCHDOG[0] in fault.codes else START_S
 
 

@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line of shardrt-stress: its flags, and how they are parsed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class StressOptions:
     """The command line, one field per flag."""
 
     sizes: list[int]  # bytes
@@ -49,7 +49,7 @@ class Options:
     report: Path | None  # `-`: standard output
 
 
-class _Parser(argparse.ArgumentParser):
+class _StressParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         os.write(2, f"{self.prog}: error: {message}\n".encode())  # one write, so that lines of several ranks do not mix
         sys.exit(2)
@@ -63,9 +63,9 @@ shardrt-stress --fault kill,stop
 Exit code 1: an element was wrong, something leaked, or a job with a fault did not end as expected."""
 
 
-def parse(arguments: Sequence[str] | None) -> Options:
+def parse(arguments: Sequence[str] | None) -> StressOptions:
     """Parse the command line. Exits with code 2, on every rank alike, if it is not valid."""
-    parser = _Parser(prog="shardrt-stress", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _StressParser(prog="shardrt-stress", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     _add_sweep(parser.add_argument_group("sweep, sizes in bytes with K, M or G").add_argument)
     add = parser.add_argument_group("soak, random valid calls on random communicators").add_argument
     add("--soak", type=_number({"s": 1, "m": 60, "h": 3600}), metavar="TIME", help="duration: 30s, 10m, 8h")
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     while (size := sizes[-1] + increment if increment else max(1, sizes[-1] * factor)) <= end:
         sizes.append(size)
     given["number"] = given["number"] or (2 if given["faults"] else 20)
-    return Options(sizes=sizes, **given)
+    return StressOptions(sizes=sizes, **given)
 
 
 def _add_sweep(add: Callable[..., object]) -> None:

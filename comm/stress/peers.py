@@ -29,7 +29,7 @@ _TORCH_OPS: dict[Op | None, distributed.ReduceOp] = {op: getattr(distributed.Red
 class Peer:
     """Another communication library: a function for each collective, and the dtypes and ops that it reduces."""
 
-    calls: dict[str, Callable[[Problem, torch.Tensor, torch.Tensor], object]]  # with out and inp
+    calls: dict[str, Callable[[Problem, torch.Tensor, torch.Tensor], object]]  # takes a problem, out and inp
     dtypes: Collection[torch.dtype]
     ops: Collection[Op | None]
     close: Callable[[], None]
@@ -136,7 +136,7 @@ def _nccl(world: World) -> Peer:
 
 
 def _torch(world: World, backend: str) -> Peer:
-    """On a process group of its own. It reduces in place only: an out-of-place all_reduce or reduce starts with a copy."""
+    """torch.distributed, on a process group of its own. It reduces in place: an out-of-place reduction starts with a copy."""
     rank = world.rank
     after, before = (rank + 1) % world.size, (rank - 1) % world.size
     host = "127.0.0.1" if world.nodes == 1 else socket.gethostname()

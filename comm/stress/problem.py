@@ -41,7 +41,7 @@ COLLECTIVES = (
 DTYPES = (*sorted(REDUCIBLE, key=str), torch.float8_e4m3fn, torch.float8_e5m2)
 
 _PERIOD = 8191
-_POISON = 0xA5  # in every byte; no expected value has this pattern
+_POISON = 0xA5  # fills every byte at first; no expected value has this pattern
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMBINE: dict[Op, Callable[..., torch.Tensor]] = {
     ReduceOp.MIN: torch.minimum,
@@ -63,14 +63,14 @@ class Problem:
     n: int
     dtype: torch.dtype
     op: Op | None = None
-    root: int = -1  # of a rooted collective
+    root: int = -1  # -1 where the collective has none
     counts: tuple[tuple[int, ...], ...] | None = None
     seed: int = 0
     rounding: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Of the larger of `out` and `inp`, where blocks are of one size."""
+        """The bytes of the larger of `out` and `inp`, where blocks are of one size."""
         return self.n * self.dtype.itemsize * (self.size if self.name in BLOCKED else 1)
 
     @property
@@ -200,7 +200,7 @@ def bus_factor(name: str, size: int) -> float:
 
 
 def ops_for(name: str, dtype: torch.dtype, ops: Sequence[Op]) -> Sequence[Op | None]:
-    """Those of `ops` that are defined for the dtype; the one None for a collective that reduces nothing."""
+    """The operations of `ops` that are defined for the dtype; None alone for a collective that reduces nothing."""
     if name not in REDUCTIONS:
         return (None,)
     if dtype in FLOATS:

@@ -21,13 +21,13 @@ _HEAD = ("what happens on one rank", "what the job does", *COLUMNS)
 
 
 @dataclass(slots=True)
-class Table:
+class FaultTable:
     """cells: what is known, by a fault's name and column."""
 
     cells: dict[tuple[str, str], str]
 
     @classmethod
-    def read(cls, page: Path) -> Table:
+    def read(cls, page: Path) -> FaultTable:
         """The table in a page. Exits if the page has none."""
         names = {fault.what: fault.name for fault in FAULTS.values()}
         cells: dict[tuple[str, str], str] = {}

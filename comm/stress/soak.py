@@ -22,19 +22,21 @@ import torch
 
 from .. import Communicator, PreMulSum, ReduceOp, Stream, Work, World, new_stream
 from ..calls import FLOATS
-from .options import Options
+from .options import StressOptions
 from .problem import COLLECTIVES, DTYPES, ROOTED, Problem, ops_for
 
-EPOCH = 10  # steps
-MOST_ALIVE = 4  # communicators of one rank
-MOST_UNDER_WAY = 6  # calls and groups
+EPOCH = 10  # steps between two closings of all communicators
+MOST_ALIVE = 4  # communicators that a rank has at once
+MOST_UNDER_WAY = 6  # calls and groups that a rank has under way at once
 ARENA_NBYTES = 16 << 20  # Cost: none, until pages are touched
-TOLERATED_MIB = 16  # of growth: fragments between buffers of random sizes, and the flight recorder, until it is full
+TOLERATED_MIB = (
+    16  # that a process may grow: fragments between buffers of random sizes, and the flight recorder, until it is full
+)
 OPS = (*ReduceOp, PreMulSum(2.0), PreMulSum(0.5))
 
 
 def prepare() -> None:
-    """Keep out of the process what grows without a leak of ours. Before `init()`, which starts threads and MPI."""
+    """Keep out of the process what grows without a leak of ours. Call it before `init()`, which starts threads and MPI."""
     m_arena_max = -8
     # glibc gives each thread an arena, of which malloc_trim leaves the top: each stays as large as it ever was.
     ctypes.CDLL(None).mallopt(m_arena_max, 1)
@@ -59,7 +61,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PlacedCall:
     """A call and its tensors on this rank."""
 
     comm: Communicator
@@ -72,7 +74,7 @@ class Piece:
 class Soak:
     """One run, this rank's part of it. Every rank creates it and calls its methods alike."""
 
-    def __init__(self, world: World, options: Options) -> None:
+    def __init__(self, world: World, options: StressOptions) -> None:
         self._world, self._options = world, options
         self._lanes: list[Lane] = []
         self._start = time.monotonic()
@@ -144,7 +146,7 @@ class Soak:
         arena = None if comm is None else comm.empty(ARENA_NBYTES, torch.uint8)
         return Lane(comm, new_stream(world.device, name, threaded=self._options.streams != "inline"), arena)
 
-    def _post(self, lane: Lane, comm: Communicator, number: int) -> list[tuple[Work, Piece]]:
+    def _post(self, lane: Lane, comm: Communicator, number: int) -> list[tuple[Work, PlacedCall]]:
         """Sometimes a barrier; then a call, or a group of calls."""
         shared, own = self._random(number), self._random(number, self._world.rank)
         if shared.random() < 0.1:
@@ -162,7 +164,7 @@ class Soak:
                     piece.problem.post(comm, piece.out, piece.inp, lane.stream)
         return [(work, piece) for piece in pieces]
 
-    def _place(self, lane: Lane, comm: Communicator, shared: Random, own: Random) -> Piece:
+    def _place(self, lane: Lane, comm: Communicator, shared: Random, own: Random) -> PlacedCall:
         problem = draw(shared, comm)
         in_place = problem.can_be_in_place and shared.random() < 0.5
 
@@ -175,9 +177,9 @@ class Soak:
             lane.used = begin + nbytes
             return lane.arena[begin + shift : begin + nbytes].view(dtype)
 
-        return Piece(comm, problem, in_place, *problem.place(comm.rank, in_place, allocate))
+        return PlacedCall(comm, problem, in_place, *problem.place(comm.rank, in_place, allocate))
 
-    def _check(self, piece: Piece) -> None:
+    def _check(self, piece: PlacedCall) -> None:
         wrong = piece.problem.count_wrong(piece.comm.rank, piece.in_place, piece.out, piece.inp)
         if wrong:
             call = f"{piece.problem}, {'in' if piece.in_place else 'out of'} place, on {piece.comm}"
@@ -224,7 +226,7 @@ def holdings() -> dict[str, float]:
     }
 
 
-def run(world: World, options: Options, log: Callable[[str], None]) -> int:
+def run(world: World, options: StressOptions, log: Callable[[str], None]) -> int:
     """Run the soak, with a line of progress every two seconds; returns the exit code. Collective."""
     soak, shown = Soak(world, options), 0.0
     while not soak.is_over():

@@ -21,7 +21,7 @@ import torch
 from .. import ReduceOp, Stream, Work, World, current_stream, new_stream
 from ..version import __version__
 from .compute import measure
-from .options import Options
+from .options import StressOptions
 from .problem import BLOCKED, ROOTED, Problem, bus_factor, ops_for
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SweepResult:
     """The timings of a problem, out of place or in place."""
 
     time_us: float
     algbw: float  # GB/s, 10**9 bytes
     busbw: float
-    wrong: int  # elements, over all ranks
+    wrong: int  # wrong elements, over all ranks
     min_us: float
     p50_us: float
     p99_us: float
@@ -53,14 +53,14 @@ class Row:
     type: str
     redop: str
     root: int
-    out_of_place: Result
-    in_place: Result | None  # a sendrecv has none
+    out_of_place: SweepResult
+    in_place: SweepResult | None  # a sendrecv has none
     peer_us: float | None  # the peer's median, out of place
     ratio: float | None  # shardrt's median divided by the peer's
 
 
-_LINES = ("-", "--", ":", "-.")  # of curves with the same colour
-_COLOURS, _IN_A_COLUMN = 10, 45  # of matplotlib's cycle; entries of the legend
+_LINES = ("-", "--", ":", "-.")  # styles of curves with the same colour
+_COLOURS, _IN_A_COLUMN = 10, 45  # colours in matplotlib's cycle; entries in a column of the legend
 
 _SIDE = f"{'time':>8} {'algbw':>7} {'busbw':>7} {'#wrong':>7}"
 HEADER = f"""\
@@ -72,7 +72,7 @@ HEADER = f"""\
 class Sweep:
     """One run over all problems of the command line. Every rank creates it and calls its methods alike."""
 
-    def __init__(self, world: World, options: Options, peer: Peer | None) -> None:
+    def __init__(self, world: World, options: StressOptions, peer: Peer | None) -> None:
         comm = world.comm.split(0, world.rank, "stress")
         assert comm is not None, "every rank gave the same colour"
         self._comm, self._options, self._peer = comm, options, peer
@@ -114,7 +114,7 @@ class Sweep:
             ratio=out_of_place.p50_us / peer_us if peer_us else None,
         )
 
-    def _measure(self, problem: Problem, in_place: bool, peer: Peer | None) -> tuple[Result, float | None]:
+    def _measure(self, problem: Problem, in_place: bool, peer: Peer | None) -> tuple[SweepResult, float | None]:
         rank, sides = self._comm.rank, []
         if peer is not None:
             out, inp = self._place(problem, in_place)
@@ -164,7 +164,7 @@ def _submit(stream: Stream, fn: Callable[[], object]) -> Work:
 
 
 def _timed(stream: Stream, side: Callable[[], Work]) -> Callable[[], float]:
-    """Run it; returns a function that gives its seconds, to be called when the stream has been synchronized."""
+    """Run a call; returns a function that gives its seconds, to be called when the stream has been synchronized."""
     if stream.device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream.submit(begin.record)
@@ -177,9 +177,9 @@ def _timed(stream: Stream, side: Callable[[], Work]) -> Callable[[], float]:
     return lambda: seconds
 
 
-def _result(problem: Problem, wrong: int, seconds: Sequence[float]) -> Result:
+def _result(problem: Problem, wrong: int, seconds: Sequence[float]) -> SweepResult:
     algbw, ordered = problem.nbytes / fmean(seconds) / 1e9, sorted(seconds)
-    return Result(
+    return SweepResult(
         time_us=fmean(seconds) * 1e6,
         algbw=algbw,
         busbw=algbw * bus_factor(problem.name, problem.size),
@@ -193,7 +193,7 @@ def _result(problem: Problem, wrong: int, seconds: Sequence[float]) -> Result:
 # ---------------------------------------------------------------------- output
 
 
-def run(world: World, options: Options, log: Callable[[str], None]) -> int:
+def run(world: World, options: StressOptions, log: Callable[[str], None]) -> int:
     """Run the sweep, with a line for each problem; returns the exit code. Collective."""
     from .peers import make_peer  # Hazard: before shardrt.init() this would start MPI, with other settings
 
@@ -231,7 +231,7 @@ def line(row: Row) -> str:
     return "  ".join([*parts, *([f"{row.ratio:8.3f}"] if row.ratio else [])])
 
 
-def _write(options: Options, summary: Mapping[str, object], rows: Sequence[Row]) -> None:
+def _write(options: StressOptions, summary: Mapping[str, object], rows: Sequence[Row]) -> None:
     if options.json is not None:
         versions = {"version": __version__, "torch": torch.__version__}
         options.json.write_text(json.dumps({**versions, **summary, "rows": [asdict(row) for row in rows]}, indent=1))

@@ -341,7 +341,7 @@ def test_all_ranks_hold_the_lock() -> None:
     (line,) = re.findall(r"^\[\d\] rank \d: host \S+: no watchdog of .*", done.stderr, re.M)
     assert "ranks 0, 1 has been awake for" in line
     assert len(re.findall(r"^\[\d\] rank \d: pid \d+, .*; last #\d+ exchange on 'world', begun", done.stderr, re.M)) == 2
-    assert re.search(r"^\[\d\]   File .*script.py\", line 7 in <module>", done.stderr, re.M), done.stderr
+    assert re.search(r"^\[\d\]     File .*script.py\", line 7 in <module>", done.stderr, re.M), done.stderr
 
 
 @pytest.mark.mpi

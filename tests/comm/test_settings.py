@@ -17,7 +17,7 @@ from mpi4py import MPI
 from ranks import on_ranks, run_script
 from shardrt.comm import World
 from shardrt.comm.monitor.timing import Timing
-from shardrt.comm.settings import Problem, Settings, SettingsError, agree, launched, read
+from shardrt.comm.settings import EnvironmentSettings, MalformedVariable, SettingsError, agree, launched, read
 
 SECONDS = ("SHARDRT_TIMEOUT", "SHARDRT_START_TIMEOUT")
 FLAGS = ("SHARDRT_CHECK", "SHARDRT_CHECK_BATCHES")
@@ -25,7 +25,7 @@ NUMBERS = ("SHARDRT_RECORDER", "SHARDRT_RANKS_PER_NODE")
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 
-def settings(environment: Mapping[str, str], device: str = "cpu") -> Settings:
+def settings(environment: Mapping[str, str], device: str = "cpu") -> EnvironmentSettings:
     """Of an environment without problems."""
     made, problems = read(environment, device)
     assert problems == []
@@ -55,7 +55,7 @@ def test_every_variable_is_in_the_documents() -> None:
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e9", "1e999", "1_0", "soon", "١", "0x10", "1 2", "9" * 5000])
 def test_seconds_that_are_refused(variable: str, text: str) -> None:
     _, problems = read({variable: text})
-    assert problems == [Problem(f"{variable}={text!r}", "seconds, at most 1e+08, or 0 for no limit")]
+    assert problems == [MalformedVariable(f"{variable}={text!r}", "seconds, at most 1e+08, or 0 for no limit")]
 
 
 @pytest.mark.parametrize("variable", [*FLAGS, *NUMBERS, "SHARDRT_HOST_STREAMS", "SHARDRT_STRAGGLER"])
@@ -84,7 +84,7 @@ def test_every_problem_is_named(tmp_path: Path) -> None:
 def test_devices() -> None:
     assert settings({}, "cpu").device == torch.device("cpu")
     for wrong in ("meta", "gpu", "cpu:x"):
-        assert read({}, wrong)[1] == [Problem(f"init(device={wrong!r})", "'cpu' or 'cuda'")]
+        assert read({}, wrong)[1] == [MalformedVariable(f"init(device={wrong!r})", "'cpu' or 'cuda'")]
     if not torch.cuda.is_available():
         (problem,) = read({}, "cuda")[1]
         assert "sees no CUDA device here" in problem.expected

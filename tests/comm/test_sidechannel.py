@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ranks import run_script
 from shardrt.comm.ending.status_table import StatusTable
 from shardrt.comm.monitor import sidechannel
-from shardrt.comm.monitor.link import TOKEN_NBYTES, Link, LinkError
+from shardrt.comm.monitor.link import TOKEN_NBYTES, Connection, LinkError
 from shardrt.comm.monitor.sidechannel import SideChannel, accept, connect, inflate
 from shardrt.comm.monitor.timing import Timing
 
@@ -27,17 +27,17 @@ LIMIT = 10_000
 NODES = ((0, 1), (2, 3), (4,))
 
 
-def link_on(rank: int | None = None, token: bytes = TOKEN) -> Callable[[socket.socket], Link]:
-    return lambda connected: Link(connected, token, LIMIT, rank)
+def link_on(rank: int | None = None, token: bytes = TOKEN) -> Callable[[socket.socket], Connection]:
+    return lambda connected: Connection(connected, token, LIMIT, rank)
 
 
-def pair(token: bytes = TOKEN) -> tuple[Link, Link, socket.socket, socket.socket]:
+def pair(token: bytes = TOKEN) -> tuple[Connection, Connection, socket.socket, socket.socket]:
     """An accepting and a connecting end, before the handshake, and their sockets."""
     one, other = socket.socketpair()
     return link_on()(one), link_on(3, token)(other), one, other
 
 
-def shake_hands(accepting: Link, connecting: Link) -> None:
+def shake_hands(accepting: Connection, connecting: Connection) -> None:
     assert not accepting.greet()
     assert not connecting.greet()
     assert accepting.greet()
@@ -45,7 +45,7 @@ def shake_hands(accepting: Link, connecting: Link) -> None:
 
 
 @pytest.fixture
-def links() -> Iterator[tuple[Link, Link, socket.socket, socket.socket]]:
+def links() -> Iterator[tuple[Connection, Connection, socket.socket, socket.socket]]:
     """After the handshake."""
     accepting, connecting, one, other = pair()
     shake_hands(accepting, connecting)
@@ -57,7 +57,9 @@ def links() -> Iterator[tuple[Link, Link, socket.socket, socket.socket]]:
 # ---------------------------------------------------------------------- one connection
 
 
-def test_both_ends_prove_that_they_know_the_token(links: tuple[Link, Link, socket.socket, socket.socket]) -> None:
+def test_both_ends_prove_that_they_know_the_token(
+    links: tuple[Connection, Connection, socket.socket, socket.socket],
+) -> None:
     accepting, connecting, _, _ = links
     assert (accepting.is_open, connecting.is_open, accepting.rank) == (True, True, 3)
     for number in range(3):
@@ -104,7 +106,7 @@ def test_the_token_is_never_sent() -> None:
 
 def test_a_large_frame_arrives_in_pieces() -> None:
     one, other = socket.socketpair()
-    accepting, connecting = Link(one, TOKEN, 1 << 22), Link(other, TOKEN, 1 << 22, 3)
+    accepting, connecting = Connection(one, TOKEN, 1 << 22), Connection(other, TOKEN, 1 << 22, 3)
     shake_hands(accepting, connecting)
     sent = os.urandom(1 << 22)
     connecting.send(sent)
@@ -117,7 +119,9 @@ def test_a_large_frame_arrives_in_pieces() -> None:
     other.close()
 
 
-def test_frames_that_were_made_by_others_are_refused(links: tuple[Link, Link, socket.socket, socket.socket]) -> None:
+def test_frames_that_were_made_by_others_are_refused(
+    links: tuple[Connection, Connection, socket.socket, socket.socket],
+) -> None:
     accepting, connecting, one, other = links
     connecting.send(b"rows")
     frame = one.recv(1000)
@@ -136,7 +140,7 @@ def test_frames_that_were_made_by_others_are_refused(links: tuple[Link, Link, so
         connecting.receive()  # returned
 
 
-def test_lengths_are_bounded(links: tuple[Link, Link, socket.socket, socket.socket]) -> None:
+def test_lengths_are_bounded(links: tuple[Connection, Connection, socket.socket, socket.socket]) -> None:
     accepting, _, _, other = links
     other.send((LIMIT + 1).to_bytes(4))
     with pytest.raises(LinkError, match="a frame of 10001 bytes; expected at most 10000"):
@@ -180,13 +184,13 @@ def test_any_bytes_on_an_open_connection(garbage: bytes) -> None:
 
 def at_the_door(
     strangers: Callable[[sidechannel.Address], None], expected: Sequence[int] = (2, 4), seconds: float = 20.0
-) -> dict[int, Link]:
+) -> dict[int, Connection]:
     """The connections that rank 0 accepts while strangers come first; those of the ranks are closed."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=10)
     listener.setblocking(False)
     address = listener.getsockname()[:2]
     deadline = time.monotonic() + seconds
-    links: list[Link | None] = []
+    links: list[Connection | None] = []
 
     def come(rank: int) -> None:
         links.append(link := connect([address], link_on(rank), deadline))

@@ -24,8 +24,8 @@ from shardrt.comm.stress.fault import judge
 from shardrt.comm.stress.jobs import Ending, Way
 from shardrt.comm.stress.options import parse
 from shardrt.comm.stress.problem import COLLECTIVES, Problem, bus_factor
-from shardrt.comm.stress.report import Table
-from shardrt.comm.stress.sweep import Result, Row, draw
+from shardrt.comm.stress.report import FaultTable
+from shardrt.comm.stress.sweep import Row, SweepResult, draw
 from shardrt.stress import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,7 +256,7 @@ def test_command_line() -> None:
 
 def test_the_plot_is_logarithmic_and_keeps_room_for_its_curves() -> None:
     """Bandwidths differ by orders of magnitude. Of one rank all are 0, which no logarithmic axis has."""
-    timed = Result(1.0, 1.0, 0.5, 0, 1.0, 1.0, 1.0)
+    timed = SweepResult(1.0, 1.0, 0.5, 0, 1.0, 1.0, 1.0)
     kinds = [(collective, dtype) for collective in COLLECTIVES for dtype in ("float32", "bfloat16", "int64", "uint8")]
     for busbw, scale in ((0.5, "log"), (0.0, "linear")):
         result = replace(timed, busbw=busbw)
@@ -370,7 +370,7 @@ NOT_SO = {("unread", "srun"), ("ctrl-c", "srun")}  # the page tells why
 def test_the_page_has_every_fault() -> None:
     """The rows of the documentation are those that the tool runs, in its order, and nearly all of them hold."""
     page = ROOT / "docs" / "failures.md"
-    table = Table.read(page)
+    table = FaultTable.read(page)
     assert "\n".join(table.lines()) in page.read_text(), "run shardrt-stress --fault all --report docs/failures.md"
     assert {place for place, cell in table.cells.items() if "not so" in cell} == NOT_SO
     unknown = {col: {name for name in FAULTS if (name, col) not in table.cells} for col in report.COLUMNS}
@@ -380,13 +380,13 @@ def test_the_page_has_every_fault() -> None:
 def test_table_keeps_what_was_not_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{report.BEGIN}\n{report.END}\n\nafter\n")
-    first = Table.read(page)
+    first = FaultTable.read(page)
     first.add(FAULTS["c-exit"], "MPICH", Way.LAUNCH, Ending(17, "", 0.6, []), holds=True)
     first.add(FAULTS["c-exit"], "MPICH", Way.BARE, Ending(137, "", 1.6, []), holds=True)
     first.add(FAULTS["skip"], "MPICH", Way.LAUNCH, Ending(0, "", 0.1, []), holds=True)
     first.add(FAULTS["skip"], "MPICH", Way.BARE, Ending(0, "", 1.1, []), holds=True)
     first.write(page)
-    second = Table.read(page)
+    second = FaultTable.read(page)
     second.add(FAULTS["c-exit"], "Open MPI", Way.LAUNCH, Ending(None, "", 14.0, []), holds=False)
     second.write(page)
     text = page.read_text()

@@ -30,7 +30,7 @@ from shardrt.comm.ending.report import write
 from shardrt.comm.ending.status_table import Alarm, ProgramPhase, StatusEntry, StatusTable, TimeInside
 from shardrt.comm.monitor import exit_handlers, stragglers
 from shardrt.comm.monitor.states import Decision, Move
-from shardrt.comm.monitor.stragglers import Comparison, Progress, Straggler, Stragglers
+from shardrt.comm.monitor.stragglers import Comparison, RankProgress, Straggler, Stragglers
 from shardrt.comm.monitor.timing import Timing
 
 # ---------------------------------------------------------------------- a model of ranks
@@ -368,8 +368,8 @@ def test_one_process_of_a_node_holds_the_claim() -> None:
 # ---------------------------------------------------------------------- stragglers
 
 
-def progress(waited: list[float], operations: list[int]) -> list[Progress]:
-    return [Progress(*of_rank) for of_rank in zip(waited, operations, strict=True)]
+def progress(waited: list[float], operations: list[int]) -> list[RankProgress]:
+    return [RankProgress(*of_rank) for of_rank in zip(waited, operations, strict=True)]
 
 
 def named(comparison: Comparison, waits: list[list[float]], operations: int = 10) -> list[str]:
