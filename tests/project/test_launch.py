@@ -24,7 +24,7 @@ import pytest
 
 from ranks import rank_environment, site, wait_for
 from shardrt import launch, stale_files, supervisor
-from shardrt.comm import settings
+from shardrt.comm.ending import report
 from shardrt.comm.monitor.exit_handlers import handler_kept
 from shardrt.launch import Job, Launcher, LaunchError, Mpi, Site
 from slurm import BATCH_FILE, Slurm, copy_batch_file, slurm_environment
@@ -549,7 +549,7 @@ def test_the_exit_code_of_a_job_is_that_of_its_first_failure(ends: str, reported
 
 
 def test_launcher_and_run_use_one_variable() -> None:
-    assert launch.PROGRESS == settings.PROGRESS
+    assert launch.PROGRESS == report.PROGRESS
 
 
 def allow_interrupts() -> None:
