@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Backend(ABC):
     """One rank's end of a connection between `size` ranks.
 
-    name, rank, size, device: of the communicator.   ranks: its members' ranks in the world.
+    name, rank, size, device: those of the communicator.   ranks: its members' ranks in the world.
     """
 
     library: ClassVar[str]  # the library's name in messages

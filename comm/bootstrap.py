@@ -193,7 +193,7 @@ def init_device_mesh(
     """A mesh over all ranks, as torch's function of this name makes it. Calls `init` if there is no world yet.
 
     device_type: "cpu" or "cuda", the world's.   mesh_shape: the ranks along each axis, their product the world's size; the
-    last axis is the fastest.   mesh_dim_names: of the axes, or None for axes without names.
+    last axis is the fastest.   mesh_dim_names: names of the axes, or None for axes without names.
     The same arguments give the same mesh, derived from `world().mesh`: finalize() closes its communicators.
     Not collective, but for `init`. Raises: ValueError for another device type than the world's, an index in it, and a shape
     or names that do not fit.

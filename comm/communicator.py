@@ -29,7 +29,7 @@ from .streams import PAST, Event, Stream
 class Communicator(ControlPlane):
     """A group of N ranks that can reach each other, all of which make the same calls in the same order.
 
-    rank, size: of this rank, and N.   ranks: the members' in the world, a range or a tuple.   device: of the tensors.
+    rank, size: of this rank, and N.   ranks: the members' in the world, a range or a tuple.   device: that of the tensors.
     name: in messages, where control characters are escaped.
     hooks: observe the calls of this communicator and of those split from it afterwards.
     """

@@ -33,7 +33,7 @@ _left: set[ControlPlane] = set()  # communicators in a call of which an exceptio
 class _End(NamedTuple):
     """What a rank says at the end of a block of `agree()`.
 
-    depth: of the block, 1 for the outermost.   has_left: whether an exception has taken it out of a call.
+    depth: that of the block, 1 for the outermost.   has_left: whether an exception has taken it out of a call.
     """
 
     depth: int

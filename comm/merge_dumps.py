@@ -150,7 +150,7 @@ def parse(text: bytes) -> Dump:
 
 
 def _call(call: object, ranks: Sequence[tuple[int, ...]]) -> Call:
-    """ranks: of the communicators that the dump has, by number."""
+    """A call of a dump. ranks: those of each communicator that the dump has."""
     number = _field(call, "ranks", int)
     if not 0 <= number < len(ranks):
         raise ValueError("'ranks': expected a list of numbers")

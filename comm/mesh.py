@@ -66,7 +66,7 @@ class _Family:
 class DeviceMesh:
     """A mesh over every rank of `comm` (usually `world.comm`): 1-D and named "dp" by default.
 
-    shape, axis_names: of the mesh; without names, several axes are called "axis 0", "axis 1", ...
+    shape, axis_names: those of the mesh; without names, several axes are called "axis 0", "axis 1", ...
     size: its number of ranks, see `MeshSize`.   coordinates: this rank's, one for each axis.
     rank: this rank's number in the mesh, row by row.
     ranks: the mesh's ranks in `comm`, row by row: a sequence, either a range or a tuple; `list(mesh.ranks)` makes a list.

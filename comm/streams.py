@@ -290,7 +290,7 @@ def current_stream(device: torch.device) -> Stream:
 def new_stream(device: torch.device, name: str, *, threaded: bool = False, priority: int = 0) -> Stream:
     """A stream beside the caller's: a CUDA stream, or on the host a worker thread if `threaded`, else the caller's thread.
 
-    priority: of the CUDA stream. -1: a GPU that is busy starts its kernels before those of other streams.
+    priority: the CUDA stream's. -1: a GPU that is busy starts its kernels before those of other streams.
     """
     if device.type == "cuda":
         return CudaStream(torch.cuda.Stream(device, priority), name)

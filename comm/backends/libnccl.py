@@ -120,7 +120,7 @@ class Library:
 class Buffer:
     """Device memory that `torch.as_tensor` wraps, as bytes.
 
-    window, handle: of its symmetric window, or of its registration, if there is one.
+    window, handle: its symmetric window, or its registration, if there is one.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:

@@ -15,7 +15,7 @@ LEFT, QUIT = -1, -2
 class MessageMeeting:
     """A barrier with fingerprints, made of messages; it does what that of `SharedMemoryExchange` does.
 
-    label: the communicator, as texts name it.
+    label: how messages name the communicator.
     A rank that leaves reaches the next barrier without waiting in it: hence a non-blocking call. So the ranks of a communicator
     have reached the same barriers, whether they have waited in the last one or left. reached: their number.
     Creating and `close()` are collective over `comm`, of which it uses a duplicate.

@@ -28,7 +28,7 @@ class NcclMemory:
     """The memory of one NCCL communicator.
 
     host: the backend over the same ranks that carries what they agree on.   comm: the raw ncclComm_t.
-    label: of the communicator, for messages.
+    label: how messages name the communicator.
     """
 
     def __init__(self, library: Library, host: Backend, comm: int, device: torch.device, label: str, attempt: Attempt) -> None:

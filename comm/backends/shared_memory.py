@@ -164,7 +164,7 @@ class SharedMemoryExchange:
     def create(cls, comm: MPI.Comm, capacity: int, label: str) -> SharedMemoryExchange | None:
         """Create an exchange for messages of up to `capacity` bytes in all. Collective; None if there is no space for it.
 
-        label: of the communicator, for messages.
+        label: how messages name the communicator.
         """
         windows = NodeWindows(comm)
         return None if windows.allocate(_WORDS_NBYTES + 2 * capacity) is None else cls(comm, windows, capacity, label)

@@ -122,9 +122,9 @@ def variable_of(pid: int, name: str) -> str | None:
 def launcher_of(pid: int, variable: str, number: str) -> int:
     """The process that has started the ranks of this node: the nearest of `pid` and its ancestors without the rank's number.
 
-    pid: the rank or its parent: the launcher, or the shell of a script.   variable, number: of the rank.   Returns: 0 if it
-    cannot be told, since it is outside of this PID namespace, or behind an ancestor whose variables may not be read: `sudo`, or
-    a container's setuid program.
+    pid: the rank or its parent: the launcher, or the shell of a script.   variable, number: the variable that has a rank's
+    number, and that number.   Returns: 0 if it cannot be told, since it is outside of this PID namespace, or behind an ancestor
+    whose variables may not be read: `sudo`, or a container's setuid program.
     """
     try:
         while pid > 1 and variable_of(pid, variable) == number:

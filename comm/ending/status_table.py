@@ -52,9 +52,9 @@ class Header:
     """The header of a rank's row. Cost: no dataclass, whose import would take as long as a guard's whole start.
 
     seen: when its watchdog was last awake, in seconds since the epoch.   stacks: descriptor of the file that a signal makes it
-    write its stacks to.   state: of its process in /proc, as its node's first rank saw it.   note: its last call, once it is
-    LEAVING.   waited: seconds that it has been inside operations.   operations: that it has begun.   idle: seconds since it, or
-    a rank that it waits for, has worked; negative: that it is still given.
+    write its stacks to.   state: that of its process in /proc, as its node's first rank saw it.   note: its last call, once it
+    is LEAVING.   waited: seconds that it has been inside operations.   operations: how many it has begun.   idle: seconds since
+    it, or a rank that it waits for, has worked; negative: that it is still given.
     """
 
     def __init__(

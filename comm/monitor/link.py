@@ -38,7 +38,7 @@ class LinkError(ConnectionError):
 class Connection:
     """One end of a connection, which never blocks. The socket is the connection's own.
 
-    rank: of the connecting end; None on the accepting end, which learns it (-1 until then).   limit: bytes of the largest
+    rank: that of the connecting end; None on the accepting end, which learns it (-1 until then).   limit: bytes of the largest
     frame to accept.
     Every method but `close` raises OSError when the connection has failed; the owner closes it then.
     """

@@ -40,7 +40,7 @@ class Measurement:
 
     device: its type.   nbytes: of one rank's memory.   matmul: pairs of intensity and flops/s, by dtype.
     memory: pairs of bytes and bytes/s.   collectives: bytes/s of all blocks together, by name.
-    functions: elements/s of square roots and the like.   small_step_us: of a `SmallModel`.
+    functions: elements/s of square roots and the like.   small_step_us: the time of a step of a `SmallModel`.
     """
 
     device: str
@@ -72,7 +72,7 @@ def measure(world: World, dtypes: Sequence[torch.dtype], number: int, log: Calla
     """Measure `number` times, on every rank: the mean over the ranks of each one's fastest, which
     other load disturbs least. Collective.
 
-    dtypes: of matrices; those that have none are left out, and float32 is always there.
+    dtypes: those of matrices; what has no product is left out, and float32 is always there.
     """
     clock, kinds = _Clock(world.comm, number), [dtype for dtype in _MATRICES if dtype in (*dtypes, torch.float32)]
     found = Measurement(
