@@ -9,8 +9,7 @@ from .run.run import Run
 from .saving.safetensors import async_save_safetensors, save_safetensors
 from .saving.save import AsyncSave, async_save, save
 from .state.stateful import PerRank
-from .state_dicts.get import get_model_state_dict, get_optimizer_state_dict, get_state_dict
-from .state_dicts.options import StateDictOptions
+from .state_dicts.get import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict
 from .state_dicts.set import set_model_state_dict, set_optimizer_state_dict, set_state_dict
 
 __all__ = [

@@ -23,8 +23,7 @@ from ..disk.storage import located
 from ..errors import CheckpointError, agreed
 from ..formats.dcp.metadata import read_stored
 from ..geometry import memory_of
-from ..state.arguments import Folder, folder_and_state
-from ..state.entries import members, modules_of, optimizers_of
+from ..state.entries import Folder, folder_and_state, members, modules_of, optimizers_of
 from ..state.models import materialise, outside_inference_mode
 from ..state.names import ParameterNames, cleaner, joined
 from ..state.names import Path as Keys
@@ -32,9 +31,8 @@ from ..state.stateful import has_state
 from ..state.trees import fill, fills, has_inside, placed
 from .contents import Contents
 from .optimizers import load_optimizer
-from .reading import Fetch, read_all
+from .reading import Fetch, on_any_rank, read_all, share_of
 from .renaming import KeyMap
-from .shares import on_any_rank, share_of
 
 _log = logging.getLogger("shardrt")
 

@@ -25,7 +25,7 @@ from ...comm.streams import Stream, current_stream, new_stream, observe
 from ...tensor.snapshots import Snapshot
 from ..disk.folders import Keep
 from ..errors import CheckpointError, agreed
-from ..state.arguments import Folder, folder_and_state
+from ..state.entries import Folder, folder_and_state
 from ..state.models import outside_inference_mode
 from .sources import Copies, Direct
 from .writing import Prepared, prepare

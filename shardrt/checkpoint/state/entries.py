@@ -17,7 +17,8 @@ The names and paths are those that torch.distributed.checkpoint makes of torch's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 
 from ...comm import world
 from ...tensor.dtensor import DTensor
-from ..errors import CheckpointError
+from ..errors import CheckpointError, agreed
 from ..formats.stored import checked_keys, checked_name
 from ..geometry import memory_of
 from .names import ParameterNames, Path, cleaner, joined
@@ -121,3 +122,37 @@ def _stored_form(name: str, value: Any) -> torch.Tensor | bytes:
         # Cost: detaching a DTensor goes through its dispatch; what writes it takes its local tensor, detached.
         return memory_of(name, value if isinstance(value, DTensor) else value.detach())
     return encode(name, value.value if isinstance(value, Whole) else value)
+
+
+Folder = str | os.PathLike[str]
+
+_FOLDER, _STATE = ("folder", "checkpoint_id"), ("state", "state_dict")
+
+
+def folder_and_state(call: str, given: Sequence[object], named: Mapping[str, object]) -> tuple[Folder, dict[str, Any]]:
+    """The folder and the state of a call: positional arguments are told apart by their types. Collective.
+
+    Raises CheckpointError on every rank, with a TypeError as its reason, for other arguments on any of them.
+    """
+    with agreed(world().comm):
+        folders: list[object] = [value for value in given if isinstance(value, (str, os.PathLike))]
+        states: list[object] = [value for value in given if isinstance(value, Mapping)]
+        folders += [named[name] for name in _FOLDER if named.get(name) is not None]
+        states += [named[name] for name in _STATE if named.get(name) is not None]
+        others = [type(value).__name__ for value in given if not isinstance(value, (str, os.PathLike, Mapping))]
+        others += [f"{name}=" for name, value in named.items() if name not in (*_FOLDER, *_STATE) and value is not None]
+        if len(folders) != 1 or len(states) != 1 or others:
+            raise TypeError(
+                f"{call}: expected a folder and a state, as in {call}('runs/a/step-100', state) or {call}(state, "
+                f"checkpoint_id='runs/a/step-100'); found {len(folders)} folders, {len(states)} states"
+                + (f", and {', '.join(others)}" if others else "")
+            )
+        _check(call, folders[0], states[0])
+    return folders[0], states[0]  # type: ignore[return-value]
+
+
+def _check(call: str, folder: object, state: object) -> None:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"{call}: expected the folder as a string or path, found a {type(folder).__name__}: {folder!r}")
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{call}: expected the state as a dict, found a {type(state).__name__}: as in {{'model': model}}")

@@ -26,8 +26,7 @@ from ..state.models import Named, materialise, named_tensors, take_back
 from ..state.names import LoadedKeys, ParameterNames, cleaner
 from ..state.optimizers import SavedState, common_hyperparameters, first_of, numbered, saved_state, skips
 from ..state.trees import mapped
-from .get import Optimizers, as_list
-from .options import StateDictOptions
+from .get import Optimizers, StateDictOptions, as_list
 
 _BY_VALUE = 16  # elements of tensors that rank 0 sends with the dict; among them are the hyperparameters that are tensors
 

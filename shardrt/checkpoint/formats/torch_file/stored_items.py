@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
+from ....fsdp.params.param import outermost_stride
 from ...errors import shown
 from ..stored import ReadBytes, StoredItem
 from .archive import Archive
-from .items import BLOCK_CRCS, LEGACY_STORAGES
+from .items import BLOCK, BLOCK_CRCS, LEGACY_STORAGES, LOCAL, item_header, item_length
 from .pickles import DTYPES, Ordered, Size, integers, restricted_load
 
 _LARGEST = 1 << 20  # bytes of the directory and the pickle of one tensor
@@ -49,6 +51,11 @@ class _Tensor(NamedTuple):
     def of_parameter(cls, tensor: _Tensor, *_: Any) -> _Tensor:
         """In the place of `torch._utils._rebuild_parameter`."""
         return tensor
+
+
+def find_item(read: ReadBytes, dtype: torch.dtype, sizes: tuple[int, ...], length: int, where: str) -> StoredItem:
+    """The item of a tensor of which this much is known: recognised, or read as `read_item` does."""
+    return known_item(read, dtype, sizes, length) or read_item(read, length, where)
 
 
 def read_item(read: ReadBytes, length: int, where: str) -> StoredItem:
@@ -136,3 +143,37 @@ _GLOBALS: dict[tuple[str, str], object] = {
     ("torch", "Size"): Size,
     ("collections", "OrderedDict"): Ordered,
 }
+
+
+# ---------------------------------------------------------------------- items of our own
+
+
+_DESCRIPTOR = 24  # bytes after the memory: a signature of 4, its CRC-32, and twice its length
+_CRCS = _DESCRIPTOR + LOCAL.size + len(f"archive/{BLOCK_CRCS}")  # from the end of the memory
+
+
+def known_item(read: ReadBytes, dtype: torch.dtype, sizes: tuple[int, ...], length: int) -> StoredItem | None:
+    """The item that `items.py` wrote of a tensor that lies in memory with any one of its dims outermost; None for any other.
+
+    read: gives bytes of the item.   length: of the item.
+    Cost: a read of its header, and of 4 bytes more if it has no checksums of blocks.
+    """
+    nbytes = prod(sizes) * dtype.itemsize
+    if not nbytes or length != item_length(dtype, len(sizes), nbytes):
+        return None
+    headers = _headers(dtype, sizes)
+    start = len(next(iter(headers)))
+    strides = headers.get(read(0, start))
+    if strides is None:
+        return None
+    end = start + nbytes
+    if nbytes > BLOCK:
+        return StoredItem(dtype, sizes, strides, start, start, nbytes, None, end + _CRCS)
+    return StoredItem(dtype, sizes, strides, start, start, nbytes, int.from_bytes(read(end + 4, 4), "little"), None)
+
+
+@lru_cache(4096)
+def _headers(dtype: torch.dtype, sizes: tuple[int, ...]) -> dict[bytes, tuple[int, ...]]:
+    """The headers of such items, all of one length, with the strides that each stands for."""
+    orders = [outermost_stride(torch.Size(sizes), dim) for dim in range(max(1, len(sizes)))]
+    return {item_header(dtype, sizes, strides): strides for strides in reversed(orders)}
