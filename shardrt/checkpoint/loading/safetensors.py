@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,19 +13,14 @@ from ...comm import world
 from ...tensor.dtensor import DTensor
 from ...tensor.snapshots import wait_to_write
 from ..disk.storage import on_disk
-from ..errors import CheckpointError, agreed, shown
+from ..errors import CheckpointError, agreed
 from ..formats.safetensors import read_stored
 from ..formats.stored import Stored
 from ..geometry import memory_of
-from ..state.models import Named, materialise, named_tensors, take_back
+from ..state.models import match, materialise, named_tensors, take_back
 from ..state.names import LoadedKeys
 from .reading import fetches, read_all
 from .renaming import KeyMap, with_new_names
-
-
-class _Match(NamedTuple):
-    found: dict[str, str]  # the names in the files, by those of the model's tensors
-    keys: LoadedKeys
 
 
 def load_safetensors(
@@ -50,51 +43,20 @@ def load_safetensors(
     with agreed(comm):
         path = on_disk(folder)
         stored = with_new_names(read_stored(path), key_map).stored
-        match = _match(named_tensors(model), stored, path, strict=strict)
+        named = named_tensors(model)
+        found, keys = match(named, (), stored.tensors, f"'{path}'", strict=strict)
+        for name, tensor, _ in named:
+            if isinstance(tensor, DTensor) and tensor.spec.partial and name in found:
+                raise CheckpointError(
+                    f"tensor '{name}' is {tensor.placements}, of which a rank has only a term: redistribute it"
+                )
     wait_to_write()
     with agreed(comm):
         materialise(model, comm.device)
-        written = [named for named in named_tensors(model) if named.name in match.found]
-        _read(stored, [(match.found[name], tensor) for name, tensor, _ in written])
+        written = [each for each in named_tensors(model) if each.name in found]
+        _read(stored, [(found[name], tensor) for name, tensor, _ in written])
     take_back(model, written)
-    return match.keys
-
-
-# ---------------------------------------------------------------------- names
-
-
-def _match(model: Iterable[Named], stored: Stored, folder: Path, *, strict: bool) -> _Match:
-    found, missing, wrong, known = dict[str, str](), list[str](), list[str](), set[str]()
-    for name, tensor, aliases in model:
-        names = (name, *aliases)
-        known.update(names)
-        here = next((each for each in names if each in stored.tensors), None)
-        if here is None:
-            missing.append(name)
-        elif (shape := stored.tensors[here].shape) != tuple(tensor.shape):
-            (chunk,) = stored.tensors[here].chunks
-            wrong.append(f"'{name}' is {tuple(tensor.shape)}, in '{stored.folder / chunk.file}' {shape}")
-        elif isinstance(tensor, DTensor) and tensor.spec.partial:
-            wrong.append(f"'{name}' is {tensor.placements}, of which a rank has only a term")
-        else:
-            found[name] = here
-    unexpected = sorted(stored.tensors.keys() - known)
-    problems = [f"expected other shapes: {'; '.join(wrong)}"] if wrong else []
-    if strict and missing:
-        problems.append(f"missing: {_listed(missing)}")
-    if strict and unexpected:
-        problems.append(f"unexpected: {_listed(unexpected)}")
-    if problems:
-        advice = "rename with key_map, or pass strict=False to leave out what is missing or unexpected"
-        raise CheckpointError(f"'{folder}' does not fit the model: {'. '.join(problems)}. {advice}")
-    return _Match(found, LoadedKeys(missing, unexpected))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(shown, names))
-
-
-# ---------------------------------------------------------------------- values
+    return keys
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ A tensor that has several names (tied weights) is stored once. The name is the o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...fsdp.schedule.moves import buffers_on_meta
-from .names import cleaner
+from ..errors import CheckpointError, shown
+from .names import LoadedKeys, cleaner
 
 
 class Named(NamedTuple):
@@ -45,6 +46,47 @@ def named_tensors(model: nn.Module) -> list[Named]:
         name = kept[0] if kept else max(same)
         made.append(Named(name, tensors[name], tuple(other for other in same if other != name)))
     return made
+
+
+class Match(NamedTuple):
+    """What is loaded.   found: the names that it has where it comes from, by those of the model's tensors."""
+
+    found: dict[str, str]
+    keys: LoadedKeys
+
+
+def match(model: Iterable[Named], others: Iterable[str], given: Mapping[str, Any], what: str, *, strict: bool) -> Match:
+    """Find the model's tensors among what is given, by the first of their names that is there.
+
+    others: names of the model's values that are no tensors.   given: what may be loaded; tensors have a shape and a dtype of
+    torch.   what: that is.
+    Raises CheckpointError for tensors of other shapes and, if strict, for names that one side lacks.
+    """
+    found, wrong, names = dict[str, str](), list[str](), set(others)
+    missing = [name for name in others if name not in given]
+    for name, tensor, aliases in model:
+        names.update((name, *aliases))
+        source = next((each for each in (name, *aliases) if each in given), None)
+        if source is None:
+            missing.append(name)
+        elif (has := _described(given[source])) != str(tuple(tensor.shape)):
+            wrong.append(f"'{name}': expected shape {tuple(tensor.shape)}, found {has}")
+        else:
+            found[name] = source
+    keys = LoadedKeys(missing, sorted(given.keys() - names))
+    problems = ["; ".join(wrong)] if wrong else []
+    problems += [f"missing: {', '.join(map(shown, missing))}"] if strict and missing else []
+    problems += [f"unexpected: {', '.join(map(shown, keys.unexpected_keys))}"] if strict and keys.unexpected_keys else []
+    if problems:
+        raise CheckpointError(
+            f"{what} does not fit the model: {'. '.join(problems)}. strict=False leaves out what one side lacks"
+        )
+    return Match(found, keys)
+
+
+def _described(value: Any) -> str:
+    """The shape of a tensor, or what a value is that is none."""
+    return str(tuple(value.shape)) if isinstance(getattr(value, "dtype", None), torch.dtype) else f"a {type(value).__name__}"
 
 
 def take_back(model: nn.Module, written: Iterable[Named]) -> None:

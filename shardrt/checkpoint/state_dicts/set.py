@@ -22,7 +22,7 @@ from ...tensor.placement import Spec
 from ...tensor.redistribute import redistribute
 from ...tensor.snapshots import wait_to_write
 from ..errors import agreed
-from ..state.models import Named, materialise, named_tensors, take_back
+from ..state.models import match, materialise, named_tensors, take_back
 from ..state.names import LoadedKeys, ParameterNames, cleaner
 from ..state.optimizers import SavedState, common_hyperparameters, first_of, numbered, saved_state, skips
 from ..state.trees import mapped
@@ -130,47 +130,16 @@ def _set_model(
     with agreed(here.comm):
         clean = cleaner(model)
         others = {clean(raw): raw for raw, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}
-        known = named_tensors(model)
-        keys = _compared(known, others, state, strict=options.strict)
-    sources = {named.name: source for named in known if (source := _source(named, state))}
+        found, keys = match(named_tensors(model), others, state, "the state dict", strict=options.strict)
     with agreed(here.comm):
         materialise(model, here.device, optimizers)
-    written = [named for named in named_tensors(model) if named.name in sources]
+    written = [named for named in named_tensors(model) if named.name in found]
     for name, tensor, _ in written:
-        _assign(tensor, _received(state[sources[name]], here))
+        _assign(tensor, _received(state[found[name]], here))
     take_back(model, written)
     if extra := {raw: state[name] for name, raw in others.items() if name in state}:
         model.load_state_dict(extra, strict=False)
     return keys
-
-
-def _compared(known: Iterable[Named], others: Iterable[str], state: Mapping[str, Any], *, strict: bool) -> LoadedKeys:
-    """The names that one side lacks. Raises RuntimeError for them if strict, and for tensors of other shapes."""
-    missing, wrong, names = [name for name in others if name not in state], list[str](), set(others)
-    for named in known:
-        name, tensor, aliases = named
-        names.update((name, *aliases))
-        value = state.get(_source(named, state) or "")
-        if value is None:
-            missing.append(name)
-        elif not isinstance(value, (torch.Tensor, _Sent)) or value.shape != tensor.shape:
-            wrong.append(f"'{name}': expected shape {tuple(tensor.shape)}, found {_described(value)}")
-    keys = LoadedKeys(missing, sorted(state.keys() - names))
-    problems = ["; ".join(wrong)] if wrong else []
-    problems += [f"missing: {', '.join(keys.missing_keys)}"] if strict and keys.missing_keys else []
-    problems += [f"unexpected: {', '.join(keys.unexpected_keys)}"] if strict and keys.unexpected_keys else []
-    if problems:
-        raise RuntimeError(f"the state dict does not fit the model: {'. '.join(problems)}. Names may differ with strict=False")
-    return keys
-
-
-def _source(named: Named, state: Mapping[str, Any]) -> str | None:
-    """The first of a tensor's names that the state has."""
-    return next((name for name in (named.name, *named.aliases) if name in state), None)
-
-
-def _described(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, (torch.Tensor, _Sent)) else f"a {type(value).__name__}"
 
 
 @torch.no_grad()
