@@ -469,6 +469,8 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(world: World) -> None:
         model.out.weight = nn.Parameter(term)
         with pytest.raises(CheckpointError, match=r"'out.weight' \(rank 0\) is Partial.*, a term of a reduction"):
             save_safetensors(model, folder)
+        with pytest.raises(CheckpointError, match=r"the ranks save in different folders: .*float64.*float32"):
+            save_safetensors(OddMLP(), folder, dtype=(torch.float64, torch.float32)[world.rank])
         with pytest.raises(CheckpointError, match="expected a folder that is no mount point"):
             save_safetensors(model, "/proc")
         assert not os.listdir(folder)
