@@ -574,7 +574,7 @@ def test_replicas_share_an_export(world: World) -> None:
 
 
 KILLED = """
-import os, pathlib, signal, torch, shardrt, test_safetensors
+import os, pathlib, signal, torch, shardrt
 from shardrt.checkpoint.saving import safetensors as saving
 world = shardrt.init("cpu")
 folder = pathlib.Path({folder!r})
