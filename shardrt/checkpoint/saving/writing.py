@@ -1,11 +1,11 @@
-"""The steps of a save that all ranks take together, and the file that each of them writes.
+"""The steps of a save that all ranks take together, whatever its format; and those of DCP, with the file of each rank.
 
 step       ranks   what                                                                       collective
 prepare    all     names and values of the state, the plan, rank 0 makes the folder           yes
 write      all     this rank's file: header, memory and footer of each tensor; fsync          no
 commit     rank 0  .metadata, the rename; old checkpoints are deleted                         no
 
-All ranks agree after `write`, and after `commit`. Both are done in a thread (`saving.py`).
+All ranks agree after `write`, and after `commit`. Both are done in a thread (`save.py`). `safetensors.py` has the other format.
 """
 
 from __future__ import annotations
