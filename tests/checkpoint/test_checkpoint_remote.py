@@ -329,7 +329,7 @@ def test_what_cannot_be_deleted_stays_with_a_warning(world: World) -> None:
 KILLED = """
 import os, signal
 import torch, shardrt
-import test_checkpoint_stores as stores
+import test_checkpoint_remote as stores
 from shardrt import checkpoint
 
 world = shardrt.init()

@@ -26,9 +26,9 @@ def run_on_ranks(body: str, folder: Path, *packages: str) -> None:
         if importlib.util.find_spec(package) is None:
             skip_at_home(f"needs {package}: pip install 'shardrt[integrations]'")
     source = f"""
-import pathlib, shardrt, test_integrations
+import pathlib, shardrt, test_frameworks
 world = shardrt.init("cpu")
-test_integrations.{body}(world, pathlib.Path({str(folder)!r}))
+test_frameworks.{body}(world, pathlib.Path({str(folder)!r}))
 shardrt.finalize()
 """
     done = run_script(source, 2)
