@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from enum import Enum, auto
-from typing import cast
 
 import torch
 from torch import nn
@@ -169,17 +168,8 @@ class Runtime(context.Context):
         """Start to gather groups that the prefetch queue has named. label: of the range in a profile."""
         if groups:
             with ranged(label, *groups), outside_transforms():
-                self._gather_ahead(groups)
-
-    def _gather_ahead(self, groups: list[ParamGroup]) -> None:
-        # A custom collective, or a decoder, uses at once what is gathered, so it cannot be one of a group of calls.
-        ours = [group for group in groups if group.gather.joint]
-        with _together(group.gather_comm for group in ours):
-            for group in ours:
-                group.unshard()
-        for group in groups:
-            if not group.gather.joint:
-                group.unshard()
+                joint = {group: group.gather_comm for group in groups if group.gather.joint}
+                _launch(groups, joint, ParamGroup.unshard)
 
     # ------------------------------------------------------------------ backward
 
@@ -248,28 +238,19 @@ class Runtime(context.Context):
             streams.reduce.wait(stream.record())
         for group in [group for group in packed if group.sums_terms] if self._tensor_parallel else ():
             _reduction(group).sum_terms(packed[group], streams.reduce)
-        joint = [group for group in packed if _reduction(group).launches_jointly]
-        with _together(group.reduce_comm for group in joint):
-            for group in joint:
-                group.reduce_grads(packed[group])
-        for group in packed:
-            if not _reduction(group).launches_jointly:
-                group.reduce_grads(packed[group])
+        joint = {group: group.reduce_comm for group in packed if _reduction(group).launches_jointly}
+        _launch(packed, joint, lambda group: group.reduce_grads(packed[group]))
         if streams.post_reduce is not streams.reduce:
             streams.post_reduce.wait(streams.reduce.record())
-            self._reduce_over_replicas({group: grads for group, grads in packed.items() if group.all_reduce_comm is not None})
+            self._reduce_over_replicas(packed)
 
     def _reduce_over_replicas(self, packed: dict[ParamGroup, PackedGrads]) -> None:
-        stream = self.streams.post_reduce
+        replicated = {group: group.all_reduce_comm for group in packed if group.all_reduce_comm is not None}
         if events.listener is not None:
-            events.listener.launch(Step.ALL_REDUCE, packed)
-        joint = [group for group in packed if _reduction(group).launches_jointly_over_replicas]
-        with _together(cast("comm.Communicator", group.all_reduce_comm) for group in joint):
-            for group in joint:
-                _reduction(group).launch_over_replicas(packed[group], stream)
-        for group in packed:
-            if not _reduction(group).launches_jointly_over_replicas:
-                _reduction(group).launch_over_replicas(packed[group], stream)
+            events.listener.launch(Step.ALL_REDUCE, replicated)
+        joint = {group: ranks for group, ranks in replicated.items() if _reduction(group).launches_jointly_over_replicas}
+        post_reduce = self.streams.post_reduce
+        _launch(replicated, joint, lambda group: _reduction(group).launch_over_replicas(packed[group], post_reduce))
 
     def _retire(self, newest: int) -> None:
         """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
@@ -373,10 +354,18 @@ def _rename(root: ParamGroup, groups: Iterable[ParamGroup], names: dict[nn.Modul
             )
 
 
-@contextmanager
-def _together(comms: Iterable[comm.Communicator]) -> Iterator[None]:
-    """Launch the calls of the `with` block on each of these communicators together."""
+def _launch(
+    groups: Iterable[ParamGroup], joint: Mapping[ParamGroup, comm.Communicator], call: Callable[[ParamGroup], None]
+) -> None:
+    """Make each group's call; on each communicator together those of `joint`, the groups that may, by their communicators.
+
+    A custom collective, or a decoder, uses at once what it has received, so it cannot be one of a group of calls.
+    """
     with ExitStack() as stack:
-        for communicator in dict.fromkeys(comms):
+        for communicator in dict.fromkeys(joint.values()):
             stack.enter_context(communicator.group())
-        yield
+        for group in joint:
+            call(group)
+    for group in groups:
+        if group not in joint:
+            call(group)
