@@ -209,8 +209,8 @@ def _make_group(
     kind, mesh, quantization, params = part
     originals = [weakref.ref(param.original) for param in params]
     settings = GroupSettings(reshard_after_forward)
-    mixed_precision, offload, _ = policies
-    group = ParamGroup(modules, params, mesh, mixed_precision, offload, settings, kind, quantization, ignored=ignored)
+    given = policies._replace(quantization=quantization)
+    group = ParamGroup(modules, params, mesh, given, settings, kind, ignored=ignored)
     for original in [original for reference in originals if (original := reference()) is not None]:
         set_group(original, group)
     hook_state_dicts(params, group)

@@ -141,7 +141,7 @@ def _as_plain(modules: Sequence[FSDPModule]) -> Iterator[None]:
 def _set_up(group: ParamGroup, modules: Sequence[nn.Module], memo: dict[int, Any]) -> ParamGroup:
     made: ParamGroup = memo[id(group)]
     params, settings = [param.copied(memo) for param in group.params], _settings(group.settings, memo)
-    options = (group.device_mesh, group.mp_policy, group.offload_policy, settings, group.gather_kind, group.quantization_policy)
+    options = (group.device_mesh, group.policies, settings, group.gather_kind)
     root_settings = None if group.root_settings is None else replace(group.root_settings, post_optim_event=None)
     holders = [(holder, attribute) for module, attribute in group.ignored if (holder := module()) is not None]
     ignored = frozenset((ref(copy.deepcopy(holder, memo)), attribute) for holder, attribute in holders)

@@ -61,7 +61,7 @@ class QuantizedGather(FlatGather):
         return [run.offset // gathered * itemsize for run in runs], self._numel * itemsize
 
     def _make_own_views(self) -> None:
-        codes, ranks, rank, numel = self._quantization.gather, self.mesh.size, self.mesh.rank, self._numel
+        codes, ranks, rank, numel = self._policies.quantization.gather, self.mesh.size, self.mesh.rank, self._numel
         assert codes is not None, "it is quantised"
         blocks, dtype = numel // BLOCK, self.params[0].dtype
         scales_at = ranks * numel

@@ -28,7 +28,7 @@ from ...tensor.rank_counts import RankCounts
 from ...torch_internals import preserve_version, tree_leaves
 from ..base import events
 from ..base.events import Named, ranged
-from ..base.policy import MixedPrecisionPolicy, OffloadPolicy, Settings
+from ..base.policy import MixedPrecisionPolicy, Settings
 from ..memory.buffers import BufferKind, FlatBuffer, FlatBuffers
 from ..memory.context import Context
 from ..params.layout import Layout, ParamSpec, equal_runs
@@ -159,7 +159,7 @@ class ExtensionGather(Gather):
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
         return equal_runs(specs[0], self.mesh.size)
 
-    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> bool:
+    def _shard(self, device_mesh: DeviceMesh) -> bool:
         (param,) = self.params
         spec, original, device = param.spec(0, self.layout, device_mesh), param.original, self.shard_device
         with torch.no_grad():
@@ -287,7 +287,7 @@ class ExtensionGather(Gather):
         about: tuple[Any, ...] = (self.mesh,)
         if self._takes_all:
             stride = torch.empty(param.shape, device="meta").stride()
-            about = (self.mesh, param.shape, stride, param.owners[0].module, self._mp_policy)
+            about = (self.mesh, param.shape, stride, param.owners[0].module, self._policies.mixed_precision)
         if self._scale is not None:
             local = self._scale.given_to(local, self._inner)
         inputs, self._metadata = cast(AllGatherExtension, local).fsdp_pre_all_gather(*about)

@@ -29,7 +29,7 @@ from ...comm.streams import PAST
 from ...kernels import pack_into
 from ...kernels.reference import BLOCK
 from ..base.events import Named
-from ..base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, Settings
+from ..base.policy import CPUOffloadPolicy, Policies, Settings
 from ..memory.buffers import BufferKind, BufferMaker, CommBuffer, FlatBuffer
 from ..memory.context import Context
 from ..params.layout import ALIGNMENT, Layout, ParamSpec, round_up
@@ -95,8 +95,7 @@ class Gather(ABC):
     full: FlatBuffer  # what is gathered; written by attach()
     post_forward_shard: PostForwardShard | None  # what the last forward has kept, if anything
     custom: AllGather | None  # what gathers instead of `comm.all_gather`; written by attach()
-    _mp_policy: MixedPrecisionPolicy
-    _quantization: QuantizationPolicy
+    _policies: Policies
     _buffers: BufferMaker  # written by attach()
     _pool: Pool | None  # written by attach()
     _dtypes: list[torch.dtype]  # in which the parameters are gathered
@@ -109,18 +108,15 @@ class Gather(ABC):
         params: Sequence[ShardedParam],
         device_mesh: DeviceMesh,
         mesh: DeviceMesh,
-        mp_policy: MixedPrecisionPolicy,
-        offload_policy: OffloadPolicy,
-        quantization: QuantizationPolicy,
+        policies: Policies,
     ) -> None:
         self.params = params
         self.mesh = mesh
         self.comm = mesh.communicator("gather")
-        self.offloads = offload_policy.applies_to(mesh.device)
+        self.offloads = policies.offload.applies_to(mesh.device)
         self.custom, self.resident = None, False
-        self._mp_policy = mp_policy
-        self._quantization = quantization
-        self._dtypes = [mp_policy.compute_dtype(param.dtype) for param in params]
+        self._policies = policies
+        self._dtypes = [policies.mixed_precision.compute_dtype(param.dtype) for param in params]
         self._pairs = ()
         self._post_forward_shards = {}
         self.post_forward_shard = None
@@ -129,14 +125,14 @@ class Gather(ABC):
             for param, dtype in zip(params, self._dtypes, strict=True)
         ]
         self.layout = self._plan(specs)
-        self._fills = self._shard(device_mesh, offload_policy)
+        self._fills = self._shard(device_mesh)
 
     @abstractmethod
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
         """Plan which rank keeps what of the parameters."""
 
     @abstractmethod
-    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> bool:
+    def _shard(self, device_mesh: DeviceMesh) -> bool:
         """Keep this rank's shards of the parameters and register them. Returns: `_fills`."""
 
     @property
@@ -275,10 +271,10 @@ class FlatGather(Gather):
 
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
         # Quantised gathers and reductions cut both segments and parameters into whole blocks.
-        alignment = BLOCK * self._dtypes[0].itemsize if self._quantization else ALIGNMENT
+        alignment = BLOCK * self._dtypes[0].itemsize if self._policies.quantization else ALIGNMENT
         return plan(specs, self.mesh.size, alignment)
 
-    def _shard(self, device_mesh: DeviceMesh, offload_policy: OffloadPolicy) -> bool:
+    def _shard(self, device_mesh: DeviceMesh) -> bool:
         """Keep this rank's part of every parameter, in one flat storage.
 
         Without casts that storage has the layout of the segment, so it is what the all-gather sends.
@@ -286,7 +282,7 @@ class FlatGather(Gather):
         rank = self.mesh.rank
         self._casts = any(param.dtype != dtype for param, dtype in zip(self.params, self._dtypes, strict=True))
         offsets, nbytes = self._place_own()
-        self._flat_shard = self._allocate(nbytes, offload_policy)
+        self._flat_shard = self._allocate(nbytes)
         storage = self._flat_shard.untyped_storage()
         self._locals = []
         for index, param in enumerate(self.params):
@@ -308,13 +304,13 @@ class FlatGather(Gather):
             end += round_up((run.stop - run.start) * param.dtype.itemsize, ALIGNMENT)
         return offsets, end
 
-    def _allocate(self, nbytes: int, offload_policy: OffloadPolicy) -> torch.Tensor:
+    def _allocate(self, nbytes: int) -> torch.Tensor:
         if any(param.original.is_meta for param in self.params):  # then all of them: they are on one device, as checked
             return torch.empty(nbytes, dtype=torch.uint8, device="meta")
         if not self.offloads:
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.mesh.device)
-        assert isinstance(offload_policy, CPUOffloadPolicy)
-        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=offload_policy.pin_memory)
+        assert isinstance(self._policies.offload, CPUOffloadPolicy)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._policies.offload.pin_memory)
 
     @property
     def on_meta(self) -> bool:
@@ -326,7 +322,7 @@ class FlatGather(Gather):
 
     @property
     def may_be_resident(self) -> bool:
-        return self.mesh.size == 1 and not self._fills and self._quantization.gather is None
+        return self.mesh.size == 1 and not self._fills and self._policies.quantization.gather is None
 
     def _make_full(self, settings: Settings) -> tuple[FlatBuffer, list[Pair]]:
         nbytes, custom, device = self.layout.nbytes, settings.all_gather, self.mesh.device

@@ -35,7 +35,7 @@ from ...torch_internals import outside_transforms
 from ..base import events
 from ..base.autograd import ModuleCalls, Progress
 from ..base.events import Step, ranged
-from ..base.policy import UNQUANTISED, MixedPrecisionPolicy, OffloadPolicy, QuantizationPolicy, RootSettings, Settings
+from ..base.policy import MixedPrecisionPolicy, Policies, QuantizationPolicy, RootSettings, Settings
 from ..gather.coded import QuantizedGather
 from ..gather.gather import RESIDENT, AllGather, FlatGather, Gather, subgroup
 from ..memory.buffers import BufferMaker
@@ -75,8 +75,8 @@ class ParamGroup:
     device_mesh: DeviceMesh
     mesh: DeviceMesh  # its last axis: the ranks that the parameters are sharded over
     replicas: DeviceMesh | None  # its first of two axes: the ranks that hold the same shards
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
+    policies: Policies  # as given
+    mp_policy: MixedPrecisionPolicy  # one of them
     offloads: bool  # the shards are on the host, the mesh on another device
     settings: GroupSettings  # its fields are written by the setters of FSDPModule, and by `unsharded`
     ignored: frozenset[Slot]
@@ -85,7 +85,6 @@ class ParamGroup:
     all_reduce_comm: Communicator | None
     calls: ModuleCalls
     gather_kind: type[Gather]  # of what is not quantised
-    quantization_policy: QuantizationPolicy  # as given
     _coded: CodedReduction | None  # as the policy was given
     _modules: Sequence[ref[nn.Module]]
 
@@ -126,11 +125,9 @@ class ParamGroup:
         modules: Sequence[nn.Module],
         params: Sequence[ShardedParam],
         mesh: DeviceMesh,
-        mp_policy: MixedPrecisionPolicy,
-        offload_policy: OffloadPolicy,
+        policies: Policies,
         settings: GroupSettings,
         gather_kind: type[Gather] = FlatGather,
-        quantization_policy: QuantizationPolicy = UNQUANTISED,
         *,
         ignored: frozenset[Slot] = frozenset(),
         root_settings: RootSettings | None = None,
@@ -139,9 +136,8 @@ class ParamGroup:
         self.device_mesh = mesh
         self.mesh = mesh if len(mesh.shape) == 1 else mesh[mesh.axis_names[1]]
         self.replicas = None if len(mesh.shape) == 1 else mesh[mesh.axis_names[0]]
-        self.mp_policy = mp_policy
-        self.offload_policy = offload_policy
-        self.offloads = offload_policy.applies_to(mesh.device)
+        self.policies, self.mp_policy = policies, policies.mixed_precision
+        self.offloads = policies.offload.applies_to(mesh.device)
         self.settings = settings
         self.ignored = ignored
         self.name = type(modules[0]).__name__
@@ -160,8 +156,8 @@ class ParamGroup:
         self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
         if type(settings.reshard_after_forward) is int:
             subgroup(self.mesh, settings.reshard_after_forward)
-        self.gather_kind, self.quantization_policy = gather_kind, quantization_policy
-        self._coded = CodedReduction.open(mesh, quantization_policy.reduce, quantization_policy.full_precision_ranks)
+        self.gather_kind = gather_kind
+        self._coded = CodedReduction.open(mesh, policies.quantization.reduce, policies.quantization.full_precision_ranks)
         self._take(params)
 
     # ------------------------------------------------------------------ set-up
@@ -174,10 +170,10 @@ class ParamGroup:
     def _take(self, params: Sequence[ShardedParam]) -> None:
         """Plan the layout of these parameters and keep this rank's shards of them."""
         self.params = params
-        self.quantization = self.quantization_policy.of_group([p.dtype for p in params], self.mp_policy, self.device_mesh)
+        self.quantization = self.policies.quantization.of_group([p.dtype for p in params], self.mp_policy, self.device_mesh)
         self.coded = None if self.quantization.reduce is None else self._coded
         kind = self.gather_kind if self.quantization.gather is None else QuantizedGather
-        self.gather = kind(params, self.device_mesh, self.mesh, self.mp_policy, self.offload_policy, self.quantization)
+        self.gather = kind(params, self.device_mesh, self.mesh, self.policies._replace(quantization=self.quantization))
         self.layout = self.gather.layout
         self.nbytes = self.bucket_nbytes = self.layout.nbytes
         if any(param.outer is not None for param in params):

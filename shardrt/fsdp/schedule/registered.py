@@ -28,6 +28,7 @@ from ...comm import DeviceMesh
 from ...comm.ending.words import name_ranks
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import group_of
+from ..base.policy import UNQUANTISED
 from ..gather.extension import ExtensionGather, check_methods, local_of, methods_of
 from ..params.param import Owner, ShardedParam, same_memory
 from .param_group import ParamGroup
@@ -222,7 +223,7 @@ def _check_same_extensions(root: ParamGroup, hooked: list[str]) -> None:
 
 
 def _split(group: ParamGroup, param: ShardedParam) -> None:
-    options = (group.mp_policy, group.offload_policy, group.settings, ExtensionGather)
+    options = (group.policies._replace(quantization=UNQUANTISED), group.settings, ExtensionGather)
     made = ParamGroup(group.modules, [param.clone_spec()], group.device_mesh, *options)
     made.rename(group.name)
     cast(Any, group.modules[0]).param_groups[0].adopt([made])
