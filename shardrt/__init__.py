@@ -18,6 +18,8 @@ from .fsdp.api.module import (
 )
 from .fsdp.base.policy import (
     CPUOffloadPolicy,
+    CustomAllGather,
+    CustomReduceScatter,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -39,6 +41,8 @@ from .timeline.timeline import Timeline
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CustomAllGather",
+    "CustomReduceScatter",
     "DTensor",
     "DataParallelMeshDims",
     "DeviceMesh",
