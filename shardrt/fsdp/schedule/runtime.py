@@ -169,7 +169,7 @@ class Runtime(context.Context):
         if groups:
             with ranged(label, *groups), outside_transforms():
                 joint = {group: group.gather_comm for group in groups if group.gather.joint}
-                _launch(groups, joint, ParamGroup.unshard)
+                _launch(groups, joint, lambda group: group.unshard())
 
     # ------------------------------------------------------------------ backward
 
