@@ -84,17 +84,17 @@ class PadsItself(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, data.shape, data.stride(), dtype=data.dtype, device=data.device)
 
     def __init__(self, data: torch.Tensor) -> None:
-        self.inner = data
+        self.inside = data
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda x: x.inside, (args, kwargs or {}))
         return torch.utils._pytree.tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         ranks = len(mesh.ranks)
         padded = torch.zeros(math.ceil(outer_size[0] / ranks), *outer_size[1:], dtype=torch.bfloat16)
-        padded[: self.inner.shape[0]] = self.inner
+        padded[: self.inside.shape[0]] = self.inside
         return (padded, torch.tensor(1.0)), None
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
