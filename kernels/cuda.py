@@ -15,9 +15,10 @@ from functools import cache, lru_cache
 from operator import attrgetter
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 
 from . import host
 from .reference import BLOCK
@@ -105,47 +106,18 @@ class Batch:
     chunks: int
 
 
-class Guards(Protocol):
-    """The classes, dtypes, shapes, strides and devices of a list of tensors."""
-
-    def check(self, *tensors: torch.Tensor) -> bool:
-        """Whether `tensors` have the same classes, dtypes, shapes, strides and devices."""
-
-
-class PythonGuards:
-    """`Guards` without private names of torch. Cost: 1 us for each tensor, ten times that of torch's `TensorGuards`."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._expected = list(map(self._properties, tensors))
-
-    def check(self, *tensors: torch.Tensor) -> bool:
-        return list(map(self._properties, tensors)) == self._expected
-
-    @staticmethod
-    def _properties(tensor: torch.Tensor) -> tuple[object, ...]:
-        return type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
-def _guards(tensors: Sequence[torch.Tensor]) -> Guards:
-    """torch's private guards, written in C++; `PythonGuards` if this torch does not have them or they behave otherwise."""
+def _guards(tensors: Sequence[torch.Tensor]) -> TensorGuards:
+    """The classes, dtypes, shapes, strides and devices of a list of tensors, as torch's compiler compares them, in C++."""
     sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        # torch's type declares one list, its code reads one list for each tensor.
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
-        if guards.check(*tensors):
-            return guards
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
-        pass
-    return PythonGuards(tensors)
+    # torch's type declares one list, its code reads one list for each tensor.
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """How lists of tensors are processed: `batches` by kernels, `rest` by torch. `guards` checks whether it applies."""
 
-    guards: Guards
+    guards: TensorGuards
     batches: list[Batch]
     rest: list[int]
 

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..torch_internals import clip_lists_of
 from . import snapshots
 from .activations import activations_in, run_gathered, run_on_activations
 from .dtensor import RULES, DTensor, Rule
@@ -228,4 +227,3 @@ _BY_NAME: dict[str, Rule] = {
 }
 _BY_NAME |= dict.fromkeys(LOSSES, loss) | {f"{name}_backward": loss_backward for name in LOSSES}
 RULES.find = _find_rule
-clip_lists_of(DTensor)

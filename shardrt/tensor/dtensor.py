@@ -36,6 +36,7 @@ class Rules(dict[Any, Rule]):
 
 
 RULES = Rules()
+at_a_parameter: list[Callable[[], None]] = []  # called when a `DTensor` becomes a parameter; written by `optimizer_steps.py`
 
 
 class DTensor(torch.Tensor):
@@ -307,6 +308,8 @@ def _set_requires_grad(tensor: DTensor, value: bool) -> None:
     Some operations make plain gradients, or sharded ones of what is replicated: sums, matrix products, mixed operands.
     """
     torch.Tensor.requires_grad.__set__(tensor, value)  # type: ignore[attr-defined]
+    for call in at_a_parameter:
+        call()
     if value and tensor.is_leaf and not hasattr(tensor, "_grad_hook"):
         leaf = ref(tensor)  # Hazard: a hook that held the tensor would keep it alive
         tensor._grad_hook = tensor.register_hook(lambda grad: _leaf_grad(grad, leaf()))

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from ..torch_internals import compiling, init_group
 from .dtensor import DTensor
 from .operands import local_shard
+from .optimizer_state import has_sharded
 from .placement import Spec
 
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -55,11 +56,6 @@ def is_elementwise(kind: type) -> bool:
         bases = [base for base in _ELEMENTWISE if issubclass(kind, base)]
         _class_is_elementwise[kind] = fills is not None and any(init_group(base) is fills for base in bases)
     return _class_is_elementwise[kind]
-
-
-def has_sharded(optimizer: Optimizer) -> bool:
-    """Whether it updates a sharded parameter."""
-    return any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
 
 
 class _OnLocalShards:
@@ -144,5 +140,7 @@ def _exchanging(step: Callable[..., Any]) -> Callable[..., Any]:
     return exchange
 
 
-for _kind in _ELEMENTWISE:
-    _exchange_self(_kind)
+def exchange_steps() -> None:
+    """Let the classes' steps run on local shards where there are some."""
+    for kind in _ELEMENTWISE:
+        _exchange_self(kind)

@@ -16,13 +16,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .dtensor import DTensor
-from .elementwise_optimizers import has_sharded
 from .operands import local_shard
-from .optimizer_state import shard_loaded_state
+from .optimizer_state import has_sharded, shard_loaded_state
 
 _PACKAGES = ("bitsandbytes.optim.", "torchao.optim.")
 _registered: set[type] = set()
@@ -133,7 +131,8 @@ def _localize(state: dict[str, Any], param: DTensor, local_param: _LocalParam) -
             state[key] = param.spec.local_shard(value).clone(memory_format=torch.contiguous_format)
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook before each step: an optimizer that steps locally gets local parameters. Returns changed arguments, or None."""
     if not steps_locally(type(optimizer)):
         shard_loaded_state(optimizer)
         return None
@@ -161,7 +160,8 @@ def _call_with_grad(closure: Callable[[], Any]) -> Any:
         return closure()
 
 
-def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+def end_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """A hook after each step: the sharded parameters come back."""
     if step := _steps_in_progress.pop(optimizer, None):
         with torch.no_grad():
             step.end(optimizer)
@@ -180,7 +180,3 @@ def _apply_bitsandbytes_overrides(optimizer: Any) -> None:
         )
     optimizer.check_overrides()
     optimizer.mng.register_parameters(optimizer.param_groups)
-
-
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)

@@ -32,9 +32,17 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
                         state[key] = torch.empty_like(param, dtype=full.dtype, requires_grad=False).copy_(full)
 
 
+def has_sharded(optimizer: Optimizer) -> bool:
+    """Whether it updates a sharded parameter."""
+    return any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
+
+
 def shard_loaded_state(optimizer: Optimizer) -> None:
-    """Shard state that was loaded before the first step, and install a hook that shards state loaded later."""
-    if optimizer not in _with_load_hook:
+    """Shard state that was loaded before the first step, and install a hook that shards state loaded later.
+
+    No-op for optimizers without sharded parameters.
+    """
+    if optimizer not in _with_load_hook and has_sharded(optimizer):
         _with_load_hook.add(optimizer)
         shard_optimizer_state(optimizer)
         optimizer.register_load_state_dict_post_hook(shard_optimizer_state)

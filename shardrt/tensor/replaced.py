@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..comm import world
@@ -121,7 +120,8 @@ def _referent(registry: WeakIdKeyDictionary, param: torch.Tensor) -> DTensor | N
     return made
 
 
-def _check(optimizer: Optimizer, *_: Any) -> None:
+def check_not_replaced(optimizer: Optimizer) -> None:
+    """Called before each step. RuntimeError if the optimizer holds parameters in whose place the modules have others."""
     now: _Checked | None = _Checked(_replacements, len(optimizer.param_groups))
     if _checked.get(optimizer) == now:
         return
@@ -148,6 +148,3 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
 def _named(made: DTensor) -> str:
     kind = " x ".join(map(str, made.spec.placements))
     return f"'{made.full_name}' ({kind})" if made.full_name else f"a DTensor ({kind})"
-
-
-register_optimizer_step_pre_hook(_check)

@@ -19,7 +19,6 @@ from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm.streams import Event, current_stream, is_capturing
 
@@ -73,11 +72,9 @@ def wait_to_write(tensors: Iterable[torch.Tensor] | None = None) -> None:
         snapshot.wait()
 
 
-def _before_step(optimizer: Optimizer, *_: object) -> None:
+def wait_to_step(optimizer: Optimizer) -> None:
+    """Called before each step, which may write the parameters and the state that are copied."""
     global captured_a_step
     optimizers.add(optimizer)
     captured_a_step |= is_capturing()
     wait_to_write()
-
-
-register_optimizer_step_pre_hook(_before_step)

@@ -56,7 +56,7 @@ Place = Callable[[nn.Parameter], torch.Tensor | None]  # makes a tensor that lie
 
 def computes_in_place() -> bool:
     """Linear layers that run now may compute gradients in place."""
-    return torch.is_grad_enabled() and as_plain_tensors is not None and not compiler_in_use()
+    return torch.is_grad_enabled() and not compiler_in_use()
 
 
 class LinearWeight(nn.Parameter):
@@ -72,7 +72,6 @@ class LinearWeight(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        assert as_plain_tensors is not None, "computes_in_place() asks"
         if any(kind is not LinearWeight for kind in types):  # they decide what it returns, and know parameters only
             with _as_parameters([each for each in tensors_in([args, kwargs]) if type(each) is LinearWeight]):
                 return func(*args, **(kwargs or {}))
@@ -138,7 +137,6 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        assert as_plain_tensors is not None, "the forward has asked"
         (grad,) = grads
         x, transposed = ctx.saved_tensors if ctx.has_bias else ctx.saved_tensors[::-1]
         to_x, to_weight = (Wanted.NO if node is None else wanted(node) for node, _ in ctx.next_functions[:2])

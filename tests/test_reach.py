@@ -1,0 +1,112 @@
+"""What the package changes in the user's process: nothing at import, nothing later that the user's own optimizers notice."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+IMPORT_ALONE = """
+import inspect, os, signal, sys, threading
+import torch
+from torch.optim import optimizer as steps
+from torch.nn.modules import module as modules
+from torch.utils import _foreach_utils
+
+def state():
+    kinds = [kind for kind in vars(torch.optim).values() if inspect.isclass(kind)]
+    kinds += [torch.nn.Module, torch.Tensor, torch.nn.Parameter]
+    registries = [value for name, value in (vars(steps) | vars(modules)).items() if name.startswith("_global")]
+    hooks = [dict(value) for value in registries if isinstance(value, dict)]
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    return [
+        {kind: dict(vars(kind)) for kind in kinds}, hooks, list(_foreach_utils._foreach_supported_types), handlers,
+        sys.excepthook, threading.excepthook, os._exit, sys.exit, dict(os.environ),
+    ]
+
+before = state()
+import shardrt
+assert state() == before
+"""
+
+LATER = """
+import copy, pickle, warnings
+import torch
+from torch import nn
+import shardrt
+
+warnings.simplefilter("error")
+seen = []
+
+class Scaled(torch.optim.Adam):
+    def step(self, closure=None):
+        seen.append("own")
+        return super().step(closure)
+
+def train(model, optimizer, scheduler):
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), step + 1.0)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+def made(kind):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: seen.append(args[0] is optimizer))
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+def parameters(kind, run):
+    model, optimizer, scheduler = made(kind)
+    run(model, optimizer, scheduler)
+    return [param.detach().clone() for param in model.parameters()], len(seen)
+
+kinds = (torch.optim.Adam, torch.optim.SGD, Scaled)
+expected = [parameters(kind, train) for kind in kinds]
+seen.clear()
+adam = torch.optim.Adam.step
+waiting = [made(kind) for kind in kinds]  # with schedulers that have wrapped the step of before
+shardrt.init()
+sharded = shardrt.fully_shard(nn.Linear(4, 4))
+assert torch.optim.Adam.step is not adam
+ours = torch.optim.Adam(sharded.parameters(), lr=0.1)
+assert seen == []
+for each, (values, _) in zip(waiting, expected):
+    train(*each)
+    assert all(map(torch.equal, each[0].parameters(), values))
+    for again in (copy.deepcopy(each[1]), pickle.loads(pickle.dumps(each[1]))):
+        assert type(again) is type(each[1])
+        again.step()
+assert all(seen), seen
+seen.clear()
+for kind, (values, count) in zip(kinds, expected):
+    found, now = parameters(kind, train)
+    assert all(map(torch.equal, found, values))
+    assert now == count
+assert not waiting[0][1]._optimizer_load_state_dict_post_hooks  # which those with our parameters have
+late = waiting[0][1]
+late.add_param_group({"params": list(sharded.parameters())})
+for optimizer in (ours, late):  # of one step each
+    sharded(torch.ones(2, 4)).sum().backward()
+    before = [param.full_tensor().detach().clone() for param in sharded.parameters()]
+    optimizer.step()
+    assert not any(map(torch.equal, before, [param.full_tensor() for param in sharded.parameters()]))
+    optimizer.zero_grad()
+shardrt.finalize()
+"""
+
+
+def run(script: str) -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{script}"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_an_import_changes_nothing_of_torch() -> None:
+    run(IMPORT_ALONE)
+
+
+def test_optimizers_of_others_are_as_before() -> None:
+    """Their bits, hooks, schedulers, copies and pickles; also where they were made before the first sharded parameter."""
+    run(LATER)
