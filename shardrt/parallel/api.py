@@ -16,12 +16,13 @@ from ..fsdp.api.module import FSDPModule
 from ..fsdp.gather.extension import has_methods
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
-from ..tensor.replicated import Mark, remember_mark, replicas_mesh
+from ..tensor.replicated import Mark, replicas_mesh
 from ..torch_internals import hide_package_from_compiler
 from . import checks
 from .axis import axis_of
-from .modules import Bound, ParallelizedModule, give_class
+from .modules import ParallelizedModule, give_class
 from .parameters import Split, check_shared, keep_ties, make_equal
+from .state import state_of
 from .styles import ColwiseParallel, ParallelStyle
 
 Plan = Mapping[str, Any]  # a style, or a plan for what lies inside
@@ -72,7 +73,8 @@ def parallelize_module(
     axis.regions.watch(made)
     axis.first = True
     give_class(made, ParallelizedModule)
-    made.tp_root, made.tp_first = axis, True  # type: ignore[assignment]
+    state = state_of(made)
+    state.axis, state.first = axis, True
     return made
 
 
@@ -96,7 +98,7 @@ def _replicate_others(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | 
     for owner in module.modules():
         for name, other in owner._parameters.items():
             if other is not None and not isinstance(other, DTensor):
-                remember_mark(owner, name, Mark(mesh))
+                state_of(owner).marks[name] = Mark(mesh)
 
 
 # ---------------------------------------------------------------------- the plan
@@ -188,7 +190,7 @@ def _check(module: nn.Module, entries: list[_Entry], mesh: DeviceMesh) -> None:
     for name, child, style in entries:
         style.name = name or type(child).__name__
         if style.changes_parameters:
-            if id(child) in styled or isinstance(vars(child).get("tp"), Bound):
+            if id(child) in styled or hasattr(vars(child).get("tp_state"), "style"):
                 raise ValueError(f"'{style.name}' is parallelized already, or by two keys of the plan: expected one style")
             styled.add(id(child))
         style.check(child)

@@ -87,7 +87,9 @@ def _described(value: torch.Tensor, values: bool) -> tuple[str, int]:
 
 def _takes_parts(module: nn.Module) -> bool:
     embeddings = (child for child in module.modules() if isinstance(child, nn.Embedding))
-    return any(isinstance(getattr(vars(child).get("tp"), "source", None), Shard) for child in embeddings)
+    return any(
+        isinstance(getattr(getattr(vars(child).get("tp_state"), "style", None), "source", None), Shard) for child in embeddings
+    )
 
 
 def _compare(axis: Axis, value: torch.Tensor, what: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,59 +16,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..tensor.dtensor import DTensor
-from ..tensor.placement import Placement, Shard
+from ..tensor.placement import Shard
 from ..torch_internals import in_backward
 from . import checks
-from .axis import Axis, parts
+from .axis import parts
 from .linear import column, gathered_column, row
 from .parameters import check_ties
 from .partial_grads import run_exposed, visible
-from .relayout import PARTIAL, REPLICATE, as_dtensor, local_of, relayout, shared_gather, twin_of
+from .relayout import PARTIAL, REPLICATE, relayout, twin_of
+from .state import AppliedStyle, ParallelState, Preparation
 from .vocabulary import masked_embedding
 
 LAST = Shard(-1)
-
-
-@dataclass(slots=True, eq=False)
-class Bound:
-    """A style that was applied to a module.
-
-    source: the placement of a plain input.   target: that of the output.   name: the module's, in the plan's root.
-    """
-
-    axis: Axis
-    name: str
-    source: Placement
-    target: Placement
-    local_output: bool
-    async_tp: bool = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
-        return self
-
-    def read(self, value: torch.Tensor) -> tuple[torch.Tensor, Placement, int | None]:
-        """The local tensor of an input, its placement, and the size of its split dim, if known."""
-        if self.axis.first and self.source is REPLICATE:
-            checks.same_data(self.axis, value, self.name)
-        return local_of(self.axis, value, self.source, self.name)
-
-    def begin(self, module: nn.Module) -> None:
-        """Draw random numbers from here on as the output lies."""
-        if not self.axis.depth:
-            self.axis.outside(self, training=module.training)
-        self.enter_region(module)
-
-    def enter_region(self, module: nn.Module) -> None:
-        if self.axis.regions.enabled and module.training:
-            self.axis.enter_region(self.target)
-
-    def finish(self, out: torch.Tensor, module: nn.Module, total: int | None = None) -> torch.Tensor:
-        """The output as the caller sees it. total: the size of the dim that `target` splits, if known."""
-        self.begin(module)
-        return self.seen(out, total)
-
-    def seen(self, out: torch.Tensor, total: int | None) -> torch.Tensor:
-        return out if self.local_output else as_dtensor(self.axis, out, self.target, total)
 
 
 # ---------------------------------------------------------------------- split weights
@@ -78,10 +36,10 @@ class Bound:
 class ColwiseLinear(nn.Linear):
     """A linear layer of which each rank has some rows of the weight (out_features, in_features)."""
 
-    tp: Bound
+    tp_state: ParallelState
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        tp, params = self.tp, self._parameters
+        tp, params = self.tp_state.style, self._parameters
         axis = tp.axis
         x, source, total = tp.read(input)
         weight, bias = visible(params["weight"]), visible(params["bias"])
@@ -101,16 +59,16 @@ class ColwiseLinear(nn.Linear):
 
     def _check_features(self, found: int, expected: int) -> None:
         if found != expected:
-            raise_features(self.tp, found, expected)
+            raise_features(self.tp_state.style, found, expected)
 
 
 class RowwiseLinear(nn.Linear):
     """A linear layer of which each rank has some columns of the weight (out_features, in_features)."""
 
-    tp: Bound
+    tp_state: ParallelState
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        tp, params = self.tp, self._parameters
+        tp, params = self.tp_state.style, self._parameters
         axis, target = tp.axis, tp.target
         x, source, total = tp.read(input)
         weight, bias = visible(params["weight"]), visible(params["bias"], terms=isinstance(target, Shard))
@@ -131,10 +89,10 @@ class RowwiseLinear(nn.Linear):
 class ColwiseEmbedding(nn.Embedding):
     """An embedding of which each rank has some columns of the table (num_embeddings, embedding_dim)."""
 
-    tp: Bound
+    tp_state: ParallelState
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        tp = self.tp
+        tp = self.tp_state.style
         tokens, source, total = tp.read(input)
         tokens = relayout(tp.axis, tokens, source, REPLICATE, total)
         weight = visible(self.weight)
@@ -148,10 +106,10 @@ class ColwiseEmbedding(nn.Embedding):
 class RowwiseEmbedding(nn.Embedding):
     """An embedding of which each rank has some rows of the table (num_embeddings, embedding_dim)."""
 
-    tp: Bound
+    tp_state: ParallelState
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        tp, axis = self.tp, self.tp.axis
+        tp, axis = self.tp_state.style, self.tp_state.style.axis
         tokens, source, total = tp.read(input)
         tokens = relayout(axis, tokens, source, REPLICATE, total)
         weight, rows = visible(self.weight), parts(self.num_embeddings, axis.size)
@@ -168,14 +126,14 @@ class RowwiseEmbedding(nn.Embedding):
         return tp.finish(relayout(axis, term, PARTIAL, tp.target), self, split)
 
 
-def raise_weight(tp: Bound, weight: torch.Tensor) -> None:
+def raise_weight(tp: AppliedStyle, weight: torch.Tensor) -> None:
     raise ValueError(
         f"the weight of '{tp.name}' on {tp.axis.mesh}: found shape {tuple(weight.shape)}, which is not this rank's part; a "
         "parameter in its place must be a DTensor, such as shardrt.distribute_tensor(tensor, mesh, placements)"
     )
 
 
-def raise_features(tp: Bound, found: int, expected: int) -> None:
+def raise_features(tp: AppliedStyle, found: int, expected: int) -> None:
     raise ValueError(
         f"the input of '{tp.name}' on {tp.axis.mesh}: expected a last dim of {expected} on this rank, found {found}; give "
         f"input_layouts if a plain input is not {tp.source}, and let views of split heads use -1 for their number"
@@ -194,10 +152,10 @@ class InFront:
 class SequenceParallelModule(InFront):
     """A module that runs on this rank's part of the sequence, with whole parameters whose gradients are partial."""
 
-    tp: Bound
+    tp_state: ParallelState
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        tp, total = self.tp, None
+        tp, total = self.tp_state.style, None
         name, input = input_of(args, kwargs)
         if type(input) is DTensor:
             local, source, total = tp.read(input)
@@ -212,10 +170,10 @@ class SequenceParallelModule(InFront):
 class OwnForwardModule(InFront):
     """A linear layer or an embedding whose subclass computes by itself with its weights: it sees its local ones."""
 
-    tp: Bound
+    tp_state: ParallelState
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        tp = self.tp
+        tp = self.tp_state.style
         axis = tp.axis
         name, input = input_of(args, kwargs)
         x, source, total = tp.read(input)
@@ -240,80 +198,27 @@ def with_input(
     return ((value, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: value})
 
 
-# ---------------------------------------------------------------------- arguments and results
-
-
-@dataclass(slots=True, eq=False)
-class Preparation:
-    """The placements of arguments or results: given, and desired. None: as it is."""
-
-    axis: Axis
-    name: str
-    given: tuple[Placement | None, ...] | None
-    desired: tuple[Placement | None, ...] | None
-    given_kwargs: dict[str, Placement | None]
-    desired_kwargs: dict[str, Placement | None]
-    local_output: bool
-    of_results: bool = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
-        return self
-
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.given is not None:
-            args = self.changed(args, "inputs")
-        for key, layout in self.given_kwargs.items():
-            if layout is not None and key in kwargs:
-                kwargs[key] = self.change(kwargs[key], layout, self.desired_kwargs.get(key))
-        return args, kwargs
-
-    def changed(self, values: tuple[Any, ...], what: str) -> tuple[Any, ...]:
-        """Each value by its own layouts. Raises ValueError for another number of values."""
-        assert self.given is not None
-        assert self.desired is not None
-        if len(values) != len(self.given):
-            raise ValueError(
-                f"the {what} of '{self.name}': expected {len(self.given)}, one for each layout (None: as it is); "
-                f"found {len(values)}"
-            )
-        layouts = zip(values, self.given, self.desired, strict=True)
-        return tuple(value if given is None else self.change(value, given, desired) for value, given, desired in layouts)
-
-    def change(self, value: Any, given: Placement, desired: Placement | None) -> torch.Tensor:
-        axis = self.axis
-        if axis.first and given == REPLICATE and not self.of_results:
-            checks.same_data(axis, value, self.name)
-        local, source, total = local_of(axis, value, given, self.name)
-        target = source if desired is None else desired
-        if type(source) is Shard and target == REPLICATE and not self.of_results:
-            made = shared_gather(axis, local, source.dim, total)
-        else:
-            made = relayout(axis, local, source, target, total)
-        if self.local_output:
-            return made
-        if isinstance(target, Shard) and not (type(source) is Shard and source.dim == target.dim % local.dim()):
-            total = local.shape[target.dim]
-        return as_dtensor(axis, made, target, total)
-
-
 class PreparedModule(InFront):
     """A module whose arguments or results change their placement."""
 
-    tp_inputs: tuple[Preparation, ...] = ()
-    tp_outputs: tuple[Preparation, ...] = ()
+    tp_state: ParallelState | None = None  # a container's slice has none
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for preparation in self.tp_inputs:
+        state = self.tp_state or _NO_STATE
+        for preparation in state.inputs:
             args, kwargs = preparation.arguments(args, kwargs)
-        if self.tp_inputs and self.training:
-            enter_region_of(self.tp_inputs[-1])
+        if state.inputs and self.training:
+            enter_region_of(state.inputs[-1])
         out = super().forward(*args, **kwargs)  # type: ignore[misc]
-        for preparation in self.tp_outputs:
+        for preparation in state.outputs:
             changed = preparation.changed(out if isinstance(out, tuple) else (out,), "outputs")
             out = changed if len(changed) > 1 else changed[0]
-        if self.tp_outputs and self.training:
-            enter_region_of(self.tp_outputs[-1])
+        if state.outputs and self.training:
+            enter_region_of(state.outputs[-1])
         return out
+
+
+_NO_STATE = ParallelState()
 
 
 def enter_region_of(preparation: Preparation) -> None:
@@ -331,41 +236,41 @@ def enter_region_of(preparation: Preparation) -> None:
 class ParallelizedModule:
     """The module that `parallelize_module` was given. The outermost one that runs begins a forward."""
 
-    tp_root: Axis | None = None  # a container's slice has none
-    tp_outermost: bool = False
-    tp_first: bool = False  # until it has run once as the outermost one
-    tp_known: bool = False  # whether it draws random numbers is known
+    tp_state: ParallelState | None = None  # a container's slice has none
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Fill a copy that `deepcopy` makes."""
         super().__setstate__(state)  # type: ignore[misc]
-        if self.tp_root is not None:
-            self.tp_root.regions.watch(self)  # type: ignore[arg-type]
+        if self.tp_state is not None and self.tp_state.axis is not None:
+            self.tp_state.axis.regions.watch(self)  # type: ignore[arg-type]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        axis = self.tp_root
-        if axis is None or axis.depth:
-            self.tp_outermost = False
+        state = self.tp_state
+        if state is None or state.axis is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        first = axis.first = self.tp_first
+        axis = state.axis
+        if axis.depth:
+            state.outermost = False
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        first = axis.first = state.first
         recomputing = in_backward()
         if not recomputing:
-            self.tp_outermost = True
+            state.outermost = True
             if first:
                 check_ties(self)  # type: ignore[arg-type]
                 checks.same_tokens(axis, self, args, kwargs)  # type: ignore[arg-type]
-        if self.tp_outermost:
-            known = axis.regions.begin(training=self.training, first=first, known=self.tp_known)  # type: ignore[attr-defined]
+        if state.outermost:
+            known = axis.regions.begin(training=self.training, first=first, known=state.known)  # type: ignore[attr-defined]
         axis.depth = 1
         try:
             out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
             axis.depth = 0
         if first:
-            self.tp_first = axis.first = False
-        if self.tp_outermost:
+            state.first = axis.first = False
+        if state.outermost:
             axis.regions.end(training=self.training)  # type: ignore[attr-defined]
-            self.tp_known |= known
+            state.known |= known
         return out
 
 

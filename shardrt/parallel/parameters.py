@@ -14,8 +14,9 @@ from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
 from ..tensor.placement import Partial, Placement, Spec
 from ..tensor.replaced import note_replaced, replacement
-from ..tensor.replicated import Mark, mark_replicated, remember_mark
+from ..tensor.replicated import Mark, mark_replicated, marks_of
 from .axis import axis_of
+from .state import state_of
 
 PARTIAL_GRADIENT = (Partial(),)
 
@@ -51,17 +52,18 @@ def split_parameter(split: Split, mesh: DeviceMesh, src_data_rank: int | None) -
         made.grad_placements = grad_placements
         note_replaced(param, made)
     module._parameters[name] = made  # type: ignore[assignment]
-    module.__dict__.get("tp_unstyled", {}).pop(name, None)
-    if not (names := module.__dict__.setdefault("tp_parameters", set())):
+    state = state_of(module)
+    state.unstyled.pop(name, None)
+    if not state.split:
         module.register_load_state_dict_pre_hook(_refuse_whole)
-    names.add(name)
+    state.split.add(name)
     if grad_placements is not None:
-        remember_mark(module, name, Mark(mesh, grad_placements))
+        state.marks[name] = Mark(mesh, grad_placements)
 
 
 def _refuse_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """RuntimeError if plain tensors would become the parameters, which each rank would take for its part."""
-    for name in sorted(module.__dict__["tp_parameters"]) if metadata.get("assign_to_params_buffers", False) else ():
+    for name in sorted(marks_of(module).split) if metadata.get("assign_to_params_buffers", False) else ():
         value = state_dict.get(prefix + name)
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             raise RuntimeError(
@@ -79,7 +81,7 @@ def _parallel(param: torch.Tensor) -> DTensor | None:
 def _made(split: Split) -> DTensor | None:
     """The parallel parameter that there is already, since another module shares it."""
     param = split.param
-    if isinstance(param, DTensor) and split.name in split.module.__dict__.get("tp_unstyled", ()):
+    if isinstance(param, DTensor) and split.name in marks_of(split.module).unstyled:
         return param
     return _parallel(param)
 
@@ -90,13 +92,13 @@ def keep_ties(module: nn.Module) -> None:
         for name, param in owner._parameters.items():
             if param is not None and (made := _parallel(param)) is not None:
                 owner._parameters[name] = made
-                owner.__dict__.setdefault("tp_unstyled", {})[name] = f"{prefix}.{name}".lstrip(".")
+                state_of(owner).unstyled[name] = f"{prefix}.{name}".lstrip(".")
 
 
 def check_ties(module: nn.Module) -> None:
     """Raise ValueError if a module without a style would compute with a part of a parameter that it shares."""
     for owner in module.modules():
-        for full_name in owner.__dict__.get("tp_unstyled", {}).values():
+        for full_name in marks_of(owner).unstyled.values():
             raise ValueError(
                 f"parameter '{full_name}' is shared with a module whose style splits it: give the module of '{full_name}' a "
                 "style as well, such as RowwiseParallel for an embedding and ColwiseParallel for a head"

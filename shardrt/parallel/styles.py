@@ -18,11 +18,9 @@ from ..tensor.placement import Partial, Placement, Replicate, Shard
 from .axis import axis_of
 from .modules import (
     LAST,
-    Bound,
     ColwiseEmbedding,
     ColwiseLinear,
     OwnForwardModule,
-    Preparation,
     PreparedModule,
     RowwiseEmbedding,
     RowwiseLinear,
@@ -32,6 +30,7 @@ from .modules import (
 )
 from .parameters import PARTIAL_GRADIENT, Split, split_parameter
 from .relayout import REPLICATE
+from .state import AppliedStyle, Preparation, state_of
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 
@@ -97,13 +96,13 @@ class _SplitStyle(ParallelStyle):
             raise NotImplementedError(f"{what}: its weight is not a parameter (a parametrization?); expected one")
 
     def bind(self, module: nn.Module, device_mesh: DeviceMesh, added: type) -> nn.Module:
-        """Distribute the module's parameters, and give it its class and its `Bound`."""
+        """Distribute the module's parameters, and give it its class and its style."""
         for split in self.splits(module):
             split_parameter(split, device_mesh, self.src_data_rank)
         source = REPLICATE if self.input_layouts == REPLICATE else self.input_layouts
         target = LAST if self.output_layouts == LAST else self.output_layouts
         axis = axis_of(device_mesh)
-        module.tp = Bound(axis, self.name, source, target, self.use_local_output, self.async_tp)  # type: ignore[assignment]
+        state_of(module).style = AppliedStyle(axis, self.name, source, target, self.use_local_output, self.async_tp)
         give_class(module, added, below=not issubclass(added, OwnForwardModule))
         return module
 
@@ -198,7 +197,7 @@ class SequenceParallel(ParallelStyle):
         for split in self.splits(module):
             split_parameter(split, device_mesh, self.src_data_rank)
         layout = Shard(self.sequence_dim)
-        module.tp = Bound(axis_of(device_mesh), self.name, layout, layout, self.use_local_output)  # type: ignore[assignment]
+        state_of(module).style = AppliedStyle(axis_of(device_mesh), self.name, layout, layout, self.use_local_output)
         give_class(module, SequenceParallelModule)
         return module
 
@@ -243,7 +242,7 @@ class PrepareModuleInput(ParallelStyle):
             self.desired_input_kwarg_layouts,
             self.use_local_output,
         )
-        module.tp_inputs = (*module.tp_inputs, made)  # type: ignore[assignment, misc]
+        state_of(module).inputs += (made,)
         return module
 
 
@@ -263,7 +262,7 @@ class PrepareModuleOutput(ParallelStyle):
         give_class(module, PreparedModule)
         layouts = self.output_layouts, self.desired_output_layouts
         made = Preparation(axis_of(device_mesh), self.name, *layouts, {}, {}, self.use_local_output, of_results=True)
-        module.tp_outputs = (*module.tp_outputs, made)  # type: ignore[assignment, misc]
+        state_of(module).outputs += (made,)
         return module
 
 

@@ -135,7 +135,8 @@ class Items:
             self._add_elements(name, self._held_on(param.spec.mesh, _replicating(param.spec)), plain(local).reshape(-1), 0)
 
     def _add_regions(self, model: nn.Module) -> None:
-        for axis in dict.fromkeys(module.tp_root for module in model.modules() if isinstance(module, ParallelizedModule)):
+        states = [module.tp_state for module in model.modules() if isinstance(module, ParallelizedModule)]
+        for axis in dict.fromkeys(state.axis for state in states if state is not None):
             if axis is not None and axis.regions.enabled:
                 self.add_values({"random numbers of tensor-parallel ranks": axis.regions.counter()}, mesh=axis.mesh)
 

@@ -6,7 +6,7 @@ gradient is not to be averaged over them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,14 +45,28 @@ class Mark:
         return self
 
 
-def remember_mark(module: nn.Module, name: str, mark: Mark) -> None:
-    """Keep the mark with the module that has the parameter: others are made by `to_empty()`, assigned or copied."""
-    module.__dict__.setdefault("tp_marks", {})[name] = mark
+@dataclass(slots=True, eq=False)
+class ModuleMarks:
+    """What is known of a module's parameters, by their names; they may be other tensors by now, assigned, copied or made empty.
+
+    split: the module computes with this rank's part.   unstyled: it shares a part with a module whose style splits it, and has
+    no style itself; with the full names.
+    """
+
+    marks: dict[str, Mark] = field(default_factory=dict)
+    split: set[str] = field(default_factory=set)
+    unstyled: dict[str, str] = field(default_factory=dict)
+
+
+def marks_of(module: nn.Module) -> ModuleMarks:
+    """What `shardrt.parallel` keeps with the module; nothing of others."""
+    found: ModuleMarks | None = module.__dict__.get("tp_state")
+    return ModuleMarks() if found is None else found
 
 
 def renew_marks(module: nn.Module) -> None:
     """Mark the parameters that a module has now, which may have replaced those that were marked."""
-    for name, mark in module.__dict__.get("tp_marks", {}).items():
+    for name, mark in marks_of(module).marks.items():
         param: torch.Tensor | None = module._parameters.get(name)
         if isinstance(param, DTensor):
             if mark.grad_placements is not None and param.spec.mesh is mark.mesh:

@@ -16,7 +16,7 @@ from ...comm import DeviceMesh, malloc
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import group_of, set_group
 from ...tensor.placement import Shard
-from ...tensor.replicated import replicas_mesh
+from ...tensor.replicated import marks_of, replicas_mesh
 from ..base.policy import (
     UNQUANTISED,
     CPUOffloadPolicy,
@@ -288,13 +288,13 @@ def _everyone_after_error(modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> D
 def _check_not_parallelized(owners: Owners, resolved: dict[nn.Parameter, Placed]) -> None:
     """Raise ValueError for a parameter of which a module needs just this part: it cannot be cut otherwise on its own mesh."""
     for param, placed in resolved.items():
-        if unstyled := [full for module, name, full in owners[param] if name in vars(module).get("tp_unstyled", ())]:
+        if unstyled := [full for module, name, full in owners[param] if name in marks_of(module).unstyled]:
             raise ValueError(
                 f"parameter '{unstyled[0]}' is shared with a module whose style splits it: give the module of "
                 f"'{unstyled[0]}' a style as well, by parallelize_module before fully_shard"
             )
         on_own_mesh = placed.outer is None and isinstance(param, DTensor)
-        if on_own_mesh and any(name in vars(module).get("tp_parameters", ()) for module, name, _ in owners[param]):
+        if on_own_mesh and any(name in marks_of(module).split for module, name, _ in owners[param]):
             raise _misfit(owners[param][0][2], placed.mesh, placed.mesh, "it is parallelized over these ranks already")
 
 

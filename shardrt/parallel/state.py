@@ -1,0 +1,136 @@
+"""What parallelized modules keep: one object, the attribute `tp_state`, with the style, the layouts of arguments and results,
+and what is known of parameters. Deep copies share what names a mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..tensor.placement import Placement, Shard
+from ..tensor.replicated import ModuleMarks
+from . import checks
+from .axis import Axis
+from .relayout import REPLICATE, as_dtensor, local_of, relayout, shared_gather
+
+
+@dataclass(slots=True, eq=False)
+class AppliedStyle:
+    """A style that was applied to a module.
+
+    source: the placement of a plain input.   target: that of the output.   name: the module's, in the plan's root.
+    """
+
+    axis: Axis
+    name: str
+    source: Placement
+    target: Placement
+    local_output: bool
+    async_tp: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AppliedStyle:
+        return self
+
+    def read(self, value: torch.Tensor) -> tuple[torch.Tensor, Placement, int | None]:
+        """The local tensor of an input, its placement, and the size of its split dim, if known."""
+        if self.axis.first and self.source is REPLICATE:
+            checks.same_data(self.axis, value, self.name)
+        return local_of(self.axis, value, self.source, self.name)
+
+    def begin(self, module: nn.Module) -> None:
+        """Draw random numbers from here on as the output lies."""
+        if not self.axis.depth:
+            self.axis.outside(self, training=module.training)
+        self.enter_region(module)
+
+    def enter_region(self, module: nn.Module) -> None:
+        if self.axis.regions.enabled and module.training:
+            self.axis.enter_region(self.target)
+
+    def finish(self, out: torch.Tensor, module: nn.Module, total: int | None = None) -> torch.Tensor:
+        """The output as the caller sees it. total: the size of the dim that `target` splits, if known."""
+        self.begin(module)
+        return self.seen(out, total)
+
+    def seen(self, out: torch.Tensor, total: int | None) -> torch.Tensor:
+        return out if self.local_output else as_dtensor(self.axis, out, self.target, total)
+
+
+@dataclass(slots=True, eq=False)
+class Preparation:
+    """The placements of arguments or results: given, and desired. None: as it is."""
+
+    axis: Axis
+    name: str
+    given: tuple[Placement | None, ...] | None
+    desired: tuple[Placement | None, ...] | None
+    given_kwargs: dict[str, Placement | None]
+    desired_kwargs: dict[str, Placement | None]
+    local_output: bool
+    of_results: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
+        return self
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.given is not None:
+            args = self.changed(args, "inputs")
+        for key, layout in self.given_kwargs.items():
+            if layout is not None and key in kwargs:
+                kwargs[key] = self.change(kwargs[key], layout, self.desired_kwargs.get(key))
+        return args, kwargs
+
+    def changed(self, values: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+        """Each value by its own layouts. Raises ValueError for another number of values."""
+        assert self.given is not None
+        assert self.desired is not None
+        if len(values) != len(self.given):
+            raise ValueError(
+                f"the {what} of '{self.name}': expected {len(self.given)}, one for each layout (None: as it is); "
+                f"found {len(values)}"
+            )
+        layouts = zip(values, self.given, self.desired, strict=True)
+        return tuple(value if given is None else self.change(value, given, desired) for value, given, desired in layouts)
+
+    def change(self, value: Any, given: Placement, desired: Placement | None) -> torch.Tensor:
+        axis = self.axis
+        if axis.first and given == REPLICATE and not self.of_results:
+            checks.same_data(axis, value, self.name)
+        local, source, total = local_of(axis, value, given, self.name)
+        target = source if desired is None else desired
+        if type(source) is Shard and target == REPLICATE and not self.of_results:
+            made = shared_gather(axis, local, source.dim, total)
+        else:
+            made = relayout(axis, local, source, target, total)
+        if self.local_output:
+            return made
+        if isinstance(target, Shard) and not (type(source) is Shard and source.dim == target.dim % local.dim()):
+            total = local.shape[target.dim]
+        return as_dtensor(axis, made, target, total)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class ParallelState(ModuleMarks):
+    """What tensor parallelism keeps with a module.
+
+    style: that has changed its parameters; unset without one.   axis: of the module that `parallelize_module` was given.
+    first: until that module has run once as the outermost one.   known: whether it draws random numbers is known.
+    """
+
+    style: AppliedStyle = field(init=False)
+    inputs: tuple[Preparation, ...] = ()
+    outputs: tuple[Preparation, ...] = ()
+    axis: Axis | None = None
+    outermost: bool = False
+    first: bool = False
+    known: bool = False
+
+
+def state_of(module: nn.Module) -> ParallelState:
+    """The module's state, which is made at the first call."""
+    if "tp_state" not in module.__dict__:
+        module.__dict__["tp_state"] = ParallelState()
+    return cast(ParallelState, module.__dict__["tp_state"])
