@@ -49,7 +49,7 @@ SLURM_PLUGIN = {Mpi.MPICH: "pmi2", Mpi.OPEN_MPI: "pmix"}
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobRequest:
     """The program to start, the number of ranks and the machines."""
 
     program: list[str]  # what every rank runs
@@ -59,7 +59,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class LaunchSite:
     """The launcher and the environment of the job."""
 
     mpi: Mpi
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.execve(supervisor[0], [*supervisor, *command.line], os.environ | command.variables)
 
 
-def supervisor_line(restarts: int | None, job: Job, site: Site) -> list[str]:
+def supervisor_line(restarts: int | None, job: JobRequest, site: LaunchSite) -> list[str]:
     """The command line of the supervisor; that of the job follows it."""
     line = [*isolated(Path(__file__).with_name("supervisor.py")), "--clean", shlex.join(_clean_nodes(site))]
     if restarts is not None:
@@ -113,7 +113,7 @@ def supervisor_line(restarts: int | None, job: Job, site: Site) -> list[str]:
     return [*line, "--ends", "direct" if site.mpi is Mpi.OPEN_MPI else "forwarded"]
 
 
-def progress_folder(job: Job, site: Site) -> str:
+def progress_folder(job: JobRequest, site: LaunchSite) -> str:
     """Where the file lies in which rank 0 says how far the job came: what it sees as well, if it may be on another machine."""
     if site.launcher is Launcher.MPIRUN and not job.hosts and job.hostfile is None:
         return tempfile.gettempdir()
@@ -129,7 +129,7 @@ def progress_folder(job: Job, site: Site) -> str:
 # ---------------------------------------------------------------------- the command line
 
 
-def plan(job: Job, site: Site) -> Command:
+def plan(job: JobRequest, site: LaunchSite) -> Command:
     """The command that starts `job` at `site`. A pure function of its arguments and the hostfile's content."""
     nodes = _nodes(job, site)
     ranks_per_node = -(-job.ranks // nodes)
@@ -150,13 +150,13 @@ def plan(job: Job, site: Site) -> Command:
     return Command([*start, *job.program], variables)
 
 
-def _mpich_flags(job: Job, ranks_per_node: int) -> list[str]:
+def _mpich_flags(job: JobRequest, ranks_per_node: int) -> list[str]:
     if job.hostfile is not None:
         return ["-f", str(job.hostfile)]
     return ["-hosts", ",".join(job.hosts), "-ppn", str(ranks_per_node)] if job.hosts else []
 
 
-def _open_mpi_flags(job: Job, ranks_per_node: int, environment: Mapping[str, str]) -> list[str]:
+def _open_mpi_flags(job: JobRequest, ranks_per_node: int, environment: Mapping[str, str]) -> list[str]:
     # --bind-to none: otherwise each rank, with all its threads, is bound to one core.
     # --oversubscribe: Open MPI counts cores without hyper-threads, and starts no more ranks than these.
     flags = ["--bind-to", "none", "--oversubscribe"]
@@ -171,7 +171,7 @@ def _open_mpi_flags(job: Job, ranks_per_node: int, environment: Mapping[str, str
     return flags + [word for name in sorted(forwarded) for word in ("-x", name)]
 
 
-def _srun_flags(job: Job, site: Site, cores_needed: int) -> list[str]:
+def _srun_flags(job: JobRequest, site: LaunchSite, cores_needed: int) -> list[str]:
     # -K: without it, the other ranks wait forever for a rank that has ended.
     flags = ["-K", f"--mpi={SLURM_PLUGIN[site.mpi]}"]
     if "SLURM_CPUS_PER_TASK" in site.environment:
@@ -188,7 +188,7 @@ def _srun_flags(job: Job, site: Site, cores_needed: int) -> list[str]:
     return flags
 
 
-def _nodes(job: Job, site: Site) -> int:
+def _nodes(job: JobRequest, site: LaunchSite) -> int:
     if job.hostfile is not None:
         return _machines_in(job.hostfile)
     if job.hosts:
@@ -210,7 +210,7 @@ def _machines_in(hostfile: Path) -> int:
 # ---------------------------------------------------------------------- this machine
 
 
-def find_site(launcher: Launcher | None, environment: Mapping[str, str]) -> Site:
+def find_site(launcher: Launcher | None, environment: Mapping[str, str]) -> LaunchSite:
     """The launcher of this machine for the MPI of this interpreter. Loads the MPI library without initializing it.
 
     launcher: None selects srun inside a Slurm allocation, and mpirun elsewhere.
@@ -228,7 +228,7 @@ def find_site(launcher: Launcher | None, environment: Mapping[str, str]) -> Site
         cores = min(map(int, allocated), default=cores)
     else:
         executable = find_mpirun(mpi, Path(sys.executable), environment)
-    return Site(mpi, launcher, executable, cores, os.geteuid() == 0, environment)
+    return LaunchSite(mpi, launcher, executable, cores, os.geteuid() == 0, environment)
 
 
 def check_not_a_rank(environment: Mapping[str, str]) -> None:
@@ -315,7 +315,7 @@ def isolated(program: Path) -> list[str]:
 _CLEAN = isolated(Path(__file__).with_name("stale_files.py"))
 
 
-def _clean_nodes(site: Site) -> list[str]:
+def _clean_nodes(site: LaunchSite) -> list[str]:
     """The command that removes what killed jobs left on this machine; under Slurm, on every node of the allocation."""
     nodes = _number(site.environment, "SLURM_JOB_NUM_NODES", 1)
     if site.launcher is not Launcher.SRUN or nodes == 1:
@@ -374,7 +374,7 @@ def _names(text: str) -> list[str]:
     return text.split(",")
 
 
-def _job(options: argparse.Namespace, site: Site) -> Job:
+def _job(options: argparse.Namespace, site: LaunchSite) -> JobRequest:
     if options.program is None:
         raise LaunchError("no program: name a Python file, or a module after -m")
     if not options.module and not Path(options.program).is_file():
@@ -388,7 +388,7 @@ def _job(options: argparse.Namespace, site: Site) -> Job:
         raise LaunchError("no number of ranks: pass -n RANKS, or in Slurm allocate with --ntasks or --ntasks-per-node")
     program = [sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments]
     guard = Path(__file__).with_name("comm") / "guard" / "__main__.py"  # starts a rank, with a guard if there are several
-    return Job([*isolated(guard), "--start", *program], ranks, options.hosts, options.hostfile)
+    return JobRequest([*isolated(guard), "--start", *program], ranks, options.hosts, options.hostfile)
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
     clean = partial(_run, shlex.split(options.clean))
     clean()
     reports = Reports(folder)
-    job = Job(options.command, options.ends)
+    job = RunningJob(options.command, options.ends)
     while job.is_running():
         info = signal.sigtimedwait(_WATCHED, _LOOK_S)
         if info is not None and info.si_signo in PASSED_ON:
@@ -210,7 +210,7 @@ class Ends(Enum):
     STAND_IN = "stand-in"
 
 
-class Job:
+class RunningJob:
     """A running mpirun or srun, and its ranks."""
 
     def __init__(self, command: list[str], ends: Ends) -> None:

@@ -26,7 +26,7 @@ from common.models import CASES
 from common.options import Parser
 from shardrt.fsdp.base.policy import MixedPrecisionPolicy
 from shardrt.plan.forecast_result import Forecast
-from shardrt.plan.hardware import Curve, Link, Sheet, load_sheet
+from shardrt.plan.hardware import Curve, NetworkLink, Sheet, load_sheet
 from shardrt.plan.job import Job
 from shardrt.plan.planning import Planner
 from shardrt.plan.presets import preset_factory
@@ -96,7 +96,7 @@ def in_switch(sheet: Sheet) -> Sheet:
     """The same machine, if its switches add what is reduced at the full rate of a GPU's links."""
     rate = sheet.within.bandwidth.rates[-1] * RANKS / (RANKS - 1)  # bytes of all blocks, as a measured collective counts them
     latency = sheet.within.start + HOPS_IN_SWITCH * sheet.within.latency
-    return replace(sheet, collectives={"reduce_scatter": Link(Curve((1.0,), (rate,)), latency)})
+    return replace(sheet, collectives={"reduce_scatter": NetworkLink(Curve((1.0,), (rate,)), latency)})
 
 
 def longest_kernel(sheet: Sheet) -> float:

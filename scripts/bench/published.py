@@ -30,7 +30,7 @@ from shardrt.plan.hardware import Curve, Sheet, load_sheet
 from shardrt.plan.job import Job
 from shardrt.plan.planning import Planner
 from shardrt.plan.presets import PRESETS, Preset, preset_factory
-from shardrt.plan.report import Plan
+from shardrt.plan.report import PlannedJob
 
 # The sources, by the letters that docs/planner.md lists them under.
 TORCHTITAN_A100, TORCHTITAN_H100, TORCHTITAN_405B, FMS, FOUNDRY = "abcde"
@@ -203,7 +203,7 @@ def forecast_rate(run: Run) -> float:
     )
     planner = Planner(factory_of(run.model), run.model, sheet, sheet.ranks_per_node)
     found = planner.forecast(job)
-    plan = Plan(run.model, planner.numel, job, sheet, sheet.ranks_per_node, found)
+    plan = PlannedJob(run.model, planner.numel, job, sheet, sheet.ranks_per_node, found)
     return plan.tokens_per_second / run.ranks
 
 

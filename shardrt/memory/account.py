@@ -14,7 +14,7 @@ from torch import nn
 
 from ..comm import world
 from .devices import Device, measuring
-from .parts import Part
+from .parts import Use
 from .watch import Watch
 
 
@@ -129,7 +129,7 @@ class MemoryAccount:
 
 def _conclude(watch: Watch, memory: Device) -> _Peak:
     total, parts = watch.measured
-    parts[Part.PROCESS] += watch.base + watch.loaded
+    parts[Use.PROCESS] += watch.base + watch.loaded
     nbytes = max(memory.peak(), total) if watch.resets else total
     return _Peak(memory.name, nbytes, {part.value: size for part, size in parts.items()}, watch.at)
 

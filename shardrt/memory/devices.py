@@ -10,14 +10,14 @@ import torch
 
 from ..fsdp.memory.host_memory import POOL
 from . import process
-from .parts import Claim, Part
+from .parts import Claim, Use
 
 
 class Measured(NamedTuple):
     """At one moment. total: bytes, of which `parts` are known."""
 
     total: int
-    parts: dict[Part, int]
+    parts: dict[Use, int]
 
     @property
     def unknown(self) -> int:
@@ -65,10 +65,10 @@ class HostMemory:
     def measure(self, claims: Iterable[Claim]) -> Measured:
         mappings, resident, malloc = process.mappings(), process.resident(), process.malloc()
         start, end = mappings.heap or (0, 0)
-        parts = dict.fromkeys(Part, 0)
+        parts = dict.fromkeys(Use, 0)
         pool = POOL.mappings()
         pooled = sum(process.resident_within(*mapping) for mapping in pool)
-        parts[Part.HELD] = pooled
+        parts[Use.HELD] = pooled
         absent = mapped = outside = 0  # bytes of tensors: in the heap, not touched; with mappings of malloc's; these, touched
         for part, address, nbytes in claims:
             if mappings.is_shared(address):  # a window, or a file
@@ -78,17 +78,17 @@ class HostMemory:
             if start <= address < end:
                 absent += nbytes - found
             elif any(first <= address < first + size for first, size in pool):
-                parts[Part.HELD] -= found
+                parts[Use.HELD] -= found
             else:
                 outside += found
                 mapped += nbytes
-        parts[Part.WINDOWS], parts[Part.PROCESS] = resident.shared, resident.files
+        parts[Use.WINDOWS], parts[Use.PROCESS] = resident.shared, resident.files
         if malloc is not None:
             heap = process.resident_within(start, end - start)
             heap += max(0, malloc.arenas - (end - start))  # arenas of threads, which are small
-            parts[Part.HELD] += max(0, heap - (malloc.in_use - absent))
+            parts[Use.HELD] += max(0, heap - (malloc.in_use - absent))
             # What nobody got from malloc: Python's own arenas, stacks, data of libraries.
-            parts[Part.PROCESS] += resident.anonymous - heap - pooled - outside - max(0, malloc.mapped - mapped)
+            parts[Use.PROCESS] += resident.anonymous - heap - pooled - outside - max(0, malloc.mapped - mapped)
         return Measured(resident.total, parts)
 
     def close(self) -> None:
@@ -116,11 +116,11 @@ class CudaMemory:
 
     def measure(self, claims: Iterable[Claim]) -> Measured:
         reserved, allocated = self.mark()
-        parts = dict.fromkeys(Part, 0)
+        parts = dict.fromkeys(Use, 0)
         for part, _, nbytes in claims:
             parts[part] += nbytes
         beside = self._beside()
-        parts[Part.PROCESS], parts[Part.HELD] = beside - parts[Part.WINDOWS], reserved - allocated
+        parts[Use.PROCESS], parts[Use.HELD] = beside - parts[Use.WINDOWS], reserved - allocated
         return Measured(reserved + beside, parts)
 
     def _stats(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-class _Storage(weakref.ref):  # type: ignore[type-arg]
+class _LiveStorage(weakref.ref):  # type: ignore[type-arg]
     """A storage that may die."""
 
     __slots__ = ("kind", "nbytes")
@@ -41,7 +41,7 @@ class LiveBytes:
         self.nbytes = {}
         self._device_type = device_type
         self._changed = changed
-        self._alive: dict[int, _Storage] = {}  # by the identity of the storage, which it keeps while it is alive
+        self._alive: dict[int, _LiveStorage] = {}  # by the identity of the storage, which it keeps while it is alive
 
     def see(self, made: Any) -> None:
         """Count what an operation has returned: a tensor, or several."""
@@ -70,18 +70,18 @@ class LiveBytes:
             known.kind = kind
             self._count(kind, known.nbytes)
 
-    def _see(self, storage: torch.UntypedStorage, kind: str) -> _Storage:
+    def _see(self, storage: torch.UntypedStorage, kind: str) -> _LiveStorage:
         identity = id(storage)
         known = self._alive.get(identity)
         if known is not None and known() is storage:
             return known
-        born = _Storage(storage, lambda died: self._gone(identity, died))
+        born = _LiveStorage(storage, lambda died: self._gone(identity, died))
         born.kind, born.nbytes = kind, storage.nbytes()
         self._alive[identity] = born
         self._count(kind, born.nbytes)
         return born
 
-    def _gone(self, identity: int, died: _Storage) -> None:
+    def _gone(self, identity: int, died: _LiveStorage) -> None:
         if self._alive.get(identity) is died:
             del self._alive[identity]
         self._count(died.kind, -died.nbytes)

@@ -14,7 +14,7 @@ from ..fsdp.memory.buffers import allocated_buffers
 from .live import LiveBytes, storage_of
 
 
-class Part(Enum):
+class Use(Enum):
     """What memory is for. Those of buffers have the values of `BufferKind`."""
 
     __hash__ = object.__hash__  # Cost: Enum's own hash is Python code
@@ -38,7 +38,7 @@ class Part(Enum):
 class Claim(NamedTuple):
     """A storage, and what it is for."""
 
-    part: Part
+    part: Use
     address: int
     nbytes: int
 
@@ -54,7 +54,7 @@ def claims(
             seen.add(address)
             # A GPU's memory that cannot be resized is not from torch's allocator, as that of `Communicator.empty`.
             ours = storage.device.type == "cpu" or storage.resizable()
-            yield Claim(part if ours else Part.WINDOWS, address, storage.nbytes())
+            yield Claim(part if ours else Use.WINDOWS, address, storage.nbytes())
 
 
 def _address(storage: torch.UntypedStorage) -> int:
@@ -66,20 +66,20 @@ def _address(storage: torch.UntypedStorage) -> int:
 
 def _storages(
     model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer], live: LiveBytes, device: torch.device
-) -> Iterator[tuple[Part, torch.UntypedStorage]]:
+) -> Iterator[tuple[Use, torch.UntypedStorage]]:
     stepped = [(param, optimizer.state.get(param, {})) for optimizer in optimizers for param in _params(optimizer)]
     ours = [*_sharded(model), *(param for param, _ in stepped)]
     for param in ours:
-        yield from ((Part.SHARDS, storage) for storage in _own(param))
+        yield from ((Use.SHARDS, storage) for storage in _own(param))
     for param in ours:
-        yield from ((Part.GRADIENTS, storage) for storage in _own(param.grad))
+        yield from ((Use.GRADIENTS, storage) for storage in _own(param.grad))
     for buffer in allocated_buffers(device):
-        yield Part(buffer.kind.value), buffer.storage
+        yield Use(buffer.kind.value), buffer.storage
     for _, state in stepped:
-        yield from ((Part.OPTIMIZER, storage) for value in list(state.values()) for storage in _own(value))
+        yield from ((Use.OPTIMIZER, storage) for value in list(state.values()) for storage in _own(value))
     if model is not None:
-        yield from ((Part.SHARDS, storage) for tensor in (*model.parameters(), *model.buffers()) for storage in _own(tensor))
-    yield from ((Part(kind), storage) for storage, kind in live.alive())
+        yield from ((Use.SHARDS, storage) for tensor in (*model.parameters(), *model.buffers()) for storage in _own(tensor))
+    yield from ((Use(kind), storage) for storage, kind in live.alive())
 
 
 def _sharded(model: nn.Module | None) -> Iterator[nn.Parameter]:

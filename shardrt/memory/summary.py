@@ -13,7 +13,7 @@ from ..fsdp.schedule.param_group import ParamGroup
 from ..fsdp.schedule.runtime import packed_nbytes
 from .account import MemoryAccount
 from .devices import measuring
-from .parts import Claim, Part
+from .parts import Claim, Use
 
 _HEAD = ("group", "ranks", "parameters", "shard", "gathered", "gradients", "padding", "now")
 
@@ -53,8 +53,8 @@ def _process(device: torch.device) -> list[str]:
         return []
     with closing(memory):
         used = allocated_buffers(device)
-        total, parts = memory.measure(Claim(Part(each.kind.value), each.storage.data_ptr(), each.nbytes) for each in used)
-    of_which = f"{_size(parts[Part.HELD])} held by the allocator, {_size(parts[Part.WINDOWS])} of windows"
+        total, parts = memory.measure(Claim(Use(each.kind.value), each.storage.data_ptr(), each.nbytes) for each in used)
+    of_which = f"{_size(parts[Use.HELD])} held by the allocator, {_size(parts[Use.WINDOWS])} of windows"
     return [f"{'GPU' if device.type == 'cuda' else 'process'}: {_size(total)}, of it {of_which}"]
 
 

@@ -26,7 +26,7 @@ from ..fsdp.reduce.sharded_grads import observing_grads
 from ..torch_internals import OpOverload, TorchDispatchMode, in_backward
 from .devices import Device, Measured
 from .live import LiveBytes
-from .parts import Part, claims
+from .parts import Use, claims
 
 _FRACTION = 256  # memory is measured again when it is higher by this part of it
 
@@ -56,7 +56,7 @@ class Watch(Hook):
         self._memory = memory
         self._device = device
         self._live = LiveBytes(device.type)
-        self._live.kind = Part.ACTIVATIONS.value
+        self._live.kind = Use.ACTIVATIONS.value
         self._optimizers: dict[Optimizer, None] = {}  # that have stepped
         self._stepping = 0  # steps of optimizers within each other
         self._autograd_ran = False  # since the last of them began
@@ -89,7 +89,7 @@ class Watch(Hook):
         if self._stepping:
             autograd = torch.is_grad_enabled() or in_backward()  # as in a closure, or after a step that has raised
             self._autograd_ran |= autograd
-            self._live.kind = (Part.ACTIVATIONS if autograd else Part.TEMPORARIES).value
+            self._live.kind = (Use.ACTIVATIONS if autograd else Use.TEMPORARIES).value
         self._live.see(made)
         self._look(func)
 
@@ -100,18 +100,18 @@ class Watch(Hook):
         self._look(kind.value)
 
     def _gradients_made(self, group: Named, storage: torch.UntypedStorage) -> None:
-        self._live.relabel(storage, Part.GRADIENTS.value)
+        self._live.relabel(storage, Use.GRADIENTS.value)
 
     def _begin_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         self._optimizers[optimizer] = None
         self._stepping = 1 if self._autograd_ran else self._stepping + 1  # an earlier step may have raised
         self._autograd_ran = False
-        self._live.kind = Part.TEMPORARIES.value
+        self._live.kind = Use.TEMPORARIES.value
 
     def _end_optimizer(self, *_: object) -> None:
         self._stepping = max(0, self._stepping - 1)
         if not self._stepping:
-            self._live.kind = Part.ACTIVATIONS.value
+            self._live.kind = Use.ACTIVATIONS.value
 
     def begin_import(self) -> None:
         """A module is looked for. What is loaded until the next event belongs to the libraries."""
@@ -138,7 +138,7 @@ class Watch(Hook):
             self._measuring.release()
 
     def _phase(self) -> str:
-        if self._live.kind == Part.TEMPORARIES.value:
+        if self._live.kind == Use.TEMPORARIES.value:
             return "an optimizer's step"
         return "backward" if in_backward() else "forward"
 

@@ -16,7 +16,7 @@ from ..fsdp.api.module import FSDPModule
 from ..fsdp.gather.extension import has_methods
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
-from ..tensor.replicated import Mark, replicas_mesh
+from ..tensor.replicated import ParameterMark, replicas_mesh
 from ..torch_internals import hide_package_from_compiler
 from . import checks
 from .axis import axis_of
@@ -98,7 +98,7 @@ def _replicate_others(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | 
     for owner in module.modules():
         for name, other in owner._parameters.items():
             if other is not None and not isinstance(other, DTensor):
-                state_of(owner).marks[name] = Mark(mesh)
+                state_of(owner).marks[name] = ParameterMark(mesh)
 
 
 # ---------------------------------------------------------------------- the plan

@@ -14,7 +14,7 @@ from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
 from ..tensor.placement import Partial, Placement, Spec
 from ..tensor.replaced import note_replaced, replacement
-from ..tensor.replicated import Mark, mark_replicated, marks_of
+from ..tensor.replicated import ParameterMark, mark_replicated, marks_of
 from .axis import axis_of
 from .state import state_of
 
@@ -58,7 +58,7 @@ def split_parameter(split: Split, mesh: DeviceMesh, src_data_rank: int | None) -
         module.register_load_state_dict_pre_hook(_refuse_whole)
     state.split.add(name)
     if grad_placements is not None:
-        state.marks[name] = Mark(mesh, grad_placements)
+        state.marks[name] = ParameterMark(mesh, grad_placements)
 
 
 def _refuse_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:

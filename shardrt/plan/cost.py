@@ -28,8 +28,8 @@ from enum import Enum
 
 from ..comm.calls import CollectiveCall, Member
 from ..torch_internals import OpOverload
-from .hardware import Link, Sheet, SheetError
-from .work import Work, work_of
+from .hardware import NetworkLink, Sheet, SheetError
+from .work import OperationWork, work_of
 
 
 class Bound(Enum):
@@ -68,7 +68,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RanksOnNodes:
     """Where a communicator's ranks are: N of them, k on this rank's node, on m nodes."""
 
     size: int
@@ -76,7 +76,7 @@ class Place:
     nodes: int
 
     @classmethod
-    def of(cls, comm: Member, per_node: int) -> Place:
+    def of(cls, comm: Member, per_node: int) -> RanksOnNodes:
         """per_node: ranks of the world on a node. Cost: that many looks at `comm.ranks`, whatever the communicator's size."""
         node, first, last = comm.ranks[comm.rank] // per_node, comm.rank, comm.rank
         while first > 0 and comm.ranks[first - 1] // per_node == node:
@@ -89,7 +89,7 @@ class Place:
 
 def traffic_of(call: CollectiveCall, per_node: int) -> Traffic:
     """What one collective moves. per_node: ranks of the world on a node."""
-    place = Place.of(call.comm, per_node)
+    place = RanksOnNodes.of(call.comm, per_node)
     size, on_node, nodes = place.size, place.on_node, place.nodes
     nbytes, is_root = call_nbytes(call), call.comm.rank in call.args
     log_within, log_across = (math.ceil(math.log2(number)) for number in (on_node, nodes))
@@ -116,7 +116,7 @@ def call_nbytes(call: CollectiveCall) -> int:
     return max(tensor.numel() * tensor.element_size() if tensor is not None else 0 for tensor in (call.out, call.inp))
 
 
-def _ring(nbytes: float, place: Place, steps_within: int, steps_across: int) -> Traffic:
+def _ring(nbytes: float, place: RanksOnNodes, steps_within: int, steps_across: int) -> Traffic:
     across = nbytes * (place.nodes - 1) / place.nodes / place.on_node
     return Traffic.of(max(0.0, nbytes * (place.size - 1) / place.size - across), across, steps_within, steps_across)
 
@@ -150,7 +150,7 @@ class Costs:
         """The seconds of one of torch's operations, as a TorchDispatchMode sees it. out: what it has returned."""
         return self.kernel(work_of(func, args, kwargs, out))
 
-    def kernel(self, work: Work) -> float:
+    def kernel(self, work: OperationWork) -> float:
         """The seconds of work on the device; on the host, with the time to call it."""
         sheet = self.sheet
         overhead = self.host_seconds(work) if self._is_host else sheet.overhead.kernel if work.is_launched else 0.0
@@ -166,7 +166,7 @@ class Costs:
         self.spent[Bound.ARITHMETIC if arithmetic > memory else Bound.MEMORY] += max(arithmetic, memory)
         return overhead + max(arithmetic, memory)
 
-    def host_seconds(self, work: Work) -> float:
+    def host_seconds(self, work: OperationWork) -> float:
         """The host's time for an operation, wherever it runs."""
         return self.sheet.overhead.operation * (1.0 if work.is_launched else UNLAUNCHED)
 
@@ -208,7 +208,7 @@ class Costs:
     def _are_measured(self, calls: Sequence[CollectiveCall]) -> bool:
         """True if all calls are in [collectives], and within the node."""
         return all(call.name in self.sheet.collectives for call in calls) and all(
-            Place.of(call.comm, self.per_node).nodes == 1 for call in calls
+            RanksOnNodes.of(call.comm, self.per_node).nodes == 1 for call in calls
         )
 
     def _measured(self, calls: Sequence[CollectiveCall]) -> float:
@@ -224,7 +224,7 @@ class Costs:
         """A rank alone copies its input."""
         return self.sheet.memory.bandwidth.seconds(sum(map(call_nbytes, calls))) / self.sheet.memory.fraction
 
-    def _across(self) -> Link:
+    def _across(self) -> NetworkLink:
         if self.sheet.across is None:
             raise SheetError(
                 f"hardware sheet '{self.sheet.name}' has no [across], and a collective spans several nodes of {self.per_node} "
@@ -233,7 +233,7 @@ class Costs:
         return self.sheet.across
 
 
-def _link_seconds(link: Link, nbytes: float) -> float:
+def _link_seconds(link: NetworkLink, nbytes: float) -> float:
     return link.bandwidth.seconds(nbytes) / link.fraction
 
 

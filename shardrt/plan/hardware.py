@@ -113,7 +113,7 @@ class Overhead:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class NetworkLink:
     """[within] and [across], per rank and direction, and a measured collective."""
 
     bandwidth: Curve
@@ -132,9 +132,9 @@ class Sheet:
     memory: Memory
     compute: Compute
     overhead: Overhead
-    within: Link
-    across: Link | None = None
-    collectives: Mapping[str, Link] = field(default_factory=dict)
+    within: NetworkLink
+    across: NetworkLink | None = None
+    collectives: Mapping[str, NetworkLink] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -201,8 +201,8 @@ def _check_keys(value: Mapping[str, object], known: Collection[str], prefix: str
 
 
 def _read(hint: object, value: object, key: str) -> object:
-    if hint == Link | None:
-        hint = Link
+    if hint == NetworkLink | None:
+        hint = NetworkLink
     if isinstance(hint, type) and is_dataclass(hint) and hint is not Curve:
         return _read_table(hint, value, key)
     return _READERS[hint](value, key)
@@ -276,5 +276,5 @@ _READERS: dict[object, Callable[[object, str], object]] = {
     Curve: _read_curve,
     tuple[str, ...]: _read_texts,
     Mapping[str, Curve]: partial(_read_named, Curve, _DTYPES),
-    Mapping[str, Link]: partial(_read_named, Link, _COLLECTIVES),
+    Mapping[str, NetworkLink]: partial(_read_named, NetworkLink, _COLLECTIVES),
 }

@@ -22,7 +22,7 @@ from .history import KINDS, History
 from .job import Job, PlanError, Program
 from .options import job_of
 from .presets import preset_factory
-from .report import Plan
+from .report import PlannedJob
 from .search import break_even, largest_batch
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -87,7 +87,7 @@ class Planner:
         return program
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
+def plan_of(options: argparse.Namespace) -> PlannedJob:
     """The plan that the command line asks for; writes the files that it names.
 
     Raises ValueError: a PlanError, a SheetError or one of a policy; OSError for a file that cannot be written.
@@ -98,7 +98,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     factory = preset_factory(name) if is_preset else load_factory(name, options.step)
     planner = Planner(factory, name, sheet, options.ranks_per_node or sheet.ranks_per_node)
     found = _recorded(planner, job, options.plot, options.timeline)
-    plan = Plan(name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=_unread(job, planner.reads))
+    plan = PlannedJob(name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=_unread(job, planner.reads))
     return plan if options.no_search else _searched(plan, planner)
 
 
@@ -108,7 +108,7 @@ def _unread(job: Job, reads: Set[str]) -> tuple[str, ...]:
     return tuple(size for size in sizes if size not in reads)
 
 
-def _searched(plan: Plan, planner: Planner) -> Plan:
+def _searched(plan: PlannedJob, planner: Planner) -> PlannedJob:
     """The plan with what more forecasts say."""
     job = plan.job
     largest = planner.largest_batch(job, plan.forecast, plan.sheet.memory.nbytes) if "batch" not in plan.unread else None

@@ -18,7 +18,7 @@ _LABEL, _NUMBER = 22, 12  # widths of columns
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlannedJob:
     """What was forecast.
 
     name: of the model.   numel: its parameters.   unread: sizes of the job that the step does not look at.
@@ -66,7 +66,7 @@ class Plan:
         return self.forecast.model_flops / (self.forecast.step_seconds * peak) if self.forecast.step_seconds else 0.0
 
 
-def lines(plan: Plan) -> Iterator[str]:
+def lines(plan: PlannedJob) -> Iterator[str]:
     """The report, line by line."""
     yield from _heading(plan)
     yield ""
@@ -79,7 +79,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from _results(plan)
 
 
-def _heading(plan: Plan) -> Iterator[str]:
+def _heading(plan: PlannedJob) -> Iterator[str]:
     job = plan.job
     parts = {"replicated": job.replicas, "sharded": job.shards, "tensor-parallel": job.tp}
     shape = " x ".join(f"{size:,} {name}" for name, size in parts.items() if size > 1 or name == "sharded")
@@ -90,7 +90,7 @@ def _heading(plan: Plan) -> Iterator[str]:
     yield f"a step: batch {job.batch}{micro}{tokens} on all ranks"
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: PlannedJob) -> Iterator[str]:
     forecast, peak = plan.forecast, plan.forecast.peak_at
     yield _row("memory of a rank", "GiB")
     for kind in sorted(forecast.memory, key=lambda kind: (kind not in _ALWAYS, -forecast.memory[kind])):
@@ -123,7 +123,7 @@ def _time(forecast: Forecast) -> Iterator[str]:
     yield _row("  step", _seconds(forecast.step_seconds))
 
 
-def _results(plan: Plan) -> Iterator[str]:
+def _results(plan: PlannedJob) -> Iterator[str]:
     unit = "tokens/s" if plan.job.sequence else "rows/s"
     rate = plan.tokens_per_second
     each = _significant(rate / plan.job.ranks, 4)
@@ -142,7 +142,7 @@ def _results(plan: Plan) -> Iterator[str]:
 _SYNCS = {"every": "every micro-batch", "last": "the last micro-batch only"}
 
 
-def _reductions(plan: Plan) -> Iterator[str]:
+def _reductions(plan: PlannedJob) -> Iterator[str]:
     """Which micro-batches reduce, and what it costs if others do."""
     used = plan.job.gradient_sync
     yield _text("gradients", f"reduced in {_SYNCS[used]}")
@@ -153,7 +153,7 @@ def _reductions(plan: Plan) -> Iterator[str]:
         yield _text("", f"--gradient-sync {other}, in {_SYNCS[other]}: {costs}")
 
 
-def _advice(plan: Plan) -> Iterator[str]:
+def _advice(plan: PlannedJob) -> Iterator[str]:
     """On 8-bit collectives."""
     several_nodes = plan.job.ranks > plan.ranks_per_node
     if plan.pays_below == 0.0:
@@ -201,7 +201,7 @@ def _significant(number: float, digits: int) -> str:
 # ---------------------------------------------------------------------- JSON
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: PlannedJob) -> dict[str, Any]:
     """All figures, in bytes and seconds; without the events."""
     apart = ("events", "groups")
     figures = {name: getattr(plan.forecast, name) for name in plan.forecast.__dataclass_fields__ if name not in apart}

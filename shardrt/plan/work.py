@@ -15,7 +15,7 @@ from ..flops import FORMULAS
 from ..torch_internals import OpOverload, aten_operator, tree_leaves
 
 
-class Work(NamedTuple):
+class OperationWork(NamedTuple):
     """What an operation does.
 
     flops: of matrices.   functions: elements of roots, exponentials and the like.   nbytes: read and written.
@@ -62,18 +62,18 @@ _ALLOCATIONS = frozenset(
 _ALIASES = frozenset({aten_operator("_unsafe_view"), aten_operator("_reshape_alias")})
 
 
-def work_of(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> Work:
+def work_of(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> OperationWork:
     """The work of one operation, as a TorchDispatchMode sees it. out: what it has returned."""
     packet = func.overloadpacket
     formula = FORMULAS.get(packet)
     # Hazard: attention has float32 statistics beside its matrices, the first of its arguments.
     dtype = _widest(_tensors((args, kwargs, out))) if formula is None else next(_tensors(args)).dtype
     if func.is_view or packet in _ALIASES or packet in _ALLOCATIONS:
-        return Work(0, 0, dtype, is_launched=False)
+        return OperationWork(0, 0, dtype, is_launched=False)
     flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
     functions = next(_tensors(args)).numel() if packet in _FUNCTIONS else 0
     nbytes = _given_nbytes(func, args, kwargs, out) + _new_nbytes(func, out)
-    return Work(flops, nbytes, dtype, functions=functions, scored=_scored(func, args, kwargs, flops))
+    return OperationWork(flops, nbytes, dtype, functions=functions, scored=_scored(func, args, kwargs, flops))
 
 
 def _scored(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], flops: int) -> int:

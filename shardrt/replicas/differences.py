@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from .items import MODULUS, Held, Item, Table
+from .items import MODULUS, Copied, CopiedValue, Table
 
 _SHOWN = 8  # differences in an error, and ranks in each
 
 
-def differing(everyone: Iterable[Mapping[Held, int]]) -> set[int]:
+def differing(everyone: Iterable[Mapping[Copied, int]]) -> set[int]:
     """The keys of copies that differ.   everyone: the sums of each rank."""
     totals = dict[tuple[int, int, int], dict[int, tuple[int, int]]]()  # for each copy: ranks that have answered, and their sum
     for sums in everyone:
@@ -38,7 +38,7 @@ class Detail(NamedTuple):
     is_number: bool
 
     @classmethod
-    def of(cls, item: Item, bits: int) -> Detail:
+    def of(cls, item: CopiedValue, bits: int) -> Detail:
         """What the other ranks have to know."""
         value, numel = item.value, 1
         if isinstance(value, torch.Tensor):

@@ -36,7 +36,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)  # who
 Table = list[list[int]]  # the ranks of each copy, in the world; those of the same place have the same part
 
 
-class Held(NamedTuple):
+class Copied(NamedTuple):
     """The copies of an item, and what this rank has of them.
 
     key: equal for items whose copies are on the same ranks.   copies: their number.   parts: the ranks of each.
@@ -49,17 +49,17 @@ class Held(NamedTuple):
     copy: int
 
     @classmethod
-    def of(cls, table: Table, rank: int) -> Held:
+    def of(cls, table: Table, rank: int) -> Copied:
         """Of the copies on these ranks."""
         copy = next(number for number, ranks in enumerate(table) if rank in ranks)
         return cls(_hash(repr(table)), len(table), len(table[0]), copy)
 
 
-class Item(NamedTuple):
+class CopiedValue(NamedTuple):
     """Something with copies.   value: a number or the like, or 1-D elements, before which the copy has `start` others."""
 
     name: str
-    held: Held
+    held: Copied
     value: object
     start: int = 0
 
@@ -71,12 +71,12 @@ class Items:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.items: list[Item] = []
+        self.items: list[CopiedValue] = []
         self.tensors = self.unique = 0
         self.tables: dict[int, Table] = {}
         self._mesh = mesh
         self._ranks = set(ranks_of(mesh))
-        self._held: dict[tuple[DeviceMesh, tuple[int, ...]], Held] = {}
+        self._held: dict[tuple[DeviceMesh, tuple[int, ...]], Copied] = {}
 
     def add(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, buffers: bool) -> None:
         """Add a model and its optimizers. Raises TypeError for what is none."""
@@ -108,7 +108,7 @@ class Items:
                         f"{type(value).__name__}"
                     )
                 elif (held := self._held_on(mesh or self._mesh)).copies > 1:
-                    self.items.append(Item(name, held, value))
+                    self.items.append(CopiedValue(name, held, value))
 
     def _add_optimizer(self, optimizer: Optimizer, which: str, names: Mapping[int, str], ignored: set[int]) -> None:
         for index, group in enumerate(optimizer.param_groups):
@@ -149,14 +149,14 @@ class Items:
             held = self._held_on(tensor.spec.mesh, _replicating(tensor.spec))
             self._add_elements(name, held, flattened(plain(tensor._local_tensor.detach()), dim), start)
 
-    def _add_elements(self, name: str, held: Held, elements: torch.Tensor, start: int) -> None:
+    def _add_elements(self, name: str, held: Copied, elements: torch.Tensor, start: int) -> None:
         if held.copies == 1:
             self.unique += 1
         elif not elements.is_meta:
             self.tensors += 1
-            self.items.append(Item(name, held, elements, start))
+            self.items.append(CopiedValue(name, held, elements, start))
 
-    def _held_on(self, mesh: DeviceMesh, axes: tuple[int, ...] | None = None) -> Held:
+    def _held_on(self, mesh: DeviceMesh, axes: tuple[int, ...] | None = None) -> Copied:
         """axes: that replicate; None: all."""
         key = mesh, tuple(range(mesh.ndim)) if axes is None else axes
         if key not in self._held:
@@ -167,7 +167,7 @@ class Items:
                 )
             ranks = mesh.mesh.movedim(key[1], tuple(range(len(key[1]))))
             table: Table = ranks.reshape(ranks.shape[: len(key[1])].numel(), -1).tolist()
-            self._held[key] = held = Held.of(table, mesh.get_rank())
+            self._held[key] = held = Copied.of(table, mesh.get_rank())
             self.tables[held.key] = table
         return self._held[key]
 
@@ -230,7 +230,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 # ---------------------------------------------------------------------- digests and sums
 
 
-def digests_of(items: Sequence[Item]) -> list[int]:
+def digests_of(items: Sequence[CopiedValue]) -> list[int]:
     """From 0 to 2^64 - 1, for each item. Cost: a host sync for each kind of device."""
     found, waiting = [0] * len(items), dict[torch.device, list[tuple[int, torch.Tensor]]]()
     for index, item in enumerate(items):
@@ -246,9 +246,9 @@ def digests_of(items: Sequence[Item]) -> list[int]:
     return found
 
 
-def sums_of(items: Sequence[Item], digests: Sequence[int]) -> dict[Held, int]:
+def sums_of(items: Sequence[CopiedValue], digests: Sequence[int]) -> dict[Copied, int]:
     """For each kind of copies, the sum of the digests, each by an odd weight of the item's name. 1 stands for its presence."""
-    sums = dict[Held, int]()
+    sums = dict[Copied, int]()
     for item, bits in zip(items, digests, strict=True):
         sums[item.held] = (sums.get(item.held, 0) + (bits + 1) * (_hash(item.name) | 1)) % MODULUS
     return sums

@@ -32,7 +32,7 @@ def replicas_mesh(param: torch.Tensor) -> DeviceMesh | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ParameterMark:
     """What is known of a module's parameter, whichever tensor it is by now.
 
     grad_placements: see `DTensor.grad_placements`; None: the parameter is plain, and replicated over `mesh`.
@@ -41,7 +41,7 @@ class Mark:
     mesh: DeviceMesh
     grad_placements: tuple[Placement, ...] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterMark:
         return self
 
 
@@ -53,7 +53,7 @@ class ModuleMarks:
     no style itself; with the full names.
     """
 
-    marks: dict[str, Mark] = field(default_factory=dict)
+    marks: dict[str, ParameterMark] = field(default_factory=dict)
     split: set[str] = field(default_factory=set)
     unstyled: dict[str, str] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from ..comm.streams import INLINE
 from ..fsdp.base.events import Step
-from .clocks import Clock
+from .clocks import AlignedClock
 from .events import BY_GROUP, BY_KIND, GATHER, Arrow, Counter, Events, Span
 from .recording import Collective, Edge, Recording, Subject
 
@@ -18,7 +18,7 @@ RECOMPUTE = "recompute"  # a forward within a backward
 _USES = {Step.FORWARD.value, Step.BACKWARD.value}  # of what was gathered
 
 
-def assemble(recording: Recording, clock: Clock) -> Events:
+def assemble(recording: Recording, clock: AlignedClock) -> Events:
     """The events of a recording that has ended. Spans that began before it, or have not ended, are left out."""
     builder = _Builder()
     for edge, stamp, stream, what, subject in recording.entries:
@@ -90,7 +90,7 @@ def _arguments(call: Collective) -> dict[str, object]:
     return {"call": call.text, "bytes": call.nbytes, "communicator": call.comm, "ranks": call.ranks, "number": call.number}
 
 
-def _counters(recording: Recording, clock: Clock) -> Iterator[Counter]:
+def _counters(recording: Recording, clock: AlignedClock) -> Iterator[Counter]:
     """What the memory comes to after each change, of its kind and of its group."""
     kinds, groups = defaultdict[str, int](int), defaultdict[str, int](int)
     for buffer_kind, group, nbytes in recording.held:

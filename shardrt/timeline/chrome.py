@@ -37,7 +37,7 @@ Event = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class TimelineProcess:
     """Whose timeline it is.
 
     job: what the timelines of one job have in common: the UTC time at which rank 0 began, so that later ones are greater.
@@ -55,7 +55,7 @@ class Process:
     drift: float = 0.0
 
     @classmethod
-    def read(cls, fields: Mapping[str, object]) -> Process:
+    def read(cls, fields: Mapping[str, object]) -> TimelineProcess:
         """One that `write` has written, from JSON. Raises TypeError for other fields, or other types of them."""
         made = cls(**cast("Any", fields))
         for name, kind in get_type_hints(cls).items():
@@ -74,7 +74,7 @@ class Process:
         return f"rank {self.rank}{' forecast' if self.forecast else ''}"
 
 
-def chrome_events(events: Events, process: Process) -> Iterator[Event]:
+def chrome_events(events: Events, process: TimelineProcess) -> Iterator[Event]:
     """The trace events of one rank, by time; those that name its tracks come first."""
     # Of spans that begin at once, outer ones come first, and those on other tracks before those that use what they make.
     spans = sorted(events.spans, key=lambda span: (_ticks(span)[0], span.track == COMPUTE, -_ticks(span)[1]))
@@ -148,7 +148,7 @@ def _value(counter: Counter, pid: int) -> Event:
     return {"ph": "C", "pid": pid, "tid": _FIRST_TID, "ts": at, "name": counter.name, "args": dict(counter.values)}
 
 
-def write(path: Path, traced: Iterable[Event], processes: Sequence[Process]) -> None:
+def write(path: Path, traced: Iterable[Event], processes: Sequence[TimelineProcess]) -> None:
     """Write a file, which takes its name when it is complete. Raises: OSError."""
     about = {"shardrt_timeline": VERSION, "processes": [asdict(process) for process in processes]}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")

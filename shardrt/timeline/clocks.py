@@ -73,7 +73,7 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class AlignedClock:
     """Turns this rank's stamps into seconds since `opened`, a time of rank 0's clock.
 
     offsets, anchors: at the beginning, and at the end if the ranks came there together. Between the two clocks drift linearly.

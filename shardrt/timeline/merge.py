@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .chrome import VERSION, Event, Process, write
+from .chrome import VERSION, Event, TimelineProcess, write
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,7 +20,7 @@ class Traced:
     """A file's content."""
 
     path: Path
-    processes: Sequence[Process]
+    processes: Sequence[TimelineProcess]
     events: Sequence[Event]
     written_ns: int  # when the file changed last
 
@@ -58,7 +58,7 @@ def _load(path: Path) -> Traced:
     try:
         content = json.loads(path.read_bytes())
         about, events = content["otherData"], content["traceEvents"]
-        version, processes = about["shardrt_timeline"], [Process.read(process) for process in about["processes"]]
+        version, processes = about["shardrt_timeline"], [TimelineProcess.read(process) for process in about["processes"]]
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     except (KeyError, TypeError, AttributeError):

@@ -21,7 +21,7 @@ from ..fsdp.memory.buffers import observing
 from ..fsdp.reduce.sharded_grads import observing_grads
 from . import chrome
 from .assembly import assemble
-from .clocks import Anchor, Clock, measure
+from .clocks import AlignedClock, Anchor, measure
 from .events import Events
 from .recording import Recording
 
@@ -73,7 +73,7 @@ class Timeline:
                     stream.synchronize()
         end, _ = measure(here)
         with here.comm.agree():
-            clock = Clock(opened, (begin, end), (*anchors, *_anchors(here)))
+            clock = AlignedClock(opened, (begin, end), (*anchors, *_anchors(here)))
             self.events = assemble(recording, clock)
             if self.path is not None:
                 _write(self.path, self.events, here, job, clock)
@@ -92,10 +92,12 @@ def _sources(recording: Recording) -> ExitStack:
         return stack.pop_all()
 
 
-def _write(path: Path, events: Events, here: World, job: str, clock: Clock) -> None:
+def _write(path: Path, events: Events, here: World, job: str, clock: AlignedClock) -> None:
     simulated = here.device.type == "meta"
     offset = clock.offsets[0].seconds
-    process = chrome.Process(here.rank, here.size, job, socket.gethostname(), simulated, offset, clock.error, clock.drift)
+    process = chrome.TimelineProcess(
+        here.rank, here.size, job, socket.gethostname(), simulated, offset, clock.error, clock.drift
+    )
     name = f"rank-{here.rank}{'-forecast' if simulated else ''}.json"
     chrome.write(path / name, chrome.chrome_events(events, process), [process])
 

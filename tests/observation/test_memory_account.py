@@ -28,7 +28,7 @@ from shardrt.memory import watch as watch_module
 from shardrt.memory.account import MemoryAccount
 from shardrt.memory.devices import CudaMemory, Measured, measuring
 from shardrt.memory.live import LiveBytes
-from shardrt.memory.parts import Claim, Part
+from shardrt.memory.parts import Claim, Use
 from toys import OddMLP, batch, buckets_of, loss_of, shard_blocks
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ class EveryMoment:
         raise AssertionError("it was not reset")
 
     def measure(self, claims: Iterable[Claim]) -> Measured:
-        parts = dict.fromkeys(Part, 0)
+        parts = dict.fromkeys(Use, 0)
         for part, _, nbytes in claims:
             parts[part] += nbytes
         self.seen.append(Measured(sum(parts.values()), parts))
@@ -61,7 +61,7 @@ class EveryMoment:
 
     def close(self) -> None: ...
 
-    def most(self, part: Part) -> int:
+    def most(self, part: Use) -> int:
         return max(measured.parts[part] for measured in self.seen)
 
 
@@ -94,13 +94,13 @@ def test_parts_by_hand(world: World) -> None:
     local = sum(param.to_local().nbytes for param in model.parameters())
     shards = sum(group.gather.shard_nbytes for group in groups)
     steps = 4 * len(list(model.parameters()))  # a float32 each
-    assert before[Part.SHARDS] == device.most(Part.SHARDS) == shards
-    assert (before[Part.OPTIMIZER], device.most(Part.OPTIMIZER)) == (0, 2 * local + steps)
-    assert local <= device.most(Part.TEMPORARIES) < 3 * local
-    assert local <= device.most(Part.GRADIENTS) <= shards
-    assert 0 == before[Part.GRADIENTS] == before[Part.ACTIVATIONS] < device.most(Part.ACTIVATIONS)
+    assert before[Use.SHARDS] == device.most(Use.SHARDS) == shards
+    assert (before[Use.OPTIMIZER], device.most(Use.OPTIMIZER)) == (0, 2 * local + steps)
+    assert local <= device.most(Use.TEMPORARIES) < 3 * local
+    assert local <= device.most(Use.GRADIENTS) <= shards
+    assert 0 == before[Use.GRADIENTS] == before[Use.ACTIVATIONS] < device.most(Use.ACTIVATIONS)
     counted = model.param_group.runtime.memory
-    assert (world.size > 1) <= device.most(Part.GATHERED) + device.most(Part.PACKED) <= 2 * counted.peak  # one rank has neither
+    assert (world.size > 1) <= device.most(Use.GATHERED) + device.most(Use.PACKED) <= 2 * counted.peak  # one rank has neither
     assert counted.in_use == 0
     assert account.peak_nbytes == sum(account.parts.values())
     assert shardrt.memory_summary(model, account).endswith(account.table())
@@ -159,13 +159,13 @@ def test_pages_that_were_never_touched_do_not_count() -> None:
         tensor[: 10 * page] = 1
         assert process.resident_within(start, nbytes) == 10 * page
         assert process.resident_within(start + 64, nbytes - 64) == 10 * page - 64
-        parts = measuring(CPU).measure([Claim(Part.ACTIVATIONS, start, nbytes)]).parts
-        assert parts[Part.ACTIVATIONS] == 10 * page
+        parts = measuring(CPU).measure([Claim(Use.ACTIVATIONS, start, nbytes)]).parts
+        assert parts[Use.ACTIVATIONS] == 10 * page
         del tensor
     with mmap.mmap(-1, nbytes) as memory:  # shared, so in a window
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         assert process.mappings().is_shared(tensor.data_ptr())
-        assert measuring(CPU).measure([Claim(Part.PACKED, tensor.data_ptr(), nbytes)]).parts[Part.PACKED] == 0
+        assert measuring(CPU).measure([Claim(Use.PACKED, tensor.data_ptr(), nbytes)]).parts[Use.PACKED] == 0
         del tensor
 
 
@@ -174,16 +174,16 @@ import json
 import torch
 from shardrt.comm import malloc
 from shardrt.memory.devices import measuring
-from shardrt.memory.parts import Claim, Part
+from shardrt.memory.parts import Claim, Use
 
 memory = measuring(torch.device("cpu"))
 malloc.return_freed_memory()  # so blocks have pages of their own
 before = memory.measure(())
 tensors = torch.ones(16 << 20), torch.empty(64 << 20)
 found = []
-for part in (Part.GRADIENTS, Part.ACTIVATIONS):
+for part in (Use.GRADIENTS, Use.ACTIVATIONS):
     after = memory.measure(Claim(part, tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
-    found.append((after.parts[part], after.parts[Part.PROCESS] - before.parts[Part.PROCESS], after.unknown - before.unknown))
+    found.append((after.parts[part], after.parts[Use.PROCESS] - before.parts[Use.PROCESS], after.unknown - before.unknown))
 print(json.dumps(found))
 """
 
@@ -242,11 +242,11 @@ def test_only_steps_make_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KeyError):
             optimizer.step(fails)
         batch = torch.ones(1024, 64)
-        assert device.most(Part.TEMPORARIES) == 0
+        assert device.most(Use.TEMPORARIES) == 0
         optimizer.step(closure)
-        assert model.weight.nbytes <= device.most(Part.TEMPORARIES) < batch.nbytes
+        assert model.weight.nbytes <= device.most(Use.TEMPORARIES) < batch.nbytes
         torch.ones(1024, 64)
-        assert device.most(Part.TEMPORARIES) < batch.nbytes
+        assert device.most(Use.TEMPORARIES) < batch.nbytes
 
 
 def test_observers_see_a_buffer_while_it_is_in_use() -> None:
@@ -264,9 +264,9 @@ def test_observers_see_a_buffer_while_it_is_in_use() -> None:
 @on_ranks(2)
 def test_windows_are_a_part(world: World) -> None:
     memory = measuring(CPU)
-    before = memory.measure(()).parts[Part.WINDOWS]
+    before = memory.measure(()).parts[Use.WINDOWS]
     window = world.comm.empty(8 << 20, torch.uint8)
-    assert 8 << 20 <= memory.measure(()).parts[Part.WINDOWS] - before < 9 << 20
+    assert 8 << 20 <= memory.measure(()).parts[Use.WINDOWS] - before < 9 << 20
     memory.close()
     del window
 
@@ -293,9 +293,15 @@ def test_parts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cuda", cuda)
     memory = CudaMemory(torch.device("cuda", 0))
     assert memory.reset_peak()
-    measured = memory.measure([Claim(Part.SHARDS, 0, 400), Claim(Part.ACTIVATIONS, 4096, 290), Claim(Part.WINDOWS, 8192, 50)])
+    measured = memory.measure([Claim(Use.SHARDS, 0, 400), Claim(Use.ACTIVATIONS, 4096, 290), Claim(Use.WINDOWS, 8192, 50)])
     parts = {part: nbytes for part, nbytes in measured.parts.items() if nbytes}
-    assert parts == {Part.SHARDS: 400, Part.ACTIVATIONS: 290, Part.PROCESS: 250, Part.WINDOWS: 50, Part.HELD: 300}
+    assert parts == {
+        Use.SHARDS: 400,
+        Use.ACTIVATIONS: 290,
+        Use.PROCESS: 250,
+        Use.WINDOWS: 50,
+        Use.HELD: 300,
+    }
     assert (measured.total, measured.unknown, memory.peak(), memory.mark()) == (1300, 10, 1500, (1000, 700))
 
 

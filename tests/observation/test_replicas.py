@@ -17,7 +17,7 @@ from ranks import on_ranks
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import parallelize_module
 from shardrt.replicas.differences import Detail, differing, report
-from shardrt.replicas.items import Held, Item, Table, digests_of, sums_of
+from shardrt.replicas.items import Copied, CopiedValue, Table, digests_of, sums_of
 from shardrt.tensor.digest import digest
 from toys import OddMLP, batch, loss_of, shard_blocks
 from toys_tp import Transformer, sequence_plan, tokens_of
@@ -59,14 +59,14 @@ def test_digests_tell_order_and_kinds_of_nan_and_zero() -> None:
 def answers(table: Table, values: dict[int, dict[str, Any]], starts: dict[int, int] | None = None) -> str | None:
     """The report of ranks that have these items; None if they agree."""
     items = {
-        rank: [Item(name, Held.of(table, rank), value, (starts or {}).get(rank, 0)) for name, value in own.items()]
+        rank: [CopiedValue(name, Copied.of(table, rank), value, (starts or {}).get(rank, 0)) for name, value in own.items()]
         for rank, own in values.items()
     }
     digests = {rank: digests_of(own) for rank, own in items.items()}
     wrong = differing(sums_of(own, digests[rank]) for rank, own in items.items())
     if not wrong:
         return None
-    key = Held.of(table, table[0][0]).key
+    key = Copied.of(table, table[0][0]).key
     details = {rank: list(map(Detail.of, own, digests[rank])) for rank, own in items.items()}
     return report({rank: ({key: table} if own else {}, own) for rank, own in details.items()})
 

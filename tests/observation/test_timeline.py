@@ -36,8 +36,8 @@ from shardrt.fsdp.base import events
 from shardrt.fsdp.base.events import Step
 from shardrt.timeline.__main__ import main
 from shardrt.timeline.assembly import assemble
-from shardrt.timeline.chrome import VERSION, Process, chrome_events, write
-from shardrt.timeline.clocks import Anchor, Clock, Offset, Round
+from shardrt.timeline.chrome import VERSION, TimelineProcess, chrome_events, write
+from shardrt.timeline.clocks import AlignedClock, Anchor, Offset, Round
 from shardrt.timeline.events import ALL_REDUCE, BY_GROUP, BY_KIND, COMPUTE, GATHER, REDUCE, Arrow, Counter, Events, Span
 from shardrt.timeline.picture import Stack, draw_memory
 from shardrt.timeline.recording import Recording
@@ -399,7 +399,7 @@ def test_offsets_lie_within_their_bounds(offset: float) -> None:
 
 
 def test_clocks_drift_linearly_between_the_ends() -> None:
-    clock = Clock(opened=100.0, offsets=(Offset(102.0, 2.0, 1e-5), Offset(113.0, 3.0, 3e-5)))
+    clock = AlignedClock(opened=100.0, offsets=(Offset(102.0, 2.0, 1e-5), Offset(113.0, 3.0, 3e-5)))
     assert [clock.seconds(at) for at in (102.0, 107.5, 113.0)] == [0.0, 5.0, 10.0]
     assert clock.error == 3e-5
     assert clock.drift == 1 / 11
@@ -418,7 +418,7 @@ class FakeEvent:
 def test_gpu_events_are_placed_between_two_anchors() -> None:
     """The GPU's clock gains 1 ms in 10 s."""
     anchors = [Anchor(cast("torch.cuda.Event", FakeEvent(at)), host) for at, host in ((500.0, 7.0), (10501.0, 17.0))]
-    clock = Clock(7.0, (Offset(7.0, 0.0, 0.0), Offset(17.0, 0.0, 0.0)), anchors)
+    clock = AlignedClock(7.0, (Offset(7.0, 0.0, 0.0), Offset(17.0, 0.0, 0.0)), anchors)
     found = [clock.seconds(cast("torch.cuda.Event", FakeEvent(at))) for at in (500.0, 5500.5, 10501.0)]
     assert found == pytest.approx([0.0, 5.0, 10.0], abs=1e-12)
 
@@ -426,8 +426,8 @@ def test_gpu_events_are_placed_between_two_anchors() -> None:
 # ---------------------------------------------------------------------- files
 
 
-def process(rank: int, *, job: str = "20260101-000000-1", forecast: bool = False) -> Process:
-    return Process(rank, 2, job, "host", forecast)
+def process(rank: int, *, job: str = "20260101-000000-1", forecast: bool = False) -> TimelineProcess:
+    return TimelineProcess(rank, 2, job, "host", forecast)
 
 
 def test_spans_that_overlap_get_threads_of_their_own_and_arrows_bind() -> None:
@@ -596,7 +596,7 @@ def test_on_a_gpu_spans_lie_between_events_of_their_streams() -> None:
     recording.begin(Step.FORWARD, group, compute)
     recording.end(Step.FORWARD, group, compute)
     anchors = [Anchor(cast("torch.cuda.Event", FakeEvent(at)), at / 1e3) for at in (0.0, 10.0)]
-    events = assemble(recording, Clock(0.0, (Offset(0.0, 0.0, 0.0),), anchors))
+    events = assemble(recording, AlignedClock(0.0, (Offset(0.0, 0.0, 0.0),), anchors))
     milliseconds = [(span.track, span.name, round(span.start * 1e3, 6), round(span.end * 1e3, 6)) for span in events.spans]
     assert [span for span in milliseconds if span[0] != "host"] == [
         (COMPUTE, "wait", 4.0, 6.0),

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from shardrt.comm.calls import CollectiveCall, Member, ReduceOp
 from shardrt.comm.streams import INLINE
 from shardrt.plan.attention import FusedAttention
-from shardrt.plan.cost import Bound, Costs, Place, Traffic, bounding, traffic_of
+from shardrt.plan.cost import Bound, Costs, RanksOnNodes, Traffic, bounding, traffic_of
 from shardrt.plan.hardware import SheetError, parse_sheet
 from shardrt.plan.search import break_even, largest_batch
-from shardrt.plan.work import Work, work_of
+from shardrt.plan.work import OperationWork, work_of
 
 SHEET = """
 name = "test"
@@ -64,16 +64,16 @@ def call(name: str, ranks: Sequence[int], rank: int, nbytes: int, *args: object)
 @pytest.mark.parametrize(
     ("ranks", "rank", "place"),
     [
-        (range(1), 0, Place(1, 1, 1)),
-        (range(4), 3, Place(4, 4, 1)),
-        (range(16), 9, Place(16, 4, 4)),
-        (range(2, 100_000, 4), 7, Place(25_000, 1, 25_000)),  # one rank of each node
-        (range(1, 100_000, 2), 49_999, Place(50_000, 2, 25_000)),
-        (range(6), 5, Place(6, 2, 3)),  # the last node is not full
+        (range(1), 0, RanksOnNodes(1, 1, 1)),
+        (range(4), 3, RanksOnNodes(4, 4, 1)),
+        (range(16), 9, RanksOnNodes(16, 4, 4)),
+        (range(2, 100_000, 4), 7, RanksOnNodes(25_000, 1, 25_000)),  # one rank of each node
+        (range(1, 100_000, 2), 49_999, RanksOnNodes(50_000, 2, 25_000)),
+        (range(6), 5, RanksOnNodes(6, 2, 3)),  # the last node is not full
     ],
 )
-def test_where_the_ranks_of_a_communicator_are(ranks: range, rank: int, place: Place) -> None:
-    assert Place.of(call("barrier", ranks, rank, 0).comm, 4) == place
+def test_where_the_ranks_of_a_communicator_are(ranks: range, rank: int, place: RanksOnNodes) -> None:
+    assert RanksOnNodes.of(call("barrier", ranks, rank, 0).comm, 4) == place
 
 
 def ring_bytes(size: int, per_node: int, nbytes: int) -> tuple[float, float]:
@@ -170,9 +170,9 @@ def test_a_sheet_without_links_across_nodes() -> None:
 # ---------------------------------------------------------------------- operations
 
 
-def works(fn: Callable[[], object]) -> list[tuple[str, Work]]:
+def works(fn: Callable[[], object]) -> list[tuple[str, OperationWork]]:
     """The operations that run in `fn`, and their work."""
-    found: list[tuple[str, Work]] = []
+    found: list[tuple[str, OperationWork]] = []
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -194,37 +194,39 @@ def test_work_of_operations() -> None:
     a, b, table, index = meta(4, 8), meta(8, 16), meta(1000, 8), torch.empty(5, dtype=torch.int64, device="meta")
     f32 = torch.float32
     for run, expected in (
-        (lambda: a @ b, ("mm", Work(2 * 4 * 8 * 16, 4 * (32 + 128 + 64), f32))),
-        (lambda: a.add_(1), ("add_", Work(0, 4 * 64, f32))),
-        (lambda: a.copy_(a), ("copy_", Work(0, 4 * 64, f32))),
-        (lambda: torch.add(a, 1, out=a), ("add", Work(0, 4 * 64, f32))),
-        (lambda: torch._foreach_add_([a, b], 1), ("_foreach_add_", Work(0, 4 * 2 * (32 + 128), f32))),
-        (lambda: a.half(), ("_to_copy", Work(0, 4 * 32 + 2 * 32, f32))),
-        (lambda: b.t(), ("t", Work(0, 0, f32, False))),
-        (lambda: torch.empty_like(b), ("empty_like", Work(0, 0, f32, False))),
-        (lambda: meta(1, 8).expand(100, 8).add(1), ("add", Work(0, 4 * 8 + 4 * 800, f32))),
-        (lambda: F.embedding(index, table), ("embedding", Work(0, 4 * (40 + 40) + 8 * 5, f32))),
+        (lambda: a @ b, ("mm", OperationWork(2 * 4 * 8 * 16, 4 * (32 + 128 + 64), f32))),
+        (lambda: a.add_(1), ("add_", OperationWork(0, 4 * 64, f32))),
+        (lambda: a.copy_(a), ("copy_", OperationWork(0, 4 * 64, f32))),
+        (lambda: torch.add(a, 1, out=a), ("add", OperationWork(0, 4 * 64, f32))),
+        (lambda: torch._foreach_add_([a, b], 1), ("_foreach_add_", OperationWork(0, 4 * 2 * (32 + 128), f32))),
+        (lambda: a.half(), ("_to_copy", OperationWork(0, 4 * 32 + 2 * 32, f32))),
+        (lambda: b.t(), ("t", OperationWork(0, 0, f32, False))),
+        (lambda: torch.empty_like(b), ("empty_like", OperationWork(0, 0, f32, False))),
+        (lambda: meta(1, 8).expand(100, 8).add(1), ("add", OperationWork(0, 4 * 8 + 4 * 800, f32))),
+        (lambda: F.embedding(index, table), ("embedding", OperationWork(0, 4 * (40 + 40) + 8 * 5, f32))),
         (
             lambda: meta(4, 8, dtype=half) @ meta(8, 16, dtype=half),
-            ("mm", Work(1024, 448, half)),
+            ("mm", OperationWork(1024, 448, half)),
         ),
-        (lambda: torch.ops.aten.add(index, 1), ("add", Work(0, 80, f32))),
+        (lambda: torch.ops.aten.add(index, 1), ("add", OperationWork(0, 80, f32))),
     ):
         assert works(cast(Callable[[], object], run))[-1] == expected
 
 
 def test_an_operation_takes_its_overhead_and_its_roof() -> None:
     gpu = Costs(parse_sheet(SHEET, "test"))
-    assert gpu.kernel(Work(10**9, 10**6, torch.float32, True)) == pytest.approx(2e-6 + 2e-3)
-    assert gpu.kernel(Work(10**9, 10**7, torch.bfloat16, True)) == pytest.approx(2e-6 + 2e-3), "memory takes longer"
-    assert gpu.kernel(Work(10**9, 10**6, torch.float16, True)) == pytest.approx(2e-6 + 2e-3), "no rate: that of float32"
-    assert gpu.kernel(Work(0, 0, torch.float32, False)) == 0, "a view launches nothing"
+    assert gpu.kernel(OperationWork(10**9, 10**6, torch.float32, True)) == pytest.approx(2e-6 + 2e-3)
+    assert gpu.kernel(OperationWork(10**9, 10**7, torch.bfloat16, True)) == pytest.approx(2e-6 + 2e-3), "memory takes longer"
+    assert gpu.kernel(OperationWork(10**9, 10**6, torch.float16, True)) == pytest.approx(2e-6 + 2e-3), (
+        "no rate: that of float32"
+    )
+    assert gpu.kernel(OperationWork(0, 0, torch.float32, False)) == 0, "a view launches nothing"
     assert gpu.launch_seconds == 5e-6
     assert gpu.spent[Bound.ARITHMETIC] == pytest.approx(4e-3)
     assert gpu.spent[Bound.MEMORY] == pytest.approx(2e-3)
     assert gpu.spent[Bound.OVERHEAD] == pytest.approx(6e-6)
     host = Costs(parse_sheet(SHEET.replace("cuda", "cpu"), "test"))
-    assert host.kernel(Work(0, 0, torch.float32, False)) == 5e-6 / 4, "the host makes the view"
+    assert host.kernel(OperationWork(0, 0, torch.float32, False)) == 5e-6 / 4, "the host makes the view"
     assert host.launch_seconds == 0
 
 

@@ -27,7 +27,7 @@ from shardrt.plan.history import History
 from shardrt.plan.job import Job, PlanError
 from shardrt.plan.presets import PRESETS, preset_factory
 from shardrt.plan.recomputation import checkpoint_block, selective_contexts
-from shardrt.plan.report import Plan, lines
+from shardrt.plan.report import PlannedJob, lines
 from toys import uncompiled
 
 FACTORIES = """
@@ -463,7 +463,7 @@ def test_numbers_are_read_without_exponents() -> None:
     sheet, job = load_sheet("h100"), Job(1, batch=48_572, quantization_policy=QuantizationPolicy())
     found = planning.Planner(load_factory("plan_factories:fixed"), "fixed", sheet, 8).forecast(job)
     slow = dataclasses.replace(found, step_seconds=1.0, peak_at=found.peak_at._replace(seconds=1234.4))
-    report = "\n".join(lines(Plan("fixed", 10**17, job, sheet, 8, slow, pays_below=180e9)))
+    report = "\n".join(lines(PlannedJob("fixed", 10**17, job, sheet, 8, slow, pays_below=180e9)))
     for expected in ("48.57 k rows/s, 48,570 on each rank", "; 1,230 s into", "up to 1,440 Gb/s", "100,000 T parameters"):
         assert expected in report, expected
 
@@ -530,7 +530,7 @@ def test_from_which_links_codes_pay() -> None:
         whole = dataclasses.replace(job, quantization_policy=QuantizationPolicy())
         seconds = [planner.forecast(each, other).step_seconds for each in (job, whole)]
         assert (seconds[0] < seconds[1]) is pays
-    plan = Plan("wide", planner.numel, job, sheet, 2, planner.forecast(job), pays_below=0.0)
+    plan = PlannedJob("wide", planner.numel, job, sheet, 2, planner.forecast(job), pays_below=0.0)
     assert list(lines(plan))[-1].split(maxsplit=2)[2].startswith("do not pay")
 
 
@@ -539,7 +539,7 @@ def test_codes_are_advised_between_nodes_only(per_node: int, advised: bool) -> N
     sheet, job = load_sheet("h100"), Job(8, batch=1, sequence=2)
     found = planning.Planner(load_factory("plan_factories:wide"), "wide", sheet, per_node).forecast(job)
     exposed = dataclasses.replace(found, exposed_seconds=found.step_seconds)
-    advice = list(lines(Plan("wide", 1, job, sheet, per_node, exposed)))[-1]
+    advice = list(lines(PlannedJob("wide", 1, job, sheet, per_node, exposed)))[-1]
     assert advice.startswith("advice")
     assert ("--quantize-gather" in advice) is advised
 

@@ -26,7 +26,7 @@ from ranks import rank_environment, site, wait_for
 from shardrt import launch, stale_files, supervisor
 from shardrt.comm.ending import report
 from shardrt.comm.monitor.exit_handlers import handler_kept
-from shardrt.launch import Job, Launcher, LaunchError, Mpi, Site
+from shardrt.launch import JobRequest, Launcher, LaunchError, LaunchSite, Mpi
 from slurm import BATCH_FILE, Slurm, copy_batch_file, slurm_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,12 +35,12 @@ DEADLINE_S = 120.0
 # ---------------------------------------------------------------------- command lines
 
 
-def line(where: Site, ranks: int = 4, hosts: list[str] | None = None, hostfile: Path | None = None) -> str:
-    return str(launch.plan(Job(["program"], ranks, hosts or [], hostfile), where))
+def line(where: LaunchSite, ranks: int = 4, hosts: list[str] | None = None, hostfile: Path | None = None) -> str:
+    return str(launch.plan(JobRequest(["program"], ranks, hosts or [], hostfile), where))
 
 
-def at(mpi: Mpi, launcher: Launcher = Launcher.MPIRUN, root: bool = False, **environment: str) -> Site:
-    return Site(mpi, launcher, f"/bin/{launcher.value}", 8, root, environment)
+def at(mpi: Mpi, launcher: Launcher = Launcher.MPIRUN, root: bool = False, **environment: str) -> LaunchSite:
+    return LaunchSite(mpi, launcher, f"/bin/{launcher.value}", 8, root, environment)
 
 
 def test_mpich_on_one_machine() -> None:
@@ -93,7 +93,7 @@ def test_slurm(mpi: Mpi, plugin: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", list(Launcher))
 def test_variables_of_the_user_are_kept(launcher: Launcher) -> None:
     here = at(Mpi.OPEN_MPI, launcher, OMP_NUM_THREADS="3", OMPI_MCA_mpi_yield_when_idle="0", SLURM_CPUS_PER_TASK="1")
-    assert launch.plan(Job(["program"], 20), here).variables == {}
+    assert launch.plan(JobRequest(["program"], 20), here).variables == {}
 
 
 # ---------------------------------------------------------------------- errors
@@ -276,7 +276,7 @@ def test_the_folder_of_a_killed_mpirun_is_removed(shared_memory: Path, tmp_path:
     """With it, the next mpirun of that process number would not start."""
     if site().mpi is not Mpi.OPEN_MPI:
         pytest.skip("MPICH's mpirun has no such folder")
-    command = launch.plan(Job(["cat"], 1), site())  # which ends with its mpirun
+    command = launch.plan(JobRequest(["cat"], 1), site())  # which ends with its mpirun
     variables = {**rank_environment(), **command.variables, "TMPDIR": str(shared_memory)}
     with subprocess.Popen(command.line, env=variables, stdin=subprocess.PIPE, start_new_session=True) as process:
         try:
@@ -791,7 +791,7 @@ def test_what_a_rank_starts_ends_no_job_but_its_own(ranks: int, kind: str, tmp_p
 
 def test_progress_lies_where_other_machines_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    here, there = Job(["program"], 2), Job(["program"], 2, ["a", "b"])
+    here, there = JobRequest(["program"], 2), JobRequest(["program"], 2, ["a", "b"])
     assert launch.progress_folder(here, at(Mpi.MPICH)) == tempfile.gettempdir()
     assert launch.progress_folder(there, at(Mpi.MPICH)) == os.getcwd()
     assert launch.progress_folder(here, at(Mpi.MPICH, Launcher.SRUN)) == os.getcwd()

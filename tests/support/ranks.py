@@ -69,7 +69,7 @@ def rank_environment() -> dict[str, str]:
 
 
 @functools.cache
-def site() -> launch.Site:
+def site() -> launch.LaunchSite:
     """The mpirun and the MPI of this environment."""
     return launch.find_site(launch.Launcher.MPIRUN, rank_environment())
 
@@ -77,7 +77,7 @@ def site() -> launch.Site:
 def start(size: int, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
     """Start `size` ranks of this Python with these arguments in a new process group, after removing what killed jobs left."""
     subprocess.run(launch.isolated(Path(stale_files.__file__)), check=True)
-    command = launch.plan(launch.Job([sys.executable, *arguments], size), site())
+    command = launch.plan(launch.JobRequest([sys.executable, *arguments], size), site())
     environment = {**site().environment, **command.variables, **options.pop("env", {})}
     return subprocess.Popen(command.line, env=environment, text=True, start_new_session=True, **options)
 

@@ -1,0 +1,25 @@
+"""One word, one meaning: no class name occurs twice in the package."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Names that still have several meanings. The list may only become shorter.
+# fmt: off
+AMBIGUOUS = {
+    "Box", "Costs", "Held", "Item", "Named", "Options", "Overdue", "Phase", "Piece", "Place", "Problem", "Process", "Progress",
+    "Result", "Run", "Settings", "Source", "Table", "_Parser", "_Part", "_Record", "_Source", "_Tensor",
+}
+# fmt: on
+
+
+def test_class_names_mean_one_thing() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in (path for folder in ("shardrt", "comm", "kernels") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and str(path.resolve()) not in places[node.name]:
+                places[node.name].append(str(path.resolve()))
+    several = {name: found for name, found in places.items() if len(found) > 1}
+    assert {name: found for name, found in several.items() if name not in AMBIGUOUS} == {}
+    assert AMBIGUOUS - {*several} == set(), "these have one meaning now: take them off the list"
