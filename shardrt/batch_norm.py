@@ -145,7 +145,7 @@ def _why_not(name: str, module: nn.Module) -> str | None:
 
 
 class _Statistics(NamedTuple):
-    """Of all ranks' rows."""
+    """The statistics of all ranks' rows."""
 
     mean: torch.Tensor  # (C,)
     squares: torch.Tensor  # (C,), the sum of squared deviations
@@ -248,10 +248,10 @@ def _rows(x: torch.Tensor) -> list[int]:
 
 
 def _over_rows(x: torch.Tensor) -> torch.Tensor:
-    """(rows, C, ...) summed up to (C,)."""
+    """Sum a tensor (rows, C, ...) up to (C,)."""
     return x.sum(_rows(x))
 
 
 def _of_channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """(C,), as it is broadcast against `x`."""
+    """Shape a tensor (C,) so that it is broadcast against `x`."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

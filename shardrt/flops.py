@@ -10,7 +10,7 @@ from .torch_internals import aten_operator
 
 
 def _of_grouped(a: Any, b: Any, *_: object, **__: object) -> int:
-    """Of experts: rows (S, K) by matrices (E, K, N), a part of the rows by each; or columns (K, S) by rows (S, N)."""
+    """The flops of experts: rows (S, K) by matrices (E, K, N), a part of the rows by each; or columns (K, S) by rows (S, N)."""
     return 2 * a.numel() * b.shape[-1]
 
 

@@ -165,7 +165,7 @@ class Metrics:
 
     @torch.no_grad()
     def _reduce(self, tensors: Mapping[str, torch.Tensor]) -> tuple[float, Record, Record]:
-        """Over the ranks: seconds of exposed communication, the means of these tensors, and the peaks of memory."""
+        """Reduce over the ranks: seconds of exposed communication, the means of these tensors, and the peaks of memory."""
         comm, stream, memory = self._world.comm, self._world.stream, _memory(self._world.device)
         given = [value.detach().reshape(()).to(comm.device, torch.float64) for value in tensors.values()]
         sums = torch.stack([torch.tensor(self._exposure.take(), dtype=torch.float64, device=comm.device), *given])
@@ -202,7 +202,7 @@ def _counter() -> FlopCounterMode:
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """This rank's memory; on a GPU its peaks begin anew."""
+    """Read this rank's memory. On a GPU, its peaks begin anew."""
     if device.type != "cuda":
         peak = lifetime_peak() / _GIB
         active, reserved, retries, ooms = peak, peak, 0, 0

@@ -14,7 +14,7 @@ from .kernels import rescale, total_norm
 from .tensor.dtensor import DTensor
 from .tensor.reductions import combine, rounds_over
 
-_NAMED = 4  # parameters of a rank, and ranks, in an error
+_NAMED = 4  # an error names so many parameters of a rank, and so many ranks
 
 
 def clip_grad_norm_(
@@ -84,7 +84,7 @@ def _same_bits(norm: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm_over_mesh(mesh: DeviceMesh, mine: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of all shards on the mesh.   mine: of this rank's."""
+    """The norm of all shards on the mesh.   mine: the norm of this rank's."""
     if norm_type == float("inf"):
         return combine(mine, ReduceOp.MAX, mesh)
     return combine(mine**norm_type, ReduceOp.SUM, mesh) ** (1.0 / norm_type)

@@ -22,14 +22,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_SEGMENTS = ("mpich_shm_*", "sm_segment.*")  # of MPICH, of Open MPI
-_TOPOLOGY = "ompi.*/hwloc.sm"  # of Open MPI's mpirun
+_SEGMENTS = ("mpich_shm_*", "sm_segment.*")  # their names in MPICH, and in Open MPI
+_TOPOLOGY = "ompi.*/hwloc.sm"  # a file of Open MPI's mpirun
 _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}  # file systems
 
 
 def main() -> None:
-    """Remove them."""
-    signal.signal(signal.SIGIO, signal.SIG_IGN)  # to the holder of a lease, as somebody else opens the file
+    """Remove what killed jobs left."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # the holder of a lease gets it when somebody else opens the file
     names = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))  # as mpirun looks for it
     remove_stale(Path("/dev/shm"), Path(next(filter(None, names), "/tmp")))
 
@@ -49,7 +49,7 @@ def remove_stale(memory: Path, temporary: Path) -> None:
 
 
 def _is_local(folder: Path) -> bool:
-    """It is on a file system of this machine alone."""
+    """Whether a file is on a file system of this machine alone."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())

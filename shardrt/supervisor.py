@@ -255,7 +255,7 @@ class RunningJob:
             self._process.kill()
 
     def _tell_ranks(self, number: signal.Signals) -> bool:
-        """Whether there are some. They have process groups of their own, which a terminal does not reach."""
+        """Send the signal to the ranks, whose process groups a terminal does not reach. Returns whether there are some."""
         ranks = [process.pid for process in processes_with("OMPI_COMM_WORLD_RANK") if process.parent == self._process.pid]
         for pid in ranks:
             with suppress(ProcessLookupError):

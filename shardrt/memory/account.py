@@ -20,7 +20,7 @@ from .watch import Watch
 
 @dataclass(frozen=True, slots=True)
 class _Peak:
-    """What was found.   name: of what it is the peak."""
+    """The memory at the peak.   name: of the device that has it."""
 
     name: str
     nbytes: int
@@ -148,7 +148,7 @@ def _opened() -> Iterator[None]:
 
 
 def _device(model: nn.Module | None) -> torch.device:
-    """The world's; without a world, the model's."""
+    """The device of the world; without a world, that of the model."""
     try:
         return world().device
     except RuntimeError:

@@ -14,7 +14,7 @@ from .parts import Claim, Use
 
 
 class Measured(NamedTuple):
-    """At one moment. total: bytes, of which `parts` are known."""
+    """The memory at one moment. total: bytes, of which `parts` are known."""
 
     total: int
     parts: dict[Use, int]
@@ -33,13 +33,13 @@ class Device(Protocol):
         """Rises with the memory: the first number is the peak's, the second tells moments apart that are equal in it. Cheap."""
 
     def reset_peak(self) -> bool:
-        """The peak begins anew. False if that is not possible."""
+        """Let the peak begin anew. False if that is not possible."""
 
     def peak(self) -> int:
-        """Bytes, since it was reset."""
+        """The most bytes since `reset_peak`."""
 
     def measure(self, claims: Iterable[Claim]) -> Measured:
-        """The memory now."""
+        """Measure the memory now."""
 
     def close(self) -> None:
         """Measure no more."""
@@ -133,7 +133,7 @@ class CudaMemory:
         return total - free - self.mark()[0]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since nothing is open."""
 
 
 def measuring(device: torch.device) -> Device:

@@ -10,7 +10,7 @@ import torch
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """None for a tensor without one: a wrapper, a sparse tensor, a parameter that is not initialised yet."""
+    """The storage of a tensor; None for one without: a wrapper, a sparse tensor, a parameter that is not initialised yet."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError, ValueError):

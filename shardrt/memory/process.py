@@ -48,7 +48,7 @@ class Resident:
 
 
 def resident() -> Resident:
-    """Cost: 20 us. Raises OSError where there is no /proc."""
+    """Read the resident bytes of this process. Cost: 20 us. Raises OSError where there is no /proc."""
     found = dict(re.findall(r"^(\w+):\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE))
     anonymous, files, shared, peak = (1024 * int(found[name]) for name in ("RssAnon", "RssFile", "RssShmem", "VmHWM"))
     return Resident(anonymous, files, shared, max(peak, anonymous + files + shared))
@@ -94,7 +94,7 @@ class Mappings:
 
 
 def mappings() -> Mappings:
-    """Cost: 1 ms.
+    """Read the address space of this process. Cost: 1 ms.
 
     The heap is several lines where pages of it have flags of their own. Private mappings of a file count as shared: which of
     their pages this process has read, the kernel tells for no range.
@@ -134,7 +134,7 @@ class Malloc:
 
 
 def malloc() -> Malloc | None:
-    """None without glibc 2.33. Cost: 10 us, and more if there are many free blocks."""
+    """Ask glibc what its malloc manages; None without glibc 2.33. Cost: 10 us, and more if there are many free blocks."""
     if not hasattr(_libc(), "mallinfo2"):
         return None
     found = _libc().mallinfo2()

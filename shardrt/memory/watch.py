@@ -32,7 +32,7 @@ _FRACTION = 256  # memory is measured again when it is higher by this part of it
 
 
 class Owners(Protocol):
-    """Those whose tensors are known."""
+    """The model and the optimizers whose tensors are known."""
 
     model: nn.Module | None
     optimizer: Optimizer | None
@@ -57,7 +57,7 @@ class Watch(Hook):
         self._device = device
         self._live = LiveBytes(device.type)
         self._live.kind = Use.ACTIVATIONS.value
-        self._optimizers: dict[Optimizer, None] = {}  # that have stepped
+        self._optimizers: dict[Optimizer, None] = {}  # those that have stepped
         self._stepping = 0  # steps of optimizers within each other
         self._autograd_ran = False  # since the last of them began
         self._before_import: int | None = None  # what was unknown when modules began to be imported

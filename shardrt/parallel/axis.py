@@ -196,7 +196,7 @@ class Axis:
         return inp, inp.new_empty((self.size, *inp.shape))
 
     def _joined(self, out: torch.Tensor, dim: int, total: int) -> torch.Tensor:
-        """out: (N, ..., chunk, ...), each rank's part."""
+        """Join what a gather has received.   out: (N, ..., chunk, ...), each rank's part."""
         shape = out.shape[1:]
         joined = out.movedim(0, dim).reshape(*shape[:dim], self.size * shape[dim], *shape[dim + 1 :])
         return joined if joined.shape[dim] == total else joined.narrow(dim, 0, total).contiguous()

@@ -176,7 +176,7 @@ class RandomRegions:
             self._probe.mark = _state(generator)
 
     def counter(self) -> int | None:
-        """That of the region that the generator is in, the same on all ranks of the mesh; None before the first forward."""
+        """The counter of the region that the generator is in, alike on all ranks of the mesh; None before the first forward."""
         region = _region(default_generator(self._mesh.device))
         return None if region is None else region[0]
 

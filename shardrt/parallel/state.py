@@ -1,5 +1,6 @@
-"""What parallelized modules keep: one object, the attribute `tp_state`, with the style, the layouts of arguments and results,
-and what is known of parameters. Deep copies share what names a mesh.
+"""The one object that is kept with a parallelized module, as its attribute `tp_state`: what styles have made of it.
+
+Deep copies of a module have an object of their own; styles and layouts, which name a mesh, are shared.
 """
 
 from __future__ import annotations

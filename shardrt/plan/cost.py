@@ -63,7 +63,7 @@ class Traffic:
 
     @classmethod
     def of(cls, within: float, across: float, steps_within: int, steps_across: int, received: float = 1.0) -> Traffic:
-        """received: the part of the bytes that this rank receives."""
+        """Make the traffic of a rank. received: the part of the bytes that this rank receives."""
         return cls(within * received, across * received, within, across, steps_within, steps_across)
 
 
@@ -77,7 +77,7 @@ class RanksOnNodes:
 
     @classmethod
     def of(cls, comm: Member, per_node: int) -> RanksOnNodes:
-        """per_node: ranks of the world on a node. Cost: that many looks at `comm.ranks`, whatever the communicator's size."""
+        """Find them for a communicator. per_node: ranks of the world on a node. Cost: that many looks at `comm.ranks`."""
         node, first, last = comm.ranks[comm.rank] // per_node, comm.rank, comm.rank
         while first > 0 and comm.ranks[first - 1] // per_node == node:
             first -= 1
@@ -221,7 +221,7 @@ class Costs:
         return latency + within
 
     def _copy_seconds(self, calls: Sequence[CollectiveCall]) -> float:
-        """A rank alone copies its input."""
+        """The seconds in which a rank alone copies its input."""
         return self.sheet.memory.bandwidth.seconds(sum(map(call_nbytes, calls))) / self.sheet.memory.fraction
 
     def _across(self) -> NetworkLink:

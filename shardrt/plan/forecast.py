@@ -31,7 +31,7 @@ _OFFLOADED = ("parameters", "gradients", "optimizer")  # kinds of memory
 
 
 class _Measured(NamedTuple):
-    """Of the forwards and backwards of a step, and of its optimizer; times in seconds."""
+    """What the forwards and backwards of a step take, and its optimizer; times in seconds."""
 
     trained: float
     finished: float
@@ -85,7 +85,7 @@ def forecast(
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Python looks for no reference cycles in the block. Cost: going through all objects was a fifth of a forecast."""
+    """Keep Python from looking for reference cycles in the block. Cost: going through all objects was a fifth of a forecast."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

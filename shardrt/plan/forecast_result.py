@@ -59,7 +59,7 @@ class Forecast:
 
     @property
     def padding_nbytes(self) -> int:
-        """Of the gathered parameters of all groups."""
+        """The bytes of padding in the gathered parameters of all groups."""
         return sum(group.padding_nbytes for group in self.groups)
 
     @property

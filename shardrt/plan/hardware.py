@@ -85,7 +85,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """[memory]."""
+    """The sheet's table [memory]."""
 
     nbytes: int
     bandwidth: Curve
@@ -95,7 +95,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """[compute]."""
+    """The sheet's table [compute]."""
 
     flops: Mapping[str, Curve]
     fraction: float = 1.0
@@ -105,7 +105,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """[overhead], seconds."""
+    """The sheet's table [overhead], in seconds."""
 
     operation: float
     kernel: float = 0.0
@@ -114,7 +114,7 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class NetworkLink:
-    """[within] and [across], per rank and direction, and a measured collective."""
+    """The sheet's tables [within] and [across], per rank and direction, and a measured collective."""
 
     bandwidth: Curve
     latency: float

@@ -36,7 +36,7 @@ def fit_to_meta(model: Any) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings of packages that others import."""
+    """Silence warnings of packages that others import."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -75,12 +75,12 @@ class Operations(TorchDispatchMode):
 
     @property
     def flops(self) -> int:
-        """Of all operations since `restart`."""
+        """The flops of all operations since `restart`."""
         return sum(kind.times * kind.cost.flops for kind in self.kinds)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of most of the flops since `restart`; float32 if there are none."""
+        """The dtype of most of the flops since `restart`; float32 if there are none."""
         flops = {torch.float32: 0}
         for kind in self.kinds:
             flops[kind.cost.dtype] = flops.get(kind.cost.dtype, 0) + kind.times * kind.cost.flops

@@ -19,7 +19,7 @@ _REDUCED = {"int8": torch.int8}
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are one line."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")

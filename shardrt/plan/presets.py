@@ -36,7 +36,7 @@ class Preset:
 
 
 def _llama3(layers: int, width: int, inner: int, heads: int) -> Preset:
-    """The sizes are those of table 3."""
+    """A Llama 3. The sizes are those of table 3 of its publication."""
     config = {
         "num_hidden_layers": layers,
         "hidden_size": width,

@@ -50,7 +50,7 @@ class Copied(NamedTuple):
 
     @classmethod
     def of(cls, table: Table, rank: int) -> Copied:
-        """Of the copies on these ranks."""
+        """The copies that a table has on these ranks, as this rank sees them."""
         copy = next(number for number, ranks in enumerate(table) if rank in ranks)
         return cls(_hash(repr(table)), len(table), len(table[0]), copy)
 
@@ -141,7 +141,7 @@ class Items:
                 self.add_values({"random numbers of tensor-parallel ranks": axis.regions.counter()}, mesh=axis.mesh)
 
     def _add_tensor(self, name: str, tensor: torch.Tensor, mesh: DeviceMesh | None = None) -> None:
-        """mesh: over which a plain tensor is replicated; None: all ranks."""
+        """Add a tensor. mesh: that over which a plain one is replicated; None: all ranks."""
         if not isinstance(tensor, DTensor):
             self._add_elements(name, self._held_on(mesh or self._mesh), plain(tensor.detach()).reshape(-1), 0)
         elif not tensor.spec.partial:
@@ -157,7 +157,7 @@ class Items:
             self.items.append(CopiedValue(name, held, elements, start))
 
     def _held_on(self, mesh: DeviceMesh, axes: tuple[int, ...] | None = None) -> Copied:
-        """axes: that replicate; None: all."""
+        """The copies on a mesh. axes: those that replicate; None: all."""
         key = mesh, tuple(range(mesh.ndim)) if axes is None else axes
         if key not in self._held:
             if missing := set(ranks_of(mesh)) - self._ranks:
@@ -231,7 +231,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def digests_of(items: Sequence[CopiedValue]) -> list[int]:
-    """From 0 to 2^64 - 1, for each item. Cost: a host sync for each kind of device."""
+    """The digest of each item, from 0 to 2^64 - 1. Cost: a host sync for each kind of device."""
     found, waiting = [0] * len(items), dict[torch.device, list[tuple[int, torch.Tensor]]]()
     for index, item in enumerate(items):
         if isinstance(item.value, torch.Tensor):

@@ -79,13 +79,13 @@ def _unchanged(tensor: DTensor, spec: Spec) -> DTensor:
 class _Given(NamedTuple):
     """What the ranks pass, as far as it must be alike."""
 
-    error: str | None  # that this rank raises
+    error: str | None  # the message of what this rank raises
     shape: tuple[int, ...]
     dtype: torch.dtype
     placements: tuple[str, ...]
     src_data_rank: int | None
     requires_grad: bool
-    digest: int | None  # of the values, if each rank takes its own
+    digest: int | None  # that of the values, if each rank takes its own
 
 
 def _agreed(tensor: torch.Tensor, mesh: DeviceMesh, given: tuple[Placement, ...], source: int | None, own: bool) -> Spec:

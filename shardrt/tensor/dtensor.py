@@ -51,14 +51,14 @@ class DTensor(torch.Tensor):
     """
 
     __slots__ = ("_grad_hook", "_local_tensor", "spec")  # Cost: a for-loop optimizer creates two per parameter and step
-    _grad_hook: Any  # of a leaf that has required a gradient, see `_set_requires_grad`
+    _grad_hook: Any  # the hook of a leaf that has required a gradient, see `_set_requires_grad`
     _local_tensor: torch.Tensor
     spec: Spec
     full_name: str | None = None  # a sharded parameter's name in the root module
     # On a parameter: each rank's gradient is only a term of what these placements say, until it is reduced. None: it is whole.
     grad_placements: tuple[Placement, ...] | None = None
-    tp_leaf: object | None = None  # what a tensor-parallel forward reads in its place; written by shardrt.parallel
-    gathered_spec: Spec | None = None  # of what a module sees of a sharded parameter, if that is not all of it
+    tp_leaf: object | None = None  # a tensor-parallel forward reads this in the parameter's place; written by shardrt.parallel
+    gathered_spec: Spec | None = None  # the spec of what a module sees of a sharded parameter, if that is not all of it
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, spec: Spec) -> DTensor:
@@ -187,7 +187,7 @@ class DTensor(torch.Tensor):
         return self.redistribute(self.spec.replicated).to_local(grad_placements)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
-        """As torch's."""
+        """Set `requires_grad`, as torch's method does. Returns the tensor."""
         self.requires_grad = requires_grad
         return self
 
@@ -252,7 +252,7 @@ class DTensor(torch.Tensor):
             raise RuntimeError(f"deepcopy of a DTensor of shape {tuple(self.shape)} that is not a leaf: detach() it first")
         made = memo[id(self)] = DTensor(self._local_tensor.detach().clone(), self.spec)
         made.requires_grad = self.requires_grad
-        made.__dict__ = copy.deepcopy(self.__dict__, memo)  # holds the mark of an nn.Parameter
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)  # the mark of an nn.Parameter is there
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         return made

@@ -61,7 +61,7 @@ def is_elementwise(kind: type) -> bool:
 class _OnLocalShards:
     """Stands for one of these optimizers as the `self` of its class's `step`, once."""
 
-    state: Any  # what `step` writes after the update; written by _init_group()
+    state: Any  # `step` writes it after the update; replaced by _init_group()
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -121,7 +121,7 @@ def _local_parts(values: Sequence[Any], specs: Sequence[Spec | None], what: str)
 
 def _exchange_self(kind: type[Optimizer]) -> None:
     """Have the class's `step` run with a stand-in as `self` where that holds sharded parameters."""
-    if (step := vars(kind).get("step")) is None:  # inherited
+    if (step := vars(kind).get("step")) is None:  # the class inherits its step
         return
     hooked = getattr(step, "hooked", False)  # torch calls hooks in a wrapper, which the first optimizer of a class installs
     exchanged = _exchanging(step.__wrapped__ if hooked else step)

@@ -23,7 +23,7 @@ LOSSES = (
 
 
 class _Reduction(IntEnum):
-    """As torch's operators count them."""
+    """The reductions of a loss, by the numbers that torch's operators have for them."""
 
     NONE = 0
     MEAN = 1
@@ -57,7 +57,7 @@ def loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments in the order of the schema."""
+    """Return all arguments, in the order of the operator's schema."""
     arguments = func._schema.arguments
     given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
     return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}

@@ -108,7 +108,7 @@ class Shard(Sharded):
         rows = shape[self.dim] if shape else 1
         chunk = -(-rows // size)
         full, rest = divmod(rows, chunk) if chunk else (0, 0)
-        ranks = min(1, rest)  # with fewer rows than the others, but some
+        ranks = min(1, rest)  # one rank at most has fewer rows than the others, but some
         return RaggedShard(self.dim, RankCounts(((chunk, full), (rest, ranks), (0, size - full - ranks))))
 
 
@@ -128,7 +128,7 @@ class RaggedShard(Shard):
 
     @property
     def counts(self) -> RankCounts:
-        """`rows`."""
+        """The explicit counts: `rows`."""
         return cast(RankCounts, self.rows)
 
     def resolve(self, shape: torch.Size, size: int) -> RaggedShard:
@@ -160,7 +160,7 @@ class FlatShard(Sharded):
 
     @property
     def counts(self) -> RankCounts:
-        """`numels`."""
+        """The explicit counts: `numels`."""
         return cast(RankCounts, self.numels)
 
     def resolve(self, shape: torch.Size, size: int) -> FlatShard:

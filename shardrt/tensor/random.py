@@ -90,7 +90,7 @@ class _Blocks(NamedTuple):
     draw: Callable[[torch.Tensor, torch.Generator], object]
 
     def run(self, start: int, stop: int) -> torch.Tensor:
-        """Elements start:stop."""
+        """Draw the elements start:stop."""
         drawn = torch.empty(stop - start, dtype=self.like.dtype, device=self.like.device)  # `like` may be a subclass
         # Hazard: torch's CPU generator uses 32 bits of its seed. Consecutive seeds never repeat a block within a tensor; hashed
         # seeds would repeat one among the blocks of a large model.

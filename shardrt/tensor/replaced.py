@@ -24,7 +24,7 @@ Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class _Checked(NamedTuple):
-    """When an optimizer was checked: it is again if one of these has changed."""
+    """What an optimizer was checked with. It is checked again when one of these numbers has changed."""
 
     replacements: int
     param_groups: int
@@ -32,7 +32,7 @@ class _Checked(NamedTuple):
 
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # torch.Tensor -> TensorWeakRef of the DTensor in its place
 _gathered: WeakIdKeyDictionary = WeakIdKeyDictionary()  # unsharded parameter -> TensorWeakRef of the sharded one
-_replacements = 0  # in this process
+_replacements = 0  # how many there were in this process
 _checked: WeakKeyDictionary[Optimizer, _Checked] = WeakKeyDictionary()
 
 

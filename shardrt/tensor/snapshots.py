@@ -55,9 +55,9 @@ class Snapshot:
             current = None
 
 
-current: Snapshot | None = None  # that is under way; written by Snapshot, in any thread
-optimizers: WeakSet[Optimizer] = WeakSet()  # that have stepped
-captured_a_step = False  # in a CUDA graph, whose replays run no hook
+current: Snapshot | None = None  # the one under way; written by Snapshot, in any thread
+optimizers: WeakSet[Optimizer] = WeakSet()  # those that have stepped
+captured_a_step = False  # a CUDA graph contains a step, and its replays run no hook
 
 
 def address(tensor: torch.Tensor) -> int:

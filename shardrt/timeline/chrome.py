@@ -38,7 +38,7 @@ Event = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class TimelineProcess:
-    """Whose timeline it is.
+    """The process whose timeline a file has.
 
     job: what the timelines of one job have in common: the UTC time at which rank 0 began, so that later ones are greater.
     host: its name.   error: of the alignment of its clock with rank 0's, in seconds.
@@ -56,7 +56,7 @@ class TimelineProcess:
 
     @classmethod
     def read(cls, fields: Mapping[str, object]) -> TimelineProcess:
-        """One that `write` has written, from JSON. Raises TypeError for other fields, or other types of them."""
+        """Make a process of the JSON that `write` has written. Raises TypeError for other fields, or other types of them."""
         made = cls(**cast("Any", fields))
         for name, kind in get_type_hints(cls).items():
             if type(getattr(made, name)) is not kind:
@@ -65,12 +65,12 @@ class TimelineProcess:
 
     @property
     def pid(self) -> int:
-        """Its number in the file."""
+        """The number of the process in the file."""
         return self.rank + (FORECAST_PID if self.forecast else 0)
 
     @property
     def name(self) -> str:
-        """Its name in the file."""
+        """The name of the process in the file."""
         return f"rank {self.rank}{' forecast' if self.forecast else ''}"
 
 

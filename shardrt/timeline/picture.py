@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _NAMED = 12  # series in the legend
-_PHASES = {"forward": "#9ecae1", "backward": "#fdae6b", "optimizer": "#a1d99b"}  # of the strip below
-_MUTED = ("#d9d9d9", "#c9c3b8", "#b5bdc7", "#a3a3a3", "#ded3c0")  # of series that are no groups
+_PHASES = {"forward": "#9ecae1", "backward": "#fdae6b", "optimizer": "#a1d99b"}  # the colours of the strip below
+_MUTED = ("#d9d9d9", "#c9c3b8", "#b5bdc7", "#a3a3a3", "#ded3c0")  # the colours of series that are no groups
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -40,11 +40,11 @@ class Collective(NamedTuple):
     """What is kept of a call, or of the calls of a group: no tensor."""
 
     text: str
-    groups: tuple[Named, ...]  # that it was made for
+    groups: tuple[Named, ...]  # those that it was made for
     comm: str
     ranks: int
     number: int
-    nbytes: int  # of the larger tensor of each call
+    nbytes: int  # the bytes of the larger tensor of each call
 
 
 Subject = Named | Collective | str | None  # a group, calls, the class of an optimizer, or None where collectives end
@@ -84,7 +84,7 @@ class Recording(Hook):
 
     @property
     def streams(self) -> list[Stream]:
-        """Those that were seen."""
+        """The streams that were seen."""
         return list(dict.fromkeys(entry[2] for entry in self.entries))
 
     # ------------------------------------------------------------------ the listener
@@ -128,7 +128,7 @@ class Recording(Hook):
         return self._host if calls[0].name in BLOCKING else calls[0].stream
 
     def forget_gradients(self) -> None:
-        """Count no more when they are freed."""
+        """Do not count the gradients any more when they are freed."""
         self._gradients.clear()
 
     # ------------------------------------------------------------------ others
