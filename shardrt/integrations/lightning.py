@@ -240,7 +240,7 @@ class _WorldEnvironment(ClusterEnvironment):
     """Gives Lightning the ranks of `shardrt.init()`, whichever launcher started them."""
 
     creates_processes_externally = True
-    main_address, main_port = "", 0  # of a process group, which does not exist
+    main_address, main_port = "", 0  # those of a process group, which does not exist
 
     @staticmethod
     def detect() -> bool:

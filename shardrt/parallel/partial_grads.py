@@ -87,7 +87,7 @@ def visible(param: torch.Tensor | None, *, terms: bool = False) -> torch.Tensor 
         return param
     if not (param.requires_grad and torch.is_grad_enabled()):
         return param._local_tensor
-    if not param.is_leaf:  # in the place of the parameter, by torch.func.functional_call
+    if not param.is_leaf:  # torch.func.functional_call has put it in the parameter's place
         local = param.to_local()
         return with_summed_gradient(axis_of(param.spec.mesh), local) if terms else local
     leaf: Leaf | None = param.__dict__.get("tp_leaf")

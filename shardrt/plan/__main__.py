@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {"sheets": _sheets, "sheet": _sheet}
     try:
         return commands[given[0]](given[1:]) if given and given[0] in commands else _plan(given)
-    except BrokenPipeError:  # as of `shardrt-plan ... | head`
+    except BrokenPipeError:  # nobody reads on, as in `shardrt-plan ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:

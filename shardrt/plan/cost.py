@@ -43,7 +43,7 @@ class Bound(Enum):
     ACROSS = "links across nodes"
 
 
-UNLAUNCHED = 0.25  # of the host's time for an operation, what one takes that runs no kernel: a view, an allocation
+UNLAUNCHED = 0.25  # one without a kernel, such as a view or an allocation, takes this part of the host's time for one
 COMMUNICATION = (Bound.LATENCY, Bound.WITHIN, Bound.ACROSS)
 
 

@@ -120,7 +120,7 @@ def _call(factory: Callable[..., Any], job: Job, name: str) -> tuple[nn.Module, 
 def _takes_a_job(factory: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(factory).parameters.values()
-    except ValueError:  # of a function in C
+    except ValueError:  # a function in C has no signature
         return False
     return any(
         each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters if each.default is each.empty

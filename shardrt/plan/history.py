@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from ..timeline.events import BY_GROUP, Counter
 
 KINDS = ("process", "parameters", "gradients", "optimizer", "activations")  # series that are no group's
-_MOMENTS = 1500  # of a picture, at most
+_MOMENTS = 1500  # a picture shows so many at most
 
 
 class History:
