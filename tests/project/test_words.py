@@ -6,12 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Names that still have several meanings. The list may only become shorter.
-# fmt: off
-AMBIGUOUS = {
-    "Box", "Costs", "Item", "Layout", "Named", "Options", "Overdue", "Phase", "Piece", "Place", "Problem", "Process",
-    "Progress", "Record", "Result", "Run", "Settings", "Source", "Table", "_Parser", "_Part", "_Tensor",
-}
-# fmt: on
+AMBIGUOUS = {"Box", "Item", "Layout", "Named", "Phase", "Record", "Run", "Source", "_Tensor"}
 
 
 def test_class_names_mean_one_thing() -> None:
