@@ -37,6 +37,7 @@ _CPU = torch.device("cpu")
 
 _SCRATCH = 4 << 20  # bytes of the buffer for what cannot be read into its place
 _SMALL = 1 << 16  # items up to this size are read together
+_UNVERIFIED = 16 << 20  # bytes to read at a time of what is not verified, and so need not stay in the caches
 _FEW_CHUNKS = 16
 
 
@@ -217,7 +218,8 @@ class _Stream:
         self._itemsize = source.item.dtype.itemsize
         self._run = found.numel * self._itemsize
         self._starts = iter(found.starts)
-        self._verifies = len(found.starts) == 1
+        self._verifies = len(found.starts) == 1 and (source.item.crcs_start is not None or source.item.crc is not None)
+        self._window = source.reader.window if self._verifies else max(source.reader.window, _UNVERIFIED)
         self._check: Checksums | None = None
         self._place = self._left = 0  # in the item; of the run
 
@@ -227,7 +229,7 @@ class _Stream:
         while start < len(view):
             if not self._left:
                 self._next_run()
-            window = view[start : start + min(self._left, self._source.reader.window)]
+            window = view[start : start + min(self._left, self._window)]
             self._source.read_into(self._place, window)
             start += len(window)
             self._place += len(window)
