@@ -28,7 +28,7 @@ from .errors import CheckpointError
 PIECE_NBYTES = 16 << 20  # of a part that is converted, or that lies in memory in another order than in the file
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A box of a global tensor, and this rank's memory of its elements.
 
     memory: of shape box.sizes, with any strides; a view of the tensor's local memory.
@@ -38,7 +38,7 @@ class Part(NamedTuple):
     memory: torch.Tensor
 
 
-def parts(tensor: torch.Tensor) -> list[Part]:
+def parts(tensor: torch.Tensor) -> list[TensorPart]:
     """The boxes of the global tensor that this rank has, with its memory of each; none if it has no elements.
 
     tensor: a `DTensor` of any placements, or a plain tensor, which is one box. A replicated or `Partial` one is one box too; a
@@ -46,16 +46,16 @@ def parts(tensor: torch.Tensor) -> list[Part]:
     """
     if not isinstance(tensor, DTensor):
         whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
-        return [Part(whole, tensor.detach())] if tensor.numel() else []
+        return [TensorPart(whole, tensor.detach())] if tensor.numel() else []
     return parts_of(tensor._local_tensor.detach(), tensor.spec)
 
 
-def parts_of(local: torch.Tensor, spec: Spec) -> list[Part]:
+def parts_of(local: torch.Tensor, spec: Spec) -> list[TensorPart]:
     """The boxes of a tensor of `spec`, with views of `local`, this rank's shard of it."""
     boxes = spec.boxes()
     flat = next((placement for placement in spec.placements if isinstance(placement, FlatShard)), None)
     if len(boxes) == 1 and local.dim() == len(spec.shape) and (flat is None or local.dim() < 2):
-        return [Part(boxes[0], local)]
+        return [TensorPart(boxes[0], local)]
     dims = len(spec.shape)
     first = 0 if flat is None or not dims else flat.dim
     order = [first, *(dim for dim in range(dims) if dim != first)] if dims else []  # the elements' order: `first` outermost
@@ -64,7 +64,7 @@ def parts_of(local: torch.Tensor, spec: Spec) -> list[Part]:
     for box in boxes:
         sizes = torch.Size([box.sizes[dim] for dim in order])
         memory = local.narrow(0, start, sizes.numel()).view(sizes).permute(places)
-        found.append(Part(box, memory))
+        found.append(TensorPart(box, memory))
         start += sizes.numel()
     return found
 
@@ -96,7 +96,7 @@ def tile(box: Box, boxes: Sequence[Box]) -> bool:
     return sum(map(count, boxes)) == count(box)
 
 
-def narrowed(part: Part, box: Box) -> torch.Tensor:
+def narrowed(part: TensorPart, box: Box) -> torch.Tensor:
     """The memory of a box that lies in the part: a view."""
     memory = part.memory
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
@@ -142,7 +142,7 @@ def byte_runs(box: Box, shape: torch.Size, itemsize: int) -> tuple[list[int], in
     return [start * itemsize for start in found.starts], found.numel * itemsize
 
 
-def pieces(part: Part, itemsize: int) -> Iterator[Part]:
+def pieces(part: TensorPart, itemsize: int) -> Iterator[TensorPart]:
     """The part in pieces of at most `PIECE_NBYTES`, each a box."""
     offsets, sizes = part.box
     numel = max(1, PIECE_NBYTES // itemsize)
@@ -156,7 +156,7 @@ def pieces(part: Part, itemsize: int) -> Iterator[Part]:
             (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
             (*sizes[:dim], min(rows, sizes[dim] - start), *sizes[dim + 1 :]),
         )
-        yield from pieces(Part(box, narrowed(part, box)), itemsize)
+        yield from pieces(TensorPart(box, narrowed(part, box)), itemsize)
 
 
 def memory_of(name: str, tensor: torch.Tensor) -> torch.Tensor:

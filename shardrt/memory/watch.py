@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..comm.calls import CallList, Hook
 from ..comm.control import hooked
-from ..fsdp.base.events import Named
+from ..fsdp.base.events import HasName
 from ..fsdp.memory.buffers import BufferKind, observing
 from ..fsdp.reduce.sharded_grads import observing_grads
 from ..torch_internals import OpOverload, TorchDispatchMode, in_backward
@@ -96,10 +96,10 @@ class Watch(Hook):
     def after(self, calls: CallList) -> None:
         self._look(calls[0].name)
 
-    def _buffer_changed(self, kind: BufferKind, group: Named, nbytes: int) -> None:
+    def _buffer_changed(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
         self._look(kind.value)
 
-    def _gradients_made(self, group: Named, storage: torch.UntypedStorage) -> None:
+    def _gradients_made(self, group: HasName, storage: torch.UntypedStorage) -> None:
         self._live.relabel(storage, Use.GRADIENTS.value)
 
     def _begin_optimizer(self, optimizer: Optimizer, *_: object) -> None:

@@ -9,7 +9,7 @@ import torch
 from ..comm.calls import CollectiveCall
 from ..comm.dry import DryStream, DryWorld
 from ..comm.streams import simulated
-from ..fsdp.base.events import Named
+from ..fsdp.base.events import HasName
 from ..fsdp.memory.buffers import BufferKind
 from ..memory.live import LiveBytes
 from ..torch_internals import OpOverload
@@ -110,20 +110,20 @@ class Meter:
 
     # ------------------------------------------------------------------ memory
 
-    def buffer_changed(self, kind: BufferKind, group: Named, nbytes: int) -> None:
+    def buffer_changed(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
         """Observe `MemoryCounter`s."""
         self._newest = group.name
         if kind is BufferKind.GATHERED:
             self._begin(group)
         self._changed(kind.value, nbytes, group.name)
 
-    def gradients_made(self, group: Named, storage: torch.UntypedStorage) -> None:
+    def gradients_made(self, group: HasName, storage: torch.UntypedStorage) -> None:
         """Observe sharded gradients."""
         self._newest = group.name
         self._begin(group)
         self.live.relabel(storage, "gradients")
 
-    def _begin(self, group: Named) -> None:
+    def _begin(self, group: HasName) -> None:
         """Spend what a group costs the host, once in a step."""
         if group.name not in self._begun:
             self._begun.add(group.name)

@@ -18,7 +18,7 @@ import torch
 from ..comm import Stream, Work, World, current_stream
 from ..comm.calls import BLOCKING, CallList, Hook
 from ..comm.streams import INLINE, CudaStream, is_capturing
-from ..fsdp.base.events import Named, Step
+from ..fsdp.base.events import HasName, Step
 from ..fsdp.memory.buffers import BufferKind, buffers_in_use
 from .clocks import Stamp
 from .events import ALL_REDUCE, GATHER, REDUCE
@@ -40,16 +40,16 @@ class Collective(NamedTuple):
     """What is kept of a call, or of the calls of a group: no tensor."""
 
     text: str
-    groups: tuple[Named, ...]  # those that it was made for
+    groups: tuple[HasName, ...]  # those that it was made for
     comm: str
     ranks: int
     number: int
     nbytes: int  # the bytes of the larger tensor of each call
 
 
-Subject = Named | Collective | str | None  # a group, calls, the class of an optimizer, or None where collectives end
+Subject = HasName | Collective | str | None  # a group, calls, the class of an optimizer, or None where collectives end
 Entry = tuple[Edge, Stamp | None, Stream, Step | str, Subject]  # the name of the span before its subject; no stamp: left out
-Change = tuple[float, str, Named, int]  # bytes of a kind that a group has from a time on; negative: has no longer
+Change = tuple[float, str, HasName, int]  # bytes of a kind that a group has from a time on; negative: has no longer
 
 
 class Recording(Hook):
@@ -61,16 +61,16 @@ class Recording(Hook):
 
     entries: list[Entry]
     changes: list[Change]
-    held: list[tuple[BufferKind, Named, int]]  # the buffers that were in use at the beginning
+    held: list[tuple[BufferKind, HasName, int]]  # the buffers that were in use at the beginning
     on_gpu: bool
     _host: Stream  # where the caller waits
     _compute: Callable[[], Stream]
     _stamp: Callable[[Stream], Stamp | None]
     _now: Callable[[], float]
-    _groups: dict[str, tuple[Named, ...]]  # by track: for which the next collectives are
+    _groups: dict[str, tuple[HasName, ...]]  # by track: for which the next collectives are
     _joint: set[str]  # tracks on which others may be launched together with these
     _gradients: dict[int, ref[torch.UntypedStorage]]  # by identity, which a storage keeps while it is alive
-    _called: dict[int, tuple[Named, ...]]  # by the id of a list of calls
+    _called: dict[int, tuple[HasName, ...]]  # by the id of a list of calls
 
     def __init__(self, world: World) -> None:
         device = world.device
@@ -89,16 +89,16 @@ class Recording(Hook):
 
     # ------------------------------------------------------------------ the listener
 
-    def begin(self, step: Step, group: Named, stream: Stream) -> None:
+    def begin(self, step: Step, group: HasName, stream: Stream) -> None:
         self.entries.append((Edge.BEGIN, self._stamp(stream), stream, step, group))
 
-    def end(self, step: Step, group: Named, stream: Stream) -> None:
+    def end(self, step: Step, group: HasName, stream: Stream) -> None:
         self.entries.append((Edge.END, self._stamp(stream), stream, step, group))
 
     def end_backward(self, stream: Stream) -> None:
         self.entries.append((Edge.END_BACKWARD, self._stamp(stream), stream, Step.BACKWARD, None))
 
-    def launch(self, step: Step, groups: Iterable[Named], *, joint: bool = False) -> None:
+    def launch(self, step: Step, groups: Iterable[HasName], *, joint: bool = False) -> None:
         track = _TRACKS[step]
         self._groups[track] = (*(self._groups[track] if joint and track in self._joint else ()), *groups)
         (self._joint.add if joint else self._joint.discard)(track)
@@ -133,11 +133,11 @@ class Recording(Hook):
 
     # ------------------------------------------------------------------ others
 
-    def count(self, kind: BufferKind, group: Named, nbytes: int) -> None:
+    def count(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
         """A buffer's memory was allocated or freed, by the host's clock: on a GPU ahead of the streams."""
         self.changes.append((self._now(), kind.value, group, nbytes))
 
-    def count_gradients(self, group: Named, storage: torch.UntypedStorage) -> None:
+    def count_gradients(self, group: HasName, storage: torch.UntypedStorage) -> None:
         """Sharded gradients have memory, until the last of them is dropped. No-op for a storage that is counted."""
         identity, nbytes = id(storage), storage.nbytes()
 

@@ -26,7 +26,7 @@ from shardrt.checkpoint.saving import assignment
 from shardrt.checkpoint.saving.assignment import Agreed
 from shardrt.checkpoint.saving.chunks import boxes_of
 from shardrt.checkpoint.saving.descriptions import Described, Grid
-from shardrt.checkpoint.saving.plan import Item, SavePlan, make_plan, write_metadata
+from shardrt.checkpoint.saving.plan import PlannedItem, SavePlan, make_plan, write_metadata
 from shardrt.checkpoint.state.entries import Entry, entries
 from shardrt.comm import DeviceMesh, World
 from shardrt.tensor.placement import FlatShard, Partial, Placement, RaggedShard, Replicate, Shard, Spec
@@ -63,7 +63,7 @@ def random_sharded(mesh: DeviceMesh, kinds: Sequence[int], shape: Sequence[int],
     return full, DTensor(spec.local_shard(full).contiguous(), spec)
 
 
-def data_of(item: Item) -> bytes:
+def data_of(item: PlannedItem) -> bytes:
     if isinstance(item.value, bytes):
         return item.value
     memory, crcs = without_gaps(item.value.memory), BlockCrcs()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardrt.fsdp.params import planner
-from shardrt.fsdp.params.layout import ALIGNMENT, Box, Layout, ParamSpec, Run, boxes, fsdp2_padding, padding_limit
+from shardrt.fsdp.params.layout import ALIGNMENT, Layout, OwnedRange, ParamSpec, RowBox, boxes, fsdp2_padding, padding_limit
 from shardrt.fsdp.params.planner import plan
 
 EXAMPLE = (
@@ -196,10 +196,10 @@ def test_drawn_example() -> None:
     assert (layout.payload_nbytes, layout.padding_nbytes) == (440, 72)
     rows = [[count // spec.row_numel for count in layout.numels(index)] for index, spec in enumerate(EXAMPLE)]
     assert rows == [[4, 3, 0, 0], [0, 2, 8, 2], [0, 0, 0, 6]]
-    assert layout.run(1, 1) == Run(0, 8, offset=96)
-    assert layout.run(1, 2) == Run(8, 40, offset=0)
-    assert layout.run(1, 0) == Run(0, 0, offset=0)
-    assert layout.run(2, 3) == Run(0, 6, offset=32)
+    assert layout.run(1, 1) == OwnedRange(0, 8, offset=96)
+    assert layout.run(1, 2) == OwnedRange(8, 40, offset=0)
+    assert layout.run(1, 0) == OwnedRange(0, 0, offset=0)
+    assert layout.run(2, 3) == OwnedRange(0, 6, offset=32)
 
 
 def test_row_sizes_that_do_not_go_together_are_cut_flat_unless_asked_not_to() -> None:
@@ -278,11 +278,11 @@ def test_boxes_cover_the_run_in_order(shape: list[int], data: st.DataObject) -> 
 
 def test_boxes_of_a_flat_run() -> None:
     head, middle, tail = boxes(3, 22, (4, 3, 2))
-    assert head == Box((0, 3), (1, 3))
-    assert middle == Box((1, 0), (2, 6))
-    assert tail == Box((3, 0), (1, 4))
-    assert boxes(7, 9, (4, 6)) == (Box((1, 1), (1, 2)),)
-    assert boxes(6, 18, (4, 6)) == (Box((1, 0), (2, 6)),)
+    assert head == RowBox((0, 3), (1, 3))
+    assert middle == RowBox((1, 0), (2, 6))
+    assert tail == RowBox((3, 0), (1, 4))
+    assert boxes(7, 9, (4, 6)) == (RowBox((1, 1), (1, 2)),)
+    assert boxes(6, 18, (4, 6)) == (RowBox((1, 0), (2, 6)),)
     assert boxes(0, 0, (0, 6)) == ()
 
 

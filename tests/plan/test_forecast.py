@@ -16,7 +16,7 @@ from shardrt.comm import DeviceMesh, Work, World
 from shardrt.comm.calls import CallList, Hook
 from shardrt.comm.control import hooked
 from shardrt.comm.dry import dry_world
-from shardrt.fsdp.base.events import Named
+from shardrt.fsdp.base.events import HasName
 from shardrt.fsdp.memory.buffers import BufferKind, observing
 from shardrt.fsdp.reduce.sharded_grads import observing_grads
 from shardrt.parallel import parallelize_module
@@ -183,10 +183,10 @@ class Record(Hook):
     def called(self, calls: CallList, work: Work) -> None:
         self.events.append((calls[0].comm.name, calls.description.text))
 
-    def changed(self, kind: BufferKind, group: Named, nbytes: int) -> None:
+    def changed(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
         self.events.append((kind, group.name, nbytes))
 
-    def made(self, group: Named, storage: torch.UntypedStorage) -> None:
+    def made(self, group: HasName, storage: torch.UntypedStorage) -> None:
         self.events.append(("gradients", group.name, storage.nbytes()))
 
 

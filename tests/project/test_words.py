@@ -5,8 +5,6 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Names that still have several meanings. The list may only become shorter.
-AMBIGUOUS = {"Box", "Item", "Layout", "Named", "Phase", "Record", "Run", "Source", "_Tensor"}
 
 
 def test_class_names_mean_one_thing() -> None:
@@ -15,4 +13,4 @@ def test_class_names_mean_one_thing() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and str(path.resolve()) not in places[node.name]:
                 places[node.name].append(str(path.resolve()))
-    assert {name: found for name, found in places.items() if len(found) > 1 and name not in AMBIGUOUS} == {}
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

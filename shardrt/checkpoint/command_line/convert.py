@@ -21,7 +21,7 @@ from ..formats.dcp.marks import new_save_id
 from ..formats.dcp.metadata_pickle import ending
 from ..formats.safetensors import DTYPE_NAMES, lay_out, split_into_files
 from ..geometry import parts
-from ..saving.plan import Item, plan_of_one
+from ..saving.plan import PlannedItem, plan_of_one
 from ..saving.safetensors import PreparedExport, Slice, create_files
 from ..saving.sources import Direct
 from ..saving.writing import Prepared, PreparedFolder
@@ -146,7 +146,7 @@ def _write_dcp(source: Checkpoint, selected: Sequence[Selected], path: Path, sha
     with explained("create", path):
         path.mkdir()
 
-    def items() -> Iterator[Item]:
+    def items() -> Iterator[PlannedItem]:
         for item in plan.items:
             if isinstance(item.value, bytes):
                 yield item

@@ -90,7 +90,7 @@ class Report:
         return f"{found}{without}; {self.nbytes:,} bytes read"
 
 
-def verify(stored: Stored, items: Mapping[Place, Item], done: Callable[[int], object]) -> Report:
+def verify(stored: Stored, items: Mapping[Place, ReportedItem], done: Callable[[int], object]) -> Report:
     """Read these items of a DCP checkpoint, and compare the checksums of each.
 
     done: is told how many bytes were read.
@@ -109,7 +109,7 @@ def verify(stored: Stored, items: Mapping[Place, Item], done: Callable[[int], ob
 
 
 @dataclass(slots=True)
-class Item:
+class ReportedItem:
     """A chunk of a tensor, or an object.
 
     names: several for tied tensors.   dtype, sizes: of a chunk; None of an object.
@@ -124,20 +124,20 @@ class Item:
         return f"{'object' if self.dtype is None else 'tensor'} '{', '.join(self.names[:3])}{', ...' * (len(self.names) > 3)}'"
 
 
-def items_of(stored: Stored) -> dict[Place, Item]:
+def items_of(stored: Stored) -> dict[Place, ReportedItem]:
     """Everything that a DCP checkpoint has, by its place. Raises CheckpointError if its chunks do not make up the tensors."""
-    found = dict[Place, Item]()
+    found = dict[Place, ReportedItem]()
     for name, tensor in stored.tensors.items():
         fetches(name, tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         for chunk in tensor.chunks:
             place = (chunk.file, chunk.offset, chunk.length)
-            found.setdefault(place, Item([], tensor.dtype, chunk.box.sizes)).names.append(name)
+            found.setdefault(place, ReportedItem([], tensor.dtype, chunk.box.sizes)).names.append(name)
     for name, item in stored.objects.items():
-        found.setdefault((item.file, item.offset, item.length), Item([])).names.append(name)
+        found.setdefault((item.file, item.offset, item.length), ReportedItem([])).names.append(name)
     return found
 
 
-def _verify_item(reader: Reader, place: Place, item: Item, report: Report) -> None:
+def _verify_item(reader: Reader, place: Place, item: ReportedItem, report: Report) -> None:
     """Compare an item with its checksums, and a tensor with what .metadata says."""
     file, start, length = place
     try:

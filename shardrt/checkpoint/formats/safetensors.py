@@ -145,7 +145,7 @@ def encode_index(files: Mapping[str, Sequence[str]], total_nbytes: int, numel: i
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """The files of a folder, or one file.
 
     names: of the tensors of each file.   headers: what each file begins with.   arrays: where each tensor lies.
@@ -170,9 +170,11 @@ class Layout(NamedTuple):
         return encode_index(self.names, nbytes, numel) if len(self.names) > 1 else None
 
 
-def lay_out(infos: Mapping[str, TensorInfo], names: dict[str, list[str]], metadata: Mapping[str, str], folder: Path) -> Layout:
+def lay_out(
+    infos: Mapping[str, TensorInfo], names: dict[str, list[str]], metadata: Mapping[str, str], folder: Path
+) -> FileLayout:
     """Place tensors in the files that have these names. Raises ValueError for a header that is too long."""
-    made = Layout(names, {}, {})
+    made = FileLayout(names, {}, {})
     for file, own in names.items():
         made.headers[file], offsets = encode_header({name: infos[name] for name in own}, metadata)
         made.arrays.update({name: Array(folder / file, *infos[name], offsets[name]) for name in own})

@@ -13,7 +13,7 @@ from ..formats.torch_file.items import BLOCK
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StoredItemBytes:
     """An item of a file. Offsets are bytes of the item.
 
     position: of the item in the file.   where: file and tensor, for messages.
@@ -38,7 +38,7 @@ class Checksums:
     for all of it, if another program wrote it, or if it is smaller: then a part of it is not verified.
     """
 
-    def __init__(self, source: Source, start: int, stop: int) -> None:
+    def __init__(self, source: StoredItemBytes, start: int, stop: int) -> None:
         """start, stop: the range, bytes of the item."""
         item = source.item
         self._source = source

@@ -30,8 +30,8 @@ from ..disk.files import Reader, bytes_of
 from ..errors import DamagedCheckpointError, shown
 from ..formats.stored import Format, ReadBytes, Stored, StoredChunk, StoredItem, StoredTensor
 from ..formats.torch_file.items import ALIGNMENT, BLOCK
-from ..geometry import Part, Runs, intersect, narrowed, parts, runs, tile
-from .checksums import Checksums, Source
+from ..geometry import Runs, TensorPart, intersect, narrowed, parts, runs, tile
+from .checksums import Checksums, StoredItemBytes
 
 _CPU = torch.device("cpu")
 
@@ -151,7 +151,7 @@ class _FileReading:
             # A copy: items of other writers may lie at any byte, which is no address of an element.
             elements = torch.frombuffer(bytearray(own[item.start :][: _extent(item) * item.dtype.itemsize]), dtype=item.dtype)
             whole = elements.as_strided(item.sizes, item.strides)
-            fetch.memory.copy_(narrowed(Part(fetch.chunk.box, whole), fetch.box))
+            fetch.memory.copy_(narrowed(TensorPart(fetch.chunk.box, whole), fetch.box))
 
     def read(self, fetch: Fetch) -> None:
         """Read any part of an item."""
@@ -178,7 +178,7 @@ class _FileReading:
             stream.fill(bytes_of(values))
             block.copy_(values.view(item.dtype).view(block.shape))
 
-    def _verify(self, source: Source, first: int, last: int) -> None:
+    def _verify(self, source: StoredItemBytes, first: int, last: int) -> None:
         """Read blocks of an item, and verify them."""
         item = source.item
         start, stop = item.data_start + first * BLOCK, item.data_start + min(last * BLOCK, item.data_nbytes)
@@ -189,15 +189,15 @@ class _FileReading:
             source.read_into(place, view)
             check.feed(view)
 
-    def _read_expanded(self, source: Source, fetch: Fetch) -> None:
+    def _read_expanded(self, source: StoredItemBytes, fetch: Fetch) -> None:
         """An item in which several elements have one place."""
         item = source.item
         data = source.read(item.start, _extent(item) * item.dtype.itemsize)
         Checksums(source, item.start, item.start + len(data)).feed(memoryview(data))
         whole = torch.frombuffer(data, dtype=item.dtype).as_strided(item.sizes, item.strides)
-        fetch.memory.copy_(narrowed(Part(fetch.chunk.box, whole), fetch.box))
+        fetch.memory.copy_(narrowed(TensorPart(fetch.chunk.box, whole), fetch.box))
 
-    def _source(self, fetch: Fetch, read: ReadBytes | None = None) -> Source:
+    def _source(self, fetch: Fetch, read: ReadBytes | None = None) -> StoredItemBytes:
         """The item of a fetch. read: gives bytes of it, if they have been read."""
         chunk, where = fetch.chunk, f"{str(self._reader.path)!r}, tensor {shown(fetch.name)}"
         read = read or (lambda at, nbytes: bytes(self._reader.read(chunk.offset + at, nbytes)))
@@ -207,13 +207,13 @@ class _FileReading:
                 f"{where}: expected {fetch.dtype} of shape {tuple(chunk.box.sizes)}, by .metadata, found {item.dtype} of "
                 f"{item.sizes}; the files are not of one checkpoint"
             )
-        return Source(self._reader, chunk.offset, item, where)
+        return StoredItemBytes(self._reader, chunk.offset, item, where)
 
 
 class _Stream:
     """The bytes of the runs in an item, one after the other, verified if it is one."""
 
-    def __init__(self, source: Source, found: Runs) -> None:
+    def __init__(self, source: StoredItemBytes, found: Runs) -> None:
         self._source = source
         self._itemsize = source.item.dtype.itemsize
         self._run = found.numel * self._itemsize

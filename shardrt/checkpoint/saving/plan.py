@@ -32,7 +32,7 @@ from ..formats.dcp.marks import MARK_NBYTES
 from ..formats.dcp.metadata_pickle import MetadataWriter
 from ..formats.stored import Columns
 from ..formats.torch_file.items import ALIGNMENT, item_length, item_lengths
-from ..geometry import Part, parts
+from ..geometry import TensorPart, parts
 from ..state.entries import Entry
 from .assignment import Agreed, Assigned, assign, order_names
 from .chunks import Boxes
@@ -43,11 +43,11 @@ LARGE = 1 << 16  # bytes of a chunk
 _KEPT = 1 << 21  # chunks of layouts that are kept in memory
 
 
-class Item(NamedTuple):
+class PlannedItem(NamedTuple):
     """A chunk or an object of this rank's file.   offset, length: the bytes of its item, header and footer included."""
 
     name: str
-    value: Part | bytes
+    value: TensorPart | bytes
     offset: int
     length: int
 
@@ -60,7 +60,7 @@ class SavePlan:
     """
 
     file: str
-    items: tuple[Item, ...]
+    items: tuple[PlannedItem, ...]
     nbytes: int
     agreed: Agreed
 
@@ -160,9 +160,9 @@ def write_metadata(out: BinaryIO, agreed: Agreed) -> None:
     writer.finish()
 
 
-def _placed(values: dict[str, torch.Tensor | bytes], names: Iterable[str]) -> Iterator[Item]:
+def _placed(values: dict[str, torch.Tensor | bytes], names: Iterable[str]) -> Iterator[PlannedItem]:
     """This rank's items, by offset."""
-    large, small, objects = list[tuple[str, Part]](), list[tuple[str, Part]](), list[tuple[str, bytes]]()
+    large, small, objects = list[tuple[str, TensorPart]](), list[tuple[str, TensorPart]](), list[tuple[str, bytes]]()
     for name in names:
         value = values[name]
         if isinstance(value, bytes):
@@ -173,10 +173,10 @@ def _placed(values: dict[str, torch.Tensor | bytes], names: Iterable[str]) -> It
     place = MARK_NBYTES
     for name, part in large + small:
         length = item_length(part.memory.dtype, part.memory.dim(), part.memory.nbytes)
-        yield Item(name, part, place, length)
+        yield PlannedItem(name, part, place, length)
         place = _aligned(place + length)
     for name, data in objects:
-        yield Item(name, data, place, len(data))
+        yield PlannedItem(name, data, place, len(data))
         place = _aligned(place + len(data))
 
 

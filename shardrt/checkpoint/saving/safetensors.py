@@ -30,21 +30,21 @@ from ..formats.safetensors import (
     DTYPE_NAMES,
     INDEX_NAME,
     Array,
-    Layout,
+    FileLayout,
     TensorInfo,
     check_metadata,
     lay_out,
     parse_size,
     split_into_files,
 )
-from ..geometry import Part, byte_runs, memory_of, parts, pieces
+from ..geometry import TensorPart, byte_runs, memory_of, parts, pieces
 from ..state.entries import Entry
 from ..state.models import named_tensors
 from .assignment import assign
 from .descriptions import describe
 from .plan import agree
 from .save import AsyncSave, begin, finish
-from .sources import PiecesOf, Source, in_runs
+from .sources import ItemSource, PiecesOf, in_runs
 from .writing import Prepared, check_same_target
 
 _log = logging.getLogger("shardrt")
@@ -56,7 +56,7 @@ class Slice(NamedTuple):
     """A part of a tensor, and where the tensor will lie."""
 
     array: Array
-    part: Part
+    part: TensorPart
 
 
 def slices(array: Array, tensor: torch.Tensor) -> Iterator[Slice]:
@@ -68,7 +68,7 @@ def slices(array: Array, tensor: torch.Tensor) -> Iterator[Slice]:
             yield from (Slice(array, piece) for piece in pieces(part, max(array.dtype.itemsize, part.memory.dtype.itemsize)))
 
 
-def create_files(folder: Path, layout: Layout) -> None:
+def create_files(folder: Path, layout: FileLayout) -> None:
     """Make a folder, if there is none, and files with their headers and sizes."""
     with explained("create", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,12 +88,12 @@ class PreparedExport(Prepared[Slice]):
     folder: Path
     is_first: bool
 
-    def source(self, item: Slice, pieces_of: PiecesOf) -> Source:
+    def source(self, item: Slice, pieces_of: PiecesOf) -> ItemSource:
         array, (box, memory) = item
         starts, nbytes = byte_runs(box, array.shape, array.dtype.itemsize)
         found = pieces_of(memory.to(array.dtype).resolve_conj().resolve_neg().contiguous())
         pieces = in_runs(found, [array.offset + start for start in starts], nbytes)
-        return Source(array.file.name, pieces, not isinstance(found, list))
+        return ItemSource(array.file.name, pieces, not isinstance(found, list))
 
     @contextmanager
     def writer(self, file: str) -> Iterator[Writer]:

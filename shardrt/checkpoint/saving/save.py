@@ -34,7 +34,7 @@ _WAIT_S = 5.0
 T = TypeVar("T")
 
 
-class Phase(Enum):
+class SavePhase(Enum):
     """How far a save is, the same on every rank."""
 
     WRITING = "writing"
@@ -54,7 +54,7 @@ class AsyncSave:
         self._prepared = prepared
         self._comm = comm
         self._thread = thread
-        self._phase = Phase.WRITING
+        self._phase = SavePhase.WRITING
         self._error: CheckpointError | None = None
         self._task = _Task(thread, write)
 
@@ -67,13 +67,13 @@ class AsyncSave:
         """
         if self._error is not None:
             raise self._error
-        if self._phase is not Phase.COMMITTED:
+        if self._phase is not SavePhase.COMMITTED:
             states = self._comm.exchange(self._task.state)
             if all(state is _State.DONE for state in states):
                 self._advance()
             elif _State.RUNNING not in states:
                 self._fail()
-        return self._phase is Phase.COMMITTED
+        return self._phase is SavePhase.COMMITTED
 
     def wait(self) -> None:
         """Return once the save is committed. Collective. Raises as `poll` does."""
@@ -99,24 +99,24 @@ class AsyncSave:
 
     def interrupt(self) -> None:
         """Let the save fail if this rank still writes: what it writes may change from now on. `poll` then raises."""
-        if self._phase is Phase.WRITING:
+        if self._phase is SavePhase.WRITING:
             self._task.fail(CheckpointError(f"the save of {os.fspath(self.folder)!r} was interrupted while it was written"))
 
     @property
     def has_ended(self) -> bool:
         """True once it is committed, or its error has been raised."""
-        return self._phase is Phase.COMMITTED or self._error is not None
+        return self._phase is SavePhase.COMMITTED or self._error is not None
 
     def _advance(self) -> None:
-        if self._phase is Phase.WRITING:
-            self._phase = Phase.COMMITTING
+        if self._phase is SavePhase.WRITING:
+            self._phase = SavePhase.COMMITTING
             self._task = _Task(self._thread, self._prepared.commit)
         else:
-            self._phase = Phase.COMMITTED
+            self._phase = SavePhase.COMMITTED
 
     def _fail(self) -> None:
         """Raise the error of the rank that has one, on every rank. No rank writes any more."""
-        self._phase = Phase.FAILED
+        self._phase = SavePhase.FAILED
         try:
             with agreed(self._comm):
                 self._task.raise_error()

@@ -38,7 +38,7 @@ Pieces = list[memoryview] | Iterator[memoryview]
 PiecesOf = Callable[[torch.Tensor], Pieces]  # brings the memory of a tensor without gaps to the host, as it lies
 
 
-class Source(NamedTuple):
+class ItemSource(NamedTuple):
     """What is written of a tensor, or of an object.
 
     file: the name of its file.   pieces: places in the file, ascending, and bytes.

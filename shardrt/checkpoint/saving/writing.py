@@ -28,12 +28,12 @@ from ..disk.folders import Keep
 from ..disk.remote_path import Location
 from ..disk.storage import Storage, located, storage_of
 from ..errors import CheckpointError, agreed
-from ..formats.dcp.marks import MARK_NBYTES, Mark, new_save_id
+from ..formats.dcp.marks import MARK_NBYTES, SaveMark, new_save_id
 from ..formats.dcp.metadata_pickle import ending
 from ..formats.torch_file.items import BlockCrcs, item_footer, item_header, without_gaps
 from ..state.entries import entries
-from .plan import Item, SavePlan, file_of, make_plan
-from .sources import Pieces, PiecesOf, Source, in_runs
+from .plan import PlannedItem, SavePlan, file_of, make_plan
+from .sources import ItemSource, Pieces, PiecesOf, in_runs
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Prepared(ABC, Generic[T]):
     target: Location
 
     @abstractmethod
-    def source(self, item: T, pieces_of: PiecesOf) -> Source:
+    def source(self, item: T, pieces_of: PiecesOf) -> ItemSource:
         """What is written of an item. pieces_of: is called now."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Prepared(ABC, Generic[T]):
     def abandon(self) -> None:
         """Delete what was written, on rank 0, once no rank writes any more."""
 
-    def write(self, items: Iterable[Source]) -> None:
+    def write(self, items: Iterable[ItemSource]) -> None:
         """Write this rank's part. Returns when its bytes, and the names of its files, are safe in the storage."""
         for file, of_file in groupby(items, key=lambda item: item.file):
             with self.writer(file) as writer:
@@ -69,7 +69,7 @@ class Prepared(ABC, Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedFolder(Prepared[Item]):
+class PreparedFolder(Prepared[PlannedItem]):
     """A checkpoint in DCP's format: each rank has a file of its own.
 
     folder: where it is written.   draft: that folder, on rank 0, as the storage has begun it.
@@ -84,12 +84,12 @@ class PreparedFolder(Prepared[Item]):
     sizes: tuple[int, ...]
     save_id: str
 
-    def source(self, item: Item, pieces_of: PiecesOf) -> Source:
+    def source(self, item: PlannedItem, pieces_of: PiecesOf) -> ItemSource:
         if isinstance(item.value, bytes):
-            return Source(self.plan.file, iter([(item.offset, item.value)]))
+            return ItemSource(self.plan.file, iter([(item.offset, item.value)]))
         memory = without_gaps(item.value.memory)
         pieces = pieces_of(memory)
-        return Source(
+        return ItemSource(
             self.plan.file,
             framed(item.offset, memory.dtype, memory.shape, memory.stride(), pieces),
             not isinstance(pieces, list),
@@ -97,7 +97,7 @@ class PreparedFolder(Prepared[Item]):
 
     @contextmanager
     def writer(self, file: str) -> Iterator[Writer]:
-        mark = Mark(self.save_id, file).encode()
+        mark = SaveMark(self.save_id, file).encode()
         with self.storage.writer(self.folder / file) as writer:
             writer.write(0, [mark])
             yield writer
@@ -115,7 +115,7 @@ class PreparedFolder(Prepared[Item]):
 
 def prepare(
     world: World, folder: str | os.PathLike[str], state: dict[str, Any], keep: Keep
-) -> tuple[PreparedFolder, tuple[Item, ...]]:
+) -> tuple[PreparedFolder, tuple[PlannedItem, ...]]:
     """Agree on what is saved and where, and make the folder; returns what this rank writes as well. Collective.
 
     Raises: CheckpointError if a rank refuses its arguments, if rank 0 cannot make the folder, or if the ranks give other

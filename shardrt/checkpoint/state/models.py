@@ -20,7 +20,7 @@ from ..errors import CheckpointError, shown
 from .names import LoadedKeys, cleaner
 
 
-class Named(NamedTuple):
+class NamedTensor(NamedTuple):
     """A tensor of a model.   aliases: its other names."""
 
     name: str
@@ -28,7 +28,7 @@ class Named(NamedTuple):
     aliases: tuple[str, ...]
 
 
-def named_tensors(model: nn.Module) -> list[Named]:
+def named_tensors(model: nn.Module) -> list[NamedTensor]:
     """The tensors of the model's state dict, each once, in its order.
 
     Values that are not tensors, such as extra state, are left out.
@@ -44,7 +44,7 @@ def named_tensors(model: nn.Module) -> list[Named]:
     for same in names.values():
         kept = [name for name in same if not any(pattern.search(name) for pattern in patterns)]
         name = kept[0] if kept else max(same)
-        made.append(Named(name, tensors[name], tuple(other for other in same if other != name)))
+        made.append(NamedTensor(name, tensors[name], tuple(other for other in same if other != name)))
     return made
 
 
@@ -55,7 +55,7 @@ class Match(NamedTuple):
     keys: LoadedKeys
 
 
-def match(model: Iterable[Named], others: Iterable[str], given: Mapping[str, Any], what: str, *, strict: bool) -> Match:
+def match(model: Iterable[NamedTensor], others: Iterable[str], given: Mapping[str, Any], what: str, *, strict: bool) -> Match:
     """Find the model's tensors among what is given, by the first of their names that is there.
 
     others: names of the model's values that are no tensors.   given: what may be loaded; tensors have a shape and a dtype of
@@ -89,7 +89,7 @@ def _described(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(getattr(value, "dtype", None), torch.dtype) else f"a {type(value).__name__}"
 
 
-def take_back(model: nn.Module, written: Iterable[Named]) -> None:
+def take_back(model: nn.Module, written: Iterable[NamedTensor]) -> None:
     """Give the model those of its `named_tensors` that hooks of its state dict have made, after they were written to."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     if made := {name: tensor for name, tensor, _ in written if id(tensor) not in own}:

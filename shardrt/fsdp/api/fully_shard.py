@@ -125,7 +125,7 @@ def _log_nothing_to_offload() -> None:
     _log.warning("CPUOffloadPolicy on a CPU mesh: everything is on the host already, nothing to do (logged once)")
 
 
-class _Part(NamedTuple):
+class _NewGroup(NamedTuple):
     """The parameters of a group to be made, which hold the only references of this package to the originals."""
 
     kind: type[Gather]
@@ -137,7 +137,7 @@ class _Part(NamedTuple):
 class _Planned(NamedTuple):
     """What a call has found, and the ranks agree on. The first part is that of the given mesh, and may be empty."""
 
-    parts: list[_Part]
+    parts: list[_NewGroup]
     buffers: list[tuple[nn.Module, str, torch.Tensor]]
     ignored: frozenset[Slot]
 
@@ -174,7 +174,7 @@ def _plan(
         for index, (kind, quantization, params) in enumerate(_divide(here, resolved, quantised, policies)):
             if params or (index == 0 and group_mesh is mesh):
                 made = [_sharded_param(param, found.owners[param], resolved[param]) for param in params]
-                parts.append(_Part(kind, group_mesh, quantization, made))
+                parts.append(_NewGroup(kind, group_mesh, quantization, made))
     return _Planned(parts, found.buffers, frozenset(found.ignored))
 
 
@@ -200,7 +200,7 @@ def _sharded_param(original: nn.Parameter, owned: Sequence[tuple[nn.Module, str,
 
 def _make_group(
     modules: tuple[nn.Module, ...],
-    part: _Part,
+    part: _NewGroup,
     policies: Policies,
     reshard_after_forward: bool | int | None,
     ignored: frozenset[Slot],

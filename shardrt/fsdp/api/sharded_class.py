@@ -17,7 +17,7 @@ from torch import nn
 
 from ...tensor.dtensor import DTensor
 from ...torch_internals import hide_package_from_compiler
-from ..base.autograd import Phase
+from ..base.autograd import GroupPhase
 from ..params.param import ShardedParam
 from ..schedule import registered
 from ..schedule.param_group import GroupSettings, ParamGroup
@@ -104,7 +104,7 @@ def _check(groups: Sequence[ParamGroup], inside: set[nn.Module]) -> None:
                 f"deepcopy of a part of '{group.name}' (rank {group.mesh.rank}): its modules ({kinds}) were sharded together, "
                 "and not all of them are inside what is copied; copy a module that contains them all"
             )
-        if group.calls.phase is not Phase.IDLE:
+        if group.calls.phase is not GroupPhase.IDLE:
             raise RuntimeError(
                 f"deepcopy of '{group.name}' in its {group.calls.phase.name.lower()} (rank {group.mesh.rank}): copy it between "
                 "iterations, or after reset_iter_state() if an exception cut one short"

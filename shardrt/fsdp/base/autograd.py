@@ -25,7 +25,7 @@ from ...tensor.group_registry import Group
 from ...torch_internals import current_transform, unwrap_transform
 
 
-class Phase(IntEnum):
+class GroupPhase(IntEnum):
     """What a group's modules are doing. (An IntEnum, because the hash of a plain Enum is Python code.)"""
 
     IDLE = auto()
@@ -34,13 +34,13 @@ class Phase(IntEnum):
 
 
 _MOVES = {
-    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD, Phase.IDLE},
-    Phase.FORWARD: {Phase.IDLE},
-    Phase.BACKWARD: {Phase.BACKWARD, Phase.IDLE},
+    GroupPhase.IDLE: {GroupPhase.FORWARD, GroupPhase.BACKWARD, GroupPhase.IDLE},
+    GroupPhase.FORWARD: {GroupPhase.IDLE},
+    GroupPhase.BACKWARD: {GroupPhase.BACKWARD, GroupPhase.IDLE},
 }
 
 
-class Progress(IntEnum):
+class BackwardProgress(IntEnum):
     """How far a backward is, as seen by one group."""
 
     GRADIENT_READY = auto()  # one more of its gradients is there
@@ -174,7 +174,7 @@ def _of_every_level(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 class ModuleCalls:
     """The calls of a group's modules: those running, and those whose backward is under way."""
 
-    phase: Phase  # written by move() and reset()
+    phase: GroupPhase  # written by move() and reset()
     running: bool  # one of the modules is in its forward; written by `module.run_forward` alone
     forward_call: ForwardCall  # of the module that runs, or ran last; written by `hooks.pre_forward` alone
     open_calls: set[ForwardCall]  # whose backward is under way
@@ -183,7 +183,7 @@ class ModuleCalls:
     _watches: list[RemovableHandle]  # on the gradients of the trainable parameters, if they are watched
 
     def __init__(self, modules: Sequence[ref[nn.Module]]) -> None:
-        self.phase = Phase.IDLE
+        self.phase = GroupPhase.IDLE
         self.running = False
         self.forward_call = ForwardCall()
         self.open_calls = set()
@@ -191,7 +191,7 @@ class ModuleCalls:
         self._not_run = set(modules)
         self._watches = []
 
-    def move(self, phase: Phase, group: Group) -> None:
+    def move(self, phase: GroupPhase, group: Group) -> None:
         """Enter `phase`; RuntimeError, which names the group, if that cannot follow the current one."""
         if phase not in _MOVES[self.phase]:
             raise RuntimeError(
@@ -238,7 +238,7 @@ class ModuleCalls:
             return False
         self.open_calls.add(call)
         call.inputs_left = call.inputs
-        self.move(Phase.BACKWARD, group)
+        self.move(GroupPhase.BACKWARD, group)
         return True
 
     def input_done(self, call: ForwardCall) -> bool:
@@ -252,10 +252,10 @@ class ModuleCalls:
     def end_backward(self, group: Group) -> None:
         """The backward is over: none of its calls is open any more. Only after begin_backward()."""
         self.open_calls.clear()
-        self.move(Phase.IDLE, group)
+        self.move(GroupPhase.IDLE, group)
 
     def reset(self) -> None:
         """Forget a failed iteration."""
-        self.phase = Phase.IDLE
+        self.phase = GroupPhase.IDLE
         self.open_calls.clear()
         self._not_run = set(self._modules)

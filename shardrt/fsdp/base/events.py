@@ -44,7 +44,7 @@ from ...comm import Stream
 from ...torch_internals import profiler_state
 
 
-class Named(Protocol):
+class HasName(Protocol):
     """Has a name to show."""
 
     name: str
@@ -67,16 +67,16 @@ class Step(Enum):
 class Listener(Protocol):
     """Called on the thread that runs the model. Cost: it adds to each step, several times per group."""
 
-    def begin(self, step: Step, group: Named, stream: Stream) -> None:
+    def begin(self, step: Step, group: HasName, stream: Stream) -> None:
         """A step of `group` begins on `stream`."""
 
-    def end(self, step: Step, group: Named, stream: Stream) -> None:
+    def end(self, step: Step, group: HasName, stream: Stream) -> None:
         """The newest such step of `group` ends. It may have begun before anybody listened."""
 
     def end_backward(self, stream: Stream) -> None:
         """The whole backward ends, with it that of groups whose inputs want no gradient."""
 
-    def launch(self, step: Step, groups: Iterable[Named], *, joint: bool = False) -> None:
+    def launch(self, step: Step, groups: Iterable[HasName], *, joint: bool = False) -> None:
         """The collectives of this kind that the caller makes next are for these groups.
 
         joint: they may be launched together, and so are for groups named just before as well, as long as none was launched.
@@ -104,7 +104,7 @@ def listening(to: Listener) -> Iterator[None]:
 _NOTHING = nullcontext()
 
 
-def ranged(label: str, *groups: Named) -> AbstractContextManager[object]:
+def ranged(label: str, *groups: HasName) -> AbstractContextManager[object]:
     """A range named `label (names)` around the `with` block, if a profiler runs.
 
     Cost: 0.15 us without a profiler, where `record_function` itself costs 5.

@@ -1,4 +1,4 @@
-"""Strategy as data. What is given once is frozen, and validated when it is made; what setters change is in `Settings`."""
+"""Strategy as data. What is given once is frozen, and validated when it is made; what setters change is in `StepSettings`."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ class CustomReduceScatter(Protocol):
 
 
 @dataclass(slots=True)
-class Settings:
+class StepSettings:
     """What the setters of `FSDPModule` change in a group, and `unsharded` for a while. Read at the next use."""
 
     reshard_after_forward: bool | int | None

@@ -27,8 +27,8 @@ from ...tensor.placement import RaggedShard
 from ...tensor.rank_counts import RankCounts
 from ...torch_internals import preserve_version, tree_leaves
 from ..base import events
-from ..base.events import Named, ranged
-from ..base.policy import MixedPrecisionPolicy, Settings
+from ..base.events import HasName, ranged
+from ..base.policy import MixedPrecisionPolicy, StepSettings
 from ..memory.buffers import BufferKind, FlatBuffer, FlatBuffers
 from ..memory.context import Context
 from ..params.layout import Layout, ParamSpec, equal_runs
@@ -208,7 +208,7 @@ class ExtensionGather(Gather):
     def on_meta(self) -> bool:
         return self._inner.is_meta
 
-    def _make_full(self, settings: Settings) -> tuple[FlatBuffer, list[Pair]]:
+    def _make_full(self, settings: StepSettings) -> tuple[FlatBuffer, list[Pair]]:
         """A storage for each tensor: this rank's rows are copied to their part of it, and gathered in place."""
         rank, ranks = self.mesh.rank, self.mesh.size
         parts, pairs, outputs = [], [], []
@@ -249,7 +249,7 @@ class ExtensionGather(Gather):
             _warn_of_metadata(param.name, [metadata for _, metadata in answers])
         return planned
 
-    def _make_unsharded(self, context: Context, group: Named) -> None:
+    def _make_unsharded(self, context: Context, group: HasName) -> None:
         """Gather once, for `fsdp_post_all_gather` to make the full parameter."""
         self.full.seal()
         (param,), streams, note = self.params, context.streams, world().recorder.note

@@ -28,8 +28,8 @@ from ...comm import Communicator, DeviceMesh, Pool, Stream, Work
 from ...comm.streams import PAST
 from ...kernels import pack_into
 from ...kernels.reference import BLOCK
-from ..base.events import Named
-from ..base.policy import CPUOffloadPolicy, Policies, Settings
+from ..base.events import HasName
+from ..base.policy import CPUOffloadPolicy, Policies, StepSettings
 from ..memory.buffers import BufferKind, BufferMaker, CommBuffer, FlatBuffer
 from ..memory.context import Context
 from ..params.layout import ALIGNMENT, Layout, ParamSpec, round_up
@@ -173,7 +173,7 @@ class Gather(ABC):
                 "initialise them, or load a state dict"
             )
 
-    def attach(self, context: Context, settings: Settings, window: AllGather | None, group: Named) -> None:
+    def attach(self, context: Context, settings: StepSettings, window: AllGather | None, group: HasName) -> None:
         """Make the buffers, and everything that a step only replays.
 
         window: an all-gather through a symmetric window, if the group has one.   group: for its name.
@@ -191,11 +191,11 @@ class Gather(ABC):
             raise
 
     @abstractmethod
-    def _make_full(self, settings: Settings) -> tuple[FlatBuffer, list[Pair]]:
+    def _make_full(self, settings: StepSettings) -> tuple[FlatBuffer, list[Pair]]:
         """Make the buffer to gather into, and its views. Returns: `full`, `_pairs`."""
 
     @abstractmethod
-    def _make_unsharded(self, context: Context, group: Named) -> None:
+    def _make_unsharded(self, context: Context, group: HasName) -> None:
         """Make the unsharded parameters, and free `full` until the first gather."""
 
     def detach(self, stream: Stream) -> None:
@@ -324,7 +324,7 @@ class FlatGather(Gather):
     def may_be_resident(self) -> bool:
         return self.mesh.size == 1 and not self._fills and self._policies.quantization.gather is None
 
-    def _make_full(self, settings: Settings) -> tuple[FlatBuffer, list[Pair]]:
+    def _make_full(self, settings: StepSettings) -> tuple[FlatBuffer, list[Pair]]:
         nbytes, custom, device = self.layout.nbytes, settings.all_gather, self.mesh.device
         if self.resident:
             return ResidentBuffer(self._flat_shard, self._buffers), []
@@ -337,7 +337,7 @@ class FlatGather(Gather):
         own_bytes = full.view(torch.uint8, self.mesh.rank * size, (size,)) if self._fills else self._flat_shard
         return full, [(full.view(torch.uint8, 0, (nbytes,)), own_bytes)]
 
-    def _make_unsharded(self, context: Context, group: Named) -> None:
+    def _make_unsharded(self, context: Context, group: HasName) -> None:
         for index, (param, dtype) in enumerate(zip(self.params, self._dtypes, strict=True)):
             param.make_unsharded(self.full, self.layout.placed[index].offset, dtype)
         self._make_own_views()

@@ -18,7 +18,7 @@ import torch
 
 from ...comm import Communicator, Event, Pool, Stream, current_stream
 from ...torch_internals import no_swap_memory, same_storage, swap_memory, unwrap_transform
-from ..base.events import Named, Observers
+from ..base.events import HasName, Observers
 from .host_memory import POOL, SMALL, HostPool
 
 
@@ -33,7 +33,7 @@ class BufferKind(Enum):
     CODES = "codes"  # quantised values, and their scales
 
 
-Observer = Callable[[BufferKind, Named, int], None]
+Observer = Callable[[BufferKind, HasName, int], None]
 
 
 class MemoryCounter:
@@ -48,7 +48,7 @@ class MemoryCounter:
         self.peak = 0
         self._lock = threading.Lock()
 
-    def count(self, kind: BufferKind, group: Named, nbytes: int) -> None:
+    def count(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
         """Count `nbytes` of a group as used, or as free again if negative."""
         with self._lock:
             self.in_use += nbytes
@@ -86,7 +86,7 @@ class FlatBuffer:
         device: torch.device,
         memory: MemoryCounter,
         kind: BufferKind,
-        group: Named,
+        group: HasName,
         *,
         pool: Pool | None = None,
     ) -> None:
@@ -179,7 +179,7 @@ def allocated_buffers(device: torch.device) -> list[FlatBuffer]:
     return [buffer for buffer in alive if buffer._in_use and buffer._storage.device == device]
 
 
-def buffers_in_use(device: torch.device) -> list[tuple[BufferKind, Named, int]]:
+def buffers_in_use(device: torch.device) -> list[tuple[BufferKind, HasName, int]]:
     """The kind, the group and the bytes of each of `allocated_buffers`."""
     return [(*buffer._count.args, buffer.nbytes) for buffer in allocated_buffers(device)]
 
@@ -295,7 +295,7 @@ class CommFlatBuffer(FlatBuffer):
 
     comm_buffer: CommBuffer
 
-    def __init__(self, nbytes: int, comm_buffer: CommBuffer, memory: MemoryCounter, kind: BufferKind, group: Named) -> None:
+    def __init__(self, nbytes: int, comm_buffer: CommBuffer, memory: MemoryCounter, kind: BufferKind, group: HasName) -> None:
         self._set_up(nbytes, comm_buffer.storage, comm_buffer.offset, partial(memory.count, kind, group))
         self.comm_buffer = comm_buffer
 
@@ -328,7 +328,7 @@ class BufferMaker:
 
     device: torch.device
     memory: MemoryCounter
-    group: Named
+    group: HasName
 
     def make(self, kind: BufferKind, nbytes: int, *, pool: Pool | None = None) -> FlatBuffer:
         """A flat buffer with a storage of its own."""

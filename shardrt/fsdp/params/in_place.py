@@ -45,7 +45,7 @@ from ...torch_internals import (
     same_storage,
     wanted,
 )
-from ..base.autograd import ModuleCalls, Phase
+from ..base.autograd import GroupPhase, ModuleCalls
 from ..base.trees import tensors_in
 from ..memory import context
 from ..memory.context import Streams
@@ -247,6 +247,6 @@ def _place(
 
     Outside of the backward of the group's modules nobody would pack it. Post-accumulate hooks of the user's might keep it.
     """
-    is_expected = calls.phase is Phase.BACKWARD and weight.grad is None
+    is_expected = calls.phase is GroupPhase.BACKWARD and weight.grad is None
     is_ours = len(post_accumulate_grad_hooks(weight) or ()) <= calls.watches_gradients
     return place(streams.compute) if is_expected and is_ours else None

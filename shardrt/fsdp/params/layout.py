@@ -95,7 +95,7 @@ class PlacedParam:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class OwnedRange:
     """What one rank owns of one parameter."""
 
     start: int  # first element, in the parameter's elements with the shard dim outermost
@@ -104,7 +104,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class RowBox:
     """A rectangle of the (rows, row_numel) view of a parameter."""
 
     offsets: tuple[int, int]
@@ -131,14 +131,14 @@ class Layout:
     def padding_nbytes(self) -> int:
         return self.nbytes - self.payload_nbytes
 
-    def run(self, index: int, rank: int) -> Run:
+    def run(self, index: int, rank: int) -> OwnedRange:
         """The elements of parameter `index` that `rank` owns. Over all ranks the runs tile it."""
         param, base = self.placed[index], rank * self.segment_nbytes
         end = param.offset + param.spec.nbytes
         start = min(max(base, param.offset), end)
         stop = max(min(base + self.segment_nbytes, end), start)
         first, last = ((byte - param.offset) // param.spec.itemsize for byte in (start, stop))
-        return Run(first, last, start - base if stop > start else 0)
+        return OwnedRange(first, last, start - base if stop > start else 0)
 
     def numels(self, index: int) -> RankCounts:
         """Elements of parameter `index` on every rank."""
@@ -188,7 +188,7 @@ def padding_limit(specs: Sequence[ParamSpec], world_size: int, alignment: int = 
     return to_keep_rows + alignment * (len(specs) + world_size)
 
 
-def boxes(start: int, stop: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
+def boxes(start: int, stop: int, shape: tuple[int, ...]) -> tuple[RowBox, ...]:
     """Elements [start, stop) as at most three boxes: a partial row, whole rows, a partial row.
 
     shape: the parameter's, shard dim first; boxes are in its (rows, row_numel) view.
@@ -199,15 +199,15 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
     row, column = divmod(start, width)
     last_row, last_column = divmod(stop, width)
     if column and row == last_row:
-        return (Box((row, column), (1, last_column - column)),)
+        return (RowBox((row, column), (1, last_column - column)),)
     found = []
     if column:
-        found.append(Box((row, column), (1, width - column)))
+        found.append(RowBox((row, column), (1, width - column)))
         row += 1
     if row < last_row:
-        found.append(Box((row, 0), (last_row - row, width)))
+        found.append(RowBox((row, 0), (last_row - row, width)))
     if last_column:
-        found.append(Box((last_row, 0), (1, last_column)))
+        found.append(RowBox((last_row, 0), (1, last_column)))
     return tuple(found)
 
 

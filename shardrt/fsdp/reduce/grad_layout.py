@@ -27,7 +27,7 @@ ALIGN = 4  # elements: a repacked segment and each gradient in it are multiples 
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GradRange:
     """Elements start:stop of a gradient (shard dim outermost) and where they go in the packed buffer, in elements."""
 
     position: int  # of the parameter among the trainable ones
@@ -48,8 +48,8 @@ class ReduceLayout:
     """Where the gradients lie: the same rows on the same ranks as the parameters, in one dtype, trainable ones only."""
 
     segment_numel: int
-    pieces: tuple[Piece, ...]  # for packing, over all ranks' segments
-    own: tuple[Piece, ...]  # this rank's, one per trainable parameter, offsets from the start of its segment
+    pieces: tuple[GradRange, ...]  # for packing, over all ranks' segments
+    own: tuple[GradRange, ...]  # this rank's, one per trainable parameter, offsets from the start of its segment
 
     def gaps(self, ranks: int) -> list[tuple[int, int]]:
         """The elements (start, stop) of the packed buffer that no gradient fills."""
@@ -66,9 +66,9 @@ def reduce_layout(layout: Layout, trainable: Sequence[int], rank: int, align: in
     itemsizes = {param.spec.itemsize for param in layout.placed}
     if len(trainable) == len(layout.placed) and len(itemsizes) == 1:
         (itemsize,) = itemsizes
-        pieces = [Piece(i, 0, param.spec.numel, param.offset // itemsize) for i, param in enumerate(layout.placed)]
+        pieces = [GradRange(i, 0, param.spec.numel, param.offset // itemsize) for i, param in enumerate(layout.placed)]
         runs = [layout.run(i, rank) for i in trainable]
-        own = [Piece(i, run.start, run.stop, run.offset // itemsize) for i, run in enumerate(runs)]
+        own = [GradRange(i, run.start, run.stop, run.offset // itemsize) for i, run in enumerate(runs)]
         return ReduceLayout(layout.segment_nbytes // itemsize, tuple(pieces), tuple(own))
     return _repacked(layout, trainable, rank, align)
 
@@ -102,25 +102,25 @@ def _alike(layout: Layout) -> Iterator[range]:
     return itertools.starmap(range, pairwise(sorted(edges)))
 
 
-def _segment(layout: Layout, trainable: Sequence[int], owner: int, align: int) -> list[Piece]:
+def _segment(layout: Layout, trainable: Sequence[int], owner: int, align: int) -> list[GradRange]:
     """What a rank keeps of each gradient, with offsets from the start of its segment."""
     cursor, segment = 0, []
     for position, index in enumerate(trainable):
         run = layout.run(index, owner)
-        segment.append(Piece(position, run.start, run.stop, cursor))
+        segment.append(GradRange(position, run.start, run.stop, cursor))
         cursor += -(-(run.stop - run.start) // align) * align
     return segment
 
 
-def _over(owners: range, piece: Piece, segment_numel: int) -> Iterator[Piece]:
+def _over(owners: range, piece: GradRange, segment_numel: int) -> Iterator[GradRange]:
     """The pieces of ranks that are alike, by that of the first of them."""
     numel = piece.stop - piece.start
     if numel == segment_numel:
-        yield Piece(piece.position, piece.start, piece.start + len(owners) * numel, owners[0] * segment_numel)
+        yield GradRange(piece.position, piece.start, piece.start + len(owners) * numel, owners[0] * segment_numel)
         return
     for place, owner in enumerate(owners):
         start = piece.start + place * numel
-        yield Piece(piece.position, start, start + numel, owner * segment_numel + piece.offset)
+        yield GradRange(piece.position, start, start + numel, owner * segment_numel + piece.offset)
 
 
 # ---------------------------------------------------------------------- from a sum to an average

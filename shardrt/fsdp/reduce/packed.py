@@ -13,13 +13,13 @@ from ...comm import Stream
 from ...kernels import pack_into
 from ..memory.buffers import FlatBuffer, FlatBuffers
 from ..params.param import ShardedParam, outermost_stride
-from .grad_layout import Piece, Scaling
+from .grad_layout import GradRange, Scaling
 from .sharded_grads import NewGrads
 
 Copy = Callable[[list[torch.Tensor], list[torch.Tensor], float], None]  # pack_into, or add_into
 
 
-class Held(Enum):
+class HeldGrads(Enum):
     """What a reduction holds between backwards."""
 
     NOTHING = auto()
@@ -36,7 +36,7 @@ class PackBuffer:
     pieces: list[torch.Tensor]
     whole: dict[int, torch.Tensor]  # those that are all of a gradient, by the position of the parameter
     gaps: list[torch.Tensor]  # between the pieces, if they are read: by codes, of which a block without a number is none
-    cuts: Sequence[tuple[Piece, int]]  # what each piece is, and the shard dim of its parameter
+    cuts: Sequence[tuple[GradRange, int]]  # what each piece is, and the shard dim of its parameter
     uncut: bool  # every gradient is one piece, in the parameters' order
     grads: NewGrads | None = None  # the sharded gradients that it is, of a single shard rank
     own: torch.Tensor | None = None  # this rank's segment, if it is to be written there: in a symmetric window
@@ -81,7 +81,7 @@ class PackBuffer:
 
 def lay_out(
     buffer: FlatBuffer,
-    pieces: Sequence[Piece],
+    pieces: Sequence[GradRange],
     params: Sequence[ShardedParam],
     dtype: torch.dtype,
     gaps: Sequence[tuple[int, int]],
@@ -111,7 +111,7 @@ class Accumulated(NamedTuple):
     scaling: Scaling  # by whose `before` they are multiplied
 
 
-class Result(Enum):
+class Output(Enum):
     """What a reduction writes."""
 
     GRADS = auto()  # the sharded gradients themselves
@@ -129,7 +129,7 @@ class PackedGrads(NamedTuple):
     scaling: Scaling
     positions: frozenset[int]  # of the parameters that have a gradient in it
     fresh: Sequence[int]  # of these, the parameters without an earlier gradient
-    result: Result
+    result: Output
     adds_partial: bool  # to what earlier backwards have reduced within the replica
     used: Sequence[FlatBuffer]  # to be released on `stream` after publish()
     stream: Stream  # that has packed, and has allocated all of it

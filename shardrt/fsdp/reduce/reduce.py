@@ -17,7 +17,7 @@ Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
 A single shard rank packs its gradients directly into the new sharded ones, if there are none yet. Without replicas, and where
 nothing is done to gradients on their way, it packs none (`unpacked.py`).
-`pack` returns everything that the later steps need. Between backwards a reduction holds only what `Held` names; what a failed
+`pack` returns everything that the later steps need. Between backwards a reduction holds only what `HeldGrads` names; what a failed
 reduction has packed counts as accumulated.
 """
 
@@ -32,13 +32,13 @@ import torch
 from ...comm import Communicator, PreMulSum, Stream
 from ...kernels import add_into, pack_into
 from ...kernels.reference import BLOCK
-from ..base.policy import CustomReduceScatter, Settings
+from ..base.policy import CustomReduceScatter, StepSettings
 from ..memory.buffers import BufferKind, BufferMaker, CommBuffer, CommFlatBuffer, FlatBuffer
 from ..params.in_place import Given
 from ..params.layout import Layout
 from ..params.param import ShardedParam, placement_of
 from .grad_layout import ALIGN, ReduceLayout, Scaling, TermSum, reduce_layout, term_sums
-from .packed import Accumulated, Held, PackBuffer, PackedGrads, Result, lay_out
+from .packed import Accumulated, HeldGrads, Output, PackBuffer, PackedGrads, lay_out
 from .sharded_grads import ShardedGrads
 
 _NONE: frozenset[int] = frozenset()
@@ -60,7 +60,7 @@ class GradientReduction:
     partial_sums: list[TermSum]  # one for each mesh over which terms of gradients are added up
     _comm: Communicator  # of the ranks that share the parameters
     _replicas: Communicator | None
-    _settings: Settings
+    _settings: StepSettings
     _dtype: torch.dtype  # in which gradients are reduced
     _ranks: int  # that are averaged over
     _everything: frozenset[int]  # the positions of all parameters
@@ -79,7 +79,7 @@ class GradientReduction:
         layout: Layout,
         comm: Communicator,
         replicas: Communicator | None,
-        settings: Settings,
+        settings: StepSettings,
         dtype: torch.dtype,
         buffers: BufferMaker,
         comm_buffer: CommBuffer | None = None,
@@ -124,21 +124,21 @@ class GradientReduction:
     # ------------------------------------------------------------------ what is held between backwards
 
     @property
-    def held(self) -> Held:
+    def held(self) -> HeldGrads:
         """What earlier backwards have left; ACCUMULATED also if there are partial gradients beside."""
         if self._accumulated is not None:
-            return Held.ACCUMULATED
-        return Held.PARTIAL if self._partial_positions else Held.NOTHING
+            return HeldGrads.ACCUMULATED
+        return HeldGrads.PARTIAL if self._partial_positions else HeldGrads.NOTHING
 
     def packs_on(self, stream: Stream) -> Stream:
         """The stream to pack on: this one, or where memory is held, in which gradients are added up or computed, its own."""
-        return stream if self._early is None and self.held is Held.NOTHING else self._stream
+        return stream if self._early is None and self.held is HeldGrads.NOTHING else self._stream
 
     @property
     def needs_reduction(self) -> bool:
         """A reduction now would publish something that is held."""
         held = self.held
-        return held is Held.ACCUMULATED or (held is Held.PARTIAL and self._publishes)
+        return held is HeldGrads.ACCUMULATED or (held is HeldGrads.PARTIAL and self._publishes)
 
     @property
     def _publishes(self) -> bool:
@@ -271,13 +271,13 @@ class GradientReduction:
         new = (source.grads or self.grads.new(fresh, compute)) if publishes and fresh else None
         older = {position: self.grads.older(position, compute) for position in positions.difference(fresh)} if publishes else {}
         out = new.segment if new is not None and fills_grads else None
-        result, used = Result.GRADS, list[FlatBuffer]()
+        result, used = Output.GRADS, list[FlatBuffer]()
         if not publishes:
             compute.submit(self._partial.buffer.allocate)
         elif adds_partial:
             used.append(self._partial.buffer)
         if out is None:
-            out, result = self.grads.scratch_flat, Result.SCRATCH if publishes else Result.PARTIAL
+            out, result = self.grads.scratch_flat, Output.SCRATCH if publishes else Output.PARTIAL
             compute.submit(self.grads.scratch.allocate)
             used.append(self.grads.scratch)
         used.append(source.buffer)
@@ -310,7 +310,7 @@ class GradientReduction:
 
     def launch(self, packed: PackedGrads, stream: Stream) -> None:
         """Average what is packed over the ranks."""
-        is_there = packed.source.grads is not None and packed.result is Result.GRADS
+        is_there = packed.source.grads is not None and packed.result is Output.GRADS
         if is_there and not isinstance(packed.scaling.op, PreMulSum):
             return  # a single rank's gradients are its average
         # NCCL before 2.29 wants what it writes in a window as well. Cost: one segment copied.
@@ -326,7 +326,7 @@ class GradientReduction:
         Only where there are replicas.
         """
         held = self._partial.flat
-        if packed.result is Result.PARTIAL:
+        if packed.result is Output.PARTIAL:
             stream.submit(partial(held.add_ if packed.adds_partial else held.copy_, packed.out))
             return
         if packed.adds_partial:
@@ -339,7 +339,7 @@ class GradientReduction:
 
     def publish(self, packed: PackedGrads, stream: Stream) -> None:
         """Make what was launched the sharded gradients, or add it to earlier ones; nothing if it stays partial."""
-        if packed.result is Result.PARTIAL:
+        if packed.result is Output.PARTIAL:
             self._accumulated, self._partial_positions = None, packed.positions
             return
         if packed.scaling.after != 1.0:
@@ -347,7 +347,7 @@ class GradientReduction:
         if self._settings.reduce_hook is not None:
             _call_hook(self._settings.reduce_hook, packed.out, stream, self._settings.reduce_hook_stream or stream)
         grads = self.grads
-        if packed.result is Result.SCRATCH:
+        if packed.result is Output.SCRATCH:
             stream.submit(partial(grads.fold, packed.new, packed.fresh, packed.older))
         if packed.new is not None:
             grads.assign(packed.new, packed.fresh, stream)
@@ -418,7 +418,7 @@ class SetAside:
 
     def holds(self, current: GradientReduction | None) -> bool:
         """The group holds gradients. current: its reduction."""
-        return bool(self._reductions) or (current is not None and current.held is not Held.NOTHING)
+        return bool(self._reductions) or (current is not None and current.held is not HeldGrads.NOTHING)
 
     def exchange(
         self, group: str, current: GradientReduction | None, trainable: Sequence[ShardedParam]
@@ -429,7 +429,7 @@ class SetAside:
         are trainable, or others with them. Nothing is changed then.
         """
         held = dict(self._reductions)
-        if current is not None and current.held is not Held.NOTHING:
+        if current is not None and current.held is not HeldGrads.NOTHING:
             held[tuple(current.params)] = current
         for params in held:
             if params != tuple(trainable) and not set(params).isdisjoint(trainable):

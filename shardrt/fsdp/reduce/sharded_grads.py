@@ -20,7 +20,7 @@ from ...tensor.dtensor import DTensor
 from ...tensor.placement import ResolvedShard
 from ...tensor.replaced import hooked, user_hooks
 from ...torch_internals import post_accumulate_grad_hooks
-from ..base.events import Named, Observers
+from ..base.events import HasName, Observers
 from ..memory.buffers import BufferKind, BufferMaker, FlatBuffer
 from ..params.layout import round_up
 from ..params.param import ShardedParam, local_geometry
@@ -28,7 +28,7 @@ from .grad_layout import ReduceLayout
 
 # Of each storage that becomes sharded gradients of a group: before anything is in it, or, if they are autograd's, when they are
 # published or kept for a later backward.
-observers = Observers[Callable[[Named, torch.UntypedStorage], None]]()
+observers = Observers[Callable[[HasName, torch.UntypedStorage], None]]()
 observing_grads = observers.observing
 
 
@@ -51,7 +51,7 @@ class ShardedGrads:
     scratch: FlatBuffer
     _params: Sequence[ShardedParam]
     _sharded: list[nn.Parameter]
-    _group: Named
+    _group: HasName
     _device: torch.device  # that reduces
     _offloads: bool  # gradients lie elsewhere
     _starts: list[int]  # where each gradient begins in the segment, in bytes

@@ -16,7 +16,7 @@ from ...comm import Communicator, Stream
 from ...kernels import add_into
 from ...tensor.replaced import user_hooks
 from ..params.param import ShardedParam
-from .packed import Held, PackedGrads
+from .packed import HeldGrads, PackedGrads
 from .reduce import GradientReduction
 from .sharded_grads import observers
 
@@ -42,8 +42,8 @@ class UnpackedReduction(GradientReduction):
         )
 
     @property
-    def held(self) -> Held:
-        return Held.ACCUMULATED if self._kept else super().held
+    def held(self) -> HeldGrads:
+        return HeldGrads.ACCUMULATED if self._kept else super().held
 
     def discard(self) -> None:
         super().discard()

@@ -27,7 +27,7 @@ from torch import nn
 
 from ...torch_internals import in_backward, outside_transforms
 from ..base import events
-from ..base.autograd import ForwardCall, Phase, Progress
+from ..base.autograd import BackwardProgress, ForwardCall, GroupPhase
 from ..base.events import Step, ranged
 from ..base.trees import map_tensors, tensors_in
 from .param_group import ParamGroup
@@ -48,7 +48,7 @@ def pre_forward(
                 runtime.first_batch.compare(args, kwargs)
         else:
             check_registered(group)
-        group.calls.move(Phase.FORWARD, group)
+        group.calls.move(GroupPhase.FORWARD, group)
         ahead = runtime.prefetch.forward_starts(group)
     else:
         ahead = []
@@ -93,7 +93,7 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
         if call.inputs and not tensors:
             _check_output_type(group, output)
     if not in_backward():
-        group.calls.move(Phase.IDLE, group)
+        group.calls.move(GroupPhase.IDLE, group)
         used_next, last = runtime.prefetch.forward_ends(group), group.calls.all_have_run(module)
         if group.reshards_after_forward:
             _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
@@ -101,7 +101,7 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
                 group.finish_forward()
         if group is runtime.root:
             runtime.end_forward()
-        elif group.visible.unsharded and runtime.root.calls.phase is Phase.IDLE:  # called beside the root
+        elif group.visible.unsharded and runtime.root.calls.phase is GroupPhase.IDLE:  # called beside the root
             group.leave_unsharded()
     return output
 
@@ -175,7 +175,7 @@ def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
     group = reference()
     assert group is not None, "the graph refers to it, at the outputs of its modules"
     group.note_gradients()
-    if group.reduction_due(Progress.GRADIENT_READY):
+    if group.reduction_due(BackwardProgress.GRADIENT_READY):
         runtime = group.runtime
         assert runtime is not None, "a forward comes first"
         runtime.begin_backward()
@@ -185,7 +185,7 @@ def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
 
 def _post_backward(runtime: Runtime, group: ParamGroup, call: ForwardCall) -> None:
     over = group.calls.input_done(call)
-    due = group.reduction_due(Progress.MODULE_DONE if over else Progress.GRADIENT_READY)
+    due = group.reduction_due(BackwardProgress.MODULE_DONE if over else BackwardProgress.GRADIENT_READY)
     if not over and not due:
         return
     if over and events.listener is not None:
@@ -193,8 +193,8 @@ def _post_backward(runtime: Runtime, group: ParamGroup, call: ForwardCall) -> No
     repeats = runtime.prefetch.backward_repeats(group)
     if due and not repeats:
         runtime.reduce(group)
-    if over and not group.calls.open_calls and not repeats and group.calls.phase is Phase.BACKWARD:
-        group.calls.move(Phase.IDLE, group)
+    if over and not group.calls.open_calls and not repeats and group.calls.phase is GroupPhase.BACKWARD:
+        group.calls.move(GroupPhase.IDLE, group)
         group.finish_backward(is_needed=runtime.keeps_gathered)
 
 

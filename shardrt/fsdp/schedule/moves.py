@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...tensor.dtensor import DTensor
-from ..base.autograd import Phase
+from ..base.autograd import GroupPhase
 from ..memory.host_memory import POOL
 from ..params.param import ShardedParam
 from .param_group import ParamGroup
@@ -107,7 +107,7 @@ def _replace(
 def _check_between_iterations(group: ParamGroup) -> None:
     rank = group.mesh.rank
     for each in group.root.with_descendants():
-        if each.calls.phase is not Phase.IDLE:
+        if each.calls.phase is not GroupPhase.IDLE:
             raise RuntimeError(
                 f"'{each.name}' is running (rank {rank}): another dtype or device, by to(), half(), to_empty() "
                 "and the like, comes between iterations; after an exception call reset_iter_state() on the root first"

@@ -33,9 +33,9 @@ from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import set_group
 from ...torch_internals import outside_transforms
 from ..base import events
-from ..base.autograd import ModuleCalls, Progress
+from ..base.autograd import BackwardProgress, ModuleCalls
 from ..base.events import Step, ranged
-from ..base.policy import MixedPrecisionPolicy, Policies, QuantizationPolicy, RootSettings, Settings
+from ..base.policy import MixedPrecisionPolicy, Policies, QuantizationPolicy, RootSettings, StepSettings
 from ..gather.coded import QuantizedGather
 from ..gather.gather import RESIDENT, AllGather, FlatGather, Gather, subgroup
 from ..memory.buffers import BufferMaker
@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # a group and its runtime refer to each other
 
 
 @dataclass(slots=True)
-class GroupSettings(Settings):
+class GroupSettings(StepSettings):
     """The settings of a group.
 
     forward_prefetch, backward_prefetch: the groups to gather ahead of it. None: those that the recorded order names.
@@ -391,7 +391,7 @@ class ParamGroup:
 
     # ------------------------------------------------------------------ gradients, in the order of a step
 
-    def reduction_due(self, progress: Progress, *, reduced: bool = False) -> bool:
+    def reduction_due(self, progress: BackwardProgress, *, reduced: bool = False) -> bool:
         """Whether to reduce the gradients now.
 
         When one more gradient is ready: if that was the last. But where parameters may be unused, ranks may differ in when they
@@ -403,11 +403,11 @@ class ParamGroup:
         """
         if self.reduction is None:
             return False
-        if progress is Progress.GRADIENT_READY:
+        if progress is BackwardProgress.GRADIENT_READY:
             return not self.settings.reduce_unused and all(param.unsharded.grad is not None for param in self.trainable)
         if [param for param in self.trainable if param.unsharded.grad is not None]:  # Cost: any() would take twice as long
             return True
-        if progress is Progress.MODULE_DONE:
+        if progress is BackwardProgress.MODULE_DONE:
             return self.settings.reduce_unused
         unused = self.settings.reduce_unused and not reduced
         return self.settings.sync_gradients and (self.reduction.needs_reduction or unused)

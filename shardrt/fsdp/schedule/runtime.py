@@ -14,13 +14,13 @@ from ... import comm
 from ...comm import malloc
 from ...torch_internals import outside_transforms, queue_backward_callback
 from ..base import events
-from ..base.autograd import Phase, Progress, TensorWatcher
+from ..base.autograd import BackwardProgress, GroupPhase, TensorWatcher
 from ..base.events import Step, ranged
 from ..base.policy import RootSettings
 from ..memory import context
 from ..memory.buffers import FlatBuffer, Handoff
 from ..reduce.grad_layout import reduce_layout
-from ..reduce.packed import Held, PackedGrads
+from ..reduce.packed import HeldGrads, PackedGrads
 from ..reduce.reduce import GradientReduction
 from . import registered, symmetric_windows
 from .moves import warn_of_unwritten
@@ -145,7 +145,7 @@ class Runtime(context.Context):
         if self._first_written is None:
             return self._forwards > _ONLY_FORWARD
         reductions = [group.reduction for group in self.groups if group.reduction is not None]
-        waits = any(not each.grads.are_missing or each.held is not Held.NOTHING for each in reductions)  # for an optimizer
+        waits = any(not each.grads.are_missing or each.held is not HeldGrads.NOTHING for each in reductions)  # for an optimizer
         return self._writes() != self._first_written or not waits
 
     def _writes(self) -> int:
@@ -270,7 +270,7 @@ class Runtime(context.Context):
 
     def _finish_backward(self) -> None:
         for group in self.groups:
-            if group.reduction_due(Progress.BACKWARD_DONE, reduced=group in self._reduced):
+            if group.reduction_due(BackwardProgress.BACKWARD_DONE, reduced=group in self._reduced):
                 self.reduce(group)
         if self._to_reduce:
             self._reduce_bucket()
@@ -278,7 +278,7 @@ class Runtime(context.Context):
         for group in self.groups:
             if group.reduction is not None:
                 group.reduction.drop_early()
-            if group.calls.phase is Phase.BACKWARD:
+            if group.calls.phase is GroupPhase.BACKWARD:
                 group.calls.end_backward(group)
             if group.ready is not None:
                 group.finish_backward(is_needed=self.makes_graph)

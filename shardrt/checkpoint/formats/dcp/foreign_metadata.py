@@ -26,18 +26,18 @@ from ..stored import (
     checked_tensor,
     damage_of,
 )
-from ..torch_file.pickles import DTYPES, Ignored, Ordered, Record, Size, StandIn, integers, restricted_load
+from ..torch_file.pickles import DTYPES, Ignored, Ordered, PickledRecord, Size, StandIn, integers, restricted_load
 from .format import DCP
 
 
-class _Metadata(Record):
+class _Metadata(PickledRecord):
     state_dict_metadata: dict[str, Any]
     planner_data: Any = None
     storage_data: dict[_Index, _Info]
     storage_meta: _StorageMeta | None = None
 
 
-class _Tensor(Record):
+class _TensorMetadata(PickledRecord):
     properties: _Properties
     size: tuple[int, ...]
     chunks: list[_Chunk]
@@ -50,35 +50,35 @@ class _Properties(StandIn):
         self.dtype = state["dtype"] if isinstance(state, dict) else state[0]
 
 
-class _Chunk(Record):
+class _Chunk(PickledRecord):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-class _Object(Record):
+class _Object(PickledRecord):
     """In the place of `BytesStorageMetadata`."""
 
 
-class _Index(Record):
+class _Index(PickledRecord):
     fqn: str
     offset: tuple[int, ...] | None = None
 
 
-class _Info(Record):
+class _Info(PickledRecord):
     relative_path: str
     offset: int
     length: int
     transform_descriptors: list[str] | None = None
 
 
-class _StorageMeta(Record):
+class _StorageMeta(PickledRecord):
     save_id: str | None = None
 
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _GLOBALS: dict[tuple[str, str], object] = {
     (_CLASSES, "Metadata"): _Metadata,
-    (_CLASSES, "TensorStorageMetadata"): _Tensor,
+    (_CLASSES, "TensorStorageMetadata"): _TensorMetadata,
     (_CLASSES, "TensorProperties"): _Properties,
     (_CLASSES, "ChunkStorageMetadata"): _Chunk,
     (_CLASSES, "BytesStorageMetadata"): _Object,
@@ -118,7 +118,7 @@ def stored_in(data: bytes, path: Location) -> Stored:
     objects = dict[str, Callable[[], StoredObject]]()
     for name, value in metadata.state_dict_metadata.items():
         checked_name(name)
-        if isinstance(value, _Tensor):
+        if isinstance(value, _TensorMetadata):
             tensors[name] = _PickledTensor(path, name, value, infos.get(name, {}))
         else:
             objects[name] = _PickledObject(path, name, infos.get(name, {}))
@@ -138,7 +138,7 @@ class _PickledTensor:
 
     path: Location
     name: str
-    found: _Tensor
+    found: _TensorMetadata
     infos: dict[Any, _Info]
 
     def __call__(self) -> StoredTensor:

@@ -25,7 +25,7 @@ _MAGIC, _VERSION = b"shardrt\x93", 1
 _SAVE_ID = re.compile(rf"{SAVED_BY}([0-9a-f]{{32}})")
 
 
-class Mark(NamedTuple):
+class SaveMark(NamedTuple):
     """save_id: 32 hexadecimal digits.   file: its name, of at most 32 bytes."""
 
     save_id: str
@@ -58,7 +58,7 @@ def check_marks(reader: Reader, save_id: str | None) -> None:
     Cost: a read at each end of the file.
     """
     own, nbytes = own_id(save_id), reader.size()
-    expected = None if own is None else Mark(own, reader.path.name)
+    expected = None if own is None else SaveMark(own, reader.path.name)
     for verb, start in (("begins", 0), ("ends", nbytes - MARK_NBYTES)):
         found = _decoded(bytes(reader.read(start, MARK_NBYTES))) if nbytes >= MARK_NBYTES else None
         if found != expected:
@@ -69,13 +69,13 @@ def check_marks(reader: Reader, save_id: str | None) -> None:
             )
 
 
-def _decoded(data: bytes) -> Mark | None:
+def _decoded(data: bytes) -> SaveMark | None:
     """The mark; None if these bytes are no mark."""
     magic, version, save_id, file = _FIELDS.unpack_from(data)
     if (magic, version) != (_MAGIC, _VERSION) or zlib.crc32(data[: _FIELDS.size]) != _CRC.unpack_from(data, _FIELDS.size)[0]:
         return None
-    return Mark(save_id.hex(), file.rstrip(b"\0").decode("utf-8", "replace"))
+    return SaveMark(save_id.hex(), file.rstrip(b"\0").decode("utf-8", "replace"))
 
 
-def _described(mark: Mark | None) -> str:
+def _described(mark: SaveMark | None) -> str:
     return "without the mark of a save" if mark is None else f"as {mark}"

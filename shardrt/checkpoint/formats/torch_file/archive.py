@@ -17,7 +17,7 @@ _EDGE = 1024  # bytes read at each end at first: all of what `items.py` writes b
 _WINDOW = 1 << 20  # bytes of which a checksum is computed at a time
 
 
-class Record(NamedTuple):
+class ArchivedFile(NamedTuple):
     """A file in the archive.   offset: of its local header."""
 
     name: str
@@ -64,7 +64,7 @@ class Archive:
         """What is raised for a damaged archive."""
         return DamagedCheckpointError(f"{self._where}: {message}")
 
-    def contents(self, record: Record) -> bytes:
+    def contents(self, record: ArchivedFile) -> bytes:
         """The bytes of a small record, verified."""
         if record.nbytes > self._most:
             raise self.error(f"record {shown(record.name)} has {record.nbytes} bytes; expected {self._most} at most")
@@ -72,7 +72,7 @@ class Archive:
         self._compare(record, zlib.crc32(found))
         return found
 
-    def data_start(self, record: Record) -> int:
+    def data_start(self, record: ArchivedFile) -> int:
         """Where the bytes of a record begin, as they are."""
         signature, _, flags, method, *_, name_length, extra_length = LOCAL.unpack(self._span(record.offset, LOCAL.size))
         if signature != SIGNATURE:
@@ -99,7 +99,7 @@ class Archive:
             self._compare(record, crc)
         return self.has_crcs
 
-    def _compare(self, record: Record, crc: int) -> None:
+    def _compare(self, record: ArchivedFile, crc: int) -> None:
         if self.has_crcs and crc != record.crc:
             raise DamagedCheckpointError(
                 f"{self._where} is damaged: the checksum of record {shown(record.name)} is {crc:08x}, not {record.crc:08x}; "
@@ -123,7 +123,7 @@ class Archive:
             raise self.error(f"expected {size} bytes at {offset}, found {len(found)}; the file is cut off")
         return found
 
-    def _directory(self) -> list[Record]:
+    def _directory(self) -> list[ArchivedFile]:
         end = self._last.rfind(b"PK\5\6")
         if end < 0 or len(self._last) - end < END.size:
             raise self.error(
@@ -138,8 +138,8 @@ class Archive:
             raise self.error(f"an archive whose directory has {nbytes} bytes; expected {self._most} at most")
         return self._records(self._span(start, nbytes), count)
 
-    def _records(self, directory: bytes, count: int) -> list[Record]:
-        found, place = list[Record](), 0
+    def _records(self, directory: bytes, count: int) -> list[ArchivedFile]:
+        found, place = list[ArchivedFile](), 0
         for _ in range(count):
             if directory[place : place + 4] != b"PK\1\2" or place + CENTRAL.size > len(directory):
                 raise self.error("the archive's directory is damaged")
@@ -149,7 +149,7 @@ class Archive:
             name = directory[place : place + name_length].decode("utf-8", "replace")
             extra = directory[place + name_length : place + name_length + extra_length]
             nbytes, _, offset = _with_zip64((nbytes, stored, fields[16]), extra)
-            found.append(Record(name, offset, nbytes, crc, flags, method))
+            found.append(ArchivedFile(name, offset, nbytes, crc, flags, method))
             place += name_length + extra_length + comment_length
         return found
 

@@ -33,7 +33,7 @@ class Ignored(StandIn):
     def __init__(self, *args: object) -> None: ...
 
 
-class Record(StandIn):
+class PickledRecord(StandIn):
     """An object with fields."""
 
     def __setstate__(self, state: Any) -> None:

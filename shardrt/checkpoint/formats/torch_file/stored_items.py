@@ -19,25 +19,25 @@ _LARGEST = 1 << 20  # bytes of the directory and the pickle of one tensor
 _MOST_ARGUMENTS, _MOST_CHARACTERS = 8, 100  # of a tensor; of a storage's key
 
 
-class _Storage(NamedTuple):
+class _StoragePickle(NamedTuple):
     key: str
     dtype: torch.dtype | None  # None: untyped
 
 
-class _Tensor(NamedTuple):
+class _TensorPickle(NamedTuple):
     """What the pickle says."""
 
-    storage: _Storage
+    storage: _StoragePickle
     dtype: torch.dtype
     offset: int  # in elements
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
     @classmethod
-    def rebuilt(cls, storage: _Storage, offset: int, sizes: Any, strides: Any, *rest: Any) -> _Tensor:
+    def rebuilt(cls, storage: _StoragePickle, offset: int, sizes: Any, strides: Any, *rest: Any) -> _TensorPickle:
         """In the place of `torch._utils._rebuild_tensor_v2` and, with a dtype, `_v3`."""
         (offset,) = integers([offset])
-        if not isinstance(storage, _Storage) or len(rest) > _MOST_ARGUMENTS:
+        if not isinstance(storage, _StoragePickle) or len(rest) > _MOST_ARGUMENTS:
             raise ValueError(f"a tensor of {shown(storage)} and {len(rest)} more")
         _, _, *more = rest  # requires_grad, hooks
         dtype = storage.dtype
@@ -48,7 +48,7 @@ class _Tensor(NamedTuple):
         return cls(storage, dtype, offset, integers(sizes), integers(strides))
 
     @classmethod
-    def of_parameter(cls, tensor: _Tensor, *_: Any) -> _Tensor:
+    def of_parameter(cls, tensor: _TensorPickle, *_: Any) -> _TensorPickle:
         """In the place of `torch._utils._rebuild_parameter`."""
         return tensor
 
@@ -104,10 +104,10 @@ def item_in(archive: Archive) -> StoredItem:
 _STORAGES = {name: dtype for dtype, name in LEGACY_STORAGES.items()}
 
 
-def _tensor(archive: Archive, data: bytes) -> _Tensor:
+def _tensor(archive: Archive, data: bytes) -> _TensorPickle:
     where = archive.error("data.pkl").args[0]
     found = restricted_load(data, _find, where, _storage)
-    if not isinstance(found, _Tensor):
+    if not isinstance(found, _TensorPickle):
         raise archive.error(f"expected a tensor in the archive, found {type(found).__name__}")
     if len(found.sizes) != len(found.strides) or min(found.offset, *found.sizes, *found.strides, 0) < 0:
         raise archive.error(f"expected sizes and strides of a tensor, found {found.sizes} and {found.strides}")
@@ -123,11 +123,11 @@ def _find(module: str, name: str) -> object:
     return _GLOBALS[module, name]
 
 
-def _storage(pid: Any) -> _Storage:
+def _storage(pid: Any) -> _StoragePickle:
     kind, dtype, key, *_ = pid
     if kind != "storage" or not (dtype is _UNTYPED or isinstance(dtype, torch.dtype)) or not _is_key(key):
         raise ValueError(f"persistent id {shown(pid)}, expected that of a storage")
-    return _Storage(key, dtype if isinstance(dtype, torch.dtype) else None)
+    return _StoragePickle(key, dtype if isinstance(dtype, torch.dtype) else None)
 
 
 def _is_key(key: object) -> bool:
@@ -136,9 +136,9 @@ def _is_key(key: object) -> bool:
 
 _UNTYPED = "torch.UntypedStorage"
 _GLOBALS: dict[tuple[str, str], object] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _Tensor.rebuilt,
-    ("torch._utils", "_rebuild_tensor_v3"): _Tensor.rebuilt,
-    ("torch._utils", "_rebuild_parameter"): _Tensor.of_parameter,
+    ("torch._utils", "_rebuild_tensor_v2"): _TensorPickle.rebuilt,
+    ("torch._utils", "_rebuild_tensor_v3"): _TensorPickle.rebuilt,
+    ("torch._utils", "_rebuild_parameter"): _TensorPickle.of_parameter,
     ("torch.storage", "UntypedStorage"): _UNTYPED,
     ("torch", "Size"): Size,
     ("collections", "OrderedDict"): Ordered,
