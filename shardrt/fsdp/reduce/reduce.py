@@ -17,8 +17,8 @@ Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or
 the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
 A single shard rank packs its gradients directly into the new sharded ones, if there are none yet. Without replicas, and where
 nothing is done to gradients on their way, it packs none (`unpacked.py`).
-`pack` returns everything that the later steps need. Between backwards a reduction holds only what `HeldGrads` names; what a failed
-reduction has packed counts as accumulated.
+`pack` returns everything that the later steps need. Between backwards a reduction holds only what `HeldGrads` names; what a
+failed reduction has packed counts as accumulated.
 """
 
 from __future__ import annotations
