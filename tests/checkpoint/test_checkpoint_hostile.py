@@ -197,7 +197,7 @@ def test_tensors_that_are_none_of_these() -> None:
     base = torch.arange(12.0)
     shared = base[:3]
     param = torch.nn.Parameter(torch.ones(2))
-    param.note = "kept"  # type: ignore[attr-defined]
+    param.note = "kept"
     values = [
         shared, base.view(3, 4).t(), torch.ones(1).expand(1000), torch.empty(0), torch.ones(2, dtype=torch.bfloat16),
         torch.tensor(3), torch.randn(2, dtype=torch.complex64).conj(), torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(),

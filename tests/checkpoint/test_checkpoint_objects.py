@@ -200,7 +200,7 @@ def test_containers_are_loaded_where_they_are(world: World) -> None:
                 found = (state if key in state else inner)[key]
                 assert found is value, key
                 if key != "tensors":
-                    assert value == (saved if key in saved else saved["in dict"])[key], key  # type: ignore[index]
+                    assert value == (saved if key in saved else saved["in dict"])[key], key
             assert (state["tensors"][0].tolist(), state["tensors"][1]) == ([1.0, 1.0], 4)
             assert type(state["counter"]) is Counter
         kind: dict[str, Any] = {"in dict": {"numbers": defaultdict(list)}}

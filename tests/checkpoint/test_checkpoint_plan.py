@@ -108,7 +108,7 @@ def validate(folder: Path, plans: Sequence[Planned]) -> None:
         from torch.distributed.checkpoint.default_planner import _validate_global_plan
         from torch.distributed.checkpoint.filesystem import FileSystemReader
     metadata = FileSystemReader(folder).read_metadata()
-    assert _validate_global_plan([None, None], metadata) == []  # type: ignore[list-item]
+    assert _validate_global_plan([None, None], metadata) == []
     places = {(info.relative_path, info.offset, info.length) for info in metadata.storage_data.values()}
     assert places == {(plan.file, *place) for plan in plans for _, *place in plan.items}
 

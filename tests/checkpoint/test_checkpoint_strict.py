@@ -434,4 +434,4 @@ def test_maps_that_are_refused_on_every_rank(world: World) -> None:
             with pytest.raises(CheckpointError, match=text):
                 load(folder / "saved", {"a": 0}, key_map=key_map if last else None)
         with pytest.raises(CheckpointError, match=r"rank 1 raised TypeError: load: expected .*, and planner="):
-            load(folder / "saved", {"a": 0}, **({"planner": 1} if last else {}))  # type: ignore[call-overload]
+            load(folder / "saved", {"a": 0}, **({"planner": 1} if last else {}))

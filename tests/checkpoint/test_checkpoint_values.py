@@ -108,12 +108,12 @@ def test_equal_values_that_are_spelled_in_another_way(world: World) -> None:
 def test_states_that_differ_by_rank_and_may(world: World) -> None:
     """Plain tensors, buffers, random numbers, and names that only some ranks have."""
     model = nn.BatchNorm1d(3)
-    model.running_mean.fill_(world.rank)  # type: ignore[union-attr]
+    model.running_mean.fill_(world.rank)
     state = {"model": model, "random": checkpoint.RandomState(), "tensor": torch.tensor(world.rank)}
     with shared_folder(world) as folder:
         save(folder / "step-1", state | ({} if world.rank else {"late": 1}))
         load(folder / "step-1", state)
-        assert model.running_mean.tolist() == [0.0, 0.0, 0.0]  # type: ignore[union-attr]
+        assert model.running_mean.tolist() == [0.0, 0.0, 0.0]
 
 
 @on_ranks(2)

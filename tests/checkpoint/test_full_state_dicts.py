@@ -462,7 +462,7 @@ def test_hyperparameters_of_other_groups(world: World) -> None:
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=7.0)
     records: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("shardrt").addHandler(handler)
     try:
         set_optimizer_state_dict(model, optimizer, state, options=FULL)

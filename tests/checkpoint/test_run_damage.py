@@ -176,7 +176,7 @@ def test_what_is_no_damage_is_raised_and_renames_nothing(world: World) -> None:
         world.barrier()
         assert names(here) == [name_of(number) for number in STEPS]
         with pytest.raises(ValueError, match=r"on_damage='newer'.*expected 'older' or 'raise'"):
-            shardrt.Run(here, make(), on_damage="newer")  # type: ignore[arg-type]
+            shardrt.Run(here, make(), on_damage="newer")
 
 
 def failing_in(name: str, code: int) -> Any:

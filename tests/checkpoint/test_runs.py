@@ -694,9 +694,9 @@ def test_a_job_killed_at_twenty_random_moments(uninterrupted: dict[str, Any], tm
     chance = random.Random(0)
     for number in range(20):
         job = Job(tmp_path, "-n", "2", "--restarts", "0", seconds=1.0)
-        job.wait_for(lambda job=job: bool(job.mpirun()))  # type: ignore[misc]
+        job.wait_for(lambda job=job: bool(job.mpirun()))
         if number % 2 == 0:
-            job.wait_for(lambda job=job: len(job.ranks()) == 2)  # type: ignore[misc]
+            job.wait_for(lambda job=job: len(job.ranks()) == 2)
         time.sleep(chance.uniform(0.0, 3.0))
         if job.process.poll() is None:
             kill(chance.choice([*job.ranks(), *job.mpirun()]))
@@ -734,7 +734,7 @@ def test_a_slurm_job_killed_at_twenty_random_moments(slurm: Slurm, uninterrupted
     chance = random.Random(0)
     for _ in range(20):
         job = in_allocation(slurm, tmp_path, seconds=1.0)
-        job.wait_for(lambda job=job: len(job.ranks()) == 2)  # type: ignore[misc]
+        job.wait_for(lambda job=job: len(job.ranks()) == 2)
         time.sleep(chance.uniform(0.0, 3.0))
         kill(chance.choice(job.ranks()))
         assert job.end() != 0, job.output()

@@ -59,9 +59,9 @@ def grads_of(model: nn.Module, world: World, micros: int = 2) -> list[torch.Tens
     """This rank's gradients after micro-batches of which the last one is reduced."""
     x = batch(0, 24).to(next(model.parameters()).dtype).chunk(world.size)[world.rank]
     for index, rows in enumerate(x.chunk(micros)):
-        model.set_requires_gradient_sync(index == micros - 1)  # type: ignore[operator]
+        model.set_requires_gradient_sync(index == micros - 1)
         loss_of(model, rows).backward()
-    return [param.grad.to_local() for param in model.parameters()]  # type: ignore[union-attr]
+    return [param.grad.to_local() for param in model.parameters()]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

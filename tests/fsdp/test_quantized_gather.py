@@ -381,7 +381,7 @@ def test_tensor_parallel(world: World) -> None:
     rank = mesh["tp"].rank
     assert torch.equal(values[0], rounded(whole[0].weight.chunk(2)[rank]))
     assert torch.equal(values[2], rounded(whole[1].weight.chunk(2, 1)[rank].contiguous()))
-    assert torch.equal(model.get_parameter("1.weight").full_tensor(), whole[1].weight)  # type: ignore[attr-defined]
+    assert torch.equal(model.get_parameter("1.weight").full_tensor(), whole[1].weight)
 
 
 # ---------------------------------------------------------------------- what else happens to models
@@ -458,7 +458,7 @@ def test_policies_that_are_refused() -> None:
         ({"gather": INT8, "full_precision_ranks": 2}, r"give reduce=torch.int8 too"),
     ]:
         with pytest.raises(ValueError, match=message):
-            QuantizationPolicy(**given)  # type: ignore[arg-type]
+            QuantizationPolicy(**given)
 
 
 @on_ranks(2)
@@ -467,7 +467,7 @@ def test_settings_that_are_refused(world: World) -> None:
         return shardrt.fully_shard(two_layers(), quantization_policy=policy, **options)
 
     with pytest.raises(TypeError, match=r"quantization_policy='int8'\): expected a shardrt.QuantizationPolicy or None"):
-        shard("int8")  # type: ignore[arg-type]
+        shard("int8")
     with pytest.raises(ValueError, match=r"reduce_dtype=torch.float64\): codes are made of 16 or 32 bits"):
         shard(QuantizationPolicy(reduce=INT8), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
     with pytest.raises(ValueError, match=r"set_custom_all_gather on 'Sequential': .* its quantised ones"):

@@ -110,7 +110,7 @@ def test_modules_on_streams_of_the_users(world: World, build: type[OneOnSide], m
     """
 
     def shift(step: int, model: nn.Module) -> None:
-        model.shift = 0 if build is EachOnItsOwn else step // 2  # type: ignore[assignment]
+        model.shift = 0 if build is EachOnItsOwn else step // 2
 
     train_side_by_side(world, build().double(), map(batch, range(6)), microbatches=microbatches, before_step=shift)
 

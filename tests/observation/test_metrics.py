@@ -144,14 +144,14 @@ def test_what_one_rank_cannot_write_every_rank_refuses(world: World) -> None:
         pass
     for value in ("text", torch.ones(2)):
         with pytest.raises(TypeError, match=r"loss=.*expected a number, a tensor of one element, or None"):
-            metrics.log(0, loss=value)  # type: ignore[arg-type]
+            metrics.log(0, loss=value)
 
 
 @on_ranks(1)
 def test_tensorboard_and_numbers_that_json_has_not(world: World) -> None:
     added: list[tuple[str, float, int]] = []
     writer = SimpleNamespace(add_scalar=lambda *given: added.append(given), close=lambda: added.append(("closed", 0, 0)))
-    sys.modules["torch.utils.tensorboard"] = SimpleNamespace(SummaryWriter=lambda folder: writer)  # type: ignore[assignment]
+    sys.modules["torch.utils.tensorboard"] = SimpleNamespace(SummaryWriter=lambda folder: writer)
     try:
         with tempfile.TemporaryDirectory() as folder:
             with Metrics(Path(folder) / "lines", tensorboard=folder) as metrics:
@@ -159,7 +159,7 @@ def test_tensorboard_and_numbers_that_json_has_not(world: World) -> None:
                     pass
                 metrics.log(7, loss=float("nan"), missing=None)
             line = json.loads((Path(folder) / "lines").read_text())
-        sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]  # not installed
+        sys.modules["torch.utils.tensorboard"] = None  # not installed
         Metrics(tensorboard="nowhere").close()
     finally:
         del sys.modules["torch.utils.tensorboard"]

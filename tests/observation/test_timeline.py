@@ -226,7 +226,7 @@ def test_what_is_left_open_ends_with_what_is_around_it(world: World) -> None:
     for block in model.blocks:
         assert isinstance(block, toys.OddBlock)
         shardrt.fully_shard(block.up)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     shardrt.fully_shard(model.inp)
     made = Training(shardrt.fully_shard(model), torch.ones(4, 5, dtype=torch.float64))
     made.step()
@@ -442,7 +442,7 @@ def test_spans_that_overlap_get_threads_of_their_own_and_arrows_bind() -> None:
     )
     made = list(chrome_events(events, process(1)))
     check_trace({"traceEvents": made})
-    threads = {event["tid"]: event["args"]["name"] for event in made if event["name"] == "thread_name"}  # type: ignore[index]
+    threads = {event["tid"]: event["args"]["name"] for event in made if event["name"] == "thread_name"}
     of = {event["name"]: threads[event["tid"]] for event in made if event["ph"] == "X"}
     assert [of[f"backward {name}"] for name in "abc"] == ["compute", "compute", "compute (2)"]
     assert {of[f"forward {span.subject}"] for span in moments} == {"compute"}

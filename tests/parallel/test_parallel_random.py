@@ -153,7 +153,7 @@ def test_manual_seed(world: World) -> None:
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
     for bad in (2**64, -(2**63) - 1, 0.5, True):
         with pytest.raises(ValueError, match=r"manual_seed\(.*\): expected an integer from -2\^63 to 2\^64 - 1"):
-            shardrt.manual_seed(bad)  # type: ignore[arg-type]
+            shardrt.manual_seed(bad)
     mesh.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -241,7 +242,7 @@ def compare(whole: nn.Module, sharded: nn.Module, tolerance: float, when: str) -
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=tolerance, atol=tolerance, msg=describe)
 
 
-def gathers_of(model: nn.Module) -> list[str]:
+def gathers_of(model: Any) -> list[str]:
     """Spy on the groups of a sharded model: names in the order in which their gathers start, and frees as "-name"."""
     events: list[str] = []
     for group in model.param_group.with_descendants():

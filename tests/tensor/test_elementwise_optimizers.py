@@ -51,7 +51,7 @@ class DispatchedOperations(TorchDispatchMode):
 
 def dispatched(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """The same optimizer with an `_init_group` of its own, which therefore runs on the `DTensor`s."""
-    init_group = kind._init_group  # type: ignore[attr-defined]
+    init_group = kind._init_group
     return type("Dispatched", (kind,), {"_init_group": lambda self, *lists: init_group(self, *lists)})
 
 
@@ -139,7 +139,7 @@ def test_hooks_closures_and_interruptions(world: World) -> None:
     assert [id(param) for param in seen] == [id(param) for param in model.parameters()] * 3
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert isinstance(param, shardrt.DTensor)
-        assert torch.equal(param.to_local(), other.to_local())  # type: ignore[attr-defined]
+        assert torch.equal(param.to_local(), other.to_local())
 
 
 def test_which_optimizers_are_elementwise() -> None:
@@ -187,10 +187,10 @@ def test_subclasses_and_hooks_see_the_optimizer(world: World) -> None:
     optimizer.register_step_post_hook(lambda optimizer, args, kwargs: seen.append(args[0]))
     for step in range(3):
         loss_of(model, batch(step)).backward()
-        old = [param.to_local().clone() for param in model.parameters()]  # type: ignore[attr-defined]
+        old = [param.to_local().clone() for param in model.parameters()]
         with DispatchedOperations() as operations:
             optimizer.step()
-        assert all(torch.equal(a, b.to_local()) for a, b in zip(old, model.parameters(), strict=True))  # type: ignore[attr-defined]
+        assert all(torch.equal(a, b.to_local()) for a, b in zip(old, model.parameters(), strict=True))
         optimizer.zero_grad()
     assert operations.names <= {"aten::detach"}
     assert seen
@@ -228,4 +228,4 @@ def test_compiled_steps(world: World) -> None:
         compiled()
         expected.step()
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.to_local(), other.to_local())  # type: ignore[attr-defined]
+        torch.testing.assert_close(param.to_local(), other.to_local())
