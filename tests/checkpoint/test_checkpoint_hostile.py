@@ -224,8 +224,9 @@ def test_a_hostile_object_in_a_checkpoint(world: World, tmp_path: Path) -> None:
     stored = read_stored(tmp_path / "saved").objects["x"]
     data = (tmp_path / "saved" / stored.file).read_bytes()
     hostile = HOSTILE["bytearray"]
-    filled = archive(called("builtins", "bytearray", number(LARGE)), more=bytes(stored.length - len(hostile) - 140))
-    filled = b"\0" * (stored.length - len(filled)) + filled
+    program = called("builtins", "bytearray", number(LARGE))
+    filled = archive(program, more=bytes(stored.length - len(archive(program, more=b"\0")) + 1))
+    assert len(filled) == stored.length
     (tmp_path / "saved" / stored.file).write_bytes(data[: stored.offset] + filled + data[stored.offset + stored.length :])
     with pytest.raises(CheckpointError, match=r"__0_0.distcp', object 'x'.*bytearray"):
         load(tmp_path / "saved", {"x": ""})
