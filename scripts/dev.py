@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there with PYTHONSAFEPATH
 import reach
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +134,8 @@ def test(arguments: list[str]) -> int:
     """Run every step, also after a failure, then print a summary. Steps that need one core run beside the tests."""
     tests = run_given_tests
     if arguments[:1] == ["--changed"]:
+        if len(arguments) > 2:
+            fail("test --changed: expected one revision, or none")
         tests, arguments = run_tests, changed_tests(*(arguments[1:] or ["HEAD"]))
     elif not set(arguments) - {"--all"}:
         tests = run_tests
@@ -178,13 +181,14 @@ def run_tests(venv: Venv, arguments: list[str], mark: str = "", **variables: str
     Hazard: beside other jobs of MPICH, MPI_Init of four ranks under srun fails with "out of memory".
     """
     prefix = f"{mark} and " if mark else ""
-    several = run_some(venv, *SIDE_BY_SIDE, *arguments, "-m", f"{prefix}not slurm", **variables)
-    return run_some(venv, *arguments, "-m", f"{prefix}slurm", **variables) or several
+    run_marked = run_some if set(arguments) - {"--all"} else run_pytest
+    several = run_marked(venv, *SIDE_BY_SIDE, *arguments, "-m", f"{prefix}not slurm", **variables)
+    return run_marked(venv, *arguments, "-m", f"{prefix}slurm", **variables) or several
 
 
 def run_given_tests(venv: Venv, arguments: list[str], mark: str = "", **variables: str) -> int:
     """Run pytest with the user's own arguments, in one process; with a mark, there may be no test that has it."""
-    return run_some(venv, *arguments, "-m", mark, **variables) if mark else run(venv, "pytest", *arguments, **variables)
+    return run_some(venv, *arguments, "-m", mark, **variables) if mark else run_pytest(venv, *arguments, **variables)
 
 
 def changed_tests(revision: str) -> list[str]:
@@ -199,8 +203,13 @@ def changed_tests(revision: str) -> list[str]:
 
 def run_some(venv: Venv, *arguments: str, **variables: str) -> int:
     """Run pytest with arguments that may select no test."""
-    code, nothing_selected = run(venv, "pytest", *arguments, **variables), 5
+    code, nothing_selected = run_pytest(venv, *arguments, **variables), 5
     return 0 if code == nothing_selected else code
+
+
+def run_pytest(venv: Venv, *arguments: str, **variables: str) -> int:
+    """Run pytest. Returns its exit code."""
+    return run(venv, "pytest", *arguments, **variables)
 
 
 def test_without_buckets() -> int:

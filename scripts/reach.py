@@ -1,7 +1,7 @@
 """Which tests a change can reach: those whose files depend on a changed one, at first or at second hand.
 
-A file depends on what it imports, also inside functions, and on programs that its strings name (`"supervisor.py"`). A test or
-script depends on all that its strings name: modules (`-m shardrt.launch`), files, folders (`"examples"`), and the imports of
+A file depends on what it imports, also inside functions, and on what it reads or starts by path (`folder / "sheets"`). A test
+or script depends on all that its strings name: modules (`-m shardrt.launch`), files, folders (`"examples"`), and the imports of
 programs. `from shardrt import Run` is a dependency on the file that defines `Run`, not on all that the package imports.
 """
 
@@ -40,7 +40,7 @@ def reached_tests(revision: str) -> list[str]:
 
 def changed_files(revision: str) -> list[str]:
     """The paths, from the root, of files that differ from the revision, and of new ones that git does not ignore."""
-    return [*git("diff", "--name-only", revision, "--"), *git("ls-files", "--others", "--exclude-standard")]
+    return [*git("diff", "--name-only", "--no-renames", revision, "--"), *git("ls-files", "--others", "--exclude-standard")]
 
 
 def git(*arguments: str) -> list[str]:
@@ -67,7 +67,8 @@ def python_files() -> frozenset[str]:
 def named_files() -> dict[str, set[str]]:
     """The files that a string may name: by their own names, and by those of their folders, except for the top ones."""
     found: dict[str, set[str]] = {}
-    for path in git("ls-files", "--cached", "--others", "--exclude-standard"):
+    deleted = git("ls-tree", "-r", "--name-only", "HEAD")
+    for path in {*git("ls-files", "--cached", "--others", "--exclude-standard"), *deleted}:
         *folders, name = Path(path).parts
         for part in (name, *folders[1:]):
             found.setdefault(part, set()).add(path)
@@ -91,13 +92,17 @@ def dependencies(path: str) -> frozenset[str]:
         return frozenset()
     names = Names(package_of(path))
     names.visit(parsed(path))
-    names.read_texts(parsed(path), programs=path.startswith(("tests/", "scripts/")))
+    if path.startswith(("tests/", "scripts/")):
+        names.read_texts(parsed(path))
     return frozenset(names.files)
 
 
 @cache
 def parsed(path: str) -> ast.Module:
-    return ast.parse((ROOT / path).read_text())
+    try:
+        return ast.parse((ROOT / path).read_text())
+    except SyntaxError as error:
+        raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
 
 
 def is_list_of_names(path: str) -> bool:
@@ -150,14 +155,26 @@ class Names(ast.NodeVisitor):
             return None
         return module if module and module_file(module) else None
 
-    def read_texts(self, tree: ast.AST, *, programs: bool) -> None:
-        """Read the strings of a program, except for docstrings: for files, or also for programs, modules and folders."""
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        """`folder / "guard" / "__main__.py"`."""
+        parts, left = list[str](), node
+        while isinstance(left, ast.BinOp) and isinstance(left.op, ast.Div) and (part := text_of(left.right)):
+            parts, left = [part, *parts], left.left
+        self.files |= files_at("/".join(parts))
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """`path.with_name("supervisor.py")`."""
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "with_name" and text_of(node.args[0]).count("."):
+            self.files |= files_at(text_of(node.args[0]))
+        self.generic_visit(node)
+
+    def read_texts(self, tree: ast.AST) -> None:
+        """Read the strings of a program, except for docstrings."""
         for node in ast.walk(tree):
             if not isinstance(node, ast.Expr):
                 for child in ast.iter_child_nodes(node):
-                    if not isinstance(child, ast.Constant) or not isinstance(child.value, str):
-                        continue
-                    if programs or re.fullmatch(r"[a-z]\w*\.py", child.value):
+                    if isinstance(child, ast.Constant) and isinstance(child.value, str):
                         self._read(child.value)
 
     def _read(self, text: str) -> None:
@@ -169,6 +186,18 @@ class Names(ast.NodeVisitor):
             self.files |= module_file(text) | module_file(f"{text}.__main__")
         elif re.fullmatch(r"[\w./-]+", text):
             self.files |= named_files().get(Path(text).name, set())
+
+
+def text_of(node: ast.expr) -> str:
+    """The string that an expression is; empty for all others."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+@cache
+def files_at(path: str) -> frozenset[str]:
+    """The files whose paths end like this, and those of folders whose paths do, except for the top ones."""
+    every = {file for files in named_files().values() for file in files} if path else set()
+    return frozenset(file for file in every if f"/{file}".endswith(f"/{path}") or f"/{path}/" in file)
 
 
 @cache

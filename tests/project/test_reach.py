@@ -22,6 +22,9 @@ import reach
         ("test_examples.py", "scripts/examples/hsdp.py"),  # in a folder that is named
         ("test_docs.py", "README.md"),
         ("test_guard.py", "comm/guard/watch.py"),
+        ("test_launch.py", "comm/guard/watch.py"),  # started by path
+        ("test_kernels.py", "kernels/kernels.cu"),
+        ("test_hardware.py", "shardrt/plan/sheets/h100.toml"),
     ],
 )
 def test_what_a_file_depends_on(test: str, file: str) -> None:
@@ -64,7 +67,7 @@ def test_changes_since_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "new.py").write_text("1")
     (tmp_path / "ignored.py").write_text("1")
     assert sorted(reach.changed_files("HEAD")) == ["edited.py", "new.py"]
-    with pytest.raises(ValueError, match="git diff --name-only nowhere --: fatal: bad revision 'nowhere'"):
+    with pytest.raises(ValueError, match="git diff --name-only --no-renames nowhere --: fatal: bad revision 'nowhere'"):
         reach.changed_files("nowhere")
     assert reach.canonical("shardrt/comm/mesh.py") == "comm/mesh.py"
 
