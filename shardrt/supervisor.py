@@ -1,6 +1,7 @@
 """Run a job until nothing of it is left, and start a failed one again while it advances: supervisor.py [options] COMMAND...
 
-`shardrt.launch` replaces itself by this program, the parent of mpirun or srun. It imports nothing but the standard library.
+`shardrt.launch` replaces itself by this program, the parent of mpirun or srun. It imports the standard library and
+`comm/ending`, which needs no more.
 
 SIGUSR1 goes to mpirun or srun, which pass it on to all ranks. SIGTERM and SIGINT take the way that --ends names; SIGHUP, of a
 terminal that closes, is a SIGTERM, unless the caller ignores it (nohup).
@@ -59,6 +60,7 @@ from .comm.ending.report import PROGRESS, REPORTS, write
 USAGE_ERROR = 2
 _LOOK_S = 0.5  # between two looks for reports
 _END_S = 10.0  # for mpirun to end when a rank has said that it ends the job
+_SHOW_S = 2.0  # for a message to be read
 _GUARDS_S = 2.0  # for the guards of ranks that have ended to end
 _ORPHANS_S = 5.0  # for the ranks of a launcher that was killed to end by themselves
 _KILLED_S = 5.0  # for processes that got SIGKILL
@@ -346,9 +348,21 @@ def report(message: str) -> None:
 
 
 def show(lines: bytes) -> None:
-    """Write to standard error, but drop what nobody reads within a second."""
+    """Write to standard error, but drop what nobody reads within some seconds.
+
+    Hazard: what cannot be opened again may block although there was room: others write to the same pipe. The alarm ends it.
+    """
+    signal.signal(signal.SIGALRM, _late)
     with suppress(OSError):
-        write(2, lines)
+        signal.setitimer(signal.ITIMER_REAL, _SHOW_S)
+        try:
+            write(2, lines)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _late(number: int, frame: object) -> None:
+    raise TimeoutError
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -86,8 +86,11 @@ def state_of(pid: int) -> str:
         return "X"
 
 
-def children(pid: int) -> list[int]:
-    """The numbers of the children of a process; none if it has ended, or this kernel does not tell. Cost: 10 us each thread."""
+def children(pid: int | str) -> list[int]:
+    """The numbers of a process's children; none if it has ended, or this kernel does not tell. Cost: 10 us for each thread.
+
+    "self": this process, which /proc may show by another number, or not at all, in a container.
+    """
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):

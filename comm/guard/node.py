@@ -135,14 +135,14 @@ class NodeStatus:
 
     def __init__(self, pid: int, fd: str, deadline_s: str, held_s: str, ranks: str) -> None:
         self.table = StatusTable(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-        self._heartbeats: list[float] = []
+        self._heartbeats: list[bytes] = []
         self.deadline_s, self.held_s = float(deadline_s), float(held_s)
         self.ranks = [int(rank) for rank in ranks.split(",")]
 
     def has_beaten(self) -> bool:
         """Whether any rank's watchdog has been awake since the last call."""
         before = self._heartbeats
-        self._heartbeats = [self.table.header(rank).seen for rank in range(self.table.size)]
+        self._heartbeats = self.table.heartbeats()
         return self._heartbeats != before
 
     def is_in_operation(self) -> bool:

@@ -46,7 +46,7 @@ def _of_children() -> float:
     """Seconds that all descendants have used, those that have ended included; without the guard."""
     ended = os.times()
     found = ended.children_user + ended.children_system
-    pids = children(os.getpid())
+    pids = children("self")
     while pids:
         pid = pids.pop()
         with contextlib.suppress(OSError):  # it has ended

@@ -23,7 +23,7 @@ def run(options: StressOptions) -> int:
     victim = options.number - 1 if options.fault_rank is None else options.fault_rank
     if not 0 <= victim < options.number:
         sys.exit(f"--fault-rank {victim} is not one of {options.number} ranks")
-    table = FaultTable({}) if options.report in (None, PRINT) else FaultTable.read(options.report)
+    table = FaultTable({}, []) if options.report in (None, PRINT) else FaultTable.read(options.report)
     site, held = Installation.find(), True
     ways = [Way.LAUNCH] if options.report is None else list(Way)
     groups = _share_jobs(_possible(options.faults, site))

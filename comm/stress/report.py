@@ -22,20 +22,23 @@ _HEAD = ("what happens on one rank", "what the job does", *COLUMNS)
 
 @dataclass(slots=True)
 class FaultTable:
-    """cells: what is known, by a fault's name and column."""
+    """cells: what is known, by a fault's name and column.   others: rows of faults that this program does not know."""
 
     cells: dict[tuple[str, str], str]
+    others: list[str]
 
     @classmethod
     def read(cls, page: Path) -> FaultTable:
         """The table in a page. Exits if the page has none."""
         names = {fault.what: fault.name for fault in FAULTS.values()}
-        cells: dict[tuple[str, str], str] = {}
+        cells, others = dict[tuple[str, str], str](), list[str]()
         for line in _between(page)[1].splitlines()[2:]:
             what, _, *of_columns = (cell.strip() for cell in line.strip("| ").split(" | "))
-            if what in names:
+            if what not in names:
+                others.append(line)
+            else:
                 cells |= {(names[what], col): cell for col, cell in zip(COLUMNS, of_columns, strict=True) if cell != UNKNOWN}
-        return cls(cells)
+        return cls(cells, others)
 
     def add(self, fault: Fault, column: str, way: Way, ending: Ending, *, holds: bool) -> None:
         """Note how a job ended: BARE after LAUNCH, and only where it is another ending."""
@@ -48,7 +51,7 @@ class FaultTable:
     def lines(self) -> list[str]:
         """Every fault's row, in Markdown."""
         rows = [[f.what, f.must, *(self.cells.get((f.name, c)) or UNKNOWN for c in COLUMNS)] for f in FAULTS.values()]
-        return [f"| {' | '.join(row)} |" for row in (_HEAD, ["---"] * len(_HEAD), *rows)]
+        return [*(f"| {' | '.join(row)} |" for row in (_HEAD, ["---"] * len(_HEAD), *rows)), *self.others]
 
     def write(self, page: Path) -> None:
         """Put the table into a page that has one, or print it."""

@@ -120,15 +120,29 @@ def _local_parts(values: Sequence[Any], specs: Sequence[Spec | None], what: str)
 
 
 def _exchange_self(kind: type[Optimizer]) -> None:
-    """Have the class's `step` run with a stand-in as `self` where that holds sharded parameters."""
-    if (step := vars(kind).get("step")) is None:  # the class inherits its step
-        return
-    hooked = getattr(step, "hooked", False)  # torch calls hooks in a wrapper, which the first optimizer of a class installs
-    exchanged = _exchanging(step.__wrapped__ if hooked else step)
-    if hooked:
-        exchanged = Optimizer.profile_hook_step(exchanged)
-        exchanged.hooked = True  # type: ignore[attr-defined]
-    kind.step = exchanged  # type: ignore[method-assign]
+    """Have the class's own `step` run with a stand-in as `self` where that holds sharded parameters, if it is torch's.
+
+    The first optimizer of a class has torch call its hooks in a wrapper of the class's step, of which schedulers take hold:
+    what the wrapper calls is exchanged. A step that others have put there is left alone: it steps on `DTensor`s.
+    """
+    step = vars(kind).get("step")
+    if _is_torchs(step):
+        kind.step = _exchanging(step)  # type: ignore[method-assign]
+    elif getattr(step, "__code__", None) is _HOOKED.__code__:
+        assert step is not None
+        called = step.__closure__[_HOOKED.__code__.co_freevars.index("func")]
+        if _is_torchs(called.cell_contents):
+            called.cell_contents = _exchanging(called.cell_contents)
+
+
+# What torch makes of a step.
+_HOOKED: Any = Optimizer.profile_hook_step(lambda optimizer: None)
+
+
+def _is_torchs(step: Any) -> bool:
+    """Whether torch defines this function, which is not its wrapper for hooks."""
+    module = getattr(step, "__globals__", {}).get("__name__", "")
+    return module.startswith("torch.optim.") and step.__code__ is not _HOOKED.__code__
 
 
 def _exchanging(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,5 +156,8 @@ def _exchanging(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def exchange_steps() -> None:
     """Let the classes' steps run on local shards where there are some."""
-    for kind in _ELEMENTWISE:
+    todo = list[type[Optimizer]](_ELEMENTWISE)
+    while todo:  # a class of the user's that inherits its step has a wrapper of its own
+        kind = todo.pop()
         _exchange_self(kind)
+        todo += [each for each in kind.__subclasses__() if each not in _ELEMENTWISE]

@@ -379,7 +379,8 @@ def test_the_page_has_every_fault() -> None:
 
 def test_table_keeps_what_was_not_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{report.BEGIN}\n{report.END}\n\nafter\n")
+    unknown = "| does what only another program knows | the job ends | 3, 1 s | - | - |"
+    page.write_text(f"before\n\n{report.BEGIN}\n| head |\n|---|\n{unknown}\n{report.END}\n\nafter\n")
     first = FaultTable.read(page)
     first.add(FAULTS["c-exit"], "MPICH", Way.LAUNCH, Ending(17, "", 0.6, []), holds=True)
     first.add(FAULTS["c-exit"], "MPICH", Way.BARE, Ending(137, "", 1.6, []), holds=True)
@@ -393,6 +394,7 @@ def test_table_keeps_what_was_not_run(tmp_path: Path) -> None:
     rows = {what: cells for what, _, cells in (line.split(" | ", 2) for line in text.splitlines() if " | " in line)}
     assert rows["| calls C's `exit(0)`"] == "17, 1 s; bare: 137, 2 s | **not so**: no end, 14 s | - |"
     assert rows["| leaves a call out"] == "raises, 0 s | - | - |"
+    assert text.count(unknown) == 1
     assert (text.startswith("before"), text.endswith("after\n")) == (True, True)
 
 

@@ -716,6 +716,13 @@ def test_a_pipe_that_others_fill_holds_up_no_message() -> None:
     os.close(writer)
 
 
+def test_a_write_that_blocks_holds_up_no_message() -> None:
+    blocks = "show.__globals__.update(_SHOW_S=0.1, write=lambda fd, data: os.read(os.pipe()[0], 1))"
+    source = f"import os, runpy; show = runpy.run_path({supervisor.__file__!r})['show']; {blocks}; show(b'x'); print('went on')"
+    done = subprocess.run([sys.executable, "-S", "-c", source], capture_output=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout == b"went on\n"
+
+
 def ignore_children() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 

@@ -69,7 +69,7 @@ adam = torch.optim.Adam.step
 waiting = [made(kind) for kind in kinds]  # with schedulers that have wrapped the step of before
 shardrt.init()
 sharded = shardrt.fully_shard(nn.Linear(4, 4))
-assert torch.optim.Adam.step is not adam
+assert torch.optim.Adam.step is adam  # what it calls is another: schedulers hold it
 ours = torch.optim.Adam(sharded.parameters(), lr=0.1)
 assert seen == []
 for each, (values, _) in zip(waiting, expected):

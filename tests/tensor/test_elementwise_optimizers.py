@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -198,19 +199,52 @@ def test_subclasses_and_hooks_see_the_optimizer(world: World) -> None:
 
 
 def test_a_class_that_torch_has_hooked_already() -> None:
-    """Its hooks stay outermost, and are called once."""
+    """Its hooks stay outermost, and are called once; what holds the step follows."""
 
     class Hooked(torch.optim.Optimizer):
-        def step(self, closure: Any = None) -> Any:
-            seen.append("step")
+        step = FunctionType(_step.__code__, {**globals(), "__name__": "torch.optim.hooked"}, "_step", (None,))
 
-    seen: list[str] = []
+    _seen.clear()
     optimizer = Hooked([nn.Parameter(torch.ones(3))], {})
-    optimizer.register_step_pre_hook(lambda *args: seen.append("before"))
+    optimizer.register_step_pre_hook(lambda *args: _seen.append("before"))
+    held, hooked = optimizer.step, Hooked.step
     _exchange_self(Hooked)
+    assert Hooked.step is hooked
     Hooked([nn.Parameter(torch.ones(3))], {})
     optimizer.step()
-    assert seen == ["before", "step"]
+    held()
+    assert _seen == ["before", "step"] * 2
+    with_exchange = [cell.cell_contents for cell in hooked.__closure__ or () if isinstance(cell.cell_contents, FunctionType)]
+    assert [each.__name__ for each in with_exchange] == ["_step"]
+    assert with_exchange[0].__wrapped__.__code__ is _step.__code__  # type: ignore[attr-defined]
+
+
+_seen: list[str] = []
+
+
+def _step(optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
+    _seen.append("step")
+
+
+def test_a_step_that_others_have_put_into_the_class_is_left_alone() -> None:
+    class Mine(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    raw = vars(Mine)["step"]
+    _exchange_self(Mine)
+    assert vars(Mine)["step"] is raw
+    Mine([nn.Parameter(torch.ones(3))], lr=0.1)
+    hooked = Mine.step
+
+    @functools.wraps(hooked)  # it says that it is hooked, too
+    def around(self: Any, *args: Any) -> Any:
+        return hooked(self, *args)
+
+    Mine.step = around  # type: ignore[method-assign]
+    _exchange_self(Mine)
+    assert Mine.step is around
+    assert [cell.cell_contents for cell in hooked.__closure__ or () if isinstance(cell.cell_contents, FunctionType)] == [raw]
 
 
 @on_ranks(1)
