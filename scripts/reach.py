@@ -14,6 +14,7 @@ import textwrap
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 ROOT = Path(__file__).resolve().parent.parent
 # Every test depends on these: settings, versions, and what runs the tests.
@@ -157,7 +158,7 @@ class Names(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         """`folder / "guard" / "__main__.py"`."""
-        parts, left = list[str](), node
+        parts, left = list[str](), cast(ast.expr, node)
         while isinstance(left, ast.BinOp) and isinstance(left.op, ast.Div) and (part := text_of(left.right)):
             parts, left = [part, *parts], left.left
         self.files |= files_at("/".join(parts))

@@ -125,24 +125,22 @@ def _exchange_self(kind: type[Optimizer]) -> None:
     The first optimizer of a class has torch call its hooks in a wrapper of the class's step, of which schedulers take hold:
     what the wrapper calls is exchanged. A step that others have put there is left alone: it steps on `DTensor`s.
     """
-    step = vars(kind).get("step")
+    step: Any = vars(kind).get("step")
     if _is_torchs(step):
         kind.step = _exchanging(step)  # type: ignore[method-assign]
-    elif getattr(step, "__code__", None) is _HOOKED.__code__:
-        assert step is not None
-        called = step.__closure__[_HOOKED.__code__.co_freevars.index("func")]
+    elif getattr(step, "__code__", None) is _HOOKED:
+        called = step.__closure__[_HOOKED.co_freevars.index("func")]
         if _is_torchs(called.cell_contents):
             called.cell_contents = _exchanging(called.cell_contents)
 
 
-# What torch makes of a step.
-_HOOKED: Any = Optimizer.profile_hook_step(lambda optimizer: None)
+_HOOKED: Any = Optimizer.profile_hook_step(len).__code__  # that of every such wrapper
 
 
 def _is_torchs(step: Any) -> bool:
     """Whether torch defines this function, which is not its wrapper for hooks."""
     module = getattr(step, "__globals__", {}).get("__name__", "")
-    return module.startswith("torch.optim.") and step.__code__ is not _HOOKED.__code__
+    return module.startswith("torch.optim.") and step.__code__ is not _HOOKED
 
 
 def _exchanging(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from shardrt.comm.calls import CallList, Hook
 from shardrt.comm.control import hooked
 from shardrt.fsdp.memory.buffers import BufferKind, observing
 from shardrt.parallel import parallelize_module
-from toys import OddMLP, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens
+from toys import OddMLP, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens, warns_of_create_graph
 
 
 class Calls(Hook):
@@ -445,7 +445,7 @@ def test_a_graph_of_gradients_is_not_published(world: World) -> None:
     whole = OddMLP().double()
     model = shard_blocks(copy.deepcopy(whole))
     loss_of(whole, batch(0)).backward()
-    with pytest.warns(UserWarning, match="create_graph=True"):
+    with warns_of_create_graph():
         loss_of(model, batch(0)).backward(create_graph=True)
     for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
         assert not param.grad.requires_grad

@@ -22,6 +22,7 @@ from shardrt.parallel import (
 )
 from shardrt.parallel.axis import axis_of, parts
 from shardrt.parallel.relayout import relayout
+from toys import warns_of_create_graph
 from toys_tp import (
     Transformer,
     check_close,
@@ -252,7 +253,7 @@ def test_gradients_of_some_tensors_leave_nothing_behind(world: World) -> None:
 @on_ranks(2)
 def test_gradients_of_parameters_have_no_graph(world: World) -> None:
     layer = parallelize_module(linear(4, 6), world.mesh, ColwiseParallel())
-    with pytest.warns(UserWarning, match="create_graph=True"):
+    with warns_of_create_graph():
         layer(data(3, 4)).pow(2).sum().backward(create_graph=True)
     grad = grad_of(layer.weight)
     assert isinstance(grad, DTensor)

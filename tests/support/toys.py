@@ -242,6 +242,17 @@ def compare(whole: nn.Module, sharded: nn.Module, tolerance: float, when: str) -
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=tolerance, atol=tolerance, msg=describe)
 
 
+@contextmanager
+def warns_of_create_graph() -> Iterator[None]:
+    """In the block torch warns of a backward that keeps its graph, as it does once in a process."""
+    torch.set_warn_always(True)
+    try:
+        with pytest.warns(UserWarning, match="create_graph=True"):
+            yield
+    finally:
+        torch.set_warn_always(False)
+
+
 def gathers_of(model: Any) -> list[str]:
     """Spy on the groups of a sharded model: names in the order in which their gathers start, and frees as "-name"."""
     events: list[str] = []

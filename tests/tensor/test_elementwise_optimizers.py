@@ -216,7 +216,7 @@ def test_a_class_that_torch_has_hooked_already() -> None:
     assert _seen == ["before", "step"] * 2
     with_exchange = [cell.cell_contents for cell in hooked.__closure__ or () if isinstance(cell.cell_contents, FunctionType)]
     assert [each.__name__ for each in with_exchange] == ["_step"]
-    assert with_exchange[0].__wrapped__.__code__ is _step.__code__  # type: ignore[attr-defined]
+    assert with_exchange[0].__wrapped__.__code__ is _step.__code__
 
 
 _seen: list[str] = []
@@ -241,7 +241,7 @@ def test_a_step_that_others_have_put_into_the_class_is_left_alone() -> None:
     def around(self: Any, *args: Any) -> Any:
         return hooked(self, *args)
 
-    Mine.step = around  # type: ignore[method-assign]
+    Mine.step = around
     _exchange_self(Mine)
     assert Mine.step is around
     assert [cell.cell_contents for cell in hooked.__closure__ or () if isinstance(cell.cell_contents, FunctionType)] == [raw]
