@@ -35,8 +35,10 @@ from shardrt.checkpoint import (
     save_safetensors,
 )
 from shardrt.checkpoint.disk import files, folders
+from shardrt.checkpoint.disk.drafts import Draft, folder_of, this_machine
 from shardrt.checkpoint.formats.safetensors import TensorInfo, encode_header, parse_size, read_arrays, split_into_files
 from shardrt.checkpoint.saving import safetensors as saving
+from shardrt.checkpoint.saving.sources import Direct, ItemSource
 from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import parallelize_module
 from toys import OddMLP, TiedGPT, batch, shard_blocks
@@ -384,11 +386,13 @@ def test_a_failed_export_leaves_the_older_one(world: World) -> None:
             (folder / "config.json").write_text("{}")
             (folder / "nested" / "model.safetensors").write_text("mine")
             (folder / "model-00009-of-00009.safetensors").write_text("of an older export")
-            (parent / "out.safetensors.tmp").mkdir()  # of one that was killed
-            (parent / "out.safetensors.tmp" / "model.safetensors").write_text("half")
+            killed = folder_of(folder, this_machine(), 32 * "a", ".safetensors") / "out"
+            killed.mkdir(parents=True)
+            (killed / "model.safetensors").write_text("half")
+            (killed / "late.json").write_text("{}")
         world.barrier()
         save_safetensors(model, folder)
-        others = ["config.json", "model.safetensors", "nested"]
+        others = ["config.json", "late.json", "model.safetensors", "nested"]
         assert sorted(os.listdir(folder)) == others
         assert (folder / "nested" / "model.safetensors").read_text() == "mine"
         kept = (folder / "model.safetensors").read_bytes()
@@ -407,7 +411,7 @@ def test_a_failed_export_leaves_the_older_one(world: World) -> None:
         patch.undo()
         patch.setattr(saving, "exchange", full_disk)
         with pytest.raises(
-            CheckpointError, match=r"CheckpointError: cannot rename .*out.safetensors.tmp'.*No space left on device"
+            CheckpointError, match=r"CheckpointError: cannot rename .*.safetensors.tmp/out'.*No space left on device"
         ):
             save_safetensors(model, folder)
         assert (folder / "model.safetensors").read_bytes() == kept
@@ -420,12 +424,39 @@ def test_a_failed_export_leaves_the_older_one(world: World) -> None:
         assert not files_in(folder)["inp.weight"].any()
 
 
+@on_ranks(1, 2)
+def test_two_jobs_export_into_one_folder(world: World) -> None:
+    """The second one begins while the first one writes: each puts its own files there, whole."""
+    models = [OddMLP(), OddMLP()]
+    sharded = [shard_blocks(copy.deepcopy(model)) for model in models]  # every rank writes
+    with shared_folder(world) as parent, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "begin", lambda prepare, is_copied: prepare())
+        begun: list[Any] = [async_save_safetensors(sharded[0], parent / "out")]
+
+        def items(job: int) -> Iterator[ItemSource]:
+            prepared, found = begun[job]
+            for item in found:
+                yield prepared.source(item, Direct().pieces)
+                if len(begun) == 1:
+                    begun.append(async_save_safetensors(sharded[1], parent / "out"))
+
+        for job, model in enumerate(models):
+            begun[job][0].write(items(job))
+            world.barrier()
+            begun[job][0].commit()
+            world.barrier()
+            found = files_in(parent / "out")
+            assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+            world.barrier()
+        assert os.listdir(parent) == ["out"]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_comes_into_a_folder_while_it_is_exported_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
     """Also if it cannot be moved: then the export is there, and the next one moves it."""
-    target, beside = tmp_path / "out", tmp_path / "out.safetensors.tmp"
+    target, beside = tmp_path / "out", folder_of(tmp_path / "out", this_machine(), 32 * "a", ".safetensors")
     exchange, rename = saving.exchange, os.rename
 
     def late(folder: Path, of: Path) -> None:
@@ -437,18 +468,19 @@ def test_what_comes_into_a_folder_while_it_is_exported_stays(
 
     target.mkdir()
     (target / "model.safetensors").write_text("old")
-    beside.mkdir()
-    (beside / "model.safetensors").write_text("new")
+    draft = Draft(target, beside)
+    (beside / "out").mkdir()
+    (beside / "out" / "model.safetensors").write_text("new")
     monkeypatch.setattr(saving, "exchange", late)
     if fails:
         monkeypatch.setattr(os, "rename", refused)
-    saving.PreparedExport(target, beside, is_first=True).commit()
+    saving.PreparedExport(target, beside / "out", draft).commit()
     monkeypatch.setattr(os, "rename", rename)
     assert (target / "model.safetensors").read_text() == "new"
     assert ("has the new files, but: cannot delete" in caplog.text) == fails
     if fails:
-        assert (beside / "late.json").read_text() == "mine"
-        saving._give_up(beside, target)
+        assert (beside / "out" / "late.json").read_text() == "mine"
+        saving._clean(target)
     assert (target / "late.json").read_text() == "mine"
     assert not beside.exists()
 
@@ -576,6 +608,7 @@ def test_replicas_share_an_export(world: World) -> None:
 KILLED = """
 import os, pathlib, signal, torch, shardrt
 from shardrt.checkpoint.saving import safetensors as saving
+from shardrt.checkpoint.saving.sources import Direct, ItemSource
 world = shardrt.init("cpu")
 folder = pathlib.Path({folder!r})
 model = shardrt.fully_shard(torch.nn.Linear(64, 64))

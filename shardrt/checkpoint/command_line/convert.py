@@ -132,7 +132,7 @@ def _write_safetensors(
             yield from (Slice(array, part) for part in parts(source.tensor(old_names[name])))
             done(array.nbytes)
 
-    _write(PreparedExport(folder, folder, is_first=True), items())
+    _write(PreparedExport(folder, folder, draft=None), items())
     sync_folder(folder)
 
 

@@ -1,6 +1,7 @@
 """The folders that saves are written in: each save has its own, and no job deletes one whose save may be alive.
 
-    step-200.<machine>-<id>.tmp/    of the save with this id, whose rank 0 runs on this machine
+    step-200.<machine>-<id>.tmp/           of the save with this id, whose rank 0 runs on this machine
+    out.<machine>-<id>.safetensors.tmp/    of an export; it has the new `out` in it
 
 Rank 0 holds a lock (flock) on the folder's `.metadata` from when it has made the folder until the folder has another name. On
 the same machine, a folder without this lock is that of a save that was killed. Not every file system passes locks on to other
@@ -16,7 +17,8 @@ import secrets
 import shutil
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -27,9 +29,9 @@ _QUIET_S = 3600.0
 _TRIES, _RETRY_S = 1000, 0.01
 
 
-def folder_of(target: Path, machine: str, save_id: str) -> Path:
+def folder_of(target: Path, machine: str, save_id: str, kind: str = "") -> Path:
     """Where a save of `target` is written."""
-    return target.with_name(f"{target.name}.{machine}-{save_id}.tmp")
+    return target.with_name(f"{target.name}.{machine}-{save_id}{kind}.tmp")
 
 
 @cache
@@ -84,19 +86,26 @@ def remove_abandoned(folder: Path, base: str, machine: str | None) -> bool:
     base: what its name begins with while it is deleted.   machine: in its name; None if there is none.
     Raises: CheckpointError as `remove` does.
     """
+    with locked_if_ended(folder, machine) as has_ended:
+        if not has_ended:
+            return False
+        # Hazard: not after the lock is given up, since a save may have begun there.
+        gone = take_away(folder, base)
+    remove_files(gone)
+    return True
+
+
+@contextmanager
+def locked_if_ended(folder: Path, machine: str | None) -> Iterator[bool]:
+    """Whether the save of a folder has certainly ended; then its lock is held in the `with` block.   machine: in its name."""
     fd = None
     try:
         with explained("open", folder), suppress(FileNotFoundError):
             fd = os.open(folder / METADATA, os.O_RDWR | os.O_CLOEXEC)
-        if not _has_ended(folder, fd, machine):
-            return False
-        # Hazard: not after the lock is given up, since a save may have begun there.
-        gone = take_away(folder, base)
+        yield _has_ended(folder, fd, machine)
     finally:
         if fd is not None:
             os.close(fd)
-    remove_files(gone)
-    return True
 
 
 def _has_ended(folder: Path, fd: int | None, machine: str | None) -> bool:
@@ -119,7 +128,7 @@ def _locked(fd: int) -> bool | None:
 def _is_quiet(folder: Path) -> bool:
     """Whether nothing in it was changed for an hour."""
     with explained("list", folder):
-        changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+        changed = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
     return changed < time.time() - _QUIET_S
 
 

@@ -1,9 +1,9 @@
 """`save_safetensors`: final files, of which each rank writes its own byte ranges.
 
 every rank   which tensors there are, and who writes them: as `plan.py` does for checkpoints
-rank 0       makes `<folder>.safetensors.tmp` with files that have their headers and their sizes
+rank 0       makes `<folder>.<machine>-<id>.safetensors.tmp/<folder>` with files that have their headers and their sizes
 every rank   writes and syncs its parts, in the thread of the saves; the ranks agree that they have
-rank 0       links the folder's other files into it, writes the index, and exchanges the folders
+rank 0       links the folder's other files into it, and exchanges the folders
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ import torch
 from torch import nn
 
 from ...comm import Communicator, world
+from ..disk.drafts import Draft, folder_of, locked_if_ended, this_machine
 from ..disk.files import Writer, explained
 from ..disk.folders import exchange, sync_folder
+from ..disk.removal import warned
 from ..disk.storage import on_disk
 from ..errors import CheckpointError, agreed
+from ..formats.dcp.marks import new_save_id
 from ..formats.safetensors import (
     DTYPE_NAMES,
     INDEX_NAME,
@@ -49,6 +52,7 @@ from .writing import Prepared, check_same_target
 
 _log = logging.getLogger("shardrt")
 
+_KIND = ".safetensors"  # in the names of drafts
 _MODEL_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -83,10 +87,10 @@ def create_files(folder: Path, layout: FileLayout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreparedExport(Prepared[Slice]):
-    """Files of safetensors that all ranks write to.   folder: where they are written.   is_first: whether this is rank 0."""
+    """Files of safetensors that all ranks write to.   folder: where they are written.   draft: has that folder, on rank 0."""
 
     folder: Path
-    is_first: bool
+    draft: Draft | None
 
     def source(self, item: Slice, pieces_of: PiecesOf) -> ItemSource:
         array, (box, memory) = item
@@ -101,12 +105,12 @@ class PreparedExport(Prepared[Slice]):
             yield writer
 
     def commit(self) -> None:
-        if self.is_first:
-            _take_place(self.folder, on_disk(self.target))
+        if self.draft is not None:
+            _take_place(self.folder, self.draft)
 
     def abandon(self) -> None:
-        if self.is_first:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self.draft is not None:
+            _abandon(self.draft)
 
 
 def save_safetensors(
@@ -169,16 +173,23 @@ def _begin(
         with agreed(here.comm):
             target, nbytes, texts = _target(folder), parse_size(max_shard_size), {"format": "pt", **(metadata or {})}
             check_metadata(texts, "save_safetensors")
-        check_same_target(here.comm.exchange((str(target), (nbytes, dtype, texts))))
-        return _prepare(here.comm, model, target, nbytes, dtype, texts)
+        answers = here.comm.exchange((str(target), (nbytes, dtype, texts), this_machine(), new_save_id()))
+        check_same_target([answer[:2] for answer in answers])
+        return _prepare(here.comm, model, folder_of(target, *answers[0][2:], _KIND), target, nbytes, dtype, texts)
 
     return begin(prepare, is_copied=is_copied)
 
 
 def _prepare(
-    comm: Communicator, model: nn.Module, target: Path, nbytes: int, dtype: torch.dtype | None, metadata: Mapping[str, str]
+    comm: Communicator,
+    model: nn.Module,
+    beside: Path,
+    target: Path,
+    nbytes: int,
+    dtype: torch.dtype | None,
+    metadata: Mapping[str, str],
 ) -> tuple[PreparedExport, list[Slice]]:
-    beside = target.with_name(f"{target.name}.safetensors.tmp")
+    folder, draft = beside / target.name, None
     with agreed(comm):
         ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()  # of transformers' models, which make them anew
         tensors = {
@@ -194,7 +205,7 @@ def _prepare(
             name: TensorInfo(_stored_dtype(name, each.entry.dtype, dtype), torch.Size(each.entry.shape))
             for name, each in assigned.items()
         }
-        layout = lay_out(infos, split_into_files(infos, nbytes), metadata, beside)
+        layout = lay_out(infos, split_into_files(infos, nbytes), metadata, folder)
         found = [
             piece
             for name, array in layout.in_order()
@@ -203,15 +214,15 @@ def _prepare(
         ]
     with agreed(comm):
         if comm.rank == 0:
-            with explained("delete", beside):
-                if beside.exists():  # of an export that was killed
-                    _give_up(beside, target)
+            with warned():
+                _clean(target)
+            draft = Draft(target, beside)
             try:
-                create_files(beside, layout)
+                create_files(folder, layout)
             except BaseException:
-                shutil.rmtree(beside, ignore_errors=True)
+                _abandon(draft)
                 raise
-    return PreparedExport(target, beside, comm.rank == 0), found
+    return PreparedExport(target, folder, draft), found
 
 
 def _target(folder: str | os.PathLike[str]) -> Path:
@@ -230,32 +241,61 @@ def _stored_dtype(name: str, own: torch.dtype | None, wanted: torch.dtype | None
     return stored
 
 
-def _take_place(folder: Path, target: Path) -> None:
-    """Give a folder the place of `target`, whose other files it gets as well."""
+def _take_place(folder: Path, draft: Draft) -> None:
+    """Give the folder in a draft the place of the target, whose other files it gets as well."""
+    target = draft.target
+    # Invariant: another job that takes the draft away renames it, and then this fails.
     with explained("rename", folder):
         if not target.exists():
             sync_folder(folder)
             os.rename(folder, target)
-            sync_folder(target.parent)
-            return
-        shutil.copystat(target, folder)
-        shutil.copytree(target, folder, symlinks=True, ignore=_replaced(target), copy_function=_link, dirs_exist_ok=True)
-        sync_folder(folder)
-        exchange(folder, target)
+        else:
+            shutil.copystat(target, folder)
+            shutil.copytree(target, folder, symlinks=True, ignore=_replaced(target), copy_function=_link, dirs_exist_ok=True)
+            sync_folder(folder)
+            exchange(folder, target)
     try:  # from here on the new files are there: what fails is not the export
         sync_folder(target.parent)
-        with explained("delete", folder):
-            _give_up(folder, target)
+        _give_up(draft.folder, target)
     except CheckpointError as error:
         _log.warning("%s has the new files, but: %s", target, error)
+    finally:
+        draft.release()
 
 
-def _give_up(folder: Path, target: Path) -> None:
-    """Delete a folder of an export. What it has beside model files, and `target` has not, goes there: it came meanwhile."""
-    for name in os.listdir(folder) if target.exists() else ():
-        if not _MODEL_FILES.fullmatch(name) and not os.path.lexists(target / name):
-            os.rename(folder / name, target / name)
-    shutil.rmtree(folder)
+def _abandon(draft: Draft) -> None:
+    shutil.rmtree(draft.folder, ignore_errors=True)
+    draft.release()
+
+
+def _give_up(beside: Path, target: Path) -> None:
+    """Delete the folder of an export. What it has beside model files, and `target` has not, goes there: it came meanwhile."""
+    folder = beside / target.name
+    with explained("delete", beside):
+        if folder.exists():
+            for name in os.listdir(folder) if target.exists() else ():
+                if not _MODEL_FILES.fullmatch(name) and not os.path.lexists(target / name):
+                    os.rename(folder / name, target / name)
+            shutil.rmtree(folder)
+        shutil.rmtree(beside)
+
+
+def _clean(target: Path) -> None:
+    """Delete what killed exports of `target` have left. What another job writes stays, with a warning."""
+    left = re.compile(rf"{re.escape(target.name)}\.(?P<machine>[0-9a-f]{{8}})-[0-9a-f]{{32}}{re.escape(_KIND)}\.tmp")
+    with explained("list", target.parent):
+        names = os.listdir(target.parent) if target.parent.exists() else ()
+    for beside, found in ((target.with_name(name), left.fullmatch(name)) for name in names):
+        if found is not None:
+            with warned(), locked_if_ended(beside, found["machine"]) as has_ended:
+                if not has_ended:
+                    _log.warning("%s stays: another job writes there, or did in the last hour", beside)
+                    continue
+                # Hazard: under its name, an export that lives after all would put what is deleted in the place of the target.
+                gone = folder_of(target, this_machine(), new_save_id(), _KIND)
+                with explained("delete", beside):
+                    os.rename(beside, gone)
+                _give_up(gone, target)
 
 
 def _replaced(target: Path) -> Callable[[str, list[str]], list[str]]:
