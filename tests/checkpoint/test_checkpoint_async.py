@@ -206,9 +206,10 @@ def test_a_wait_that_is_interrupted_leaves_the_save_as_it_is(world: World) -> No
             assert_holds(folder / "step-1", {"x": torch.ones(1000)})
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])  # as a handler of SIGINT and of SIGALRM raise
 @on_ranks(1, 2)
-def test_a_save_that_is_interrupted_is_never_committed(world: World) -> None:
-    interrupted = mock.patch.object(saving._Task, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt)
+def test_a_save_that_is_interrupted_is_never_committed(world: World, error: type[BaseException]) -> None:
+    interrupted = mock.patch.object(saving._Task, "wait", side_effect=error), pytest.raises(error)
     with shared_folder(world) as folder:
         with interrupted[0], interrupted[1]:
             save(folder / "step-1", {"x": torch.ones(1000)})

@@ -195,7 +195,8 @@ def finish(saving: AsyncSave) -> None:
     """Wait for a save that is not copied. Collective."""
     try:
         saving.wait()
-    except KeyboardInterrupt:
+    except BaseException:
+        # Hazard: whatever ends the wait, the tensors change from now on.
         saving.interrupt()
         raise
 
