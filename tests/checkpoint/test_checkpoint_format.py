@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardrt.checkpoint import CheckpointError
+from shardrt.checkpoint import CheckpointError, DamagedCheckpointError
 from shardrt.checkpoint.disk.files import METADATA, bytes_of
 from shardrt.checkpoint.formats.dcp import metadata
 from shardrt.checkpoint.formats.dcp.metadata import read_stored
@@ -35,6 +35,7 @@ from shardrt.checkpoint.formats.torch_file.items import (
     without_gaps,
 )
 from shardrt.checkpoint.formats.torch_file.stored_items import read_item
+from shardrt.checkpoint.state.objects import decode
 from shardrt.tensor.placement import Box
 
 with warnings.catch_warnings():
@@ -205,6 +206,15 @@ class TestItems:
         ):
             with pytest.raises(CheckpointError, match=message):
                 elements_of(data)
+
+    def test_a_header_that_is_damaged_is_damage(self) -> None:
+        """So that a run goes on from an older checkpoint."""
+        item = saved({"a": 1})
+        for at in (8, 10):  # flags and method
+            damaged = bytearray(item)
+            damaged[item.rindex(b"PK\1\2", 0, item.rindex(b"data.pkl")) + at] ^= 1
+            with pytest.raises(DamagedCheckpointError, match=r"is (encrypted|compressed)"):
+                decode(bytes(damaged), "file, object 'a'")
 
 
 # ---------------------------------------------------------------------- metadata

@@ -33,8 +33,8 @@ class Archive:
 
     read: gives bytes of the archive.   where: what it is, for messages.   most: bytes of its directory, and of what `contents`
     reads.   has_crcs: False after torch.serialization.set_crc32_options(False).
-    Raises DamagedCheckpointError for what is no archive, is cut off or damaged, for records that overlap, and for names that
-    torch does not distinguish; CheckpointError for compressed and encrypted records.
+    Raises DamagedCheckpointError for what is no archive, is cut off or damaged, for compressed and encrypted records, for those
+    that overlap, for names that torch does not distinguish, and for what two readers of archives take for different things.
     """
 
     def __init__(self, read: ReadBytes, length: int, where: str, most: int | None = None) -> None:
@@ -79,9 +79,8 @@ class Archive:
             raise self.error(f"no record where the archive's directory has {shown(record.name)}; the file is damaged")
         if (record.flags | flags) & 1 or record.method or method:
             kind = "encrypted" if (record.flags | flags) & 1 else "compressed"
-            raise CheckpointError(
-                f"{self._where}: record {shown(record.name)} is {kind}; expected one that is stored as it is: save with plain "
-                "torch.save"
+            raise self.error(
+                f"record {shown(record.name)} is {kind}; expected one that is stored as it is: save with plain torch.save"
             )
         start = record.offset + LOCAL.size + name_length + extra_length
         if start + record.nbytes > self.length:
