@@ -27,6 +27,7 @@ from shardrt.checkpoint.formats.dcp.metadata_pickle import TRAILER, MetadataWrit
 from shardrt.checkpoint.formats.safetensors import read_arrays
 from shardrt.checkpoint.formats.torch_file.archive import Archive
 from shardrt.checkpoint.formats.torch_file.expansion import check_archive
+from shardrt.checkpoint.formats.torch_file.items import CENTRAL, END, END64, IN_EXTRA, LOCATOR
 from shardrt.checkpoint.formats.torch_file.stored_items import read_item
 from shardrt.checkpoint.state.entries import entries
 from shardrt.checkpoint.state.objects import decode
@@ -315,6 +316,36 @@ def test_objects(kind: str) -> None:
         refused(lambda: check_archive(opened(OBJECTS[kind]), "file"))
     else:
         refused(lambda: decode(OBJECTS[kind], "file, object 'x'"))
+
+
+def in_zip64(extra: bytes, signature: bytes = b"PK\6\6", gap: bytes = b"", nbytes: int = IN_EXTRA) -> bytes:
+    """An archive with a Zip64 end, and of its record this size and these extra fields."""
+    data = archive(b"\x80\x02N.")
+    at = data.index(b"PK\1\2")
+    fields = list(CENTRAL.unpack_from(data, at))
+    name = data[at + CENTRAL.size :][: fields[10]]
+    fields[9], fields[11] = nbytes, len(extra)
+    directory = CENTRAL.pack(*fields) + name + extra
+    last = END64.pack(signature, END64.size - 12, 45, 45, 0, 0, 1, 1, len(directory), at) + gap
+    locator = LOCATOR.pack(b"PK\6\7", 0, at + len(directory), 1)
+    return data[:at] + directory + last + locator + END.pack(b"PK\5\6", 0, 0, 1, 1, len(directory), at, 0)
+
+
+def zip64(nbytes: int) -> bytes:
+    return struct.pack("<2HQ", 1, 8, nbytes)
+
+
+def test_what_readers_of_zip_archives_take_for_different_things() -> None:
+    """torch.load takes the first of two Zip64 fields, and the plain end if the other one has no signature."""
+    assert opened(in_zip64(zip64(4))).records["archive/data.pkl"].nbytes == 4
+    for data in (
+        in_zip64(zip64(4) + zip64(3)),
+        in_zip64(zip64(4)[:-1]),
+        in_zip64(b""),
+        in_zip64(zip64(4), signature=b"PK\6\0"),
+        in_zip64(zip64(4), gap=bytes(8)),
+    ):
+        assert "Zip64" in refused(lambda data=data: opened(data))
 
 
 def test_records_on_top_of_each_other() -> None:

@@ -132,7 +132,9 @@ class Archive:
         locator = self._last_start + end - LOCATOR.size
         if locator >= 0 and self._span(locator, 4) == b"PK\6\7":
             _, _, position, _ = LOCATOR.unpack(self._span(locator, LOCATOR.size))
-            *_, count, nbytes, start = END64.unpack(self._span(position, END64.size))
+            signature, *_, count, nbytes, start = END64.unpack(self._span(position, END64.size))
+            if signature != b"PK\6\6" or position + END64.size != locator:
+                raise self.error("no Zip64 end of an archive lies before its locator; the file is damaged")
         if nbytes > self._most:
             raise self.error(f"an archive whose directory has {nbytes} bytes; expected {self._most} at most")
         return self._records(self._span(start, nbytes), count)
@@ -147,23 +149,29 @@ class Archive:
             place += CENTRAL.size
             name = directory[place : place + name_length].decode("utf-8", "replace")
             extra = directory[place + name_length : place + name_length + extra_length]
-            nbytes, _, offset = _with_zip64((nbytes, stored, fields[16]), extra)
+            nbytes, _, offset = self._with_zip64(name, (nbytes, stored, fields[16]), extra)
             found.append(ArchivedFile(name, offset, nbytes, crc, flags, method))
             place += name_length + extra_length + comment_length
         return found
 
-
-def _with_zip64(sizes: tuple[int, int, int], extra: bytes) -> list[int]:
-    """Size, stored size and offset, those that do not fit 32 bits from the Zip64 field of `extra`."""
-    field, place = b"", 0
-    while len(extra) >= place + 4:
-        kind, size = _EXTRA.unpack_from(extra, place)
-        if kind == 1:
-            field = extra[place + 4 : place + 4 + size]
-        place += 4 + size
-    found = []
-    for value in sizes:
-        if value == IN_EXTRA and len(field) >= 8:
-            value, field = int.from_bytes(field[:8], "little"), field[8:]
-        found.append(value)
-    return found
+    def _with_zip64(self, name: str, sizes: tuple[int, int, int], extra: bytes) -> list[int]:
+        """Size, stored size and offset, those that do not fit 32 bits from the Zip64 field of `extra`."""
+        fields, place = list[bytes](), 0
+        while len(extra) >= place + 4:
+            kind, size = _EXTRA.unpack_from(extra, place)
+            if kind == 1:
+                fields.append(extra[place + 4 : place + 4 + size])
+            place += 4 + size
+        field = b"".join(fields)
+        # Hazard: of two fields, readers take the first one or the last one.
+        if len(fields) > 1 or len(field) < 8 * sizes.count(IN_EXTRA):
+            raise self.error(
+                f"record {shown(name)} has {len(fields)} Zip64 fields of {len(field)} bytes; expected one, with each size that "
+                "does not fit 32 bits"
+            )
+        found = []
+        for value in sizes:
+            if value == IN_EXTRA:
+                value, field = int.from_bytes(field[:8], "little"), field[8:]
+            found.append(value)
+        return found
