@@ -485,6 +485,23 @@ def test_what_comes_into_a_folder_while_it_is_exported_stays(
     assert not beside.exists()
 
 
+def test_a_folder_that_appears_at_the_end_gets_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rename = tmp_path / "out", os.rename
+
+    def late(old: Path, new: Path) -> None:
+        target.mkdir()
+        (target / "config.json").write_text("mine")
+        rename(old, new)
+
+    draft = Draft(target, folder_of(target, this_machine(), 32 * "a", ".safetensors"))
+    (draft.folder / "out").mkdir()
+    (draft.folder / "out" / "model.safetensors").write_text("new")
+    monkeypatch.setattr(os, "rename", late)
+    saving.PreparedExport(target, draft.folder / "out", draft).commit()
+    assert {path.name: path.read_text() for path in target.iterdir()} == {"model.safetensors": "new", "config.json": "mine"}
+    assert os.listdir(tmp_path) == ["out"]
+
+
 @on_ranks(2)
 def test_what_cannot_be_saved_is_refused_on_all_ranks(world: World) -> None:
     model = OddMLP()

@@ -42,7 +42,7 @@ _LEFT = re.compile(  # of `base`; the last kinds of names are also those that ea
 )
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-_OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY)
+OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY)
 
 _log = logging.getLogger("shardrt")
 
@@ -281,13 +281,13 @@ def _take_place(folder: Path, target: Path) -> None:
             os.rename(folder, target)  # also in the place of an empty folder
             return
         except OSError as error:
-            if error.errno not in _OCCUPIED:
+            if error.errno not in OCCUPIED:
                 raise
         try:
             exchange(folder, target)
             return
         except OSError as error:
-            if error.errno not in (*_OCCUPIED, errno.ENOENT):
+            if error.errno not in (*OCCUPIED, errno.ENOENT):
                 raise
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from ...comm import Communicator, world
 from ..disk.drafts import Draft, folder_of, locked_if_ended, this_machine
 from ..disk.files import Writer, explained
-from ..disk.folders import exchange, sync_folder
+from ..disk.folders import OCCUPIED, exchange, sync_folder
 from ..disk.removal import warned
 from ..disk.storage import on_disk
 from ..errors import CheckpointError, agreed
@@ -246,10 +246,8 @@ def _take_place(folder: Path, draft: Draft) -> None:
     target = draft.target
     # Invariant: another job that takes the draft away renames it, and then this fails.
     with explained("rename", folder):
-        if not target.exists():
-            sync_folder(folder)
-            os.rename(folder, target)
-        else:
+        sync_folder(folder)
+        if not _renamed(folder, target):
             shutil.copystat(target, folder)
             shutil.copytree(target, folder, symlinks=True, ignore=_replaced(target), copy_function=_link, dirs_exist_ok=True)
             sync_folder(folder)
@@ -261,6 +259,18 @@ def _take_place(folder: Path, draft: Draft) -> None:
         _log.warning("%s has the new files, but: %s", target, error)
     finally:
         draft.release()
+
+
+def _renamed(folder: Path, target: Path) -> bool:
+    """Rename a folder; False if the target is there, which other programs may make at any time."""
+    try:
+        if not (is_there := target.exists()):
+            os.rename(folder, target)
+    except OSError as error:
+        if error.errno not in OCCUPIED:
+            raise
+        return False
+    return not is_there
 
 
 def _abandon(draft: Draft) -> None:
