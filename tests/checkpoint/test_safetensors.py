@@ -503,6 +503,20 @@ def test_a_folder_that_appears_at_the_end_gets_the_export(tmp_path: Path, monkey
 
 
 @on_ranks(2)
+def test_ranks_may_see_a_folder_at_different_places(world: World) -> None:
+    """As where links, or what is mounted, differ between machines."""
+    model = shard_blocks(OddMLP())
+    with shared_folder(world) as parent, pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:
+            (parent / "link").symlink_to(parent)
+        world.barrier()
+        if world.rank == 1:
+            patch.setattr(os.path, "realpath", lambda path: str(parent / "link" / "out"))
+        save_safetensors(model, parent / "out")
+        assert files_in(parent / "out").keys() == model.state_dict().keys()
+
+
+@on_ranks(2)
 def test_what_cannot_be_saved_is_refused_on_all_ranks(world: World) -> None:
     model = OddMLP()
     with shared_folder(world) as folder:

@@ -173,7 +173,7 @@ def _begin(
         with agreed(here.comm):
             target, nbytes, texts = _target(folder), parse_size(max_shard_size), {"format": "pt", **(metadata or {})}
             check_metadata(texts, "save_safetensors")
-        answers = here.comm.exchange((str(target), (nbytes, dtype, texts), this_machine(), new_save_id()))
+        answers = here.comm.exchange((str(Path(folder).absolute()), (nbytes, dtype, texts), this_machine(), new_save_id()))
         check_same_target([answer[:2] for answer in answers])
         return _prepare(here.comm, model, folder_of(target, *answers[0][2:], _KIND), target, nbytes, dtype, texts)
 
