@@ -1,7 +1,9 @@
 """Which tests run, in which process, and fixtures that several files of tests share."""
 
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +77,10 @@ def slurm() -> Iterator[Slurm]:
         pytest.skip(f"no Slurm: {reason}")
     with Slurm() as running:
         yield running
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory: on a disk that other tests use as well, hundreds of syncs take minutes."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)

@@ -19,7 +19,8 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import CodeType
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -134,7 +135,7 @@ def _exchange_self(kind: type[Optimizer]) -> None:
             called.cell_contents = _exchanging(called.cell_contents)
 
 
-_HOOKED: Any = Optimizer.profile_hook_step(len).__code__  # that of every such wrapper
+_HOOKED: CodeType = cast(Any, Optimizer.profile_hook_step(len)).__code__  # that of every such wrapper
 
 
 def _is_torchs(step: Any) -> bool:

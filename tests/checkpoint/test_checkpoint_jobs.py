@@ -16,13 +16,11 @@ from typing import Any
 
 import pytest
 
-from saves import FILE, STEPS, begin, content_of, counted_down, grow_old, memory, names, save, without_exchange
+from saves import FILE, STEPS, begin, content_of, counted_down, grow_old, names, save, without_exchange
 from shardrt.checkpoint import CheckpointError, latest
 from shardrt.checkpoint.disk import drafts
 from shardrt.checkpoint.disk.files import Writer
 from shardrt.checkpoint.disk.folders import Keep, abandon, check_files, commit
-
-__all__ = ["memory"]  # a fixture
 
 CALLS = 32  # more than a save makes
 EVERY = [47, pytest.param(3, marks=pytest.mark.all)]

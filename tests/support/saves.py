@@ -7,13 +7,10 @@ import errno
 import os
 import secrets
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from shardrt.checkpoint.disk import folders
 from shardrt.checkpoint.disk.drafts import Draft, folder_of, this_machine
@@ -53,13 +50,6 @@ def grow_old(*folders: Path) -> None:
     """As if nothing had been changed in them for more than an hour."""
     for path in (inside for folder in folders for inside in (*folder.iterdir(), folder)):
         os.utime(path, (time.time() - 3700,) * 2)
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A folder in memory: on a disk that other tests use as well, hundreds of syncs take minutes."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 def without_exchange(monkeypatch: Any) -> None:
