@@ -461,12 +461,13 @@ def test_what_comes_into_a_folder_while_it_is_exported_stays(
 
     def late(folder: Path, of: Path) -> None:
         (of / "late.json").write_text("mine")
+        (of / "nested" / "deep" / "model.safetensors").write_text("mine as well")
         exchange(folder, of)
 
     def refused(old: Path, new: Path) -> None:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
-    target.mkdir()
+    (target / "nested" / "deep").mkdir(parents=True)
     (target / "model.safetensors").write_text("old")
     draft = Draft(target, beside)
     (beside / "out").mkdir()
@@ -482,6 +483,7 @@ def test_what_comes_into_a_folder_while_it_is_exported_stays(
         assert (beside / "out" / "late.json").read_text() == "mine"
         saving._clean(target)
     assert (target / "late.json").read_text() == "mine"
+    assert (target / "nested" / "deep" / "model.safetensors").read_text() == "mine as well"
     assert not beside.exists()
 
 

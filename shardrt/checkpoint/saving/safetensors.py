@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,11 +283,20 @@ def _give_up(beside: Path, target: Path) -> None:
     folder = beside / target.name
     with explained("delete", beside):
         if folder.exists():
-            for name in os.listdir(folder) if target.exists() else ():
-                if not _MODEL_FILES.fullmatch(name) and not os.path.lexists(target / name):
-                    os.rename(folder / name, target / name)
+            if target.exists():
+                _move_missing(folder, target, set(filter(_MODEL_FILES.fullmatch, os.listdir(folder))))
             shutil.rmtree(folder)
         shutil.rmtree(beside)
+
+
+def _move_missing(folder: Path, target: Path, but: Set[str] = frozenset()) -> None:
+    """Move what `target` has not, at any depth, but for these names."""
+    for name in {*os.listdir(folder)} - but:
+        old, new = folder / name, target / name
+        if not os.path.lexists(new):
+            os.rename(old, new)
+        elif all(path.is_dir() and not path.is_symlink() for path in (old, new)):
+            _move_missing(old, new)
 
 
 def _clean(target: Path) -> None:
