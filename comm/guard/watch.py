@@ -227,11 +227,11 @@ class Guard:
         if self._waited_s < status.deadline_s or (self._waited_s < status.held_s and not status.is_in_operation()):
             return
         table, ranks = status.table, status.ranks
-        if not table.claim():
+        running = [rank for rank, process in status.processes().items() if process.will_run()]
+        if len(running) < len(ranks) or not table.claim():  # of a rank that has ended, the launcher or its guard ends the job
             return
         rows = {rank: table.header(rank) for rank in ranks}
-        running = [rank for rank, process in status.processes().items() if process.will_run()]
-        stacks = stacks_of({rank: rows[rank] for rank in running}, _FLUSH_S)
+        stacks = stacks_of(rows, _FLUSH_S)
         self._end_job(
             EXIT_CODE,
             f"host {self._host}: no watchdog of {name_ranks(ranks)} has been awake for {self._waited_s:.0f} s "
