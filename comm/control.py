@@ -126,6 +126,8 @@ class ControlPlane:
 
         The memory is freed when the communicator is closed: allocate once, not per step. It is reserved at once: where a node
         has too little shared memory, its ranks get memory of their own, with a warning, and the collectives copy.
+        Hazard: on GPUs, in one call, all ranks pass such buffers or none does (NCCL's manual, "User Buffer Registration");
+        this is not checked, and otherwise results are wrong, or the call does not end.
         symmetric: a promise that a call which is given a part of it is given the same part on every rank, own blocks of calls
         in place aside. NCCL may then let the GPUs of a node read and write each other's memory (NCCL_WIN_COLL_SYMMETRIC).
         Hazard: the promise is not checked; if it is broken, results are wrong.

@@ -1,8 +1,9 @@
 """Random valid calls over random communicators, several running at once, every result checked, leaks counted.
 
 All ranks draw the same calls from the seed, without communication. Only where a tensor lies in memory is each rank's own
-choice, and no result depends on it. After an epoch of a few steps all communicators are closed; what the process then holds
-must not grow.
+choice, and no result depends on it; on GPUs all ranks choose alike, since in a call of NCCL's either all of them or none may
+use registered memory (its manual, "User Buffer Registration"). After an epoch of a few steps all communicators are closed;
+what the process then holds must not grow.
 """
 
 from __future__ import annotations
@@ -168,16 +169,24 @@ class Soak:
         problem = draw(shared, comm)
         in_place = problem.can_be_in_place and shared.random() < 0.5
 
+        on_host, alike = comm.device.type == "cpu", Random(problem.seed)
+        chosen = alike.randrange(8), alike.random() < 0.5
+        end = lane.used + 2 * (64 + (8 + problem.size * problem.n) * problem.dtype.itemsize)  # for the largest out and inp
+
         def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
             """Memory in the arena or not, aligned or not."""
-            shift = own.randrange(8) * dtype.itemsize
+            elements, in_arena = (own.randrange(8), own.random() < 0.5) if on_host else chosen
+            shift = elements * dtype.itemsize
             begin, nbytes = -(-lane.used // 64) * 64, shift + numel * dtype.itemsize
-            if lane.arena is None or own.random() < 0.5 or begin + nbytes > ARENA_NBYTES:
+            if lane.arena is None or not in_arena or (begin + nbytes if on_host else end) > ARENA_NBYTES:
                 return torch.empty(nbytes, dtype=torch.uint8, device=comm.device)[shift:].view(dtype)
             lane.used = begin + nbytes
             return lane.arena[begin + shift : begin + nbytes].view(dtype)
 
-        return PlacedCall(comm, problem, in_place, *problem.place(comm.rank, in_place, allocate))
+        placed = PlacedCall(comm, problem, in_place, *problem.place(comm.rank, in_place, allocate))
+        if not on_host:
+            lane.used = min(end, ARENA_NBYTES)  # the same on all ranks
+        return placed
 
     def _check(self, piece: PlacedCall) -> None:
         wrong = piece.problem.count_wrong(piece.comm.rank, piece.in_place, piece.out, piece.inp)
