@@ -169,12 +169,15 @@ squares(const __grid_constant__ Lists lists, double2 *sums, u32 *arrived, double
     W sum = 0, poison = 0;
     for (i64 base = threadIdx.x * V; base < chunk.count; base += IN_FLIGHT * THREADS * V) {
         Vec<T, V> x[IN_FLIGHT];
+        if (vectors && base + (IN_FLIGHT - 1) * THREADS * V + V <= chunk.count) {  // without branches in between, all are in flight
 #pragma unroll
-        for (int k = 0; k < IN_FLIGHT; k++) {
-            const i64 at = base + k * THREADS * V;
-            if (vectors && at + V <= chunk.count) x[k] = *(const Vec<T, V> *)(in + at);
-            else
-                for (int v = 0; v < V; v++) x[k].at[v] = at + v < chunk.count ? in[at + v] : T();
+            for (int k = 0; k < IN_FLIGHT; k++) x[k] = *(const Vec<T, V> *)(in + base + k * THREADS * V);
+        } else {
+            for (int k = 0; k < IN_FLIGHT; k++)
+                for (int v = 0; v < V; v++) {
+                    const i64 at = base + k * THREADS * V + v;
+                    x[k].at[v] = at < chunk.count ? in[at] : T();
+                }
         }
 #pragma unroll
         for (int k = 0; k < IN_FLIGHT; k++)

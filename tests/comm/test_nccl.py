@@ -193,11 +193,15 @@ class Event:
         return True
 
 
+CALLERS = -1  # the id of the caller's stream
+
+
 class TorchStream:
     """As much of `torch.cuda.Stream` as `CudaStream` asks for."""
 
     def __init__(self, device: torch.device, handle: int) -> None:
         self.device, self.cuda_stream = device, handle
+        self.stream_id, self.device_index, self.device_type = handle, device.index, 1
 
     def record_event(self) -> Event:
         return Event()
@@ -291,11 +295,9 @@ def patch_torch(monkeypatch: pytest.MonkeyPatch, events: list[tuple[object, ...]
         assert device == DEVICE
         return zeros(*size).as_subclass(OnGpu)
 
-    @contextmanager
-    def on_stream(stream: TorchStream) -> Iterator[None]:
-        events.append(("on stream", stream.cuda_stream))
-        yield
-        events.append(("off stream",))
+    def set_stream(stream_id: int, index: int, kind: int) -> None:
+        assert (index, kind) == (DEVICE.index, 1)
+        events.append(("off stream",) if stream_id == CALLERS else ("on stream", stream_id))
 
     @contextmanager
     def on_device(device: torch.device) -> Iterator[None]:
@@ -311,7 +313,14 @@ def patch_torch(monkeypatch: pytest.MonkeyPatch, events: list[tuple[object, ...]
 
     monkeypatch.setattr(torch, "zeros", zeros_on_gpu)
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
-    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    in_c: dict[str, Callable[..., object]] = {
+        "getDevice": lambda: DEVICE.index,
+        "setDevice": lambda index: None,
+        "getCurrentStream": lambda index: (CALLERS, index, 1),
+        "setStream": set_stream,
+    }
+    for name, double in in_c.items():
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", double, raising=False)
     monkeypatch.setattr(torch.cuda, "device", on_device)
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: events.append(("torch device", d)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda d: events.append(("synchronize", d)))

@@ -312,7 +312,7 @@ def test_launched_layouts(double: Double) -> None:
     """Only what lies in rows of its own order is left to torch."""
     check_layouts(CPU)
     assert [kernel for kernel, _ in double.launches] == ["copy<u32>", "copy<u8>"]
-    (plan,) = cuda._plans.values()
+    ((plan,),) = cuda._plans.values()
     assert plan.rest == [1]
 
 
@@ -408,14 +408,20 @@ def test_other_tensors_get_another_plan(double: Double) -> None:
         pack_into(views, [first, torch.ones(9)])
         assert torch.equal(views[0], first.float())
     assert [kernel for kernel, _ in double.launches] == ["copy<u32>", "pack<float, f16, false>", "copy<u32>", "copy<u32>"]
-    plan, _ = cuda._plans.values()  # for each pair of dtypes
-    cached, tensors = plan.guards, [views[0], views[1], first, torch.ones(9)]
+    found, _ = cuda._plans.values()  # for each pair of dtypes
+    newest, plan = found
+    assert newest.batches[0].kernel == plan.batches[0].kernel == "copy<u32>"
+    cached, tensors = newest.guards, [views[0], views[1], first, torch.ones(9)]
     assert cached.check(*tensors)
     assert not cached.check(views[0].half(), *tensors[1:])
     assert not cached.check(views[0].to("meta"), *tensors[1:])
     assert not cached.check(views[0].t().contiguous().t(), *tensors[1:])
     pack_into([torch.zeros(4, 6), torch.zeros(9)], [first.clone(), torch.ones(9)])  # alike, such as the next step's gradients
-    assert plan in cuda._plans.values()
+    assert cuda._plan(cuda._pack_name, (views, [torch.ones(4, 6), torch.ones(9)]), (True, False)) is plan  # it is kept
+    assert found in cuda._plans.values()
+    for rows in range(1, 3 * cuda._ALIKE):  # of equal ends
+        pack_into([torch.zeros(3), torch.zeros(rows), torch.zeros(5)], [torch.ones(3), torch.ones(rows), torch.ones(5)])
+    assert [len(plans) for plans in cuda._plans.values()] == [2, 1, cuda._ALIKE]
 
 
 def test_launched_whatever_the_default_device(double: Double) -> None:
