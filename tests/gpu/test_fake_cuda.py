@@ -31,7 +31,7 @@ from toys import OddMLP, batch, loss_of, shard_blocks
 from worker import take_races
 
 pytestmark = pytest.mark.skipif("FAKE_GPUS" not in os.environ, reason="runs under tests/fake_cuda/run.py")
-FOLDER = Path(__file__).parent / "fake_cuda"
+FOLDER = Path(__file__).parents[1] / "fake_cuda"
 RUN_PY = Path("tests") / "fake_cuda" / "run.py"
 
 

@@ -12,12 +12,18 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Client
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import shardrt
 from shardrt.fsdp.memory import context
+
+FACTORIES = (torch.rand, torch.randint, torch.randn, torch.randperm)
 
 
 def main() -> None:
@@ -37,14 +43,40 @@ def main() -> None:
                 return
             torch.manual_seed(0)
             try:
-                if device != "cpu":
-                    torch.set_default_device(device)
-                getattr(importlib.import_module(module), body).__wrapped__(world, **parameters)
+                with tensors_on(world.device):
+                    getattr(importlib.import_module(module), body).__wrapped__(world, **parameters)
                 if races := take_races():
                     raise AssertionError(f"streams have raced:\n{races}")
                 connection.send(None)
             except BaseException:
                 connection.send(traceback.format_exc() + take_races())
+
+
+@contextmanager
+def tensors_on(device: torch.device) -> Iterator[None]:
+    """Let a body that names no device make its tensors there."""
+    if device.type == "cpu":
+        yield
+    else:
+        with device, HostsNumbers(device):
+            yield
+
+
+class HostsNumbers(TorchFunctionMode):
+    """Tensors of a generator of the host are drawn there, then moved: a GPU's kernels refuse such a generator."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        generator = given.get("generator")
+        if generator is None or generator.device.type != "cpu" or given.get("device") is not None or func not in FACTORIES:
+            return func(*args, **given)
+        return func(*args, **given, device="cpu").to(self._device)
 
 
 def take_races() -> str:
