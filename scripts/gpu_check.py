@@ -92,20 +92,20 @@ def parts(checker: Checker) -> Iterator[Part]:
         return Part(f"bench {model}", ranks, limit * slower, partial(checker.bench, model, ranks))
 
     yield bench(large, 1, 110)
-    yield bench("tiny", 1, 45)
-    yield suite("kernels", 1, 55)
+    yield bench("tiny", 1, 75)
+    yield suite("kernels", 1, 35)
     if several:
         yield suite("exchange", most, 300)
         yield from (bench(large, ranks, 150) for ranks in several)
         yield bench("tiny", most, 80)
-    yield suite("alone", 1, 100)
+    yield suite("alone", 1, 80)
     yield Part("stuck", 1, 25, checker.stuck)
     yield suite("together", most, 60)
     if several:
         yield suite("steady", most, 60)
     yield suite("compiled", 1, 65)
     yield suite("compiled", most, 60)
-    yield Part("pytest -m gpu", 1, 60 * slower, checker.tests)
+    yield Part("pytest -m gpu", 1, 70 * slower, checker.tests)
 
 
 def main() -> int:

@@ -182,7 +182,9 @@ class Checker:
             by_host = (host["shardrt"] - host["lone"]) / (host["fsdp2"] - host["lone"])
             found.figure("host by FSDP2", by_host, most=0.5 if goals and not large else None)
         found.figure("peak MiB", peak["shardrt"])
-        found.figure("MiB below FSDP2", peak["fsdp2"] - peak["shardrt"], least=BLOCK_MB if goals and large else None)
+        gathers = measured["ranks"] > 1  # FSDP2 alone gathers nothing, and so has no second copy of a block
+        least = BLOCK_MB if goals and large and gathers else None
+        found.figure("MiB below FSDP2", peak["fsdp2"] - peak["shardrt"], least=least)
         found.figure("reserved MiB below FSDP2", measured["reserved_mb"]["fsdp2"] - measured["reserved_mb"]["shardrt"])
         return found
 

