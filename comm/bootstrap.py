@@ -299,8 +299,11 @@ def _make_world(comm: MPI.Intracomm, settings: EnvironmentSettings, place: Locat
     global _monitor
     keep_freed_memory()
     from .backends.mpi import MpiBackend
+    from .backends.waiting import share_cores
     from .monitor.install import Monitor
 
+    if not place.has_cores:
+        share_cores()
     _monitor = Monitor(comm, place.node, device, settings, _guard)
     host = MpiBackend(comm.Dup(), "world", place.node, place.has_cores)
     data = Communicator(_backend_for(device, host, settings.nccl), _monitor.hooks)

@@ -52,8 +52,8 @@ STANDARD_LIBRARY = (
     "--no-warn-unused-ignores",  # what the first run, or the tests, need
     "--no-warn-unused-configs",
 )
-# Cost: three processes on two cores, since many tests wait for jobs of ranks.
-SIDE_BY_SIDE = ("-n", "3", "--dist", "loadgroup")
+# One process has the tests on shared ranks, or those of one size, see tests/conftest.py; the others have the jobs.
+SIDE_BY_SIDE = ("-n", "2" if (os.cpu_count() or 1) < 8 else "4", "--dist", "loadgroup")
 # Once more with groups that are gathered and reduced one by one: tiny models otherwise go through buckets only.
 WITHOUT_BUCKETS = ("tests/fsdp/test_fsdp_module.py", "tests/fsdp/test_evaluation.py", "tests/fsdp/test_training.py")
 # Streams, steps of training in every mode, and modules that are called on streams of the user's.

@@ -1,5 +1,6 @@
 """Which tests run, in which process, and fixtures that several files of tests share."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ EXAMPLES, EXAMPLES_ALL = 150, 1500  # of each property
 # whichever is free.
 SHARED_FIXTURES = ("alone", "alone_float64", "running", "uninterrupted", "wheel", "written")
 MOST_RANKS = 4  # of the tests that use several jobs
+HAS_CORES = (os.cpu_count() or 1) >= 2 * MOST_RANKS  # for jobs of several sizes at once; else they would slow each other down
 SLOW_FIRST = (
     "test_packaging.py",
     "test_gpu_check.py",
@@ -60,7 +62,7 @@ def group_of(item: pytest.Item) -> str | None:
     if item.get_closest_marker("ranks") is None:
         return shared
     parameters = item.callspec.params if shared is None and hasattr(item, "callspec") else {}
-    return f"{parameters.get('size', MOST_RANKS)} ranks"
+    return f"{parameters.get('size', MOST_RANKS)} ranks" if HAS_CORES else "ranks"
 
 
 def rank_of(item: pytest.Item) -> int:
