@@ -219,15 +219,15 @@ class CudaStream(Stream):
         return hash((self.device, self.handle))
 
     def submit(self, fn: Callable[[], object]) -> None:
-        # As torch.cuda.stream(), which asks for the current device in Python, twice. Cost: 1 us instead of 20.
-        stream, device = self._stream, torch._C._cuda_getDevice()
-        before = torch._C._cuda_getCurrentStream(stream.device_index)
-        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+        # As torch.cuda.stream(), which asks for the current device in Python, twice. Cost: 3 us instead of 20.
+        device, before = torch.cuda.current_device(), _current(self.device)
+        torch.cuda.set_stream(self._stream)
         try:
             fn()
         finally:
-            torch._C._cuda_setStream(*before)
-            torch._C._cuda_setDevice(device)
+            torch.cuda.set_stream(before._stream)
+            if device != self.device.index:
+                torch.cuda.set_device(device)
 
     def record(self) -> Event:
         return _CudaEvent(self._stream.record_event())
@@ -290,16 +290,20 @@ def current_stream(device: torch.device) -> Stream:
     In a dry world, whose device is the meta device: the simulated stream that runs.
     """
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return _of_handle(index, torch._C._cuda_getCurrentRawStream(index))
+        return _current(device)
     if simulated and device.type == "meta":
         return simulated[-1]
     return INLINE
 
 
+def _current(device: torch.device) -> CudaStream:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _of_handle(index, torch._C._cuda_getCurrentRawStream(index))
+
+
 @lru_cache(_STREAMS)
 def _of_handle(index: int, handle: int) -> CudaStream:
-    """The stream of this handle, which is current. Cost: 10 us at the first call, of which later ones are free."""
+    """The current stream of this GPU, which has this handle. Cost: 10 us at the first call, little at later ones."""
     return CudaStream(torch.cuda.current_stream(index))
 
 

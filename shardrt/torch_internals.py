@@ -1,6 +1,7 @@
 """The private names of torch that shardrt uses. The oldest torch of setup.cfg has them all, but for `_swap_data_ptr_`.
 
-One more is in `kernels/cuda.py`, which imports nothing of shardrt: `TensorGuards`.
+Two more are in `kernels/cuda.py` and `comm/streams.py`, which import nothing of shardrt: `TensorGuards` and
+`_cuda_getCurrentRawStream`, which Triton's launcher takes as well.
 
 | function                         | private name                                   |
 |----------------------------------|------------------------------------------------|

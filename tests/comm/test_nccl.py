@@ -30,7 +30,7 @@ import torch
 
 import shardrt.comm
 from ranks import skip_at_home
-from shardrt.comm import control, recorder
+from shardrt.comm import control, recorder, streams
 from shardrt.comm.backends import libnccl, nccl_config
 from shardrt.comm.backends.mpi import MpiBackend
 from shardrt.comm.calls import Hook, PreMulSum, ReduceOp, Work
@@ -193,7 +193,7 @@ class Event:
         return True
 
 
-CALLERS = -1  # the id of the caller's stream
+CALLERS = -1  # the handle of the caller's stream
 
 
 class TorchStream:
@@ -201,7 +201,6 @@ class TorchStream:
 
     def __init__(self, device: torch.device, handle: int) -> None:
         self.device, self.cuda_stream = device, handle
-        self.stream_id, self.device_index, self.device_type = handle, device.index, 1
 
     def record_event(self) -> Event:
         return Event()
@@ -295,9 +294,8 @@ def patch_torch(monkeypatch: pytest.MonkeyPatch, events: list[tuple[object, ...]
         assert device == DEVICE
         return zeros(*size).as_subclass(OnGpu)
 
-    def set_stream(stream_id: int, index: int, kind: int) -> None:
-        assert (index, kind) == (DEVICE.index, 1)
-        events.append(("off stream",) if stream_id == CALLERS else ("on stream", stream_id))
+    def set_stream(stream: TorchStream) -> None:
+        events.append(("off stream",) if stream.cuda_stream == CALLERS else ("on stream", stream.cuda_stream))
 
     @contextmanager
     def on_device(device: torch.device) -> Iterator[None]:
@@ -313,14 +311,9 @@ def patch_torch(monkeypatch: pytest.MonkeyPatch, events: list[tuple[object, ...]
 
     monkeypatch.setattr(torch, "zeros", zeros_on_gpu)
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
-    in_c: dict[str, Callable[..., object]] = {
-        "getDevice": lambda: DEVICE.index,
-        "setDevice": lambda index: None,
-        "getCurrentStream": lambda index: (CALLERS, index, 1),
-        "setStream": set_stream,
-    }
-    for name, double in in_c.items():
-        monkeypatch.setattr(torch._C, f"_cuda_{name}", double, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+    monkeypatch.setattr(streams, "_current", lambda device: cuda_stream(device, CALLERS))
     monkeypatch.setattr(torch.cuda, "device", on_device)
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: events.append(("torch device", d)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda d: events.append(("synchronize", d)))

@@ -197,7 +197,12 @@ def test_profiler_state() -> None:
 ALLOWED = {
     "shardrt/tensor/dtensor.py": {"torch.Tensor._make_wrapper_subclass"},
     "shardrt/tensor/views.py": {"torch.Tensor._make_wrapper_subclass"},
-    "kernels/cuda.py": {"torch._C._dynamo.guards.TensorGuards", "torch._foreach_mul_"},
+    "comm/streams.py": {"torch._C._cuda_getCurrentRawStream"},
+    "kernels/cuda.py": {
+        "torch._C._cuda_getCurrentRawStream",
+        "torch._C._dynamo.guards.TensorGuards",
+        "torch._foreach_mul_",
+    },
     "kernels/host.py": {"torch._foreach_add_", "torch._foreach_copy_", "torch._foreach_norm"},
     "kernels/norm.py": {"torch._foreach_mul_"},
 }
