@@ -1,6 +1,7 @@
 // NCCL between processes without a GPU: ranks synchronise in shared memory and read each other's buffers (process_vm_readv), at
 // the call or at the end of its group. Reductions add rank by rank, each step rounded to the dtype. If a collective differs
-// between ranks, the job ends with a message that names both calls; ranks that call in different orders hang, as under NCCL.
+// between ranks, the job ends with a message that names both calls; so it does if some ranks pass registered memory and others do
+// not. Ranks that call in different orders hang, as under NCCL.
 // FAKE_NCCL_ERROR=RANK:NUMBER: the process's collective launch of this number, from 0, on this rank of its communicator meets an
 // asynchronous error, and never ends. FAKE_NCCL_LOG=1: each rank writes a line for each communicator that is made.
 
@@ -15,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <string>
 #include <type_traits>
@@ -30,7 +32,10 @@ const char *const NAMES[] = {"ncclAllGather", "ncclReduceScatter", "ncclAllReduc
                              "ncclBroadcast", "ncclAlltoAll",      "ncclSend",      "ncclRecv"};
 constexpr int SUM = 0, PROD = 1, MAX = 2, MIN = 3, AVG = 4;  // ncclRedOp_t; greater values are pre-multiplied sums
 constexpr int MOST_RANKS = 8, MOST_CALLS = 4096;             // of a group
-struct Call { Kind kind; const void *inp; void *out; size_t count; int dtype, op, peer; void *stream; };
+struct Call {
+    Kind kind; const void *inp; void *out; size_t count; int dtype, op, peer; void *stream;
+    bool inp_known = false, out_known = false;  // registered with the communicator
+};
 struct Shared {
     std::atomic<int> arrived, round;
     pid_t pids[MOST_RANKS];
@@ -43,6 +48,7 @@ struct Comm {
     Shared *shared;
     std::vector<Call> queue;
     std::map<int, double> factors;
+    std::map<size_t, size_t> registered;  // start -> end, in bytes
     std::string id;
     int children = 0;
     std::atomic<int> error{0};  // ncclResult_t
@@ -64,6 +70,17 @@ size_t width(int dtype) { return (const size_t[]){1, 1, 4, 4, 8, 8, 2, 4, 8, 2}[
 [[noreturn]] void refuse(const Call &one, const Call &other) {
     fprintf(stderr, "the ranks differ: %s of %zu, %s of %zu\n", NAMES[one.kind], one.count, NAMES[other.kind], other.count);
     abort();
+}
+
+void compare_memory(bool one, bool other, const Call &call) {
+    if (one == other) return;
+    fprintf(stderr, "%s of %zu: memory is registered on some ranks only\n", NAMES[call.kind], call.count);
+    abort();
+}
+
+bool is_registered(const Comm *comm, const void *address) {
+    const auto after = comm->registered.upper_bound((size_t)address);
+    return after != comm->registered.begin() && (size_t)address < std::prev(after)->second;
 }
 
 void meet(Comm *comm) {
@@ -136,6 +153,7 @@ void run_sends(Comm *comm, const std::vector<Call> &calls) {
             while (comm->shared->sent[call.peer][rank] == received) sched_yield();
             const Call &send = comm->shared->sends[call.peer][rank][received % 64];
             if (send.count != call.count) refuse(send, call);
+            compare_memory(send.inp_known, call.out_known, call);
             fake_access(call.stream, (size_t)call.out, call.count * width(call.dtype), 1, NAMES[RECV]);
             read(comm, call.peer, send.inp, call.out, call.count * width(call.dtype));
             received++;
@@ -155,6 +173,8 @@ std::vector<char> result(Comm *comm, size_t i) {
     for (int peer = 0; peer < comm->size; peer++) {
         const Call &call = comm->shared->calls[peer][i];
         if (call.kind != own.kind || call.count != own.count) refuse(own, call);
+        compare_memory(call.inp_known, own.inp_known, own);
+        if (call.out && own.out) compare_memory(call.out_known, own.out_known, own);
         const size_t first = own.kind == REDUCE_SCATTER || own.kind == ALL_TO_ALL ? comm->rank * nbytes : 0;
         if (own.kind == BROADCAST && peer != own.peer) continue;
         read(comm, peer, (const char *)call.inp + first, block.data(), nbytes);
@@ -175,7 +195,7 @@ int init(Comm **comm, int size, const std::string &id, int rank) {
     if (size > MOST_RANKS || file < 0 || ftruncate(file, sizeof(Shared)) != 0) return 2;  // ncclSystemError
     void *memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
-    *comm = new Comm{rank, size, (Shared *)memory, {}, {}, id};
+    *comm = new Comm{rank, size, (Shared *)memory, {}, {}, {}, id};
     (*comm)->shared->pids[rank] = getpid();
     meet(*comm);
     shm_unlink(id.c_str());
@@ -219,7 +239,8 @@ void run(Comm *comm) {
     meet(comm);
 }
 
-int enqueue(Comm *comm, const Call &call) {
+int enqueue(Comm *comm, Call call) {
+    call.inp_known = is_registered(comm, call.inp), call.out_known = is_registered(comm, call.out);
     comm->queue.push_back(call);
     if (depth == 0) run(comm);
     else grouped.push_back(comm);
@@ -308,8 +329,13 @@ int ncclRedOpCreatePreMulSum(int *op, void *factor, int dtype, int, Comm *comm) 
 int ncclRedOpDestroy(int, Comm *) { return 0; }  // a call of its group may still be queued
 int ncclMemAlloc(void **address, size_t nbytes) { return cudaMalloc(address, nbytes) == 0 ? 0 : 1; }
 int ncclMemFree(void *address) { return cudaFree(address) == 0 ? 0 : 1; }
-int ncclCommRegister(Comm *, void *address, size_t, void **handle) { return *handle = address, 0; }
-int ncclCommDeregister(Comm *, void *) { return 0; }
-int ncclCommWindowRegister(Comm *, void *address, size_t, void **window, int) { return *window = address, 0; }
-int ncclCommWindowDeregister(Comm *, void *) { return 0; }
+int ncclCommRegister(Comm *comm, void *address, size_t nbytes, void **handle) {
+    comm->registered[(size_t)address] = (size_t)address + nbytes;
+    return *handle = address, 0;
+}
+int ncclCommDeregister(Comm *comm, void *handle) { return comm->registered.erase((size_t)handle), 0; }
+int ncclCommWindowRegister(Comm *comm, void *address, size_t nbytes, void **window, int) {
+    return ncclCommRegister(comm, address, nbytes, window);
+}
+int ncclCommWindowDeregister(Comm *comm, void *window) { return ncclCommDeregister(comm, window); }
 }

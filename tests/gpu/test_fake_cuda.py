@@ -405,3 +405,33 @@ with world.comm.agree():
     pass
 """
     assert made_by(source, 2) == []
+
+
+# ---------------------------------------------------------------------- NCCL's rules for memory
+
+
+def test_memory_that_is_registered_on_some_ranks_only() -> None:
+    source = """
+import torch
+import shardrt
+
+world = shardrt.init("cuda")
+buffers = world.comm.empty(8, torch.float32), torch.empty(8, device=world.device)
+world.comm.broadcast(buffers[0], buffers[0], 0, stream=world.stream).synchronize()
+world.comm.broadcast(buffers[world.rank], buffers[world.rank], 0, stream=world.stream).synchronize()
+"""
+    done = run_script(source, 2)
+    assert done.returncode != 0
+    assert "ncclBroadcast of 32: memory is registered on some ranks only" in done.stderr
+
+
+def test_a_soak() -> None:
+    """Sends and receives among its calls; ranks that each chose where their tensors lie broke that rule."""
+    source = """
+from shardrt.comm.stress.__main__ import main
+
+main(["--soak", "20s", "--steps", "20"])
+"""
+    done = run_script(source, 2)
+    assert ", 20 steps, " in done.stdout, done.stderr
+    assert "#wrong: 0" in done.stdout
