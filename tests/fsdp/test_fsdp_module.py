@@ -148,6 +148,13 @@ def test_unshard_ahead(world: World) -> None:
     handle.wait()
     handle.wait()
     assert torch.equal(model.blocks[1].up.weight, expected)
+    model.blocks[1].reshard()
+    second = model.blocks[1].unshard(async_op=True)
+    model.blocks[1].reshard()
+    for over in (handle, second):
+        over.wait()  # for nothing: the shards are what there is
+        assert isinstance(model.blocks[1].up.weight, shardrt.DTensor)
+        assert not model.blocks[1].param_group.visible.exposed
     assert model.blocks[0].unshard() is None
     for block in model.blocks:
         block.reshard()

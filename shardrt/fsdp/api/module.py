@@ -30,24 +30,25 @@ class UnshardHandle:
         self._groups = groups
 
     def wait(self) -> None:
-        """Let compute wait for the gather, and register the full parameters. No-op the second time."""
+        """Let compute wait for the gather, and register the full parameters. No-op the second time, and after a reshard."""
         for group in self._groups:
-            group.wait_unsharded()
-            group.visible.expose()
+            if group.ready is not None:
+                group.wait_unsharded()
+                group.visible.expose()
 
 
 class FSDPModule:
     """What `fully_shard` adds to a module's class. The module's parameters are `DTensor`s outside its forward and backward.
 
-    Setters take effect at the next use; call them alike on every rank. recurse: for sharded modules inside as well.
+    Setters take effect at the next use; call them alike on every rank. recurse: also set it for sharded modules inside.
     `copy.deepcopy` of the outermost one makes sharded modules with memory of their own (`sharded_class.deepcopy`).
     """
 
-    param_groups: tuple[ParamGroup, ...]  # one for each mesh that its parameters are cut over
+    param_groups: tuple[ParamGroup, ...]  # the groups that its parameters form; modules sharded in one list share them
     _initializes_new: ClassVar[bool] = True  # written by disable_fsdp_module_new_init, in this file, alone
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a plain module, as a container's slice is: the class alone shards nothing."""
+        """Make a plain module, as slicing a container does: the class alone shards nothing."""
         original = plain_class(cls)
         made = original.__new__(original)  # type: ignore[call-overload]
         if cls._initializes_new:
@@ -60,7 +61,7 @@ class FSDPModule:
 
     @property
     def param_group(self) -> ParamGroup:
-        """The first of `param_groups`: of what is gathered whole on the mesh `fully_shard` was given, maybe empty."""
+        """The first of `param_groups`: that of ordinary parameters on the mesh `fully_shard` was given. It may be empty."""
         return self.param_groups[0]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -94,12 +95,12 @@ class FSDPModule:
             settings.sync_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Hybrid sharding: without, backwards reduce within a replica only and keep the sum; the next one with reduces all."""
+        """For hybrid sharding. False: backwards reduce within a replica only; the next one with True reduces their sum too."""
         for settings in self._settings(recurse):
             settings.all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """When more backwards follow (False), the end of one does not wait for its last reductions. For all under one root."""
+        """False, if more backwards follow: the end of one does not wait for its last reductions. Holds for the whole root."""
         settings = self.param_group.root.root_settings
         assert settings is not None, "it has no parent"
         settings.is_last_backward = is_last_backward
@@ -120,7 +121,7 @@ class FSDPModule:
             settings.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False for a module whose backward reads none of its parameters, such as an embedding."""
+        """Set False for a module whose backward reads none of its parameters, such as an embedding: they are not gathered."""
         for settings in self._settings(recurse=False):
             settings.unshard_in_backward = unshard_in_backward
 
@@ -135,7 +136,7 @@ class FSDPModule:
             settings.backward_prefetch = groups_of(modules)
 
     def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
-        """On the root. How far to gather ahead where no modules are named."""
+        """Set how far to gather ahead where no modules are named. Call it on the root."""
         self._root_settings("set_prefetch_policy").prefetch = policy
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -150,7 +151,7 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let collectives sum only, and divide after: for networks that sum in hardware, such as NVLink SHARP.
 
-        No effect on GPUs but for a custom reduce-scatter: NCCL only sums always, since gradients are divided when packed.
+        On GPUs it has an effect on custom reduce-scatters only: NCCL always only sums, since gradients are divided when packed.
         """
         for settings in self._settings(recurse=False):
             settings.force_sum = enable
@@ -164,7 +165,7 @@ class FSDPModule:
             settings.reduce_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many buckets of packed gradients may be in flight. TypeError, ValueError unless an int >= 1.
+        """Set how many buckets of packed gradients may be in flight. Raises TypeError or ValueError unless it is an int >= 1.
 
         All groups under a root share them: the largest value set on any of them holds for all, from the next forward on.
         Cost: as many buffers. More than 1 helps when a reduce-scatter takes longer than the backward beside it.
@@ -177,7 +178,7 @@ class FSDPModule:
             settings.reductions_in_flight = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reductions have a communicator of their own, always. Raises ValueError for False."""
+        """No-op: reductions always have a communicator of their own. Raises ValueError for False."""
         if not enable:
             raise ValueError("set_separate_reduce_scatter_group(False): gathers and reductions never share a communicator here")
 
@@ -225,11 +226,11 @@ class FSDPModule:
         collective is set as well. RuntimeError after the first forward, ValueError for another backend.
         Windows stay: one for gathers and one for packed gradients, each as large as the largest group. A gather copies its
         bytes into the window and out of it; a reduction of a large group is packed there, and copies this rank's segment out.
-        Both are in place, so both of their sides are in the window. Small groups, gathers from post-forward shards,
-        all-gather extensions and reductions over replicas do not change. No effect on the host.
-        NCCL before 2.27 makes no windows: a warning is logged, and the memory is registered on each rank. From 2.27 on its
-        kernels for windows take gathers, and sums of floats but float64, between GPUs that NVLink connects all; up to 2.28 if
-        both sides are in windows, from 2.29 on if the side is that other GPUs read or write.
+        Both collectives run in place, so their inputs and outputs are in the window. Small groups, gathers from post-forward
+        shards, all-gather extensions and reductions over replicas do not change. No effect on the host.
+        NCCL before 2.27 makes no windows: a warning is logged, and the memory is registered on each rank. From 2.27 on, its
+        kernels for windows run gathers, and sums of floats other than float64, between GPUs that are all connected by NVLink:
+        up to 2.28 if input and output are in windows, from 2.29 on if the one that other GPUs read or write is.
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm({backend!r}) on '{self.param_group.name}': expected 'NCCL'")
@@ -248,7 +249,7 @@ class FSDPModule:
         self._only_group("set_custom_reduce_scatter").settings.reduce_scatter = reduce_scatter
 
     def set_post_optim_event(self, event: Event) -> None:
-        """On the root. The next forward's gathers wait for `event`, not for the current stream. Holds for one forward.
+        """Let the next forward's gathers, and no later ones, wait for `event`, not for the current stream. Call it on the root.
 
         Hazard: zero_grad() frees the gradients at once: call it when `event` has passed, or `record_stream()` them before.
         """
@@ -257,7 +258,7 @@ class FSDPModule:
         self._root_settings("set_post_optim_event").post_optim_event = event
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: drop that iteration and all gradients. On the root; on every rank."""
+        """Drop an iteration that an exception has cut short, and all gradients. Call it on the root, on every rank."""
         self._root_settings("reset_iter_state")
         if self.param_group.runtime is not None:
             self.param_group.runtime.reset()
@@ -309,7 +310,7 @@ class FSDPModule:
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As any module's: between a forward and its backward as well, while the module has its full parameters."""
+        """As any module's; it also clears the shards' gradients while modules have full parameters, as before a backward."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         groups = groups_of([child for child in cast(nn.Module, self).modules() if isinstance(child, FSDPModule)])
         for sharded in [param.sharded for group in groups if group.visible.unsharded for param in group.params]:
@@ -319,9 +320,9 @@ class FSDPModule:
                 sharded.grad.zero_()
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As any module's. Raises RuntimeError to torch's checkpoint helpers for what they cannot have (`state_dicts.py`).
+        """As any module's. Raises RuntimeError if torch's checkpoint helpers ask for what cannot work (`state_dicts.py`).
 
-        They ask for parameters as well; but so do forwards, and in a compiled one this method would end the graph.
+        The helpers read parameters as well; but so do forwards, and in a compiled forward a check there would end the graph.
         """
         check_state_dict_options(self.param_group.root.name, self.param_group.mesh.rank, sys._getframe(1))
         return super().named_buffers(*args, **kwargs)  # type: ignore[misc]
@@ -329,7 +330,7 @@ class FSDPModule:
 
 @contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Inside, modules made of a sharded module's class are not initialised, only made: for those who call `__init__`."""
+    """Inside the block, calling a sharded module's class makes a module without initialising it: the caller does that."""
     before, FSDPModule._initializes_new = FSDPModule._initializes_new, False
     try:
         yield
@@ -338,7 +339,7 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
 
 
 def plain_class(kind: type[FSDPModule]) -> type[Any]:
-    """What the class was before `fully_shard`."""
+    """The class that modules of this class had before `fully_shard`."""
     return kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
 
 
@@ -401,10 +402,10 @@ class _ForwardMethod:
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """Inside, all sharded modules in `module`, itself included, stay gathered, so that forwards communicate nothing.
+    """Inside the block, all sharded modules in `module`, itself included, stay gathered: forwards communicate nothing.
 
-    Ranks may then run different numbers of forwards without gradients, or different parts of the model: texts that end at
-    different lengths can be generated. Entering is collective, leaving is not.
+    Ranks may then run different numbers of forwards without gradients, or different parts of the model, for example to generate
+    texts of different lengths. Entering is collective, leaving is not.
     Cost: the memory of all parameters in their compute dtypes. If parameters are written to inside, the next forward gathers
     them again, which is collective.   Raises ValueError if no module is sharded.
     """
@@ -427,7 +428,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """For several roots, such as the stages of a pipeline, to share streams and communicators: here they always do.
+    """Let several roots, such as the stages of a pipeline, share streams and communicators. No-op: here they always do.
 
     Raises ValueError for a module that is not sharded.
     """
