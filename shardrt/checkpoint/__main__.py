@@ -27,7 +27,7 @@ from .formats.safetensors import parse_size
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors are one line."""
+    """An argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except BrokenPipeError:  # as of `inspect | head`
+    except BrokenPipeError:  # the reader has ended, as in `inspect | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, RuntimeError, ValueError, MemoryError) as error:
@@ -105,13 +105,13 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _print(line: str, file: TextIO | None = None) -> None:
-    """file: None for stdout."""
+    """Print a line, with characters escaped that a terminal would act on.   file: None for stdout."""
     print(printable(line), file=file)
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal, if tqdm is installed; what it yields is told how many bytes were done."""
+    """Show a progress bar on a terminal, if tqdm is installed. Yields a function to call with the number of bytes just done."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,8 +1,8 @@
-"""The errors of checkpoints, how all ranks raise them, and what a file says in the words of a message.
+"""The errors of checkpoints, how all ranks raise them, and how their messages show values that come from a file.
 
-Such words are bounded in length, and made without a look at all of what is in a file: one of a few hundred bytes may have
-tuples of shared tuples, of which `repr` makes more than any memory holds, or a number with so many digits that it raises; names
-may have what a terminal would act on.
+The text for such a value is bounded in length, and made without a visit of all its parts: a file of a few hundred bytes may
+have tuples of shared tuples, whose `repr` is larger than any memory, or a number with so many digits that `repr` raises. Names
+may have characters that a terminal would act on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..comm.fingerprint import printable
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the file, the tensor, and what to do.
 
-    On every rank alike: where one rank has failed, the message has that rank's number and reason, and the cause is the
-    `shardrt.comm.RemoteError` with its traceback. Names that come from a file are printable in it.
+    Collective calls raise it on every rank: if one rank has failed, the message has that rank's number and reason, and the
+    cause is the `shardrt.comm.RemoteError` with its traceback. Names that come from a file are printable in it.
     """
 
     def __init__(self, message: str) -> None:
@@ -32,7 +32,7 @@ class CheckpointError(RuntimeError):
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint is not what was written: a checksum differs, a file is cut off, missing, or of another save.
 
-    Another one of the same training may be whole. Errors of the file system, and a state that does not fit, are no damage.
+    Another checkpoint of the training may be whole. Errors of the file system, and a state that does not fit, are no damage.
     """
 
 
@@ -51,14 +51,14 @@ def agreed(comm: ControlPlane) -> Iterator[None]:
         raise kind(f"rank {error.failure.rank} raised {failed}") from error
 
 
-# ---------------------------------------------------------------------- what a file says
+# ---------------------------------------------------------------------- values that come from a file
 
 
 _CHARACTERS, _ITEMS, _LEVELS = 200, 4, 3
 
 
 def shown(value: object) -> str:
-    """As `repr` of plain values, but of a few hundred characters at most."""
+    """What `repr` gives for plain values, cut to a few hundred characters; the type of any other value."""
     return _cut(_shown(value, _LEVELS))
 
 

@@ -25,7 +25,7 @@ from ..tensor.dtensor import DTensor
 from ..tensor.placement import Box, FlatShard, Spec
 from .errors import CheckpointError
 
-PIECE_NBYTES = 16 << 20  # of a part that is converted, or that lies in memory in another order than in the file
+PIECE_NBYTES = 16 << 20  # the most bytes of a piece, where a part is converted or put into another order
 
 
 class TensorPart(NamedTuple):
@@ -84,8 +84,9 @@ def intersect(a: Box, b: Box) -> Box | None:
 def tile(box: Box, boxes: Sequence[Box]) -> bool:
     """Whether these boxes make up all of `box`, each element once.
 
-    With random numbers f(x) for the coordinates x of each dim, a box counts as the product of f(stop) - f(start) over its dims:
-    a sum that telescopes to what `box` counts, and to that by a chance of 2**-60 if there are gaps or overlaps.
+    Each coordinate x of a dim gets a random number f(x), and a box counts as the product of f(stop) - f(start) over its dims.
+    Boxes that make up `box` count as much as it does, since the sum telescopes; with gaps or overlaps, they do so with a
+    probability of 2**-60.
     """
     values = defaultdict[tuple[int, int], int](partial(getrandbits, 64))
 
@@ -160,7 +161,7 @@ def pieces(part: TensorPart, itemsize: int) -> Iterator[TensorPart]:
 
 
 def memory_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or that inside of a tensor subclass, or of a `DTensor` of one: a tensor with memory of its own.
+    """The tensor that has the memory: the inner one of a tensor subclass; of a `DTensor` of one, a `DTensor` of the inner one.
 
     Raises CheckpointError for a subclass that does not consist of one tensor of its shape.
     """

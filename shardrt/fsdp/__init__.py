@@ -1,1 +1,1 @@
-"""What is gathered when, freed when, reduced when. The public names are those of `shardrt`."""
+"""The FSDP runtime: when parameters are gathered and freed, and when gradients are reduced. `shardrt` has the public names."""

@@ -45,7 +45,7 @@ class Checkpoint(ABC):
     paths: for each name its keys in nested dicts and lists.
     """
 
-    kind: str  # and who wrote it, if that is known
+    kind: str  # the format, and who wrote it if that is known
     tensors: Mapping[str, TensorInfo]
     objects: Sequence[str]
     paths: Mapping[str, Keys]
@@ -56,11 +56,11 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def object(self, name: str) -> Any:
-        """An object; one that is no plain data is refused by CheckpointError."""
+        """An object. Raises CheckpointError for one that is not plain data."""
 
 
 class StoredCheckpoint(Checkpoint):
-    """A folder with .metadata, of any writer, or files of the safetensors format."""
+    """A folder with a .metadata file, whichever program wrote it, or files in the safetensors format."""
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
@@ -72,7 +72,7 @@ class StoredCheckpoint(Checkpoint):
         self.paths = {name: stored.paths.get(name, (name,)) for name in (*self.tensors, *self.objects)}
 
     def ranks(self) -> dict[str, list[int]]:
-        """The ranks that wrote each tensor, by the names of files; empty for files that are no rank's."""
+        """The ranks that wrote each tensor, as the names of files say; empty if no file is named after a rank."""
         found = {}
         for name, tensor in self._stored.tensors.items():
             files = (tensor.files[number] for number in tensor.columns.file.unique().tolist())
@@ -90,7 +90,7 @@ class StoredCheckpoint(Checkpoint):
 
 
 class TorchCheckpoint(Checkpoint):
-    """A file of torch.save, with nested dicts and lists. Tensors of a zip stay on disk (mmap) until they are read."""
+    """A file of torch.save, with nested dicts and lists. Tensors in a zip archive stay on disk (mmap) until they are read."""
 
     kind = "torch"
 
@@ -132,7 +132,7 @@ class TorchCheckpoint(Checkpoint):
 
 
 def open_checkpoint(path: Location) -> Checkpoint:
-    """The checkpoint at `path`. Raises CheckpointError if there is none of a known kind, and for what cannot be read."""
+    """Open the checkpoint at `path`. Raises CheckpointError if there is none of a known kind, or if it cannot be read."""
     if not path.exists():
         raise CheckpointError(f"no file or folder '{path}'")
     if (path / METADATA).is_file():

@@ -1,6 +1,6 @@
-"""From one kind of checkpoint to another, by one process and a tensor at a time.
+"""Converts a checkpoint from one kind to another, in one process and one tensor at a time.
 
-Memory: the largest tensor; for a file of torch.save, all of them. What is written appears under its name when it is complete.
+Memory: the largest tensor; for a file of torch.save, all tensors. The target appears under its name once it is complete.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ..state.trees import placed
 from .checkpoints import SUFFIX, Checkpoint
 
 T = TypeVar("T")
-Progress = Callable[[int], object]  # is told how many bytes were done
+Progress = Callable[[int], object]  # to be called with the number of bytes just done
 
 
 class Selected(NamedTuple):
-    """A name of the source, as the target has it."""
+    """A name in the source, and the name that it gets in the target."""
 
     name: str  # in the source
     new_name: str
-    keys: Keys  # of the new name
+    keys: Keys  # the path of the value under its new name
 
 
 def select(source: Checkpoint, only: str | None) -> list[Selected]:
@@ -56,7 +56,7 @@ def select(source: Checkpoint, only: str | None) -> list[Selected]:
 
 
 def _without(keys: Keys, only: str) -> Keys:
-    """Keys without those that `only` joins; where a key of the source has a part of it, the rest of that key."""
+    """The keys after those that `only` names. A key of the source that has the end of `only` and more in it is cut there."""
     rest = only
     for place, key in enumerate(keys):
         if str(key) == rest:
@@ -73,8 +73,9 @@ def convert(
     """Write the selected names at `target`.
 
     kind: "dcp" (a folder), "safetensors" (a file if the target ends in .safetensors, else a folder) or "torch" (a file).
-    shard_nbytes: the largest file in a folder of safetensors. Objects have no place in safetensors: they are left out.
-    Raises: CheckpointError if the target exists, or something has no place in this kind of checkpoint.
+    shard_nbytes: the most bytes of tensors in a file, for a folder of safetensors. Objects are left out of safetensors.
+    done: is called with the number of bytes just done.
+    Raises: CheckpointError if the target exists, or if this kind of checkpoint cannot hold something that is selected.
     """
     if target.exists():
         raise CheckpointError(f"'{target}' exists: name another target, or remove it")
@@ -111,7 +112,7 @@ def _write_torch(
         os.fsync(file.fileno())
 
 
-# ---------------------------------------------------------------------- files of the engine of saves
+# ---------------------------------------------------------------------- safetensors and dcp, by the functions of saves
 
 
 def _write_safetensors(
@@ -161,7 +162,7 @@ def _write_dcp(source: Checkpoint, selected: Sequence[Selected], path: Path, sha
 
 
 def _write(prepared: Prepared[T], items: Iterator[T]) -> None:
-    """Write items one after the other: the memory of each goes before the next one is made."""
+    """Write items one after the other: the memory of each is freed before the next one is made."""
     direct = Direct()
     prepared.write(map(lambda item: prepared.source(item, direct.pieces)._replace(is_passing=True), items))
 

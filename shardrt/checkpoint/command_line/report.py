@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as lines to read; and whether what is in it is what was written."""
+"""Describes the contents of a checkpoint in lines of text, and verifies that they are what was written."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _sums(path: Location, checkpoint: Checkpoint, ranks: Mapping[str, Iterable[i
 
 
 def step_of(checkpoint: Checkpoint) -> int | None:
-    """The number of steps done: as a run has counted them, else as the optimizer has."""
+    """The number of steps done, as a `Run` has counted them, or else as an optimizer has; None if neither is there."""
     if "run.step" in checkpoint.objects and isinstance(step := checkpoint.object("run.step"), int):
         return step
     steps = (name for name, info in checkpoint.tensors.items() if name.endswith(".step") and not info.shape)
@@ -93,7 +93,7 @@ class Report:
 def verify(stored: Stored, items: Mapping[Place, ReportedItem], done: Callable[[int], object]) -> Report:
     """Read these items of a DCP checkpoint, and compare the checksums of each.
 
-    done: is told how many bytes were read.
+    done: is called with the number of bytes of each item that was read.
     """
     report = Report(items=len(items))
     for file, places in groupby(sorted(items), lambda place: place[0]):
@@ -103,7 +103,7 @@ def verify(stored: Stored, items: Mapping[Place, ReportedItem], done: Callable[[
                     _verify_item(reader, place, items[place], report)
                     done(place[2])
                 report.nbytes += reader.nbytes
-        except CheckpointError as error:  # the file cannot be opened, or is of another save
+        except CheckpointError as error:  # the file cannot be opened, or belongs to another save
             report.damaged += [f"{items[place].label}: {error}" for place in items if place[0] == file]
     return report
 
@@ -112,7 +112,7 @@ def verify(stored: Stored, items: Mapping[Place, ReportedItem], done: Callable[[
 class ReportedItem:
     """A chunk of a tensor, or an object.
 
-    names: several for tied tensors.   dtype, sizes: of a chunk; None of an object.
+    names: several for tied tensors.   dtype, sizes: those of a chunk; None and () for an object.
     """
 
     names: list[str]
@@ -125,7 +125,7 @@ class ReportedItem:
 
 
 def items_of(stored: Stored) -> dict[Place, ReportedItem]:
-    """Everything that a DCP checkpoint has, by its place. Raises CheckpointError if its chunks do not make up the tensors."""
+    """The chunks and objects of a DCP checkpoint, by place. Raises CheckpointError if its chunks do not make up the tensors."""
     found = dict[Place, ReportedItem]()
     for name, tensor in stored.tensors.items():
         fetches(name, tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))

@@ -1,1 +1,1 @@
-"""Files and folders of checkpoints, on a disk or in a store, which are there whole or not at all."""
+"""Files and folders of checkpoints, on a disk or in a remote store. A checkpoint is there whole or not at all."""

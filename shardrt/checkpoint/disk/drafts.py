@@ -1,11 +1,11 @@
-"""The folders that saves are written in: each save has its own, and no job deletes one whose save may be alive.
+"""The temporary folders that saves write in: each save has its own, and no job deletes one whose save may still run.
 
-    step-200.<machine>-<id>.tmp/           of the save with this id, whose rank 0 runs on this machine
-    out.<machine>-<id>.safetensors.tmp/    of an export; it has the new `out` in it
+    step-200.<machine>-<id>.tmp/           the folder of the save with this id, whose rank 0 runs on this machine
+    out.<machine>-<id>.safetensors.tmp/    the folder of a safetensors export; the new folder `out` is in it
 
 Rank 0 holds a lock (flock) on the folder's `.metadata` from when it has made the folder until the folder has another name. On
-the same machine, a folder without this lock is that of a save that was killed. Not every file system passes locks on to other
-machines: there, a folder is taken for that of a killed save if nothing in it was changed for an hour.
+the same machine, a folder without this lock belongs to a save that was killed. Not every file system passes locks on to other
+machines: there, a save counts as killed if nothing in its folder was changed for an hour.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _TRIES, _RETRY_S = 1000, 0.01
 
 
 def folder_of(target: Path, machine: str, save_id: str, kind: str = "") -> Path:
-    """Where a save of `target` is written."""
+    """The temporary folder that a save of `target` writes in.   kind: the end of its name before ".tmp"."""
     return target.with_name(f"{target.name}.{machine}-{save_id}{kind}.tmp")
 
 
 @cache
 def this_machine() -> str:
-    """Eight hexadecimal digits, the same until the next boot; random ones if the kernel does not say."""
+    """Eight hexadecimal digits that name this machine until its next boot; random ones if the kernel has no boot id."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     return secrets.token_hex(4)
 
 
 class Draft:
-    """The folder that a save is written in, made and locked.   target: what it becomes.   Rank 0 has one.
+    """The temporary folder of a save, which the constructor makes and locks. Only rank 0 has one.   target: the result's path.
 
     Raises: CheckpointError with the system's reason if it cannot be made.
     """
@@ -63,11 +63,11 @@ class Draft:
         lock, self._lock = self._lock, None
         if lock is not None:
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_UN)  # closing does not, while a forked child has the descriptor
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing does not unlock while a forked child has the descriptor
             os.close(lock)
 
     def _make(self) -> bool:
-        """Make and lock the folder; False if another job takes it away, as that of a killed save, before it is locked."""
+        """Make and lock the folder; False if another job deletes it, as that of a killed save, before it is locked."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.target.exists():
             _copy_access(self.target, self.folder)
@@ -81,15 +81,15 @@ class Draft:
 
 
 def remove_abandoned(folder: Path, base: str, machine: str | None) -> bool:
-    """Delete the folder of a save that has certainly ended; False if that is not certain.
+    """Delete the folder of a save if the save has certainly ended; returns False if that is not certain.
 
-    base: what its name begins with while it is deleted.   machine: in its name; None if there is none.
+    base: what the folder's name begins with while it is deleted.   machine: the one in its name; None if there is none.
     Raises: CheckpointError as `remove` does.
     """
     with locked_if_ended(folder, machine) as has_ended:
         if not has_ended:
             return False
-        # Hazard: not after the lock is given up, since a save may have begun there.
+        # Hazard: the lock is held until the folder is renamed; without it, a save might begin there.
         gone = take_away(folder, base)
     remove_files(gone)
     return True
@@ -97,7 +97,7 @@ def remove_abandoned(folder: Path, base: str, machine: str | None) -> bool:
 
 @contextmanager
 def locked_if_ended(folder: Path, machine: str | None) -> Iterator[bool]:
-    """Whether the save of a folder has certainly ended; then its lock is held in the `with` block.   machine: in its name."""
+    """Whether a folder's save has certainly ended; if so, the `with` block holds its lock.   machine: the one in its name."""
     fd = None
     try:
         with explained("open", folder), suppress(FileNotFoundError):
@@ -109,7 +109,7 @@ def locked_if_ended(folder: Path, machine: str | None) -> Iterator[bool]:
 
 
 def _has_ended(folder: Path, fd: int | None, machine: str | None) -> bool:
-    """fd: of the file that is locked; None if it is not there."""
+    """Whether a folder's save has certainly ended.   fd: the open `.metadata`, which gets locked; None if it is not there."""
     locked = fd is None or _locked(fd)
     return locked is not False and ((bool(locked) and machine == this_machine()) or _is_quiet(folder))
 
@@ -126,14 +126,14 @@ def _locked(fd: int) -> bool | None:
 
 
 def _is_quiet(folder: Path) -> bool:
-    """Whether nothing in it was changed for an hour."""
+    """Whether nothing in the folder was changed for an hour."""
     with explained("list", folder):
         changed = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
     return changed < time.time() - _QUIET_S
 
 
 def _copy_access(target: Path, folder: Path) -> None:
-    """Let the same users in, as far as this one may say so."""
+    """Give the folder the group of the target, if this user may, and its permissions; its owner gets all permissions."""
     with suppress(PermissionError):
         shutil.chown(folder, group=target.stat().st_gid)
     folder.chmod(stat.S_IMODE(target.stat().st_mode) | stat.S_IRWXU)

@@ -22,8 +22,8 @@ Bytes = bytes | bytearray | memoryview
 METADATA = ".metadata"  # the file that makes a folder a checkpoint
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
-_CALL_BYTES = 4 << 20  # after which a call is made: what the caches still hold
-_PADDING = bytes(64)  # for gaps between what is aligned
+_CALL_BYTES = 4 << 20  # `Writer` makes a call at this many bytes, while the caches still hold them
+_PADDING = bytes(64)  # fills the gaps between aligned items
 _SYNC_FILE_RANGE_WRITE = 2
 _libc = ctypes.CDLL(None)
 
@@ -51,7 +51,7 @@ def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a CPU tensor without gaps, in any order of its dims, as bytes; they keep the tensor alive."""
+    """The memory of a CPU tensor as bytes, which keep it alive. It has no gaps; its dims may lie in any order."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return memoryview(b"")
@@ -63,8 +63,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 class Writer:
     """One file, written in few large calls; `close` returns when its bytes have reached the disk.
 
-    new: the file must not be there yet; False: it is, and other ranks may write to other places of it.
-    Buffers for places that adjoin, or almost, go into one call. They are kept, not copied: they have to stay as they are until
+    new: the file must not exist yet; False: it exists, and other ranks may write to other places of it.
+    Buffers for adjacent or almost adjacent places go into one call. They are not copied, and have to stay as they are until
     `flush` or `close`. An exception in the `with` block closes the file as it is.
     Raises: CheckpointError with the system's reason, from every method.
     """
@@ -72,15 +72,15 @@ class Writer:
     def __init__(self, path: Path, *, new: bool = True) -> None:
         self.path: Location = path
         self._new = new
-        self.nbytes = 0  # handed to the system
+        self.nbytes = 0  # that were handed to the system
         self._waiting: list[Bytes] = []
         self._waiting_bytes = 0
-        self._start = 0  # of what waits
+        self._start = 0  # where the waiting buffers go in the file
         with explained("create" if new else "open", path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0), 0o666)
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        """Write buffers one after the other from `offset` on; places ascend."""
+        """Write buffers one after the other from `offset` on. Offsets ascend from call to call."""
         gap = offset - self._start - self._waiting_bytes
         # Hazard: the gaps of a file that several ranks write are not this rank's to fill.
         if self._waiting and self._new and 0 < gap < len(_PADDING):
@@ -97,11 +97,11 @@ class Writer:
                 self.flush()
 
     def flush(self) -> None:
-        """Hand what waits to the system; the buffers may change afterwards."""
+        """Hand the waiting buffers to the system; they may change afterwards."""
         with explained("write", self.path):
             _transfer(os.pwritev, self._fd, self._waiting, self._start)
-        # Cost: halves the time of a save, since the disk works while the next bytes come; where this fails, fsync does it all.
-        # Of short runs in a shared file it makes several times as much.
+        # Cost: this call halves the time of a save, as the disk works while the next bytes come. If it fails, fsync does all.
+        # Short runs are left to fsync: in a shared file, the call would make a save take several times as long.
         if self._waiting_bytes >= _CALL_BYTES:
             start, nbytes = ctypes.c_int64(self._start), ctypes.c_int64(self._waiting_bytes)
             _libc.sync_file_range(self._fd, start, nbytes, _SYNC_FILE_RANGE_WRITE)
@@ -110,7 +110,7 @@ class Writer:
         self._waiting, self._waiting_bytes = [], 0
 
     def close(self) -> None:
-        """Write what waits, and wait until the file's bytes have reached the disk."""
+        """Write the waiting buffers, and wait until the file's bytes have reached the disk."""
         try:
             self.flush()
             with explained("sync", self.path):
@@ -156,8 +156,8 @@ class Reader:
         self._check_end(offset, sum(len(buffer) for buffer in buffers), done)
 
     def read(self, offset: int, nbytes: int) -> bytearray:
-        """The bytes at `offset`."""
-        # Before memory is taken for what a damaged file says.
+        """The `nbytes` bytes at `offset`."""
+        # This comes first, so that no memory is allocated for a size that a damaged file gives.
         self._check_end(offset, nbytes, max(0, self.size() - offset))
         found = bytearray(nbytes)
         self.read_into(offset, [memoryview(found)])

@@ -3,16 +3,16 @@
 A save writes beside its target, and only a rename makes it visible:
 
     step-200.<machine>-<id>.tmp/   `begin` makes it, for this save alone; every rank writes and syncs its own file in it; all
-                                   ranks agree that they have
+                                   ranks agree that all have done so
     step-200/                      `commit` writes .metadata, syncs the folder, renames it, and syncs the parent
     step-100.<random>.old.tmp/     a folder that is being deleted (`removal.py`)
-    step-200.damaged/              one that a run could not load, and did not delete (`run.py`)
-    step-200.<random>.aside/       what was step-200 before, on a file system that cannot exchange folders: `latest` gives it
-                                   until step-200 is there, and then it is deleted
+    step-200.damaged/              a checkpoint that a run could not load, and did not delete (`run.py`)
+    step-200.<random>.aside/       the step-200 from before, on a file system that cannot exchange folders: `latest` returns it
+                                   until the new step-200 is there, and then it is deleted
 
 Invariant: a folder with .metadata and a name that does not end in .tmp is complete, and its data has reached the disk.
-Nothing is ever deleted that no checkpoint has, nor what a job that lives is writing (`drafts.py`). So several jobs may save in
-one folder: whatever their order, each checkpoint that appears is whole.
+A deletion spares files that no checkpoint has, and the folders that running jobs write in (`drafts.py`). So several jobs may
+save in one folder: whatever their order, each checkpoint that appears is whole.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .remote_path import Location
 from .removal import refuse_foreign, remove, remove_files, warned
 
 _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<number>\d+)")
-_LEFT = re.compile(  # of `base`; the last kinds of names are also those that earlier versions gave
+_LEFT = re.compile(  # what saves of `base` leave; earlier versions gave some of these names
     r"(?P<base>.+?)(\.(?P<machine>[0-9a-f]{8})-[0-9a-f]{32}|\.[0-9a-f]{32}|\.aside)?(?P<kind>\.aside|\.old\.tmp|\.tmp)"
 )
 _RENAME_EXCHANGE = 2
@@ -48,7 +48,7 @@ _log = logging.getLogger("shardrt")
 
 
 class Keep(NamedTuple):
-    """Which numbered checkpoints remain after a save: so many of the newest (None: all), and multiples of `every`."""
+    """Which checkpoints remain after a save: the `newest` ones (None: all), and those with multiples of `every` as numbers."""
 
     newest: int | None = None
     every: int | None = None
@@ -94,7 +94,7 @@ def check_name(target: Location, keep: Keep) -> None:
 def begin(target: Path, folder: Path) -> Draft:
     """Make the folder that a save of `target` is written in, and the parents it needs. Rank 0 calls it, before any rank writes.
 
-    Raises: CheckpointError if `target` is there and has anything that no checkpoint has, since it would be replaced.
+    Raises: CheckpointError if `target` has files that no checkpoint has, as it will be replaced, or is a file or mount point.
     """
     if target.is_dir():
         refuse_foreign(target)
@@ -113,7 +113,7 @@ def begin(target: Path, folder: Path) -> Draft:
 
 
 def check_files(folder: Path, files: Mapping[str, int]) -> None:
-    """Raise CheckpointError if rank 0 does not see what the others have written. files: their names and bytes."""
+    """Raise CheckpointError unless rank 0 sees all files that the ranks have written.   files: their names and bytes."""
     for name, nbytes in files.items():
         path = folder / name
         with explained("find", path):
@@ -126,7 +126,7 @@ def check_files(folder: Path, files: Mapping[str, int]) -> None:
 
 
 def commit(draft: Draft, files: Mapping[str, int], metadata: Sequence[Bytes], keep: Keep) -> None:
-    """Make a save visible, in the place of what was there; then delete old ones. Rank 0 calls it.
+    """Make a save visible, in the place of what was there; then delete old checkpoints. Rank 0 calls it.
 
     files: as `check_files` has them.   metadata: the contents of .metadata.
     """
@@ -135,11 +135,11 @@ def commit(draft: Draft, files: Mapping[str, int], metadata: Sequence[Bytes], ke
         writer.write(0, metadata)
     sync_folder(folder)
     check_files(folder, files)
-    # Invariant: another job that takes the folder away renames it, and then this rename fails.
+    # Invariant: another job that deletes this folder renames it first, and then this rename fails.
     with explained("rename", folder):
         _take_place(folder, target)
     draft.release()
-    try:  # from here on the checkpoint is there: what fails is not the save
+    try:  # the checkpoint is there from here on: an error below is no failure of the save
         sync_folder(target.parent)
         if os.path.lexists(folder):  # what was `target` before
             with warned():
@@ -160,7 +160,7 @@ def abandon(draft: Draft) -> None:
 
 
 def newest_first(parent: Path, prefix: str | None) -> list[Path]:
-    """All committed checkpoints among which `latest` chooses, in descending order."""
+    """The committed checkpoints of which `latest` returns the first, by descending number.   prefix: as `latest` has it."""
     try:
         found = _committed(parent)
     except FileNotFoundError:
@@ -169,7 +169,7 @@ def newest_first(parent: Path, prefix: str | None) -> list[Path]:
 
 
 def descending(names: Iterable[str], prefix: str | None) -> list[str]:
-    """Those that end in a number, and have this prefix before it, if one is given."""
+    """The names that end in a number, with this prefix before it if one is given, by descending number."""
     numbered = [name for name in names if _prefix(name) is not None and prefix in (None, _prefix(name))]
     return sorted(numbered, key=lambda name: (_number(name), name), reverse=True)
 
@@ -187,9 +187,9 @@ def set_aside_damaged(folder: Path) -> Path:
 
 
 def prune(target: Path, keep: Keep) -> None:
-    """Delete the committed checkpoints that are named as `target` is, up to the number, but those that `keep` says.
+    """Delete the committed checkpoints whose names differ from `target`'s in the number only, unless `keep` retains them.
 
-    `target`, and those with higher numbers, stay; so do links, and, with a warning, folders with files that no checkpoint has.
+    `target` and those with higher numbers stay; so do links and, with a warning, folders with files that no checkpoint has.
     """
     with explained("list", target.parent):
         found = _committed(target.parent)
@@ -200,7 +200,7 @@ def prune(target: Path, keep: Keep) -> None:
 
 
 def outdated(committed: Iterable[str], target: Location, keep: Keep) -> list[str]:
-    """The names of those that `prune` deletes."""
+    """The names of the checkpoints that `prune` deletes, links included. Warns if one has a higher number than `target`."""
     alike = descending(committed, _prefix(target.name))
     if alike and _number(alike[0]) > _number(target.name):
         newest = target.with_name(alike[0])
@@ -216,7 +216,7 @@ def sync_folder(folder: Path) -> None:
         try:
             os.fsync(fd)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system that has no such thing
+            if error.errno != errno.EINVAL:  # a file system that cannot sync folders
                 raise
         finally:
             os.close(fd)
@@ -237,7 +237,7 @@ def _is_alike(name: str, target: Path) -> bool:
 
 
 def _committed(parent: Path) -> dict[str, Path]:
-    """The folders in `parent` whose names end in a number, and that have .metadata; one that was set aside if it is alone."""
+    """The folders in `parent` with .metadata and a number at the end of the name; one set aside, if no other has its name."""
     found = dict[str, list[tuple[bool, float, Path]]]()
     for path in parent.iterdir():
         left = _LEFT.fullmatch(path.name)
@@ -249,7 +249,7 @@ def _committed(parent: Path) -> dict[str, Path]:
 
 
 def _clean(target: Path, *, with_alike: bool) -> None:
-    """Delete what killed saves of `target` have left; with_alike: and those of all that are named as it is, up to the number.
+    """Delete what killed saves of `target` have left.   with_alike: also those of checkpoints that differ in the number only.
 
     What cannot be deleted stays, with a warning, and so does what another job writes.
     """
@@ -265,7 +265,7 @@ def _clean(target: Path, *, with_alike: bool) -> None:
 def _remove_left(folder: Path, left: re.Match[str]) -> None:
     base, kind = left["base"], left["kind"]
     if kind == ".aside":
-        # Hazard: not before it was found: another job may set aside what has the name now.
+        # Hazard: this check follows the listing of the folder: before it, another job might set aside what has the name.
         if (folder.with_name(base) / METADATA).is_file():
             remove(folder, base)
     elif kind == ".old.tmp":
@@ -275,10 +275,10 @@ def _remove_left(folder: Path, left: re.Match[str]) -> None:
 
 
 def _take_place(folder: Path, target: Path) -> None:
-    """Give a folder the name of another one, which gets its name if it is there. Raises OSError."""
-    while True:  # while other jobs delete and make the target
+    """Rename `folder` to `target`; if there is a `target`, it gets the name of `folder`. Raises OSError."""
+    while True:  # repeats while other jobs delete and make the target
         try:
-            os.rename(folder, target)  # also in the place of an empty folder
+            os.rename(folder, target)  # an empty folder is replaced
             return
         except OSError as error:
             if error.errno not in OCCUPIED:
@@ -294,7 +294,7 @@ def _take_place(folder: Path, target: Path) -> None:
 def exchange(folder: Path, target: Path) -> None:
     """Exchange two folders of one parent in one step. Raises OSError.
 
-    Hazard: a file system without this (NFS) gets three renames; killed between them, it has what was there as `.aside`.
+    Hazard: without this operation (NFS), it takes three renames; a job killed between them leaves the old folder as `.aside`.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.renameat2(_AT_FDCWD, os.fsencode(folder), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE):

@@ -1,4 +1,4 @@
-"""Files of a store: written from the beginning to the end, and read by ranges, several at a time where they are large."""
+"""Files in a remote store: written from the beginning to the end, and read in ranges, several at a time for large reads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import TracebackType
 from .files import Bytes, Reader, Writer, explained
 from .remote_path import RemotePath, as_os_errors
 
-_RANGE = 8 << 20  # bytes of a request, of those that are made at once
-_AHEAD, _MOST_AHEAD = 1 << 20, 1 << 24  # bytes that are read where fewer are asked for; up to so many while reads go on
+_RANGE = 8 << 20  # bytes of each request, if a read makes several at once
+_AHEAD, _MOST_AHEAD = 1 << 20, 1 << 24  # bytes of a block that serves small reads: at first, and at most
 
 
 class RemoteWriter(Writer):
-    """A file, which most stores show when it is closed. What is written is copied: fsspec sends it in large parts."""
+    """A new file, which most stores show only when it is closed. `write` copies the bytes: fsspec sends them in large parts."""
 
     def __init__(self, path: RemotePath) -> None:
         self.path = path
@@ -29,7 +29,7 @@ class RemoteWriter(Writer):
                 self.nbytes += len(buffer)
 
     def flush(self) -> None:
-        """Nothing waits: `write` has copied it."""
+        """Do nothing: `write` has copied all buffers."""
 
     def close(self) -> None:
         with explained("write", self.path), as_os_errors():
@@ -39,18 +39,18 @@ class RemoteWriter(Writer):
         if kind is None:
             self.close()
         else:
-            with suppress(Exception):  # half of a file, which no checkpoint will have
+            with suppress(Exception):  # an incomplete file, which no checkpoint will refer to
                 self._file.close()
 
 
 class RemoteReader(Reader):
-    """A file, read by ranges: large ones straight into place, small ones through a block that is kept.
+    """A file that is read in ranges: large ones straight into place, small ones through a block that is kept.
 
-    Cost: a request for its size, and one for each read that the block does not have. For reads that go on where the block ends,
-    blocks grow from 1 to 16 MiB; of others, 1 MiB is read.
+    Cost: a request for the file's size, and one or more for each read that the block cannot serve. Blocks grow from 1 to 16
+    MiB while reads go on where the last block ends; after any other read, the block has 1 MiB again.
     """
 
-    window = 64 << 20  # read at once, in ranges
+    window = 64 << 20  # bytes of a read, which is made in several ranges at once
 
     def __init__(self, path: RemotePath) -> None:
         self.path = path
@@ -77,10 +77,10 @@ class RemoteReader(Reader):
         return self._size
 
     def close(self) -> None:
-        """Nothing is open: each request names the file."""
+        """Do nothing: no file is open, as each request names it."""
 
     def _kept(self, offset: int, nbytes: int) -> bytes:
-        """These bytes of the block, which is another one if they do not lie in it."""
+        """These bytes from the block. If they do not all lie in it, another block is read first."""
         end = self._start + len(self._block)
         if offset < self._start or offset + nbytes > end:
             goes_on = self._start < offset <= end + self._ahead
@@ -91,7 +91,7 @@ class RemoteReader(Reader):
         return self._block[place : place + nbytes]
 
     def _ranges(self, start: int, stop: int) -> list[bytes]:
-        """These bytes, in pieces. A store with asynchronous requests makes one for each at the same time."""
+        """These bytes, in pieces of at most 8 MiB. A store with asynchronous requests fetches all pieces at the same time."""
         starts = list(range(start, stop, _RANGE))
         stops = [min(each + _RANGE, stop) for each in starts]
         with explained("read", self.path), as_os_errors():

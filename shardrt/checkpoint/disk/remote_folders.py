@@ -1,10 +1,10 @@
 """Folders of checkpoints in a store, which has no rename, no lock, and no folder that is there before its files.
 
     step-200/__3_0.distcp    every rank writes its own file, in the final folder
-    step-200/.metadata       `commit` writes it last, beside its place, and moves it there: from then on this is a checkpoint
+    step-200/.metadata       `commit` writes it last, as .metadata.tmp, and renames it: from then on this is a checkpoint
 
 Invariant: a folder without .metadata is no checkpoint; .metadata is deleted before anything else is.
-A save is refused where a checkpoint is, since neither would be whole for some time. The functions are those of `Storage`.
+A save is refused where a checkpoint is, since neither would be whole for some time. `Storage` describes the functions.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def check_target(folder: RemotePath, keep: Keep) -> RemotePath:
 
 
 def folder_of(target: RemotePath, machine: str, save_id: str) -> RemotePath:
-    """Where a save of `target` is written: there."""
+    """Where a save of `target` is written: `target` itself."""
     return target
 
 
 def begin(target: RemotePath, folder: RemotePath) -> RemotePath:
     """Delete what killed saves have left in the folder.
 
-    Raises: CheckpointError if it has a checkpoint, or anything that no checkpoint has.
+    Raises: CheckpointError if the folder has a checkpoint, or files that no checkpoint has.
     """
     with explained("list", target):
         has_checkpoint = (target / METADATA).exists()
@@ -55,7 +55,7 @@ def begin(target: RemotePath, folder: RemotePath) -> RemotePath:
 
 
 def commit(draft: RemotePath, files: Mapping[str, int], metadata: Sequence[Bytes], keep: Keep) -> None:
-    """Make a save visible; then delete old ones. Rank 0 calls it.
+    """Make a save visible; then delete old checkpoints. Rank 0 calls it.
 
     files: names and bytes of what the ranks have written.   metadata, keep: as `folders.commit` has them.
     """
@@ -76,7 +76,7 @@ def commit(draft: RemotePath, files: Mapping[str, int], metadata: Sequence[Bytes
     with explained("rename", beside):
         beside.rename(draft / METADATA)
     if keep.newest is not None:
-        with warned():  # from here on the checkpoint is there
+        with warned():  # the checkpoint is there from here on
             _prune(draft, keep)
 
 
@@ -94,7 +94,7 @@ def newest_first(parent: RemotePath, prefix: str | None) -> Iterator[RemotePath]
 
 
 def set_aside_damaged(folder: RemotePath) -> RemotePath:
-    """Give a damaged checkpoint a name that `latest` does not find. Cost: a copy within the store, before it is deleted."""
+    """Give a damaged checkpoint a name that `latest` does not find. Cost: the store copies it, and then deletes it."""
     names = (f"{folder.name}.{number}.damaged" if number else f"{folder.name}.damaged" for number in count())
     with explained("rename", folder):
         damaged = next(path for name in names if not (path := folder.with_name(name)).exists())

@@ -13,12 +13,12 @@ from typing import Any
 from ..errors import CheckpointError
 
 _ERRNOS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, NotADirectoryError: errno.ENOTDIR}
-_UNUSABLE = ("*", "?", "[", "::")  # patterns, and several file systems in one URL
+_UNUSABLE = ("*", "?", "[", "::")  # they mean patterns, and several file systems in one URL
 
 
 @contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Give the errors of the `with` block a number and a reason, as the system's have: each store has classes of its own."""
+    """Turn any error of the `with` block into an OSError with a number and a reason: each store has classes of its own."""
     try:
         yield
     except OSError as error:
@@ -32,9 +32,9 @@ def as_os_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A file or folder, with the names that pathlib has for what checkpoints need.
+    """The path of a file or folder in a store, with those methods of `pathlib.Path` that checkpoints need.
 
-    fs: the file system of fsspec.   path: in it.   url: for users; `os.fspath` gives it too, which fsspec takes.
+    fs: the file system of fsspec.   path: the path in it.   url: the URL that users see and `os.fspath` gives; fsspec takes it.
     Raises: OSError, from every method that asks the store.
     """
 
@@ -80,7 +80,7 @@ class RemotePath:
         return self._kind() == "file"
 
     def _kind(self) -> str | None:
-        # Hazard: fsspec's own `exists` says False for any error, also for a store that does not answer.
+        # Hazard: fsspec's own `exists` returns False for any error, even if the store does not answer.
         try:
             return str(self._info()["type"])
         except (FileNotFoundError, NotADirectoryError):
@@ -91,7 +91,7 @@ class RemotePath:
         return int(self._info()["size"])
 
     def sizes(self) -> dict[str, int]:
-        """The names in a folder, with the bytes of files; none if it is not there."""
+        """The names in a folder, each with its bytes if it is a file; empty if there is no such folder."""
         with as_os_errors():
             self.fs.invalidate_cache()
             try:
@@ -110,12 +110,12 @@ class RemotePath:
     # ------------------------------------------------------------------ what changes it
 
     def mkdir(self) -> None:
-        """Make a folder, and those around it, where the store has such; no error if it is there."""
+        """Make a folder and its parents, in a store that has folders; no error if it is there."""
         with as_os_errors():
             self.fs.makedirs(self.path, exist_ok=True)
 
     def rename(self, new: RemotePath) -> None:
-        """Move a file. Object stores copy it and delete it, within the store: it appears whole there too."""
+        """Move a file. Object stores copy it and then delete it; there, too, the new file appears whole."""
         with as_os_errors():
             self.fs.mv(self.path, new.path)
 
@@ -131,7 +131,7 @@ class RemotePath:
                 self.fs.rm(paths)
 
     def rmdir(self) -> None:
-        """Delete an empty folder, where the store has such: in others it is gone already."""
+        """Delete an empty folder, in a store that has folders: in others it is gone already."""
         with suppress(Exception):
             self.fs.rmdir(self.path)
 
@@ -140,12 +140,12 @@ Location = Path | RemotePath
 
 
 def is_url(folder: str | os.PathLike[str]) -> bool:
-    """Whether it names a place in a store, and not on a disk."""
+    """Whether `folder` is a URL, which names a place in a store, and not a path on a disk."""
     return "://" in os.fspath(folder)
 
 
 def remote_path(url: str) -> RemotePath:
-    """What a URL names.
+    """The path that a URL names.
 
     Raises: CheckpointError if fsspec, or its package for this store, is not installed, or does not know the URL.
     """

@@ -1,7 +1,7 @@
-"""Deletion of folders: only of what a checkpoint has, and never of what another job renames at that time.
+"""Deletes folders of checkpoints: only if all files are a checkpoint's, and never one that another job renames then.
 
-A folder is first renamed, to `step-100.<random>.old.tmp`: whoever renames it first has it, so no half of it is ever taken for
-whole, and a save whose folder was taken away fails when it commits.
+A folder is first renamed, to `step-100.<random>.old.tmp`: the job that renames it first has it. So a half-deleted folder is
+never taken for a whole one, and a save whose folder was taken away fails when it commits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("shardrt")
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raise CheckpointError if the folder has anything that no checkpoint has, or is a link."""
+    """Raise CheckpointError if the folder has files that no checkpoint has, or is a link."""
     if folder.is_symlink():
         raise CheckpointError(f"{str(folder)!r} is a link, and is not deleted: move it elsewhere")
     with explained("list", folder):
@@ -47,13 +47,13 @@ def refuse_foreign_names(folder: Location, found: Iterable[str]) -> None:
 def remove(folder: Path, base: str) -> None:
     """Delete a folder and the files of a checkpoint in it. base: as `take_away` has it.
 
-    Raises: CheckpointError if it is a link, has anything else, or cannot be deleted: then it stays, or what is left of it.
+    Raises: CheckpointError if it is a link, has other files, or cannot be deleted: then it stays, or what is left of it does.
     """
     remove_files(take_away(folder, base))
 
 
 def take_away(folder: Path, base: str) -> Path:
-    """Give a folder the name of one that is being deleted. base: what that name begins with."""
+    """Rename a folder as one that is being deleted; returns its new path.   base: what the new name begins with."""
     refuse_foreign(folder)
     gone = folder.with_name(f"{base}.{secrets.token_hex(16)}.old.tmp")
     with explained("delete", folder):
@@ -62,7 +62,7 @@ def take_away(folder: Path, base: str) -> Path:
 
 
 def remove_files(gone: Path) -> None:
-    """Delete a folder that was taken away, by this job, or by another one, which may delete it as well."""
+    """Delete a folder that `take_away` has renamed, in this job or in another one, which may delete it at the same time."""
     with explained("delete", gone), suppress(FileNotFoundError):
         refuse_foreign(gone)
         for name in os.listdir(gone):
@@ -73,7 +73,7 @@ def remove_files(gone: Path) -> None:
 
 @contextmanager
 def warned() -> Iterator[None]:
-    """A CheckpointError of the `with` block becomes a warning: what cannot be deleted stays."""
+    """Turn a CheckpointError of the `with` block into a warning: what cannot be deleted stays."""
     try:
         yield
     except CheckpointError as error:

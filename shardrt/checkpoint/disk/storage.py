@@ -19,34 +19,34 @@ _CUT_URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # a URL that became a Path
 
 
 class Storage(Protocol):
-    """What a kind of storage does, by the modules `folders` and `remote_folders`. Paths are `Location`s of its kind."""
+    """What a kind of storage does, as the modules `folders` and `remote_folders` do it. Paths are its kind of `Location`."""
 
     def reader(self, path: Any) -> Reader:
-        """A file of a checkpoint, open."""
+        """Open a file of a checkpoint for reading."""
 
     def writer(self, path: Any) -> AbstractContextManager[Writer]:
         """A new file of a save, which is safe in the storage when the `with` block ends."""
 
     def check_target(self, folder: Any, keep: Keep) -> Any:
-        """The real place of a folder to save in. Raises ValueError for one, or a `keep`, that a save cannot have."""
+        """The real path of a folder to save in. Raises ValueError for a folder, or a `keep`, that a save cannot have."""
 
     def folder_of(self, target: Any, machine: str, save_id: str) -> Any:
-        """Where a save of `target` is written."""
+        """The folder that a save of `target` is written in."""
 
     def begin(self, target: Any, folder: Any) -> Any:
-        """Make that folder, for `commit` or `abandon`. Rank 0 calls these three."""
+        """Make that folder; returns what `commit` and `abandon` take. Rank 0 calls these three."""
 
     def commit(self, draft: Any, files: Mapping[str, int], metadata: Sequence[Bytes], keep: Keep) -> None:
-        """Make a save visible, and delete old ones."""
+        """Make a save visible, and delete old checkpoints."""
 
     def abandon(self, draft: Any) -> None:
         """Delete what a failed save has written."""
 
     def newest_first(self, parent: Any, prefix: str | None) -> Iterable[Any]:
-        """The committed checkpoints in a folder, in descending order."""
+        """The committed checkpoints in a folder, by descending number.   prefix: as `latest` has it."""
 
     def set_aside_damaged(self, folder: Any) -> Any:
-        """Give a damaged checkpoint a name that is not found."""
+        """Give a damaged checkpoint a name that `newest_first` does not find; returns its new path."""
 
 
 def storage_of(path: Location) -> Storage:
@@ -83,10 +83,10 @@ def latest(parent: str | os.PathLike[str], prefix: str | None = None) -> Locatio
 def latest(parent: str | os.PathLike[str], prefix: str | None = None) -> Location | None:
     """The newest committed checkpoint in `parent`: the folder with the highest number at the end of its name.
 
-    prefix: "step-" looks only at those that are named so, up to the number.
+    prefix: what the name has before the number, such as "step-"; None: anything.
     Returns a `Path`, or, for a URL, a path-like of which str() gives the URL; None if there is none, or no such parent. Needs
     no ranks: it reads the names in the folder as this process sees it.
-    What is being written, or was when its job died, is not committed.
+    A save that is being written, or was when its job died, is not committed.
     """
     where = located(parent)
     return next(iter(storage_of(where).newest_first(where, prefix)), None)

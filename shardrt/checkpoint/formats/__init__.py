@@ -1,1 +1,1 @@
-"""The bytes of checkpoints. This room knows no ranks, and no state of a program."""
+"""The bytes of checkpoints: file formats, without knowledge of ranks or of a program's state."""

@@ -103,7 +103,7 @@ def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of "5GB" and the like, with decimal units, as in huggingface_hub. Raises ValueError for anything else."""
+    """The bytes of a size such as "5GB", with decimal units as in huggingface_hub. Raises ValueError for anything else."""
     if isinstance(size, int):
         nbytes = float(size)
     else:
@@ -118,7 +118,7 @@ def parse_size(size: int | str) -> int:
 
 
 def split_into_files(tensors: Mapping[str, TensorInfo], max_nbytes: int) -> dict[str, list[str]]:
-    """File names and the tensors in each, in the given order. A larger tensor has a file of its own, as in huggingface_hub."""
+    """File names and the tensors in each, in order. A tensor above `max_nbytes` has its own file, as in huggingface_hub."""
     files: list[list[str]] = []
     filling: list[str] = []
     filled = 0
@@ -139,16 +139,16 @@ def split_into_files(tensors: Mapping[str, TensorInfo], max_nbytes: int) -> dict
 
 
 def encode_index(files: Mapping[str, Sequence[str]], total_nbytes: int, numel: int) -> bytes:
-    """`model.safetensors.index.json`."""
+    """The bytes of `model.safetensors.index.json`.   total_nbytes, numel: sums over all tensors."""
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_parameters": numel, "total_size": total_nbytes}, "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
 class FileLayout(NamedTuple):
-    """The files of a folder, or one file.
+    """What goes where in the files of a folder, or in one file.
 
-    names: of the tensors of each file.   headers: what each file begins with.   arrays: where each tensor lies.
+    names: the tensors of each file.   headers: the bytes that each file begins with.   arrays: where each tensor lies.
     """
 
     names: dict[str, list[str]]
@@ -164,7 +164,7 @@ class FileLayout(NamedTuple):
         return sorted(self.arrays.items(), key=lambda item: (item[1].file, item[1].offset))
 
     def index_file(self) -> bytes | None:
-        """`model.safetensors.index.json`; None for one file, which has none."""
+        """The bytes of `model.safetensors.index.json`; None for a single file, which has no index."""
         arrays = self.arrays.values()
         nbytes, numel = sum(array.nbytes for array in arrays), sum(array.shape.numel() for array in arrays)
         return encode_index(self.names, nbytes, numel) if len(self.names) > 1 else None

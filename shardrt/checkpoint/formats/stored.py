@@ -1,4 +1,4 @@
-"""The contents of a checkpoint of any format: which box of a tensor, and which object, lies where; and what a format is."""
+"""The contents of a checkpoint of any format: where each box of a tensor and each object lies; and what a format is."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ T = TypeVar("T")
 ReadBytes = Callable[[int, int], bytes]  # (offset in a chunk, number of bytes) -> the bytes
 
 _MOST_CHARACTERS, _MOST_KEYS = 4096, 256  # of a name; of a path
-_MOST_EMPTY = 10_000  # items of a list that hold nothing: stock torch stores no name for an empty dict
+_MOST_EMPTY = 10_000  # list items without an entry: stock torch stores no name for an empty dict
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
     """The chunks of a tensor of d dims, one row each; all int64 on the CPU.
 
-    offsets, sizes: (chunks, d), of the box.   file: (chunks,), a number in the list of files.
-    start, length: (chunks,), the bytes of the item in its file.
+    offsets, sizes: (chunks, d), of each chunk's box.   file: (chunks,), the index of its file in the list of files.
+    start, length: (chunks,), the bytes of its item in that file.
     """
 
     offsets: torch.Tensor
@@ -65,9 +65,9 @@ class StoredItem:
 class Format(NamedTuple):
     """What reading has to know of the files of a format.
 
-    check_file: raises CheckpointError for a file, just opened, that is not of the save of this id.
-    find_item: finds the elements of the chunk of this dtype and these sizes, in so many bytes; the text is for messages.
-    has_checksums: whether chunks have any, for which more than what is needed is read.
+    check_file: gets a file that was just opened and the id of the save; raises CheckpointError if it is of another save.
+    find_item: gets `ReadBytes`, dtype, sizes and length of a chunk, and a text for messages; finds the elements in the chunk.
+    has_checksums: whether chunks have checksums; to compare them, more is read than what is needed.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Format(NamedTuple):
 
 
 class StoredChunk(NamedTuple):
-    """A box of a tensor, and the bytes of its item."""
+    """A box of a tensor, and its item: `length` bytes at `offset` of a file."""
 
     box: Box
     file: str
@@ -86,7 +86,7 @@ class StoredChunk(NamedTuple):
 
 
 class StoredObject(NamedTuple):
-    """The bytes of an object that torch.save wrote."""
+    """An object that torch.save wrote: `length` bytes at `offset` of a file."""
 
     file: str
     offset: int
@@ -149,8 +149,8 @@ class Lazy(Mapping[str, T], Generic[T]):
 class Stored:
     """The contents of a checkpoint, by name, in the order in which they were written.
 
-    paths: the keys that lead to each value in the state that was saved; may lack names.
-    save_id: "shardrt-" and the id of the save, "shardrt-1" of older versions, what torch's DCP has there, or None.
+    paths: the keys that lead to each value in the state that was saved; some names may have none.
+    save_id: "shardrt-" and the id of the save, or "shardrt-1" from older versions; what torch's DCP has written; or None.
     """
 
     folder: Location
@@ -162,7 +162,7 @@ class Stored:
     _checked: set[str] = field(default_factory=set)  # the files whose marks have been compared
 
     def __post_init__(self) -> None:
-        # Hazard: a list is made as long as an index says.
+        # Hazard: a load makes a list as long as an index in a path says, and a damaged one could take all memory.
         most = len(self.tensors) + len(self.objects) + _MOST_EMPTY
         for name, keys in self.paths.items():
             if any(isinstance(key, int) and key >= most for key in keys):
@@ -192,7 +192,7 @@ class Stored:
 
 @contextmanager
 def damage_of(path: Location, what: str = "") -> Iterator[None]:
-    """Report errors on values of unexpected types as damage of the file."""
+    """Turn an error of the `with` block into damage of the file; a CheckpointError or OSError passes as it is."""
     try:
         yield
     except (CheckpointError, OSError):
@@ -202,14 +202,14 @@ def damage_of(path: Location, what: str = "") -> Iterator[None]:
 
 
 def checked_name(name: Any) -> str:
-    """A name in a checkpoint. Raises ValueError for what is none, or too long to be one."""
+    """The name, unchanged. Raises ValueError if it is no string, is too long, or joins too many keys."""
     if not isinstance(name, str) or len(name) > _MOST_CHARACTERS or name.count(".") >= _MOST_KEYS:
         raise ValueError(f"{shown(name)} in the place of a name")
     return name
 
 
 def checked_keys(keys: Any) -> tuple[str | int, ...]:
-    """The path of a value. Raises ValueError for what is none."""
+    """The path of a value, unchanged. Raises ValueError unless it is a tuple of strings and integers, each of bounded size."""
     if not isinstance(keys, tuple) or len(keys) > _MOST_KEYS or not all(map(_is_key, keys)):
         raise ValueError(f"{shown(keys)} in the place of a path of keys")
     return keys
@@ -220,13 +220,13 @@ def _is_key(key: object) -> bool:
 
 
 def checked_tensor(path: Location, name: str, tensor: StoredTensor) -> StoredTensor:
-    """The tensor. Raises CheckpointError if its chunks lie outside of it."""
+    """The tensor, unchanged. Raises CheckpointError if it is larger than any memory, or has a chunk that lies outside of it."""
     if prod(tensor.shape) * tensor.dtype.itemsize >= 1 << 63:
         raise DamagedCheckpointError(f"{path}: tensor {shown(name)} of shape {tensor.shape} is larger than any memory; damaged")
     columns = tensor.columns
     if not len(columns.file):
         return tensor
-    # Cost: of few operations, and of none that wraps around where those before it are not negative.
+    # Cost: few operations. One that overflows has a negative operand, which is found as well.
     after = torch.tensor(tensor.shape).long() - columns.offsets
     boxes = (columns.offsets, columns.sizes, after, after - columns.sizes)
     lowest = torch.cat([columns.file, columns.start, columns.length, *(each.flatten() for each in boxes)]).min()
@@ -238,7 +238,7 @@ def checked_tensor(path: Location, name: str, tensor: StoredTensor) -> StoredTen
 
 
 def checked_object(path: Location, name: str, found: StoredObject) -> StoredObject:
-    """The object. Raises CheckpointError if its place is none."""
+    """The object, unchanged. Raises CheckpointError unless its offset and length are integers >= 0."""
     if any(type(number) is not int or number < 0 for number in (found.offset, found.length)):
         place = f"{shown(found.length)} bytes at {shown(found.offset)}"
         raise DamagedCheckpointError(f"{path}: object {shown(name)} has {place}; damaged")
@@ -246,6 +246,6 @@ def checked_object(path: Location, name: str, found: StoredObject) -> StoredObje
 
 
 def check_file_name(path: Location, name: object) -> None:
-    """Raise CheckpointError for the name of a file that is not in the folder."""
+    """Raise CheckpointError unless it is the name of a file that would lie in the checkpoint's folder."""
     if not isinstance(name, str) or not name or os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
         raise DamagedCheckpointError(f"{path}: refers to the file {shown(name)}; expected one in the checkpoint's folder")

@@ -1,1 +1,1 @@
-"""From the contents of a checkpoint to the memory of a state, on any number of ranks."""
+"""Reads the contents of a checkpoint into the memory of a state, on any number of ranks."""

@@ -1,4 +1,4 @@
-"""Verification of what is read of an item, while it is in the processor's cache."""
+"""Verifies what is read of an item while it is in the processor's cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..formats.torch_file.items import BLOCK
 
 @dataclass(frozen=True, slots=True)
 class StoredItemBytes:
-    """An item of a file. Offsets are bytes of the item.
+    """An item of a file, and reads of its bytes. Offsets count from the start of the item, in bytes.
 
-    position: of the item in the file.   where: file and tensor, for messages.
+    position: where the item begins in the file.   where: file and tensor, for messages.
     """
 
     reader: Reader
@@ -34,12 +34,12 @@ class StoredItemBytes:
 class Checksums:
     """Compares a range of an item's memory, which `feed` gets in order, with the checksums that the item has.
 
-    The item has one for each 16 KiB: a block of which the range has only a part is completed by a read of the rest. It has one
-    for all of it, if another program wrote it, or if it is smaller: then a part of it is not verified.
+    An item of more than 16 KiB that shardrt wrote has one for each block of 16 KiB; if the range has only a part of a block,
+    the rest is read as well. Other items have one for all of their memory, or none: then a part of it is not verified.
     """
 
     def __init__(self, source: StoredItemBytes, start: int, stop: int) -> None:
-        """start, stop: the range, bytes of the item."""
+        """start, stop: the range, in bytes from the start of the item."""
         item = source.item
         self._source = source
         self._block = BLOCK if item.crcs_start is not None else max(1, item.data_nbytes)
@@ -52,13 +52,13 @@ class Checksums:
         self._first, self._expected, self._crc = first, self._values(first, last), 0
 
     def begin(self) -> None:
-        """Read what the first block has before the range."""
+        """Read the part of the first block that lies before the range."""
         if self._lead:
             self._place -= self._lead
             self.feed(memoryview(self._source.read(self._source.item.data_start + self._place, self._lead)))
 
     def feed(self, view: memoryview) -> None:
-        """The next bytes of the range. Raises CheckpointError if a block that ends in them is damaged."""
+        """Take the next bytes of the range. Raises CheckpointError if a block that ends in them is damaged."""
         start = 0
         while start < len(view):
             index, within = divmod(self._place, self._block)
@@ -75,7 +75,7 @@ class Checksums:
             start += nbytes
 
     def _feed_blocks(self, first: int, view: memoryview) -> int:
-        """Verify the whole blocks that a view begins with. Cost: half of that of `feed` for each; returns their bytes."""
+        """Verify the whole blocks that `view` begins with; returns their bytes. Cost: half as much as `feed` for each block."""
         if self._block != BLOCK or first < self._first:
             return 0
         expected = self._expected[first - self._first :][: len(view) // BLOCK]
@@ -86,7 +86,7 @@ class Checksums:
         return BLOCK * len(expected)
 
     def end(self) -> None:
-        """Read what the last block has behind the range."""
+        """Read the part of the last block that lies behind the range."""
         if self._rest:
             self.feed(memoryview(self._source.read(self._source.item.data_start + self._place, self._rest)))
 

@@ -1,4 +1,4 @@
-"""What a rank takes of a checkpoint: which tensor goes where, and what is missing."""
+"""What a rank loads from a checkpoint: which tensor goes where, and what is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LISTED = 20  # names in an error
 
 
 class _OfRank(NamedTuple):
-    """The name of what a rank, one of `ranks`, saved for itself."""
+    """A value that rank `rank` of `ranks` saved for itself.   name: the one in the checkpoint."""
 
     rank: int
     ranks: int
@@ -36,9 +36,9 @@ class _OfRank(NamedTuple):
 class Contents:
     """A checkpoint as one rank loads it.
 
-    Tensors that are asked for are read later, all at once; objects are read at once. What is missing, unexpected, or does not
-    fit, is collected, and reported together by `check`. Values that ranks saved for themselves have the name without a rank.
-    Names are those that key_map gives; `old` has those of the files, of what it has renamed.
+    Tensors that are asked for are read later, all together; objects are read immediately. What is missing, unexpected, or does
+    not fit, is collected, and reported together by `check`. A value that ranks saved for themselves goes by its name without
+    the rank. Names are those that key_map gives; for what it has renamed, `old` has the names in the files.
     """
 
     def __init__(self, stored: Stored, key_map: KeyMap | None = None, *, rank: int = 0, ranks: int = 1) -> None:
@@ -56,7 +56,7 @@ class Contents:
         self._inside: dict[Keys, list[tuple[Keys, str]]] = {}
         for name in (*self.stored.tensors, *self.stored.objects):
             path = self.stored.paths.get(name, ())
-            if len(path) < 2:  # none, or that of a dict whose keys were flat already
+            if len(path) < 2:  # there is no path, or that of a dict whose keys were flat already
                 path = tuple(name.split("."))
             if match := OF_RANK.fullmatch(str(path[-1])):
                 path = path[:-1]
@@ -67,7 +67,10 @@ class Contents:
                 self._inside.setdefault(path[:length], []).append((path[length:], name))
 
     def _is_first(self, name: str, saved: _OfRank) -> bool:
-        """Note what a rank saved for itself, unless it is another rank's of so many ranks; False also if `name` is known."""
+        """Note a value that a rank saved for itself; returns whether it is the first one of this name.
+
+        If as many ranks saved as there are now, the values of other ranks are left out.
+        """
         if saved.ranks == self._ranks and saved.rank != self._rank:
             return False
         found = self._of_ranks.setdefault(name, [])
@@ -82,7 +85,7 @@ class Contents:
         return self._inside.get(tuple(key for key in path if key != ""), [])
 
     def renamed_in(self, key: str) -> dict[str, str | None]:
-        """The names in a module of what key_map has renamed, by the old ones; None for what it leaves out."""
+        """The new names in module `key` of what key_map has renamed, by the old names there; None for what it leaves out."""
         prefix = f"{key}." if key else ""
         found: dict[str, str | None] = {name.removeprefix(prefix): None for name in self._left_out if name.startswith(prefix)}
         for name, old in self.old.items():
@@ -138,7 +141,7 @@ class Contents:
     def tree(self, path: Keys, current: Any) -> Any:
         """What lies at a path, as nested dicts and lists; `current` says what is there now.
 
-        Tensors are read into those of `current`. Of its keys, each that has something has to be in the checkpoint.
+        Tensors are read into those of `current`. The checkpoint must have all keys of `current` whose values are not empty.
         """
         if joined(path) in self:
             return self.value(joined(path), current)
@@ -163,7 +166,7 @@ class Contents:
         return with_numpy(made) if any(rest and rest[-1] == ARRAY for rest, _ in found) else made
 
     def check(self, *, strict: bool) -> str:
-        """Raise CheckpointError if anything does not fit, or, if strict, is missing or unexpected; else say what is."""
+        """Raise CheckpointError if anything does not fit or, if strict, is missing or unexpected; else returns what is."""
         loose = [_listed("the checkpoint lacks", [f"'{name}'" for name in self.missing])] if self.missing else []
         loose += [_listed("the state has no place for", [f"'{name}'" for name in self.unexpected])] if self.unexpected else []
         loose += self.other_classes
@@ -175,7 +178,7 @@ class Contents:
         return "; ".join(loose)
 
     def _of_rank(self, name: str, convert: Callable[[list[Any]], Any] | None) -> Any:
-        """This rank's value of those that ranks saved for themselves; or one that was saved for all."""
+        """This rank's value among those that ranks saved for themselves, or the value that was saved once for all ranks."""
         saved = self._of_ranks.get(name)
         if saved is None:
             return self.value(name)
@@ -197,7 +200,7 @@ class Contents:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether it has nothing that a checkpoint must have."""
+    """Whether a value has nothing that a checkpoint must have."""
     return (isinstance(value, Mapping) and not value) or (isinstance(value, PerRank) and value.is_optional)
 
 

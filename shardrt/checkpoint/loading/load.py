@@ -47,20 +47,20 @@ def load(*given: Any, strict: bool = True, key_map: KeyMap | None = None, **name
     Called as `load(folder, state)`, or as torch.distributed.checkpoint's `load(state_dict, checkpoint_id=folder)`.
     state: as for `save`. Tensors of modules, of optimizers and of the state itself keep their memory, dtype and placements, and
     get the values; other objects get theirs by `load_state_dict`, and values are replaced in their dicts and lists.
-    A module with parameters on the meta device gets memory first; its optimizers go on with the new parameters. What an
-    optimizer has no state for yet is made from the parameter and the checkpoint. What the checkpoint has at the top of the
-    state, and beside modules and optimizers in a dict, is loaded if the state has the key.
+    A module with parameters on the meta device gets memory first; its optimizers go on with the new parameters. State
+    that an optimizer does not have yet is made from the parameter and the checkpoint. What the checkpoint has at the top of
+    the state, and beside modules and optimizers in a dict, is loaded only if the state has the key.
     strict: raise for names of the state that the checkpoint lacks, for names of a module or of an optimizer's parameters that
-        no rank's state has a place for, and for an optimizer of another class, of which the hyperparameters tell. False: one
+        no rank's state has a place for, and for an optimizer of another class, as its hyperparameters show. False: one
         warning on rank 0 names them, and everything else is loaded; of an optimizer of another class, the hyperparameters that
         both have. What is missing stays as it is: on the meta device, it gets memory without values.
     key_map: from names in the checkpoint to names in the state: a function, a dict, or pairs of regular expressions and
         replacements, all of which are applied in order (`re.sub`). What becomes None is left out. The state of optimizers
         follows the names of the modules' parameters.
 
-    Each rank reads what it needs, and what else is in the blocks of 16 KiB that it begins and ends in: of large tensors, less
-    than a twentieth more; where columns are read, as much once more. All of it is verified, but for parts of what stock DCP
-    wrote: `verify` of the command line does that. Each block of what is read by columns is verified by one of the mesh's ranks.
+    Each rank reads what it needs, and the rest of the blocks of 16 KiB in which that begins and ends: for large tensors, less
+    than a twentieth more; where columns are read, as much once more. All of it is verified, except parts of items that stock
+    DCP wrote: `verify` of the command line does that. Where columns are read, the ranks of the mesh share the verification.
     Raises: CheckpointError on every rank, with the reason, if the ranks give different folders, if the names do not fit (see
     `strict`) or a shape differs, or if a file is damaged or cannot be read, which names file and tensor. In the last case, the
     state may be partly loaded.
@@ -90,7 +90,7 @@ def _load(folder: Folder, state: dict[str, Any], key_map: KeyMap | None, *, stri
     with agreed(comm), torch.no_grad():
         nbytes = read.nbytes + read_all(contents.stored, _shares(contents, shared)).nbytes
     with agreed(comm), torch.no_grad():
-        # Not before every rank has read: else a rank has values of a checkpoint that another rank found damaged.
+        # Not before every rank has read: a rank must not have values of a checkpoint that another rank found damaged.
         for finish in contents.finish:
             finish()
         needed = sum(fetch.memory.numel() * fetch.memory.element_size() for fetch in contents.fetches)
@@ -111,14 +111,14 @@ def _check_same(comm: Communicator, folder: str) -> None:
 
 
 def _shares(contents: Contents, names: Sequence[str]) -> Iterator[Fetch]:
-    """What this rank verifies of these tensors."""
+    """The blocks that this rank verifies of these tensors."""
     for name in names:
         if (mesh := contents.meshes.get(name)) is not None:
             yield from share_of(name, contents.stored.tensors[name], mesh.rank, mesh.size())
 
 
 def _on_no_rank(comm: Communicator, unexpected: list[str]) -> list[str]:
-    """Those of these names that no rank has a place for: ranks may have modules of their own under one key. Collective."""
+    """The names among these that no rank has a place for: ranks may have different modules under one key. Collective."""
     asked = comm.exchange(unexpected if comm.rank == 0 else [])[0]
     if not asked:
         return []
@@ -154,7 +154,7 @@ class _Loader:
         return value
 
     def _load_items(self, path: Keys, container: Any) -> None:
-        """The values of a dict or list, which are filled, or replaced in it."""
+        """Load the values of a dict or list: they are filled, or replaced in it."""
         for key, item in list(container.items() if isinstance(container, Mapping) else enumerate(container)):
             made = self.load((*path, key if isinstance(container, list) else str(key)), item)
             if made is not item:
@@ -163,7 +163,7 @@ class _Loader:
             self._load_more(path, container)
 
     def _load_more(self, path: Keys, container: Any) -> None:
-        """The values that the checkpoint has, and a dict or list lacks. Tensors are left: they may be of any size."""
+        """Load the values that the checkpoint has and a dict or list lacks, except tensors, which may be of any size."""
         here = {joined((*path, str(key))) for key in (container if isinstance(container, Mapping) else range(len(container)))}
         left, more = list[str](), None
         for rest, name in self._contents.inside(path):
@@ -182,13 +182,13 @@ class _Loader:
             self._contents.finish.append(partial(container.extend, more[len(container) :]))
 
     def _load_module(self, path: Keys, module: nn.Module) -> None:
-        """A module's tensors in their memory; what is not the memory of a parameter or buffer by `load_state_dict`."""
+        """Load a module: the memory of its parameters and buffers in place, everything else by `load_state_dict`."""
         clean, others, trees = cleaner(module), dict[str, Any](), list[str]()
         own = {clean(name): tensor for name, tensor in _tensors(module)}
         saved = {clean(raw): (raw, value) for raw, value in module.state_dict().items()}
         aliases = _aliases(own, saved)
         for name, (raw, value) in saved.items():
-            if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):  # which may change its shape
+            if not isinstance(value, torch.Tensor) or name.endswith("_extra_state"):  # extra state may change its shape
                 others[raw] = self._contents.tree((*path, name), value)
                 trees.append(f"{name}.")
                 continue
@@ -207,9 +207,9 @@ class _Loader:
         )
 
     def _unexpected(self, path: Keys, known: set[str], trees: Sequence[str]) -> Iterator[str]:
-        """The names under a module's key that it has not. Under an empty key, those that begin as one of its names does.
+        """The names under a module's key that it lacks. Under an empty key, only those with the first part of one of its names.
 
-        trees: what names inside of extra state begin with.
+        known: the module's names.   trees: what the names inside of its extra state begin with.
         """
         heads = {name.split(".")[0] for name in known} if path[-1] == "" else None
         for rest, name in self._contents.inside(path):

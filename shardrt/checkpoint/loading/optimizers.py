@@ -19,8 +19,8 @@ from ..state.optimizers import OF_RANK, common_hyperparameters, rank_suffix, ski
 from ..state.trees import placed
 from .contents import Contents
 
-_FLAGS = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}  # of any class
-_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}  # that they add to groups
+_FLAGS = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}  # any class may have
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}  # schedulers add these
 
 
 class SavedOptimizer:
@@ -31,7 +31,7 @@ class SavedOptimizer:
     """
 
     def __init__(self, path: Path, names: ParameterNames, contents: Contents) -> None:
-        """path: of the optimizer.   names: those of its parameters."""
+        """path: of the optimizer in the state.   names: those of its parameters."""
         self.state: dict[str, list[tuple[Path, str]]] = {}  # parameter -> keys below it, and the entry's name
         self.groups: dict[str | int, list[tuple[Path, str]]] = {}  # index of a group, or parameter -> the same
         self.group_of: dict[str, str | int] = {}  # parameter -> key of `groups`
@@ -57,7 +57,7 @@ class SavedOptimizer:
 
     @property
     def hyperparameters(self) -> set[str]:
-        """The names of those of all groups."""
+        """The names of the hyperparameters of all groups."""
         return {str(keys[0]) for entries in self.groups.values() for keys, _ in entries} - {"params"}
 
     def _sort(self, keys: Path, name: str, renamed: Mapping[str, str | None]) -> None:
@@ -74,7 +74,7 @@ class SavedOptimizer:
 
 
 def _saved_parameters(names: ParameterNames, contents: Contents) -> Iterator[str]:
-    """The names of parameters that the checkpoint has, or the state."""
+    """The names of parameters that the state or the checkpoint has."""
     yield from names.of_modules
     for key, prefix in names.prefixes.items():
         yield from (prefix + joined(rest) for rest, _ in contents.inside(tuple(key.split("."))))
@@ -90,7 +90,7 @@ def _renamed_parameters(names: ParameterNames, contents: Contents) -> dict[str, 
 
 
 class _Target(NamedTuple):
-    """A parameter, where its state is read."""
+    """A parameter whose state is loaded."""
 
     param: torch.Tensor
     name: str  # in the checkpoint
@@ -100,7 +100,7 @@ class _Target(NamedTuple):
 
 
 def load_optimizer(optimizer: Optimizer, path: Path, names: ParameterNames, modules: Iterable[str], contents: Contents) -> None:
-    """Have the optimizer's state and hyperparameters loaded.
+    """Ask `contents` for the optimizer's state and hyperparameters.
 
     A parameter's state becomes what the checkpoint has, in the tensors that are there, or in new ones with the placements of
     the parameter. Hyperparameters are those of the saved group that the group's parameters were in.
@@ -131,7 +131,10 @@ def load_optimizer(optimizer: Optimizer, path: Path, names: ParameterNames, modu
 
 
 def _is_of_another_class(optimizer: Optimizer, key: str, saved: SavedOptimizer, contents: Contents) -> bool:
-    """Whether each side has hyperparameters that the other has not. Those of one side only are another version's."""
+    """Whether the saved optimizer and this one each have hyperparameters that the other lacks.
+
+    If only one of them has more, it is of another version of the same class.
+    """
     theirs, ours = saved.hyperparameters, {key for group in optimizer.param_groups for key in group}
     lacking, more = sorted(set(optimizer.defaults) - theirs - _FLAGS), sorted(theirs - ours - _FLAGS - _OF_SCHEDULERS)
     if not theirs or not (lacking or more):
@@ -154,7 +157,7 @@ def _is_of_another_class(optimizer: Optimizer, key: str, saved: SavedOptimizer, 
 def _load_others(
     optimizer: Optimizer, path: Path, known: set[str], modules: Iterable[str], saved: SavedOptimizer, contents: Contents
 ) -> None:
-    """Have state of no parameter loaded. State of a parameter in `known` is left: it is frozen, or another optimizer's."""
+    """Load state that is no parameter's. That of a parameter in `known` is left: it is frozen, or another optimizer's."""
     table: dict[Any, Any] = optimizer.state
     for key in sorted(saved.state.keys() - known):
         full = (*path, "state", key)
@@ -165,7 +168,7 @@ def _load_others(
 
 
 def _stored_dtype(name: str, modules: Iterable[str], contents: Contents) -> torch.dtype | None:
-    """That of a parameter, if the checkpoint has it."""
+    """The dtype of a parameter in the checkpoint; None if the checkpoint does not have it."""
     tensors = contents.stored.tensors
     return next((tensors[full].dtype for key in modules if (full := joined((key, name))) in tensors), None)
 
@@ -243,7 +246,7 @@ def _shaped(target: _Target, name: str, present: Any, contents: Contents) -> tor
     if isinstance(present, DTensor) or (isinstance(present, torch.Tensor) and present.shape == local.shape):
         made = present
     else:
-        # torch's optimizers give their state the parameter's dtype; what had another one keeps it.
+        # torch's optimizers give their state the parameter's dtype; state that had another one keeps it.
         follows = param.is_floating_point() and stored.dtype in (target.stored_dtype, param.dtype)
         dtype = param.dtype if follows else stored.dtype
         layout = torch.contiguous_format if target.is_local else torch.preserve_format
@@ -265,7 +268,7 @@ def _other(target: _Target, name: str, present: Any, contents: Contents) -> torc
 
 
 def _of_this_rank(target: _Target, saved: list[tuple[Path, str]]) -> list[tuple[Path, str]]:
-    """Without what other ranks saved of their shards alone."""
+    """The saved entries without those of other ranks' shards. Raises CheckpointError if this rank's shard has none of a key."""
     if not (target.is_local and isinstance(target.param, DTensor)):
         return saved
     suffix, found, others = rank_suffix(target.param), [], dict[str, str]()

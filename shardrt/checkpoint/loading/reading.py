@@ -7,10 +7,10 @@
 | several runs, each in the target's order    | one call for each, into the target; unverified: see below                     |
 | another order, dtype or device              | in windows into a buffer, copied from there                                   |
 
-A rank that needs columns has a part of each block of 16 KiB only, and would read the whole file to verify them. So it reads its
-columns unverified, and beside that each rank of the mesh verifies its share of the blocks of all of the tensor's chunks. A load
-fails on all ranks if one of them finds damage. Cost: one exchange of names for each load; a rank reads about as much once more
-as it needs of these tensors.
+A rank that needs columns needs only a part of each block of 16 KiB, and would read the whole file to verify them. So it reads
+its columns unverified, and beside that each rank of the mesh verifies its share of the blocks of all of the tensor's chunks. A
+load fails on all ranks if one of them finds damage. Cost: one exchange of names for each load; of these tensors, a rank reads
+about twice as much as it needs.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _FEW_CHUNKS = 16
 class Fetch(NamedTuple):
     """What this rank needs of one chunk.
 
-    dtype: the stored one.   memory: of box.sizes, any strides, dtype and device.
-    blocks: first <= block < last are to be verified, and nothing else; then there is no memory.
+    dtype: the stored one.   memory: where the box goes: of shape box.sizes, with any strides, dtype and device.
+    blocks: (first, last): only verify the blocks first <= block < last; then `memory` is empty. None: read the box.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Fetch(NamedTuple):
     blocks: tuple[int, int] | None = None
 
     def is_small(self, *, has_checksums: bool) -> bool:
-        """Whether the item is read whole with others: a small one, or, to have a part of it verified, one of few blocks."""
+        """Whether the item is read whole, with others: a small one, or one of few blocks of which a part is to be verified."""
         most = _SMALL if self.box == self.chunk.box else 2 * BLOCK * has_checksums
         return self.blocks is None and self.chunk.length <= most
 
 
 class Read(NamedTuple):
-    """What was read.   nbytes: of files.   unverified: the names of tensors of which more than one run of a chunk was read."""
+    """What was read.   nbytes: of files.   unverified: the names of tensors that were read unverified, by several runs."""
 
     nbytes: int
     unverified: set[str]
@@ -76,7 +76,7 @@ def fetches(name: str, stored: StoredTensor, target: torch.Tensor) -> list[Fetch
     found = list[Fetch]()
     for part in parts(target):
         missing, first = part.memory.numel(), len(found)
-        # Cost: by Python, some microseconds for each chunk; by torch, some tens for all of them.
+        # Cost: in Python, some microseconds for each chunk; in torch, some tens of microseconds for all chunks.
         for chunk in stored.chunks if len(stored.columns.file) < _FEW_CHUNKS else stored.overlapping(part.box):
             box = intersect(part.box, chunk.box)
             if box is not None:
@@ -96,7 +96,7 @@ def fetches(name: str, stored: StoredTensor, target: torch.Tensor) -> list[Fetch
 
 
 def read_all(stored: Stored, wanted: Iterable[Fetch]) -> Read:
-    """Read everything.
+    """Read everything that is wanted, file by file.
 
     Raises CheckpointError, which names file and tensor, for what is damaged, cut off, of another save, or cannot be read.
     """
@@ -118,13 +118,13 @@ def read_all(stored: Stored, wanted: Iterable[Fetch]) -> Read:
 
 
 class _Scratch:
-    """A buffer on the host, which is kept; pinned if a GPU takes what is read."""
+    """A buffer on the host, which is kept for later reads; pinned if its contents go to a GPU."""
 
     def __init__(self) -> None:
         self._kept: dict[bool, torch.Tensor] = {}
 
     def of(self, device: torch.device) -> torch.Tensor:
-        """(_SCRATCH,) uint8"""
+        """The buffer for what goes to `device`: (_SCRATCH,) uint8."""
         pinned = device.type == "cuda"
         if pinned not in self._kept:
             self._kept[pinned] = torch.empty(_SCRATCH, dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -132,7 +132,7 @@ class _Scratch:
 
 
 class _FileReading:
-    """Reads of one file.   unverified: gets the names of tensors."""
+    """Reads one file.   unverified: the names of tensors that are read unverified are added to it."""
 
     def __init__(self, of: Format, reader: Reader, scratch: _Scratch, unverified: set[str]) -> None:
         self._format, self._reader, self._scratch, self._unverified = of, reader, scratch, unverified
@@ -148,7 +148,7 @@ class _FileReading:
             item = source.item
             check = Checksums(source, item.data_start, item.data_start + item.data_nbytes)
             check.feed(own[item.data_start :][: item.data_nbytes])
-            # A copy: items of other writers may lie at any byte, which is no address of an element.
+            # A copy, since items of other writers may lie at any byte, where an element would not be aligned.
             elements = torch.frombuffer(bytearray(own[item.start :][: _extent(item) * item.dtype.itemsize]), dtype=item.dtype)
             whole = elements.as_strided(item.sizes, item.strides)
             fetch.memory.copy_(narrowed(TensorPart(fetch.chunk.box, whole), fetch.box))
@@ -190,7 +190,7 @@ class _FileReading:
             check.feed(view)
 
     def _read_expanded(self, source: StoredItemBytes, fetch: Fetch) -> None:
-        """An item in which several elements have one place."""
+        """Read an item in which several elements have one place."""
         item = source.item
         data = source.read(item.start, _extent(item) * item.dtype.itemsize)
         Checksums(source, item.start, item.start + len(data)).feed(memoryview(data))
@@ -198,7 +198,7 @@ class _FileReading:
         fetch.memory.copy_(narrowed(TensorPart(fetch.chunk.box, whole), fetch.box))
 
     def _source(self, fetch: Fetch, read: ReadBytes | None = None) -> StoredItemBytes:
-        """The item of a fetch. read: gives bytes of it, if they have been read."""
+        """The item of a fetch.   read: gives bytes of the item that are in memory; None: they are read from the file."""
         chunk, where = fetch.chunk, f"{str(self._reader.path)!r}, tensor {shown(fetch.name)}"
         read = read or (lambda at, nbytes: bytes(self._reader.read(chunk.offset + at, nbytes)))
         item = self._format.find_item(read, fetch.dtype, chunk.box.sizes, chunk.length, where)
@@ -211,7 +211,7 @@ class _FileReading:
 
 
 class _Stream:
-    """The bytes of the runs in an item, one after the other, verified if it is one."""
+    """The bytes of the runs of an item, one after the other. They are verified if there is a single run, with a checksum."""
 
     def __init__(self, source: StoredItemBytes, found: Runs) -> None:
         self._source = source
@@ -221,10 +221,10 @@ class _Stream:
         self._verifies = len(found.starts) == 1 and (source.item.crcs_start is not None or source.item.crc is not None)
         self._window = source.reader.window if self._verifies else max(source.reader.window, _UNVERIFIED)
         self._check: Checksums | None = None
-        self._place = self._left = 0  # in the item; of the run
+        self._place = self._left = 0  # where the next byte is in the item; bytes that are left of the run
 
     def fill(self, view: memoryview) -> None:
-        """Read the next bytes."""
+        """Read the next bytes into `view`."""
         start = 0
         while start < len(view):
             if not self._left:
@@ -248,7 +248,7 @@ class _Stream:
 
 
 def _batches(group: Iterable[Fetch]) -> Iterator[list[Fetch]]:
-    """Small items that lie one after the other, as many as the buffer holds."""
+    """Groups of small items that lie one after the other, each with as many items as the buffer holds."""
     batch: list[Fetch] = []
     for fetch in group:
         chunk = fetch.chunk
@@ -304,20 +304,20 @@ def _bytes_at(data: memoryview, offset: int, nbytes: int) -> bytes:
 
 
 def _extent(item: StoredItem) -> int:
-    """Elements from the item's first to its last."""
+    """The number of elements from the item's first one to its last one in memory."""
     return 1 + sum((size - 1) * stride for size, stride in zip(item.sizes, item.strides, strict=True))
 
 
 def on_any_rank(names: Sequence[str], comm: Communicator) -> list[str]:
-    """The names that ranks have given, of all of them. Collective."""
+    """All names that any rank has given. Collective."""
     everyone = comm.differing(list(names))
     return list(names) if everyone is None else sorted({name for theirs in everyone for name in theirs})
 
 
 def share_of(name: str, stored: StoredTensor, rank: int, ranks: int) -> Iterator[Fetch]:
-    """The blocks that one of so many ranks verifies.
+    """The blocks of a tensor that rank `rank` of `ranks` verifies.
 
-    Chunks of up to two blocks are left: who needs a part of one reads it whole.
+    Chunks of up to two blocks are left out: a rank that needs a part of one reads all of it.
     """
     chunks = [chunk for chunk in stored.chunks if chunk.length > 2 * BLOCK]
     counts = [-(-prod(chunk.box.sizes) * stored.dtype.itemsize // BLOCK) for chunk in chunks]

@@ -19,16 +19,16 @@ Rename = Callable[[str], str | None]
 
 
 class Old(NamedTuple):
-    """The name that something has in the checkpoint, and its keys."""
+    """The name and the path that an entry has in the checkpoint."""
 
     name: str
     path: Path
 
 
 class Renamed(NamedTuple):
-    """The contents of a checkpoint by other names.
+    """The contents of a checkpoint by their new names.
 
-    old: what has changed had these names.   left_out: what has become None.
+    old: the old names of what has another one now, by the new names.   left_out: the old names that have become None.
     """
 
     stored: Stored
@@ -37,7 +37,7 @@ class Renamed(NamedTuple):
 
 
 def renamer(key_map: KeyMap | None) -> Rename:
-    """The map as a function. Raises re.error for an expression that is none."""
+    """The key_map as a function. Raises re.error for an invalid regular expression."""
     if key_map is None:
         return lambda name: name
     if callable(key_map):
@@ -55,7 +55,7 @@ def renamer(key_map: KeyMap | None) -> Rename:
 
 
 def new_names(names: Iterable[str], rename: Rename, where: str | os.PathLike[str]) -> dict[str, str]:
-    """The old names by the new ones, without those that become None. Raises CheckpointError for two that become one."""
+    """The old names by the new ones, without those that become None. Raises CheckpointError if two become the same."""
     made = dict[str, str]()
     for name in names:
         if (new := rename(name)) is not None and (other := made.setdefault(new, name)) != name:
@@ -64,7 +64,7 @@ def new_names(names: Iterable[str], rename: Rename, where: str | os.PathLike[str
 
 
 def with_new_names(stored: Stored, key_map: KeyMap | None) -> Renamed:
-    """Rename everything. What a rank saved for itself is renamed as if it had been saved for all."""
+    """Rename all entries. One that a rank saved for itself is renamed as if it had been saved once for all ranks."""
     if key_map is None:
         return Renamed(stored, {}, frozenset())
     rename = renamer(key_map)
@@ -85,7 +85,7 @@ def with_new_names(stored: Stored, key_map: KeyMap | None) -> Renamed:
 
 
 def _new_path(path: Path, new: str) -> Path:
-    """The keys of a new name: those of the old one that it begins and ends with, and one for each word between."""
+    """The path of a new name: the keys of the old path that the name begins and ends with, and one for each word between."""
     words, first, last = new.split("."), 0, len(path)
     while first < last and _words(path[first]) == words[: len(_words(path[first]))]:
         words = words[len(_words(path[first])) :]

@@ -28,8 +28,9 @@ def load_safetensors(
 ) -> LoadedKeys:
     """Load safetensors files into the model. Collective.
 
-    model: sharded or not, of any placements but `Partial`. One that is on the meta device gets its memory first. Files have
-        no non-persistent buffers, such as rotary tables: models of transformers compute theirs, others get memory alone.
+    model: sharded or not, of any placements but `Partial`. One that is on the meta device gets its memory first. The files
+        lack non-persistent buffers, such as rotary tables: models of transformers compute theirs anew, others get memory
+        without values.
     folder: with `model.safetensors`, or with `model.safetensors.index.json` and the files that it names; or a single file.
     key_map: from names in the files to names in the model: a function, a dict, or pairs of regular expressions and
         replacements, all of which are applied in order (`re.sub`). A tensor whose name becomes None is left out.

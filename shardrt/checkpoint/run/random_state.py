@@ -1,13 +1,15 @@
 """The state of the random numbers of all ranks, as an entry of a checkpoint.
 
-    name                  what                                        written by     read by
-    random.rows           (ranks, width) uint8: a row for each rank   each its own   each its own, in the same layout
-    random.first          (width,) uint8: rank 0's row                rank 0         every rank, in another layout
-    random.digests        (ranks, 2) int64: of each row's parts       each its own   every rank, in another layout
+    name             what                                           written by           read by
+    random.rows      (ranks, width) uint8: a row for each rank      each rank, its row   each rank, its row, in the same layout
+    random.first     (width,) uint8: rank 0's row                   rank 0               every rank, in another layout
+    random.digests   (ranks, 2) int64: hashes of each row's parts   each rank, its row   every rank, in another layout
+
+The layout is the number of ranks and the width of a row, which depends on the device.
 
 A row has the states of torch's generators (the CPU's, and that of this rank's GPU) and of Python's `random`. The regions of
-`shardrt.manual_seed` are in it, since their state is the seed of a generator. The state of numpy's is a `PerRank`, since older
-checkpoints lack it; it is packed as Python's is: both are Mersenne twisters.
+`shardrt.manual_seed` need nothing more, since their state is the seed of a generator. The state of numpy's generator is a
+`PerRank`, since older checkpoints lack it; it is packed as Python's is: both are Mersenne twisters.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ class RandomState:
     On as many ranks as saved it, each rank goes on with its own numbers, bit by bit. On another number, what was the same on
     all ranks (torch's state, Python's, or numpy's) stays so; otherwise each rank is seeded anew, from rank 0's state and its
     rank. `numpy.random` is part of it where numpy has been imported; generators that the program made are not.
-    saved: the shape of the `rows` that will be loaded, if it is not that of this world's; `Run` knows it.
+    saved: the shape of the `rows` that will be loaded, which `Run` knows; None: that of this world's.
     """
 
     def __init__(self, saved: tuple[int, ...] | None = None) -> None:
         self._saved = saved
 
     def state_dict(self) -> dict[str, Any]:
-        """The state now; to load what was saved in another layout, tensors of that layout's shapes."""
+        """The current state; if `saved` is another layout, tensors of its shapes, into which that state can be loaded."""
         here = world()
         row = _capture(here.device)
         if self._saved not in (None, (here.size, row.numel())):
@@ -107,7 +109,7 @@ class _NumpyNumbers(PerRank):
 
     @staticmethod
     def _of_this_rank(states: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """This rank's state, of those of another number of ranks."""
+        """This rank's state, made from those of another number of ranks: theirs if all have the same, else a new one."""
         found = [state for state in states if state is not None]
         if not found or all(torch.equal(state, found[0]) for state in found):
             return found[0] if found else None
@@ -117,7 +119,7 @@ class _NumpyNumbers(PerRank):
 
 
 def _row_of(here: World, row: torch.Tensor) -> DTensor:
-    """The tensor of a row for each rank, of which `row` is this rank's."""
+    """A tensor with a row for each rank, of which `row` is this rank's."""
     return DTensor.from_local(row[None].to(here.device), here.mesh, [Shard(0)])
 
 
@@ -143,7 +145,7 @@ def _unpacked(part: torch.Tensor) -> tuple[tuple[int, ...], float | None]:
 
 
 def _split(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The part of Python, and that of torch."""
+    """The part of a row for Python, and that for torch."""
     return row[: _PYTHON.size], row[_PYTHON.size :]
 
 
@@ -159,6 +161,6 @@ def _restore_generators(device: torch.device, part: torch.Tensor) -> None:
 
 
 def _digest(part: torch.Tensor, rank: int | None = None) -> int:
-    """A number of 63 bits."""
+    """A hash of 63 bits, of the part and, if it is given, of the rank."""
     text = bytes(part.tolist()) + (b"" if rank is None else rank.to_bytes(8, "little"))
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1

@@ -6,13 +6,13 @@
 
 on entry           rank 0 finds the newest committed checkpoint, and all ranks load it; if it is damaged, the one before
 after each step    1. the ranks agree whether one of them was told to stop: then they save, wait for it, and exit
-                   2. they look how the save that is under way does; an error in it is raised on every rank
+                   2. they check the save that is under way; an error in it is raised on every rank
                    3. if it is time, they begin the next save: training goes on while it is written
 at the end         the last step is saved, unless it is already, and the ranks wait for it; so also after a `break`
-on an exception    nothing is saved; the save that is under way ends, or leaves the older one
+on an exception    nothing is saved; the save that is under way completes, or leaves the older checkpoint
 
 The folder has the checkpoints `step-00000100`, ..., by the number of steps done. Beside the user's state a checkpoint has the
-entry `run`: the number of steps, and the random numbers of all ranks. Other checkpoints in the folder do not matter.
+entry `run`: the number of steps, and the random numbers of all ranks. Checkpoints of other names are ignored.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ _log = logging.getLogger("shardrt")
 class Run:
     """Resumes from the newest checkpoint in a folder, saves while it trains, and stops when Slurm wants it to.
 
-    folder: of this run's checkpoints, on a file system that all ranks share.
-    state: as `save` and `load` take it: its plain values are those at a save, and are replaced at the start. The key "run" is
-    taken.
-    every: steps between two saves; or the time, as "90s", "10min" or "1.5h", from entry and from each save to the next, by the
-        clock of rank 0: at the end of the step in which it has passed, unless a save is still under way.
-    keep: how many of the newest checkpoints remain.   keep_every: each of so many steps is saved as well, and never deleted.
+    folder: of this run's checkpoints, on a file system that all ranks share, or the URL of one in a store.
+    state: as `save` and `load` take it: a save takes its plain values as they are then, and a load at the start replaces them.
+        The key "run" is reserved.
+    every: the steps between two saves; or the time, as "90s", "10min" or "1.5h", from entry and from each save to the next, by
+        rank 0's clock: the save begins at the end of the step in which it has passed, unless one is still under way.
+    keep: how many of the newest checkpoints remain.   keep_every: steps that are multiples of this are saved too, and their
+        checkpoints are never deleted.
     on_damage: "older": if the newest checkpoint is damaged, the newest one that is not is loaded, with a warning, and what is
-        damaged is kept as `step-00000200.damaged`; if all are, that is an error. "raise": it is one if the newest is.
+        damaged is kept as `step-00000200.damaged`; if all are, that is an error. "raise": a damaged newest one is an error.
     On SIGUSR1 or SIGTERM, to any rank, all ranks stop after the same step, save, and exit with code 75 (EX_TEMPFAIL);
-    `scripts/slurm/train.sbatch` then requeues the job. A second signal, a second later or more, does what it did before.
+    `scripts/slurm/train.sbatch` then requeues the job. A second signal, a second later or more, does what it would do without
+    a `Run`.
     Collective: every rank makes the same `Run` and runs the same steps.
     Raises: ValueError for bad arguments; RuntimeError before `shardrt.init()`; from entry and from `steps` a CheckpointError on
     every rank, with the reason, if one of them cannot load or save.
@@ -83,7 +85,7 @@ class Run:
             raise ValueError(f"Run: the key {_KEY!r} of the state is taken by the run itself; use another")
         with agreed(world().comm):
             self.folder = located(folder).resolve()  # the program may change its working directory
-        self.done = 0  # steps
+        self.done = 0  # the number of steps that are done
         self._state = state
         self._keep = {"keep": keep, "keep_every": keep_every}
         self._arguments = {"every": every, **self._keep, "on_damage": on_damage}
@@ -117,7 +119,7 @@ class Run:
         """The indices of the steps that remain of `total`; each is done when the next one is asked for.
 
         After a `break`, which every rank makes in the same step, that step is done too: it comes after the optimizer's step.
-        What calls `steps` again then goes on with the next one.
+        A further call of `steps` then goes on with the next one.
         Raises: SystemExit when the run stops; ValueError on every rank if they have other totals.
         """
         self._end_step()
@@ -133,7 +135,7 @@ class Run:
     # ------------------------------------------------------------------ loading
 
     def _resume(self) -> None:
-        found, damaged = self._newest_first(), dict[Location, str]()  # and why
+        found, damaged = self._newest_first(), dict[Location, str]()  # with the reasons
         for folder in found:
             try:
                 self._load(folder)
@@ -166,7 +168,7 @@ class Run:
             if rows is None:
                 raise CheckpointError(f"{str(found)!r} was not saved by a run: rename it, or give the run another folder")
         random = RandomState(tuple(rows.shape))
-        # A dict, of which only these names are read: not the rows of other ranks.
+        # A dict, since a load reads only the names in it: the rows of other ranks are not read.
         own: dict[str, Any] = {"step": 0, "random": random.state_dict()}
         loaded = {**self._state, _KEY: own}
         load(found, loaded)
@@ -176,7 +178,7 @@ class Run:
 
     def _newest_first(self) -> list[Location]:
         """The committed checkpoints, as rank 0 sees them. Collective."""
-        end_previous()  # of a run in this process that ended with an exception
+        end_previous()  # the save of a run in this process that ended with an exception
         self._check_alike("Run", **self._arguments)
         comm, found = world().comm, list[Location]()
         with agreed(comm):
@@ -216,7 +218,7 @@ class Run:
 
     def _is_time(self) -> bool:
         """Whether this is rank 0, and it is time to save."""
-        # A save under way would be waited for, after each step if it takes longer than this time.
+        # A new save waits for the one under way: after each step, if saves take longer than `every`.
         if self._every_s is None or self._saving is not None or self._comm.rank != 0:
             return False
         return time.monotonic() >= self._saved_at + self._every_s
@@ -269,7 +271,7 @@ class Run:
 
 
 def _steps_and_seconds(every: int | str) -> tuple[int | None, float | None]:
-    """One of both. Raises ValueError for anything else."""
+    """Which of the two `every` gives; the other one is None. Raises ValueError for anything else."""
     match = _TIME.fullmatch(every) if isinstance(every, str) else None
     steps = None if isinstance(every, str) or every < 1 else every
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0

@@ -18,8 +18,8 @@ from ...comm import Communicator
 from ...comm.monitor.exit_handlers import Deferred, handler_of
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-DUE = 1 << 8  # no signal's number
-_REPEATS_S = 1.0  # in which a signal that comes again is the same one, from Slurm and from the launcher
+DUE = 1 << 8  # what `agreed` returns if something is due; no signal has this number
+_REPEATS_S = 1.0  # a signal that comes again in this time is the same one, from Slurm and from the launcher
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Noted:
 
 
 class StopSignals(Deferred):
-    """In its `with` block, SIGUSR1 and SIGTERM are noted and nothing else happens; a second one does what it did before.
+    """In its `with` block, SIGUSR1 and SIGTERM are only noted; a second one does what it did before the block.
 
     Where the job ended at once on SIGTERM before, it does so on the second one, even if the main thread hangs in a call.
     Outside of the main thread, where Python has no handlers, it notes nothing, and only the other ranks' signals count.
@@ -49,7 +49,7 @@ class StopSignals(Deferred):
     def __init__(self, noted: Noted) -> None:
         self._pid = os.getpid()
         self._noted = noted
-        self._before: dict[int, Any] = {}  # as `signal` knows them
+        self._before: dict[int, Any] = {}  # the handlers from before, as `signal` returns them
         self._restore: dict[int, Callable[[], object]] = {}
 
     def __enter__(self) -> Self:
@@ -67,8 +67,8 @@ class StopSignals(Deferred):
                 restore()
 
     def agreed(self, comm: Communicator, *, is_due: bool = False) -> int:
-        """The signal that this rank, or the lowest that has one, has noted; if none has, `DUE` if something is due on any rank,
-        else 0. Collective: the same on all ranks.
+        """The signal that the lowest rank with one has noted; if no rank has, `DUE` if something is due on any rank, else 0.
+        Collective: the same on all ranks.
 
         Cost: a wait for all ranks on the host, 5 us at 2 ranks. No wait for the device.
         """
@@ -87,7 +87,7 @@ class StopSignals(Deferred):
         noted = self._noted
         if os.getpid() != self._pid:
             if number == signal.SIGTERM:
-                signal.signal(number, signal.SIG_DFL)  # the handler of before may be one that ends the whole job
+                signal.signal(number, signal.SIG_DFL)  # the handler from before may end the whole job
                 os.kill(os.getpid(), number)
         elif not noted.number:
             noted.number, noted.since = number, time.monotonic()

@@ -1,4 +1,7 @@
-"""Who writes each name of a checkpoint: one copy of it, chosen alike by all ranks from the descriptions of all."""
+"""Decides who writes each name of a checkpoint: the ranks of one copy of it.
+
+A copy is a set of ranks that together have all elements once. All ranks choose alike, from the descriptions of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from ..state.names import joined
 from .chunks import Boxes, boxes_of
 from .descriptions import Described, Description, Grid
 
-SHARED = 1 << 16  # bytes from which plain tensors are shared out over the ranks that have them
+SHARED = 1 << 16  # plain tensors of so many bytes or more are distributed over the ranks that have them
 
 
 @dataclass(frozen=True, eq=False)
 class Agreed:
-    """What all ranks have to save: few descriptions, and which of them is each rank's.
+    """What all ranks have to save: the different descriptions, and which of them each rank has.
 
-    kinds: the descriptions, by the first rank that has each.   of_rank: (ranks,) int64, the number of each rank's.
-    key: equal for what has equal metadata.   own: what each rank has of its own; empty if none has anything.
+    kinds: the descriptions, in the order of the first rank that has each.   of_rank: (ranks,) int64, each rank's index there.
+    key: equal where the metadata are equal.   own: the entries that each rank has for itself, by rank; empty if there are none.
     """
 
     kinds: tuple[Description, ...]
@@ -37,7 +40,7 @@ class Agreed:
 
     @classmethod
     def of_equal(cls, description: Description, ranks: int, key: object = None, own: tuple[Description, ...] = ()) -> Agreed:
-        """All ranks have the same, but for their own."""
+        """All ranks have the same description, except for their own entries."""
         return cls((description,), torch.zeros(ranks, dtype=torch.int64), key, own)
 
     @property
@@ -54,7 +57,7 @@ class Agreed:
         return int(self.ranks_of(kind)[0])
 
     def coordinates(self, grid: Grid) -> torch.Tensor:
-        """(ranks of the grid, 1 + axes): the rank, and its coordinates."""
+        """(ranks of the grid, 1 + axes) int64: in each row, a rank and its coordinates."""
         if grid not in self._coordinates:
             places = torch.cartesian_prod(*(torch.arange(extent) for extent in grid.shape)).view(-1, len(grid.shape))
             ranks = torch.frombuffer(bytearray(grid.ranks), dtype=torch.int64)
@@ -62,7 +65,7 @@ class Agreed:
         return self._coordinates[grid]
 
     def places(self, grid: Grid, at: tuple[tuple[int, int], ...], kinds: tuple[int, ...]) -> list[torch.Tensor]:
-        """Those rows of `coordinates` at these (axis, coordinate), apart for the ranks of each kind."""
+        """The rows of `coordinates` with these (axis, coordinate) in `at`: a tensor for the ranks of each kind."""
         if (grid, at, kinds) not in self._places:
             found = self.coordinates(grid)
             for axis, coordinate in at:
@@ -73,7 +76,7 @@ class Agreed:
 
 
 class Holders(NamedTuple):
-    """Ranks of one description that are in a copy.   places: (ranks, 1 + axes) as `Agreed.coordinates`; no axes if plain."""
+    """The ranks of a copy that have one description.   places: (ranks, 1 + axes), as `Agreed.coordinates`; no axes if plain."""
 
     entry: Described
     places: torch.Tensor
@@ -100,9 +103,9 @@ class Assigned:
         return self.entry.tied is None and any(bool((each.places[:, 0] == rank).any()) for each in self.holders)
 
     def chunks(self) -> Boxes:
-        """The chunks of the tensor: owner is the rank, whose chunks are neighbours.
+        """The chunks of the tensor. `owner` is the rank that has a chunk; the chunks of a rank follow each other.
 
-        Raises CheckpointError if they are not as many elements as the tensor has.
+        Raises CheckpointError if they do not have as many elements as the tensor.
         """
         found = []
         for entry, places in self.holders:
@@ -119,7 +122,7 @@ class Assigned:
 
 
 def order_names(agreed: Agreed) -> list[str]:
-    """All names: those of the first rank in its order, then what others have, then the ranks' own."""
+    """All names: those of the first rank in its order, then further ones of other ranks, then those of ranks' own entries."""
     return list(dict.fromkeys(entry.name for kind in (*agreed.kinds, *agreed.own) for entry in kind))
 
 
@@ -150,7 +153,7 @@ def assign(agreed: Agreed) -> Iterator[Assigned]:
 
 
 def _own(agreed: Agreed, having: Mapping[str, list[tuple[int, Described]]]) -> Iterator[Assigned]:
-    """What ranks have of their own: each writes it."""
+    """The entries that ranks have for themselves: each rank writes its own."""
     for rank, entries in enumerate(agreed.own):
         for entry in entries:
             if found := having.get(name := joined(entry.path[:-1])):
@@ -221,7 +224,7 @@ def _copies_on_grids(agreed: Agreed, groups: dict[Grid, list[tuple[int, Describe
 
 
 def _check_members(agreed: Agreed, grid: Grid, found: list[tuple[int, Described]]) -> None:
-    """All ranks of a mesh that have elements of the tensor have it, sharded along the same axes."""
+    """Raise CheckpointError unless all ranks of a mesh that get elements of the tensor have it, sharded along the same axes."""
     (kind, entry), places, kinds = found[0], agreed.coordinates(grid), tuple(each for each, _ in found)
     ranks, missing = places[:, 0], places[:0]
     if sum(map(len, agreed.places(grid, (), kinds))) < len(places):

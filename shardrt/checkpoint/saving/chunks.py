@@ -1,6 +1,6 @@
 """The boxes that many ranks have of a tensor, all at once: what `Spec.boxes` says for one rank, as columns of integers.
 
-Cost: some operations on vectors with an element for each rank, then on those with elements of the tensor.
+Cost: some operations on vectors with a number for each rank, then for each rank that has elements of the tensor.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class _Runs(NamedTuple):
     """Runs of elements, one for each row."""
 
     owner: torch.Tensor  # (n,)
-    base: torch.Tensor  # (n,), what is added to `start` for the order of the boxes
+    base: torch.Tensor  # (n,), what is added to `start` to order the boxes
     start: torch.Tensor  # (n,)
     stop: torch.Tensor  # (n,)
-    sizes: torch.Tensor  # (n, d), of what the runs are counted in
+    sizes: torch.Tensor  # (n, d), of the array whose elements the run counts
 
     def of(self, rows: torch.Tensor) -> _Runs:
         return _Runs(*(column[rows] for column in self))
 
 
 class _Pieces(NamedTuple):
-    """Boxes in the place of runs."""
+    """Boxes that have the elements of runs."""
 
     owner: torch.Tensor
-    at: torch.Tensor  # (n,), the first element, for the order
+    at: torch.Tensor  # (n,), the place of the first element, to order the boxes
     offsets: torch.Tensor  # (n, d)
     sizes: torch.Tensor  # (n, d)
 
@@ -51,8 +51,8 @@ def boxes_of(
 ) -> Boxes:
     """The boxes of the ranks with these coordinates; none for ranks without elements.
 
-    coordinates: (ranks, axes) int64.   placements: one for each axis; counts inside of a sharded axis are those of these ranks'
-    column.
+    coordinates: (ranks, axes) int64.   placements: one for each axis; counts on an axis inside of a sharded one are those of
+    these ranks' column, as in `Spec`.
     """
     count, dims = len(coordinates), len(shape)
     owner, offsets = torch.arange(count), torch.zeros(1, dims, dtype=torch.int64).expand(count, dims)
@@ -65,7 +65,7 @@ def boxes_of(
         dim, begin, end = run or (placement.dim, torch.zeros_like(owner), sizes.prod(1))
         total = end - begin if is_flat else sizes[:, placement.dim]
         start, numel = _span(placement, total, extent, coordinates[owner, axis])
-        # Cost: most ranks have nothing of most tensors of a large world.
+        # Cost: in a large world, most ranks have nothing of most tensors; they are left out from here on.
         some = numel.nonzero().view(-1)
         owner, offsets, sizes, start, numel = owner[some], offsets[some], sizes[some], start[some], numel[some]
         if is_flat:

@@ -1,4 +1,4 @@
-"""What a rank has to save, in few words: enough for any rank to work out which chunks this one has, and where it puts them."""
+"""A short description of what a rank has to save: any rank can tell from it which chunks this one has, and where they go."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..state.stateful import OF_RANK
 
 
 class Grid(NamedTuple):
-    """The ranks of a mesh.   ranks: in the world, row by row, as int64 in bytes, whose hash Python keeps."""
+    """The ranks of a mesh.   ranks: their world ranks in row-major order, int64, as `bytes`, since Python caches their hash."""
 
     shape: tuple[int, ...]
     ranks: bytes
@@ -32,12 +32,12 @@ class Grid(NamedTuple):
 
 
 class Described(NamedTuple):
-    """One entry.
+    """One entry, without its values.
 
     dtype: None for an object, which has `nbytes` bytes; `nbytes` is 0 for a tensor.   shape: the global one.
     grid, placements: of a `DTensor`; None and () for a plain tensor, which is whole.
     tied: the name of an earlier entry that is the same tensor in memory; None if there is none.
-    digest: of the bytes of a plain value, which has to be the same on all ranks that have it; None of everything else.
+    digest: of the bytes of a plain value, which has to be the same on all ranks that have it; None for other entries.
     """
 
     name: str
@@ -91,7 +91,7 @@ def describe(entries: Iterable[Entry], rank: int) -> Description:
 
 
 def fingerprint(description: Description) -> int:
-    """63 bits that are equal where descriptions are, whatever the bytes of their objects."""
+    """A hash of 63 bits: equal for equal descriptions, whatever the sizes and contents of their objects."""
     total = blake2b(digest_size=8)
     for entry in description:
         total.update(repr((entry.name, entry.path, entry.dtype, entry.shape, entry.tied)).encode())
@@ -103,7 +103,7 @@ def fingerprint(description: Description) -> int:
 
 
 def digest_of(data: bytes) -> int:
-    """63 bits of some bytes."""
+    """A hash of the bytes, of 63 bits."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
@@ -125,9 +125,9 @@ def _check(name: str, value: torch.Tensor, rank: int) -> None:
 
 
 def _memory(local: torch.Tensor) -> tuple[object, ...] | None:
-    """What tensors of the same memory have in common; None if it is not known.
+    """A key that tensors of the same memory share; None if there is no memory.
 
-    Of tensors without elements, other ranks know whether they are the same: `tied` holds if all ranks say so.
+    For tensors without elements, only other ranks can tell whether they are the same: `tied` holds if all ranks say so.
     """
     storage, signs = local.untyped_storage().data_ptr(), (local.is_conj(), local.is_neg())
     return (local.device, storage, local.storage_offset(), local.dtype, local.stride(), signs) if storage else None

@@ -1,7 +1,7 @@
 """Plain values are saved once and loaded on all ranks: a rank that has another one would lose it, so they are compared.
 
-What is compared first are their bytes; then, where these differ, what they stand for: the order of sets and dicts does not
-count, nor whether a number is an int or a float.
+Their bytes are compared first, and where these differ, the values: the order of sets and dicts does not count, nor whether a
+number is an int or a float.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..state.objects import decode
 
 _NAMED = 3  # names, and values of each, in an error
 _SHOWN = 60  # characters of a value
-_SENT = 1 << 16  # characters, among which the difference is looked for
+_SENT = 1 << 16  # characters of a value that are sent, to find where values differ
 
-Ranks = dict[object, list[int]]  # the ranks by what marks their value
+Ranks = dict[object, list[int]]  # the mark of a value -> the ranks that have this value
 
 
 def check_values(digests: Mapping[str, int], values: Mapping[str, bytes], comm: Communicator) -> None:
@@ -49,7 +49,7 @@ def check_values(digests: Mapping[str, int], values: Mapping[str, bytes], comm: 
 
 
 def as_ranges(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"."""
+    """Numbers as text, with ranges: 0, 1, 2, 5 as "0-2, 5"."""
     runs = [
         [number for _, number in run] for _, run in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])
     ]
@@ -66,7 +66,7 @@ def _differing(everyone: Iterable[Mapping[str, object]]) -> dict[str, Ranks]:
 
 
 def _mark(value: Any) -> bytes:
-    """16 bytes that are equal where values are."""
+    """A hash of 16 bytes that is equal for equal values."""
     if isinstance(value, Mapping):
         return _digest(b"dict", *sorted(_mark(key) + _mark(item) for key, item in value.items()))
     if isinstance(value, set):
@@ -91,7 +91,7 @@ def _text(value: Any) -> str:
 
 
 def _firsts(ranks: Ranks) -> list[int]:
-    """The first ranks of the values that are shown."""
+    """The first rank of each value that is shown."""
     return [own[0] for own in ranks.values()][:_NAMED]
 
 

@@ -1,20 +1,20 @@
 """Which rank writes what, and where: worked out by every rank for itself, and by rank 0 for all of them.
 
     describe      names, shapes, dtypes and placements of this rank's entries                         no communication
-    compare       of the descriptions and plain values: usually all are equal, and that is all        one collective
-    exchange      else of each differing description once, by the first rank that has it              one more
-    check         of the plain values, if they differ                                                 two more
-    exchange      of what each rank has of its own, if there is any                                   one more
+    compare       the descriptions and plain values of all ranks, which are usually equal             one collective
+    check         the plain values, if they differ                                                    two more
+    exchange      each description once, from the first rank that has it, if they differ; and the     one more
+                  entries that ranks have for themselves, if there are any
     assign        which copy of each name is written: a copy is a set of ranks that have all of it    no communication
-    place         this rank's chunks in its file; on rank 0, everybody's, for the metadata            no communication
+    place         this rank's chunks in its file; on rank 0, those of all ranks, for the metadata     no communication
 
 Replicas share the work: each tensor is written by the copy that has the fewest bytes to write so far. Plain tensors below 64
 KiB and objects are written by the first rank that has them, tensors of one memory once, parts without elements not at all.
 In a file, chunks of 64 KiB and more come first, then the others, then objects, each at a multiple of 64 bytes, between two
 marks of the save (`formats/dcp/marks.py`).
 
-Cost: on rank 0, some operations on vectors with an element for each rank, for each tensor, and many for each other layout;
-memory for layouts of two million chunks, and for that of one tensor. Layouts beyond these are made twice.
+Cost: on rank 0, for each tensor, some operations on vectors with an element for each rank, and many if its layout is new;
+memory for layouts of two million chunks in all, and for that of one tensor. Layouts beyond these are made twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .chunks import Boxes
 from .descriptions import Described, Description, describe, digest_of, fingerprint
 from .equal_values import check_values
 
-LARGE = 1 << 16  # bytes of a chunk
+LARGE = 1 << 16  # bytes from which a chunk is large
 _KEPT = 1 << 21  # chunks of layouts that are kept in memory
 
 
@@ -56,7 +56,7 @@ class PlannedItem(NamedTuple):
 class SavePlan:
     """What this rank writes.
 
-    file: the name of its file.   items: by offset; none: there is no file.   nbytes: of the file.
+    file: the name of its file.   items: in the order of their offsets; without any, there is no file.   nbytes: of the file.
     """
 
     file: str
@@ -66,9 +66,9 @@ class SavePlan:
 
     @property
     def metadata(self) -> bytes:
-        """The contents of `.metadata` but for its ending, the same on every rank; for rank 0.
+        """The contents of `.metadata` without its ending, the same on every rank; rank 0 writes them.
 
-        Cost: see above for the first of several equal plans; the next ones find it made.
+        Cost: as the module's docstring says, for the first of several equal plans; the next ones reuse the result.
         """
         return _newest.metadata(self.agreed)
 
@@ -76,7 +76,7 @@ class SavePlan:
 def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
     """Agree on who writes what. Collective over `comm`, the world's.
 
-    entries: by different names; other ranks may have others.
+    entries: with different names; other ranks may have others.
     Raises CheckpointError if a rank has a tensor that cannot be saved, and CheckpointError on every rank if two ranks have
     different tensors of one name, or if a rank of a tensor's mesh does not have it.
     """
@@ -87,7 +87,7 @@ def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
 
 
 def plan_of_one(entries: Sequence[Entry]) -> SavePlan:
-    """What one process writes alone. Tensors may be on the meta device: their values are given later."""
+    """The plan of a process that writes alone. Tensors may be on the meta device: their values are given later."""
     found = tuple(
         Described(name, path, None, nbytes=len(value))
         if isinstance(value, bytes)
@@ -98,7 +98,7 @@ def plan_of_one(entries: Sequence[Entry]) -> SavePlan:
 
 
 def _plan(entries: Sequence[Entry], names: Iterable[str], agreed: Agreed, rank: int) -> SavePlan:
-    """names: of which this rank writes a part."""
+    """The plan of this rank.   names: those of which it writes a part, in the order of assignment."""
     items = tuple(_placed({entry.name: entry.value for entry in entries}, names))
     end = max((_aligned(item.offset + item.length) + MARK_NBYTES for item in items), default=0)
     return SavePlan(file_of(rank), items, end, agreed)
@@ -138,7 +138,7 @@ def file_of(rank: int) -> str:
 
 
 def write_metadata(out: BinaryIO, agreed: Agreed) -> None:
-    """Write the `.metadata` of what these ranks have, but for its ending.
+    """Write the `.metadata` of what these ranks have, without its ending.
 
     No communication: `agreed` may be of ranks that do not exist.
     Raises CheckpointError as `make_plan` does, and for placements whose chunks are not the whole tensor.
@@ -161,7 +161,7 @@ def write_metadata(out: BinaryIO, agreed: Agreed) -> None:
 
 
 def _placed(values: dict[str, torch.Tensor | bytes], names: Iterable[str]) -> Iterator[PlannedItem]:
-    """This rank's items, by offset."""
+    """This rank's items, in the order of their offsets."""
     large, small, objects = list[tuple[str, TensorPart]](), list[tuple[str, TensorPart]](), list[tuple[str, bytes]]()
     for name in names:
         value = values[name]
@@ -202,7 +202,7 @@ class _Newest:
         return self._names
 
     def metadata(self, agreed: Agreed) -> bytes:
-        """The contents of `.metadata` but for its ending."""
+        """The contents of `.metadata` without its ending."""
         self._turn_to(agreed)
         if self._metadata is not None:
             return self._metadata
@@ -223,8 +223,8 @@ _newest = _Newest()
 class _Rows(NamedTuple):
     """Chunks of one tensor that lie in the same part of the files, that of large chunks or that of small ones.
 
-    at: which rows of its chunks.   rank: (n,).   before: (n,), bytes of the chunks before it in its rank's file.
-    taken: (n,), its bytes, with what fills up to the next multiple of 64.
+    at: (n,), their rows in the tensor's chunks.   rank: (n,), the ranks that write them.
+    before: (n,), the bytes that earlier ones of the same rank take.   taken: (n,), their own bytes, up to a multiple of 64.
     """
 
     is_large: bool
@@ -235,7 +235,7 @@ class _Rows(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The chunks of a tensor.   lengths: (n,), of their items."""
+    """The chunks of a tensor.   lengths: (n,), the bytes of their items.   rows: those of large and of small chunks."""
 
     chunks: Boxes
     lengths: torch.Tensor
@@ -243,7 +243,7 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, each: Assigned) -> _Layout:
-        """Raises CheckpointError as `Assigned.chunks` does."""
+        """The layout of a tensor. Raises CheckpointError as `Assigned.chunks` does."""
         entry, chunks = each.entry, each.chunks()
         assert entry.dtype is not None, "objects have no chunks"
         nbytes = chunks.sizes.prod(1) * entry.dtype.itemsize
@@ -257,7 +257,7 @@ class _Layout(NamedTuple):
 
 
 class _Files:
-    """Where the next items go in every rank's file, as `_placed` has them."""
+    """Where the next items go in every rank's file: in the places that `_placed` gives them on that rank."""
 
     def __init__(self, ranks: int, assigned: Iterable[Assigned]) -> None:
         self._layouts, self._kept = dict[object, _Layout](), 0
@@ -271,7 +271,7 @@ class _Files:
         self._objects = self._small + small
 
     def place(self, each: Assigned) -> Columns:
-        """The chunks of a tensor."""
+        """Place the chunks of a tensor."""
         chunks, lengths, found = self._layout(each)
         start = torch.empty_like(lengths)
         for rows in found:
@@ -281,13 +281,13 @@ class _Files:
         return Columns(chunks.offsets, chunks.sizes, chunks.owner, start, lengths)
 
     def place_object(self, each: Assigned) -> tuple[int, int]:
-        """Offset and length of an object."""
+        """Place an object; returns its offset and length."""
         start = int(self._objects[each.first])
         self._objects[each.first] += _aligned(each.entry.nbytes)
         return start, each.entry.nbytes
 
     def _layout(self, each: Assigned) -> _Layout:
-        # Cost: a third of a millisecond, and most tensors of a model have the layout of another one.
+        # Cost: a layout takes a third of a millisecond, and most tensors of a model have the layout of another one.
         found = self._layouts.get(each.key) or _Layout.of(each)
         if each.key not in self._layouts and self._kept < _KEPT:
             self._layouts[each.key] = found
@@ -296,7 +296,7 @@ class _Files:
 
 
 def _before(rank: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-    """The sum of `taken` over the rows before, of the same rank; the rows of a rank are neighbours."""
+    """For each row, the sum of `taken` over earlier rows of the same rank; the rows of a rank follow each other."""
     total = taken.cumsum(0) - taken
     _, group, counts = torch.unique_consecutive(rank, return_inverse=True, return_counts=True)
     first = counts.cumsum(0) - counts

@@ -1,6 +1,6 @@
 """`save_safetensors`: final files, of which each rank writes its own byte ranges.
 
-every rank   which tensors there are, and who writes them: as `plan.py` does for checkpoints
+every rank   works out which tensors there are and who writes them, as `plan.py` does for checkpoints
 rank 0       makes `<folder>.<machine>-<id>.safetensors.tmp/<folder>` with files that have their headers and their sizes
 every rank   writes and syncs its parts, in the thread of the saves; the ranks agree that they have
 rank 0       links the folder's other files into it, and exchanges the folders
@@ -87,7 +87,7 @@ def create_files(folder: Path, layout: FileLayout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreparedExport(Prepared[Slice]):
-    """Files of safetensors that all ranks write to.   folder: where they are written.   draft: has that folder, on rank 0."""
+    """Files of safetensors that all ranks write to.   folder: where they are written.   draft: on rank 0, contains it."""
 
     folder: Path
     draft: Draft | None
@@ -127,17 +127,17 @@ def save_safetensors(
         A tensor with several names is stored once, under the name that `_tied_weights_keys` of transformers' models keeps.
         Extra state that is no tensor is left out.
     folder: becomes `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index if there is more than
-        max_shard_size. Its other files stay, and older files of these names go. What is there is exchanged for the new in one
-        step: whatever fails, it stays as it is. Save the configuration with `model.config.save_pretrained(folder)`.
-    max_shard_size: bytes of the tensors of a file, or such as "5GB", 5 * 10**9 bytes. A larger tensor has its own file.
+        max_shard_size. Its other files stay, and older files of these names go. The old folder is exchanged for the new one in
+        one step: if anything fails, it stays as it is. Save the configuration with `model.config.save_pretrained(folder)`.
+    max_shard_size: the most bytes of tensors in a file; "5GB" is 5 * 10**9 bytes. A larger tensor has its own file.
     dtype: of the floating-point tensors in the files, but for those of one byte; None: as they are.
     metadata: strings for the files' headers, beside {"format": "pt"}.
-    Cost: no communication but comparisons; each rank writes its shards, shares with others what they have too, and converts
-        at most 16 MiB at a time. Each run of bytes is a write: with columns, in runs of 4 KiB, a save takes up to three times
-        as long as with rows.
+    Cost: no communication but comparisons; each rank writes its shards, shares the writing of what others have too, and
+        converts at most 16 MiB at a time. Each run of bytes is a write: with columns, in runs of 4 KiB, a save takes up to
+        three times as long as with rows.
     Raises: CheckpointError on every rank, for arguments, placements and dtypes that cannot be saved, with the system's reason
-    if a file cannot be written, and if ranks have different tensors of one name. It also raises the error of a save before
-    that has not been raised yet.
+    if a file cannot be written, and if ranks have different tensors of one name. It also raises the error of an earlier
+    save, if that has not been raised yet.
     """
     finish(_begin(model, folder, max_shard_size, dtype, metadata, is_copied=False))
 
@@ -191,12 +191,12 @@ def _prepare(
 ) -> tuple[PreparedExport, list[Slice]]:
     folder, draft = beside / target.name, None
     with agreed(comm):
-        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()  # of transformers' models, which make them anew
+        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()  # models of transformers make these anew
         tensors = {
             each.name: memory_of(each.name, each.tensor.detach()) for each in named_tensors(model) if each.name not in ignored
         }
         described = describe([Entry(name, tensor, (name,)) for name, tensor in tensors.items()], comm.rank)
-    # Each name is stored, also if two are the same memory: files of other programs have no other way.
+    # Each name is stored, even if two are the same memory: these files have no way to say so.
     assigned = {
         each.entry.name: each for each in assign(agree(tuple(each._replace(tied=None) for each in described), {}, comm))
     }
@@ -242,9 +242,9 @@ def _stored_dtype(name: str, own: torch.dtype | None, wanted: torch.dtype | None
 
 
 def _take_place(folder: Path, draft: Draft) -> None:
-    """Give the folder in a draft the place of the target, whose other files it gets as well."""
+    """Put the folder in a draft in the place of the target, whose other files are linked into it first."""
     target = draft.target
-    # Invariant: another job that takes the draft away renames it, and then this fails.
+    # Invariant: another job that deletes the draft renames it first, and then this fails.
     with explained("rename", folder):
         sync_folder(folder)
         if not _renamed(folder, target):
@@ -252,7 +252,7 @@ def _take_place(folder: Path, draft: Draft) -> None:
             shutil.copytree(target, folder, symlinks=True, ignore=_replaced(target), copy_function=_link, dirs_exist_ok=True)
             sync_folder(folder)
             exchange(folder, target)
-    try:  # from here on the new files are there: what fails is not the export
+    try:  # the new files are there from here on: an error below is no failure of the export
         sync_folder(target.parent)
         _give_up(draft.folder, target)
     except CheckpointError as error:
@@ -279,7 +279,7 @@ def _abandon(draft: Draft) -> None:
 
 
 def _give_up(beside: Path, target: Path) -> None:
-    """Delete the folder of an export. What it has beside model files, and `target` has not, goes there: it came meanwhile."""
+    """Delete the folder of an export. Files that came meanwhile move to `target`, if it lacks them."""
     folder = beside / target.name
     with explained("delete", beside):
         if folder.exists():
@@ -290,7 +290,7 @@ def _give_up(beside: Path, target: Path) -> None:
 
 
 def _move_missing(folder: Path, target: Path, but: Set[str] = frozenset()) -> None:
-    """Move what `target` has not, at any depth, but for these names."""
+    """Move what `target` lacks, at any depth, from `folder` into it.   but: names in `folder` that stay."""
     for name in {*os.listdir(folder)} - but:
         old, new = folder / name, target / name
         if not os.path.lexists(new):
@@ -310,7 +310,7 @@ def _clean(target: Path) -> None:
                 if not has_ended:
                     _log.warning("%s stays: another job writes there, or did in the last hour", beside)
                     continue
-                # Hazard: under its name, an export that lives after all would put what is deleted in the place of the target.
+                # Hazard: under its old name, an export that lives after all would put it, half deleted, in the target's place.
                 gone = folder_of(target, this_machine(), new_save_id(), _KIND)
                 with explained("delete", beside):
                     os.rename(beside, gone)

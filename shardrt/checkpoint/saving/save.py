@@ -84,7 +84,7 @@ class AsyncSave:
             is_committed = self.poll()
 
     def result(self) -> None:
-        """`wait`, by the name that it has in the future of torch.distributed.checkpoint. Collective, which that is not."""
+        """The same as `wait`, by its name in the future of torch.distributed.checkpoint. Unlike that one, it is collective."""
         self.wait()
 
     def staged(self) -> None:
@@ -98,7 +98,7 @@ class AsyncSave:
             self._snapshot.wait()
 
     def interrupt(self) -> None:
-        """Let the save fail if this rank still writes: what it writes may change from now on. `poll` then raises."""
+        """Make the save fail if this rank still writes: the tensors may change from now on. `poll` then raises."""
         if self._phase is SavePhase.WRITING:
             self._task.fail(CheckpointError(f"the save of {os.fspath(self.folder)!r} was interrupted while it was written"))
 
@@ -136,17 +136,19 @@ def save(*given: Any, keep: int | None = None, keep_every: int | None = None, **
     """Save `state` in `folder`, in the format of torch.distributed.checkpoint. Collective; returns when it is committed.
 
     Called as `save(folder, state)`, or as that package's `save(state_dict, checkpoint_id=folder)`.
-    state: modules, optimizers, objects with `state_dict`, tensors, and values, by the name that their keys begin with.
-    folder: the same on every rank, on a file system that all ranks share. A checkpoint that is there is replaced in one step;
-    a folder with anything else is refused.   keep: delete all but so many of the newest checkpoints beside it that are
-    named as it is, up to the number at the end; None deletes nothing. They are deleted when this one is committed.
+    state: modules, optimizers, objects with `state_dict`, tensors, and plain values, by the key that their names begin with.
+    folder: the same on every rank, on a file system that all ranks share, or the URL of one in a store. A checkpoint that is
+        there is replaced in one step; in a store, the save is refused instead. So is a folder with any other files.
+    keep: how many of the newest checkpoints remain, of those beside it whose names differ from its own in the number at the end
+        only. The others are deleted when this one is committed. None: nothing is deleted.
     keep_every: those whose number is a multiple of this are never deleted.
 
-    Written is a folder beside it, of this save alone, which gets its name once the data of every rank has reached the disk: a
-    job that is killed leaves the checkpoint before. Each rank writes what it has, and shares with others what they have too.
+    On a disk, a save writes to a temporary folder beside `folder`, which gets this name once the data of every rank has reached
+    the disk: a job that is killed leaves the earlier checkpoint. In a store, it writes to `folder` itself, and `.metadata`,
+    without which it is no checkpoint, comes last. Each rank writes what it has; ranks that have the same share the work.
     Memory: none but for names and sizes; 64 MiB, pinned, for tensors of a GPU.
     Raises: CheckpointError on every rank, with the reason, if one of them cannot write or refuses its part of the state: what
-    was there before is as it was. It also raises the error of a save before that has not been raised yet.
+    was there before is as it was. It also raises the error of an earlier save, if that has not been raised yet.
     """
     finish(_begin(*folder_and_state("save", given, named), Keep(keep, keep_every), is_copied=False))
 
@@ -163,15 +165,15 @@ def async_save(*given: Any, keep: int | None = None, keep_every: int | None = No
     """Save `state` as `save` does, but return when it has been copied: the disk is written in a thread. Collective.
 
     What is saved are the values at the call: on a GPU, those of the work submitted before it. Its sharded parameters and
-    optimizer state are copied on a stream of their own, for which what writes them next waits by itself, such as the next step
-    of an optimizer; `staged` says what does not. Call `poll` of what it returns at every step, and `wait` where the checkpoint
-    has to be there. A save that is under way is waited for first. finalize(), which runs at exit, commits the last one; if the
-    job fails before, the older checkpoint stays.
+    optimizer state are copied on a stream of their own. What writes them next, such as the next step of an optimizer, waits for
+    the copies by itself; `staged` says what does not. Call `poll` of what it returns at every step, and `wait` where the
+    checkpoint has to be there. A save that is under way is waited for first. finalize(), which runs at exit, commits the last
+    one; if the job fails before, the older checkpoint stays.
 
     Memory: a copy of this rank's part of the state, in buffers of 256 MiB of host memory (pinned for a GPU's tensors), which
     later saves reuse.
-    Cost: the copy, and 20 us for each name. The first call also pays for fresh pages.
-    Raises: as `save` does; and the error of the save before, if that failed and has not raised it yet.
+    Cost: the copy, and 20 us for each name. The first call also takes the time to get the memory's pages.
+    Raises: as `save` does, also the error of an earlier save.
     """
     return _begin(*folder_and_state("async_save", given, named), Keep(keep, keep_every), is_copied=True)
 
@@ -181,7 +183,11 @@ def _begin(folder: Folder, state: dict[str, Any], keep: Keep, *, is_copied: bool
 
 
 def begin(prepared: Callable[[], tuple[Prepared[T], Iterable[T]]], *, is_copied: bool) -> AsyncSave:
-    """Begin a save. Collective.   prepared: agrees on it, and gives what this rank writes.   is_copied: now, for a thread."""
+    """Begin a save. Collective.
+
+    prepared: lets the ranks agree on the save; returns it, and the items that this rank writes.
+    is_copied: copy the items before this returns, so that they may change while the thread writes.
+    """
     global _background
     end_previous()
     with outside_inference_mode():
@@ -196,14 +202,14 @@ def finish(saving: AsyncSave) -> None:
     try:
         saving.wait()
     except BaseException:
-        # Hazard: whatever ends the wait, the tensors change from now on.
+        # Hazard: whatever ends the wait, the tensors may change from now on.
         saving.interrupt()
         raise
 
 
 def end_previous() -> None:
     """Wait for the save under way, if there is one. Collective. Raises its error, unless that was raised already."""
-    # Invariant: a save is known until it has ended, whatever ends a wait for it; until then its copies stay as they are.
+    # Invariant: `current` stays the save until that has ended, whatever ends a wait for it; so its copies stay as they are.
     if _background is not None and (previous := _background.current) is not None and not previous.has_ended:
         previous.wait()
 

@@ -1,6 +1,6 @@
 """Where the bytes of a save come from: the tensors' own memory, pieces that pass through pinned buffers, or copies.
 
-An asynchronous save may copy beside what runs those tensors of which every writer waits (`tensor/snapshots.py`):
+An asynchronous save copies tensors beside the work that runs next if everything that writes them waits (`tensor/snapshots.py`):
 
 | tensors                                                                          | copied on                |
 |----------------------------------------------------------------------------------|--------------------------|
@@ -39,10 +39,10 @@ PiecesOf = Callable[[torch.Tensor], Pieces]  # brings the memory of a tensor wit
 
 
 class ItemSource(NamedTuple):
-    """What is written of a tensor, or of an object.
+    """What is written for a tensor or an object.
 
-    file: the name of its file.   pieces: places in the file, ascending, and bytes.
-    is_passing: whether bytes change when the next ones are asked for.
+    file: the name of its file.   pieces: places in the file, ascending, each with its bytes.
+    is_passing: whether the bytes of a piece change when the next piece is asked for.
     """
 
     file: str
@@ -53,7 +53,7 @@ class ItemSource(NamedTuple):
         """Hand all of it to the file's writer."""
         for place, piece in self.pieces:
             writer.write(place, [piece])
-            if self.is_passing and isinstance(piece, memoryview):  # and no header, which goes with what follows
+            if self.is_passing and isinstance(piece, memoryview):  # a header is no memoryview, and goes with what follows
                 writer.flush()
 
 
@@ -71,13 +71,13 @@ def in_runs(pieces: Iterable[memoryview], starts: Iterable[int], nbytes: int) ->
 
 
 class Direct:
-    """Tensors of the host as they lie; those of a GPU in pieces, through two pinned buffers of 32 MiB."""
+    """Gives tensors of the host as they lie, and those of a GPU in pieces, through two pinned buffers of 32 MiB."""
 
     def __init__(self) -> None:
         self._pinned: list[torch.Tensor] = []
 
     def pieces(self, memory: torch.Tensor) -> Pieces:
-        """Views of host memory."""
+        """The tensor's bytes, as views of host memory."""
         return [bytes_of(memory)] if memory.device.type == "cpu" else self._passing(memory)
 
     def _passing(self, memory: torch.Tensor) -> Iterator[memoryview]:
@@ -104,16 +104,16 @@ class Direct:
 
 
 class Copies:
-    """Copies of tensors in buffers that are kept: `restart` takes them for other tensors.
+    """Copies of tensors in buffers that are kept: `restart` makes them free for other tensors.
 
-    Copies of a GPU's tensors are made on its current stream, so that what is submitted to it later cannot change them. But
-    those of which every writer waits are made on a stream of their own, so that what is submitted later runs beside them.
+    A GPU's tensors are copied on its current stream, so that what is submitted to it later cannot change the copies. But
+    tensors whose writers all wait are copied on a stream of their own, so that what is submitted later runs beside the copies.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._buffers = {False: _Buffers(is_pinned=False), True: _Buffers(is_pinned=True)}
         self._stream = stream
-        self._aside = frozenset[int]()  # the storages of what is copied there
+        self._aside = frozenset[int]()  # the storages of the tensors that are copied there
         self._pairs = list[tuple[torch.Tensor, torch.Tensor]]()  # (to, from), which `start` copies there
 
     def restart(self) -> None:
@@ -123,7 +123,7 @@ class Copies:
             buffers.restart()
 
     def pieces(self, memory: torch.Tensor) -> list[memoryview]:
-        """The copy of a tensor, which is there when `start` says; several pieces where it lies in several buffers."""
+        """The copy of a tensor, in several pieces if it lies in several buffers. Its bytes may be there only after `start`."""
         flat, pieces, is_aside = _flat_bytes(memory), [], address(memory) in self._aside
         buffers, left = self._buffers[memory.device.type != "cpu"], flat.numel()
         while left:
@@ -139,7 +139,7 @@ class Copies:
         return pieces
 
     def start(self) -> Snapshot | None:
-        """Start the copies on the stream of their own, after the current one; returns them. None if there are none.
+        """Start the copies on the stream of their own, after the current stream. Returns them; None if there are none.
 
         They end after those on the current stream.
         """
@@ -157,14 +157,14 @@ class _Buffers:
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
         self._chunks: list[torch.Tensor] = []
-        self._chunk = 0  # that is handed out now
+        self._chunk = 0  # the one that is handed out now
         self._used = 0  # bytes of it
 
     def restart(self) -> None:
         self._chunk = self._used = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """(n,) uint8, n <= nbytes: what is left in a buffer, if that is less."""
+        """The next bytes of a buffer: (n,) uint8. n is nbytes, or what is left in the buffer if that is less."""
         if self._chunk < len(self._chunks) and self._used == _CHUNK:
             self._chunk, self._used = self._chunk + 1, 0
         if self._chunk == len(self._chunks):
@@ -189,8 +189,8 @@ def _flat_bytes(memory: torch.Tensor) -> torch.Tensor:
 
 
 def storages_with_known_writers() -> frozenset[int]:
-    """The addresses of the storages of such tensors, of all models and optimizers of the process; none on the host."""
-    # Hazard: a CUDA graph with an optimizer's step writes when it is replayed, and nobody is told.
+    """The storages' addresses of tensors whose writers all wait, of all models and optimizers; only those on a GPU."""
+    # Hazard: a CUDA graph with an optimizer's step writes when it is replayed, and no hook runs then.
     if snapshots.captured_a_step:
         return frozenset()
     shards = [tensor._local_tensor for tensor in (*_parameters(), *_state())]

@@ -1,4 +1,4 @@
-"""The steps of a save that all ranks take together, whatever its format; and those of DCP, with the file of each rank.
+"""The steps of a save that all ranks take together, in any format; and those of DCP, with a file for each rank.
 
 step       ranks   what                                                                       collective
 prepare    all     names and values of the state, the plan, rank 0 makes the folder           yes
@@ -40,17 +40,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Prepared(ABC, Generic[T]):
-    """A save that all ranks have agreed on, and whose folder is there: of items of one kind.   target: where it will be."""
+    """A save of items of type `T` that all ranks have agreed on, and whose folder is there.   target: its final path."""
 
     target: Location
 
     @abstractmethod
     def source(self, item: T, pieces_of: PiecesOf) -> ItemSource:
-        """What is written of an item. pieces_of: is called now."""
+        """What is written for an item.   pieces_of: is called before this returns."""
 
     @abstractmethod
     def writer(self, file: str) -> AbstractContextManager[Writer]:
-        """One of the files that this rank writes, or writes to, which is safe in the storage when the `with` block ends."""
+        """One of the files that this rank writes, or writes to. It is safe in the storage once the `with` block ends."""
 
     @abstractmethod
     def commit(self) -> None:
@@ -72,7 +72,7 @@ class Prepared(ABC, Generic[T]):
 class PreparedFolder(Prepared[PlannedItem]):
     """A checkpoint in DCP's format: each rank has a file of its own.
 
-    folder: where it is written.   draft: that folder, on rank 0, as the storage has begun it.
+    folder: where it is written.   draft: on rank 0, what `Storage.begin` has returned; None on other ranks.
     plan: without its items, which hold the tensors.   sizes: of the ranks' files.   save_id: the same on every rank.
     """
 
@@ -118,8 +118,8 @@ def prepare(
 ) -> tuple[PreparedFolder, tuple[PlannedItem, ...]]:
     """Agree on what is saved and where, and make the folder; returns what this rank writes as well. Collective.
 
-    Raises: CheckpointError if a rank refuses its arguments, if rank 0 cannot make the folder, or if the ranks give other
-    folders, or states that do not fit together.
+    Raises: CheckpointError if a rank refuses its arguments, if rank 0 cannot make the folder, or if the ranks give
+    different folders, or states that do not fit together.
     """
     with agreed(world.comm):
         where = located(folder)
@@ -140,7 +140,7 @@ def prepare(
 
 
 def check_same_target(answers: Sequence[tuple[str, object]]) -> None:
-    """Raise CheckpointError if the ranks save in different folders, or with other arguments.   answers: both, of each rank."""
+    """Raise CheckpointError if the ranks save in different folders, or with other arguments.   answers: both, for each rank."""
     for rank, answer in enumerate(answers):
         if answer != answers[0]:
             raise CheckpointError(
@@ -152,7 +152,7 @@ def check_same_target(answers: Sequence[tuple[str, object]]) -> None:
 def framed(
     place: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], pieces: Pieces
 ) -> Iterator[tuple[int, Bytes]]:
-    """The item of a tensor at a place of a file.   pieces: its memory, in the order of the strides."""
+    """The bytes of a tensor's item, with their places.   place: of the item in the file.   pieces: the memory, as it lies."""
     header, crcs = item_header(dtype, sizes, strides), BlockCrcs()
     yield place, header
     start, nbytes = place + len(header), prod(sizes) * dtype.itemsize

@@ -38,9 +38,9 @@ from .trees import flattened, has_inside
 
 
 class Entry(NamedTuple):
-    """One name of a checkpoint: a tensor, or an object that torch.save has made bytes of.
+    """One name of a checkpoint: a tensor, or the bytes that torch.save has made of an object.
 
-    is_shared: it is a plain value, which has to be the same on all ranks that have it.
+    is_shared: whether it is a plain value, which has to be the same on all ranks that have it.
     """
 
     name: str
@@ -69,7 +69,7 @@ def entries(state: Mapping[str, Any]) -> list[Entry]:
         name = joined(path)
         if name in found:
             raise CheckpointError(f"two values of the state have the name '{name}'; rename one of the keys")
-        checked_name(name), checked_keys(path)  # as `load` does
+        checked_name(name), checked_keys(path)  # `load` checks the same
         found[name] = Entry(name, _stored_form(name, value), path, not isinstance(value, (torch.Tensor, Whole)))
     return list(found.values())
 
@@ -91,7 +91,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def members(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """The values of a state that have a state of their own."""
+    """The values in a state that have a `state_dict`, such as modules and optimizers, with their paths."""
     if has_state(value):
         yield path, value
     elif has_inside(value):
@@ -106,7 +106,7 @@ def _tree(value: Any, path: Path, modules: Mapping[str, nn.Module]) -> Any:
     if isinstance(value, Optimizer):
         packed = optimizer_state(value, ParameterNames(joined(path), value, modules))
         for group in packed["param_groups"]:
-            group["params"] = Whole(group["params"])  # ranks may have parameters of their own
+            group["params"] = Whole(group["params"])  # not compared: ranks may have different parameters
         return packed
     if has_state(value):
         return value.state_dict()

@@ -1,4 +1,4 @@
-"""What saves and loads need of models: their tensors by name, memory for those on the meta device, an end of inference mode.
+"""What saves and loads need of models: their tensors by name, memory for those on the meta device, a way out of inference mode.
 
 A tensor that has several names (tied weights) is stored once. The name is the one that `transformers` keeps: its modules'
 `_tied_weights_keys` are the names, or patterns of names, that are left out.
@@ -49,7 +49,7 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
 
 
 class Match(NamedTuple):
-    """What is loaded.   found: the names that it has where it comes from, by those of the model's tensors."""
+    """What is loaded.   found: the names under which tensors are given, by their names in the model."""
 
     found: dict[str, str]
     keys: LoadedKeys
@@ -58,8 +58,8 @@ class Match(NamedTuple):
 def match(model: Iterable[NamedTensor], others: Iterable[str], given: Mapping[str, Any], what: str, *, strict: bool) -> Match:
     """Find the model's tensors among what is given, by the first of their names that is there.
 
-    others: names of the model's values that are no tensors.   given: what may be loaded; tensors have a shape and a dtype of
-    torch.   what: that is.
+    others: names of the model's values that are no tensors.   given: what may be loaded, by name; what has a dtype of torch,
+    and a shape, counts as a tensor.   what: the name of `given` in messages.
     Raises CheckpointError for tensors of other shapes and, if strict, for names that one side lacks.
     """
     found, wrong, names = dict[str, str](), list[str](), set(others)
@@ -85,12 +85,12 @@ def match(model: Iterable[NamedTensor], others: Iterable[str], given: Mapping[st
 
 
 def _described(value: Any) -> str:
-    """The shape of a tensor, or what a value is that is none."""
+    """The shape of a tensor, or the type of another value."""
     return str(tuple(value.shape)) if isinstance(getattr(value, "dtype", None), torch.dtype) else f"a {type(value).__name__}"
 
 
 def take_back(model: nn.Module, written: Iterable[NamedTensor]) -> None:
-    """Give the model those of its `named_tensors` that hooks of its state dict have made, after they were written to."""
+    """Load into the model those of its `named_tensors` that hooks of its state dict made. Call it once they are written."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     if made := {name: tensor for name, tensor, _ in written if id(tensor) not in own}:
         clean = cleaner(model)
@@ -121,7 +121,7 @@ def materialise(module: nn.Module, device: torch.device, optimizers: Iterable[Op
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     made: dict[torch.Tensor, Any] = {}
     for table, key, tensor in before:
-        table[key] = made.setdefault(tensor, table[key])  # `_apply` makes a tensor for each name of one
+        table[key] = made.setdefault(tensor, table[key])  # `_apply` makes a tensor for each name of a tied one
     initialise: Any = getattr(module, "_init_weights", None)
     for owner in without_values if initialise is not None else ():
         initialise(owner)
@@ -134,7 +134,7 @@ def materialise(module: nn.Module, device: torch.device, optimizers: Iterable[Op
 
 @contextmanager
 def outside_inference_mode(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Leave inference mode for the `with` block; not if tensors of these modules were made in it, which change in it alone.
+    """Leave inference mode for the `with` block, unless it has made tensors of these modules: those can only change in it.
 
     What is made in the block, such as optimizer state, can be trained afterwards.
     """

@@ -53,7 +53,8 @@ class ParameterNames:
     """The names of an optimizer's parameters: those of the first module of the state that has all of them.
 
     If no module alone has them, a name begins with the key of its module.
-    prefixes: what names of each module begin with.   of_modules: the names of all parameters of the state.
+    prefixes: by the key of a module, what the names of its parameters begin with.
+    of_modules: the names of all parameters in the state.
     """
 
     def __init__(self, key: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:

@@ -44,7 +44,7 @@ def encode(name: str, value: Any) -> bytes:
 def decode(data: bytes, where: str) -> Any:
     """The object. Runs no code but torch's, and that of classes that the program vouches for.
 
-    where: what it is, for messages. Raises CheckpointError if it is damaged, or may not be loaded.
+    where: its name in messages. Raises CheckpointError if it is damaged, or may not be loaded.
     """
     has_arrays = ARRAY.encode() in data
     archive = Archive(lambda start, nbytes: data[start : start + nbytes], len(data), where)
@@ -60,7 +60,7 @@ def decode(data: bytes, where: str) -> Any:
 
 
 def _bytes_of(value: Any) -> bytes:
-    # Cost: copies of containers only for what cannot be saved as it is.
+    # Cost: containers are copied only if they cannot be saved as they are.
     try:
         return _checked_bytes(value)
     except Exception:

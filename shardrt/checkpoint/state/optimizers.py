@@ -1,6 +1,6 @@
 """Optimizer state by the names of parameters: its sharded form, what a full form needs, and the forms of dicts that have it.
 
-What of it has one number for each element of a parameter, `shardrt/tensor/optimizer_state.py` says: steps need it too.
+`shardrt/tensor/optimizer_state.py`, which steps need too, says what of it has one number for each element of a parameter.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def optimizer_state(optimizer: Optimizer, names: ParameterNames) -> dict[str, An
     """The optimizer's state dict by the names of its parameters, as torch's `get_optimizer_state_dict` gives it.
 
     State of an optimizer that steps on local shards (`shardrt.register_local_optimizer`) is sharded as its parameter is, if it
-    has one floating-point number for each element of the shard. All other tensors of it depend on where the shards begin: their
-    keys end in `@rank<rank>of<ranks>`.
+    has one floating-point number for each element of the shard. Its other tensors, except 0-dim ones, depend on where the
+    shards begin: their keys end in `@rank<rank>of<ranks>`.
     """
-    # Those of other packages may give state dicts of another form, which only their own load_state_dict understands.
+    # Optimizers of other packages may give state dicts of a form that only their own load_state_dict understands.
     local = steps_locally(type(optimizer))
     packed = optimizer.state if local else optimizer.state_dict()["state"]
     state = {}
@@ -75,7 +75,7 @@ def _saved_form(key: str, value: Any, param: torch.Tensor, *, local: bool) -> tu
 
 
 def skips(optimizer: Optimizer, param: torch.Tensor) -> bool:
-    """Whether an optimizer that steps on local shards has no state of a parameter, of which this rank has no elements."""
+    """Whether an optimizer keeps no state of a parameter: it steps on local shards, and this rank has no elements."""
     return steps_locally(type(optimizer)) and isinstance(param, DTensor) and not param._local_tensor.numel()
 
 
@@ -110,7 +110,7 @@ def _flat_keys(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def split_flat(flat: str, known: set[str]) -> Path:
-    """The keys of an entry of the flat form; names of parameters have dots in them."""
+    """The path of an entry of the flat form; () if it is none.   known: names of parameters, which may have dots in them."""
     kind, _, rest = flat.partition(".")
     place = rest.rfind(".")
     while place >= 0 and rest[:place] not in known:
@@ -129,7 +129,7 @@ class SavedState(NamedTuple):
 
 
 def saved_state(given: Mapping[str, Any], names: set[str]) -> SavedState:
-    """The state in either form.   names: those of parameters."""
+    """The state of a dict in either form, by groups or flat.   names: those of parameters."""
     saved = SavedState({}, {})
     if "state" in given or "param_groups" in given:
         saved.state.update(given.get("state", {}))
@@ -151,11 +151,11 @@ def first_of(table: Mapping[str, dict[Any, Any]], names: Iterable[str]) -> dict[
 
 
 def common_hyperparameters(where: str, group: Mapping[str, Any], found: Sequence[Mapping[Any, Any]]) -> Mapping[Any, Any]:
-    """The hyperparameters that a group gets: those of the saved groups of its parameters.   where: what it is, for a warning.
+    """The hyperparameters that a group gets: `found`, those of the saved groups of its parameters, if these are all alike.
 
-    None, with a warning, if these are different.
+    Otherwise an empty dict, with a warning.   where: the name of the group in the warning.
     """
-    # Sorted: ranks of stock DCP share the objects of a flat state, whose order in .metadata says nothing.
+    # Sorted, since ranks of stock DCP share the objects of a flat state, whose order in .metadata means nothing.
     spelled = [sorted(str((key, mapped(value, _exact))) for key, value in values.items()) for values in found]
     if any(other != spelled[0] for other in spelled[1:]):
         _log.warning(
@@ -175,7 +175,11 @@ def _exact(value: Any) -> Any:
 
 
 def state_by_name(optimizer: Optimizer, names: ParameterNames, *, full: bool) -> dict[str, Any]:
-    """The state of one optimizer, sharded; with `full`, all of it has a full form. Collective for a local optimizer."""
+    """The sharded state of one optimizer, by names of parameters.
+
+    full: raise RuntimeError on every rank for state that has no full form, and add that of parameters of which this rank has no
+    elements. Collective if it is full and the optimizer steps on local shards.
+    """
     local = steps_locally(type(optimizer))
     if not local:
         shard_optimizer_state(optimizer)
@@ -186,7 +190,7 @@ def state_by_name(optimizer: Optimizer, names: ParameterNames, *, full: bool) ->
 
 
 def _completed(state: Mapping[str, Any], names: ParameterNames, comm: Communicator) -> dict[str, Any]:
-    """The state with that of parameters of which this rank has no elements: its optimizer skips them. Collective."""
+    """The state, with that of parameters of which this rank has no elements, which its optimizer skips. Collective."""
     mine = {
         name: {key: value.dtype if isinstance(value, DTensor) else value for key, value in values.items()}
         for name, values in state.items()

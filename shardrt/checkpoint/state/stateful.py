@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeGuard
 
 
 class Stateful(Protocol):
-    """What has a state that it can give and take."""
+    """An object that can give its state and take it back."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -19,17 +19,17 @@ class Stateful(Protocol):
 
 
 def has_state(value: object) -> TypeGuard[Stateful]:
-    """Whether a value has both methods of a state; a class has none of its own."""
+    """Whether a value has `state_dict` and `load_state_dict`; False for a class."""
     return not isinstance(value, type) and all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict"))
 
 
-OF_RANK = re.compile(r"@rank(\d+)of(\d+)")  # the last key of such a value
+OF_RANK = re.compile(r"@rank(\d+)of(\d+)")  # the last key in the path of such a value
 
 
 class PerRank:
     """A value that each rank saves and loads for itself: `state = {"position": PerRank(5)}`. Other values are saved once.
 
-    value: what plain values may be, with tensors in it too; or an object with `state_dict()` and `load_state_dict()`, such as a
+    value: a plain value, which may have tensors in it; or an object with `state_dict()` and `load_state_dict()`, such as a
         data loader. On as many ranks as saved it, `load` puts each rank's own into this attribute, or into the object; tensors
         come back on the host.
     convert: gets the saved values of all ranks, in their order, on any other number of ranks, and returns the one of this
@@ -58,5 +58,5 @@ class PerRank:
 
 
 def key_of_rank(rank: int, ranks: int) -> str:
-    """What a rank's own values are called."""
+    """The last key in the path of a rank's own value."""
     return f"@rank{rank}of{ranks}"

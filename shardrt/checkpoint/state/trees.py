@@ -12,7 +12,7 @@ from .stateful import PerRank, has_state
 
 
 def has_inside(value: object) -> bool:
-    """Whether the items of a value have names of their own: of a dict, of a list that has tensors, dicts and the like in it.
+    """Whether a value is a dict, or a list with tensors, dicts and the like in it, whose items have names of their own.
 
     A dict with keys that are no strings is one object, which keeps them, unless there are tensors in it, or values with
     state or `PerRank`.

@@ -31,8 +31,8 @@ def get_model_state_dict(
     submodules: return what is in these modules only.   options: `StateDictOptions`, or torch's.
     Returns sharded tensors that share the model's memory. With full_state_dict or cpu_offload everything is a copy: neither
     training nor a change of extra state reaches it.
-    Cost: with full_state_dict, an all-gather for each sharded tensor, tied ones once. The copies: on one rank, and of tensors
-    that are on the host already, they take as much memory again.
+    Cost: with full_state_dict, an all-gather for each sharded tensor, tied ones once. Copies take as much memory again where
+    nothing is gathered or moved: on one rank, and of tensors that are on the host already.
     """
     chosen, clean = StateDictOptions.of(options), cleaner(model)
     state = {clean(name): value for name, value in model.state_dict(keep_vars=True).items()}
@@ -68,7 +68,7 @@ def get_optimizer_state_dict(
 def get_state_dict(
     model: nn.Module, optimizers: Optimizers, *, submodules: Iterable[nn.Module] | None = None, options: Any = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`get_model_state_dict`, which `submodules` concerns, and `get_optimizer_state_dict`. Collective."""
+    """The results of `get_model_state_dict`, for which `submodules` counts, and `get_optimizer_state_dict`. Collective."""
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, options=options),
@@ -153,7 +153,7 @@ def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _addresses(tensor: torch.Tensor) -> set[int]:
-    """Where the tensor's memory begins."""
+    """The addresses of the storages that the tensor consists of."""
     if isinstance(tensor, DTensor):
         return _addresses(tensor._local_tensor)
     if parts := _parts(tensor):
@@ -206,7 +206,7 @@ class StateDictOptions:
 
     @classmethod
     def of(cls, options: Any) -> StateDictOptions:
-        """These options; torch's own have the same attributes. None: the defaults.
+        """The options as a `StateDictOptions`; torch's have the same attributes. None: the defaults.
 
         Raises ValueError for torch's dsd_fqn_modifiers, which changes names.
         """

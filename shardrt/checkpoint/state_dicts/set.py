@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers are set: full or sharded ones, from every rank or from rank 0 alone.
+"""Loads state dicts into models and optimizers: full or sharded ones, from every rank or from rank 0 alone.
 
 Full tensors are sent one at a time: a rank needs memory for the largest beside its shards.
 """
@@ -28,11 +28,11 @@ from ..state.optimizers import SavedState, common_hyperparameters, first_of, num
 from ..state.trees import mapped
 from .get import Optimizers, StateDictOptions, as_list
 
-_BY_VALUE = 16  # elements of tensors that rank 0 sends with the dict; among them are the hyperparameters that are tensors
+_BY_VALUE = 16  # rank 0 sends tensors of at most so many elements with the dict, such as hyperparameters
 
 
 class _Sent(NamedTuple):
-    """A tensor that rank 0 has and will send.   value: on rank 0."""
+    """A tensor that rank 0 has and will send.   value: the tensor on rank 0, None on others."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -112,7 +112,7 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: Any = None,
 ) -> LoadedKeys:
-    """`set_model_state_dict` and `set_optimizer_state_dict`. Collective."""
+    """Call `set_model_state_dict`, whose result this returns, and `set_optimizer_state_dict`. Collective."""
     listed = as_list(optimizers)
     keys = _set_model(model, model_state_dict, StateDictOptions.of(options), listed)
     set_optimizer_state_dict(model, listed, optim_state_dict, options=options)
@@ -164,7 +164,7 @@ def _shard_of(value: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def _announced(state: Mapping[str, Any], options: StateDictOptions, here: World) -> dict[str, Any]:
-    """The state dict; if rank 0 broadcasts, its, with a `_Sent` in the place of each tensor. Collective."""
+    """The state dict; if rank 0 broadcasts, that of rank 0, with a `_Sent` for each larger tensor. Collective."""
     if not options.broadcast_from_rank0:
         return dict(state)
     with agreed(here.comm):
@@ -186,7 +186,7 @@ def _without_value(value: Any) -> Any:
 
 
 def _received(value: Any, here: World) -> Any:
-    """A value; one that rank 0 sends is received. Collective."""
+    """The value, or the tensor that rank 0 sends for a `_Sent`. Collective for a `_Sent`."""
     if not isinstance(value, _Sent):
         return value
     if value.value is None:
@@ -219,7 +219,7 @@ def _check_complete(names: Iterable[ParameterNames], saved: SavedState) -> None:
 def _packed(
     optimizer: Optimizer, names: ParameterNames, saved: SavedState, elementwise: set[Hashable], here: World
 ) -> dict[str, Any]:
-    """A state dict with numbers of parameters, and state as sharded as they are. Collective."""
+    """A state dict in which parameters are numbers, with state that is sharded as they are. Collective."""
     state, groups, number = dict[int, Any](), list[dict[str, Any]](), 0
     local = steps_locally(type(optimizer))
     for index, group in enumerate(optimizer.param_groups):
@@ -238,7 +238,7 @@ def _packed(
 def _elementwise(names: ParameterNames, saved: SavedState) -> set[Hashable]:
     """Keys of tensors with one number for each element of the parameter.
 
-    Raises RuntimeError for one of another shape where most have the parameter's. Sizes of 1 are those of reduced dims.
+    Raises RuntimeError for a tensor of another shape, if most of its key have the parameter's; sizes of 1 are reduced dims.
     """
     shapes = [
         (param, key, tuple(value.shape), tuple(param.shape))

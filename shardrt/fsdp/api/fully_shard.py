@@ -76,17 +76,17 @@ def fully_shard(
     mp_policy: dtypes of compute, reduction and outputs.
     offload_policy: a `CPUOffloadPolicy` keeps shards and gradients on the host.
     ignored_params: parameters that are not sharded or moved, and whose gradients are not reduced.
-    dp_mesh_dims: the axes of `mesh`, which may then have more, to shard over and to replicate over. ValueError if it lacks
-        them.
+    dp_mesh_dims: which axes of `mesh` to shard over and which to replicate over; `mesh` may then have further axes.
+        ValueError if it lacks one of them.
     extensions: how parameters that are tensor-parallel are sharded further (default: a `DTensorExtensions`).
-    quantization_policy: which collectives send 8-bit codes (default: none). Parameters that it takes are gathered apart from
-        the others, those of each dtype for themselves.
-    A parameter that is a `DTensor` on another mesh is sharded inside of each part of it; so are parameters that
+    quantization_policy: which collectives send 8-bit codes (default: none). Parameters to which it applies are gathered apart
+        from the others, in one group for each dtype.
+    A parameter that is a `DTensor` on another mesh is sharded further, inside of each of its parts; so are parameters that
     `parallelize_module` has replicated. Both meshes must form a grid of ranks; gradients are averaged over `mesh` only.
     Parameters may be replaced until the first forward: by `DTensor`s of the same shape on the same mesh.
     Returns: the module, its class now `FSDP<class>`, an `FSDPModule`.
     Raises, on every rank alike: TypeError or ValueError for a module that cannot be sharded, or that is not the same on
-    all ranks; both name the ranks that see it.
+    all ranks; the error names the ranks where it was found.
     """
     mesh = comm.world().mesh if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
@@ -113,7 +113,7 @@ def fully_shard(
 
 
 def _state(module: nn.Module) -> tuple[ParamGroup, ...] | None:
-    """The groups of a sharded module, of those sharded in a list with it as well; None for one that is not sharded."""
+    """The groups of a sharded module, which modules sharded in one list share. None for a module that is not sharded."""
     return module.param_groups if isinstance(module, FSDPModule) else None
 
 
@@ -126,7 +126,7 @@ def _log_nothing_to_offload() -> None:
 
 
 class _NewGroup(NamedTuple):
-    """The parameters of a group to be made, which hold the only references of this package to the originals."""
+    """A group to be made. Its parameters hold the only references of this package to the originals."""
 
     kind: type[Gather]
     mesh: DeviceMesh
@@ -233,7 +233,7 @@ def replicate(module: ModuleOrModules, *, mesh: DeviceMesh | None = None, **opti
 
 
 class Placed(NamedTuple):
-    """Where a parameter goes: along which dim (None: 0, between elements where need be) and over which mesh."""
+    """How a parameter is to be cut: along which dim (None: 0, between elements where need be) and over which mesh."""
 
     placement: Shard | None
     mesh: DeviceMesh
@@ -248,7 +248,7 @@ def resolve_placement(
     mesh: DeviceMesh,
     extensions: FSDPExtensions,
 ) -> Placed:
-    """Where a parameter goes, as `placement_fn` and `extensions` say. TypeError or ValueError if it cannot lie so."""
+    """How a parameter is to be cut, as `placement_fn` and `extensions` say. Raises TypeError or ValueError if it cannot be."""
     wanted = placement_fn(param) if placement_fn is not None else None
     if not isinstance(wanted, ShardPlacementResult):
         wanted = ShardPlacementResult(wanted, mesh)
@@ -259,7 +259,7 @@ def resolve_placement(
     check_mesh(wanted.mesh, None)
     local: torch.Tensor = param
     outer: OuterSharding | None = None
-    if not (isinstance(param, DTensor) and param.device_mesh is wanted.mesh):  # else it is sharded there, only elsewhere cut
+    if not (isinstance(param, DTensor) and param.device_mesh is wanted.mesh):  # else it is on that mesh, only cut elsewhere
         local, outer = OuterSharding.of(param, extensions)
     if outer is not None:
         outer.check(name, local)
@@ -277,7 +277,7 @@ def _everyone(found: Found, resolved: dict[nn.Parameter, Placed], mesh: DeviceMe
 
 
 def _everyone_after_error(modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks, as far as can be seen: those that are to hear of the error."""
+    """The ranks that `_everyone` would give, as far as can be told after an error: they must hear of it. Collective."""
     for param in [param for module in modules if isinstance(module, nn.Module) for param in module.parameters()]:
         outer = param.device_mesh if isinstance(param, DTensor) else replicas_mesh(param)
         if outer is not None and outer is not mesh and group_of(param) is None:
@@ -286,7 +286,10 @@ def _everyone_after_error(modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> D
 
 
 def _check_not_parallelized(owners: Owners, resolved: dict[nn.Parameter, Placed]) -> None:
-    """Raise ValueError for a parameter of which a module needs just this part: it cannot be cut otherwise on its own mesh."""
+    """Raise ValueError for a parameter that a tensor-parallel style splits, if it cannot be sharded as well.
+
+    It cannot be cut otherwise on the mesh of its style, nor be shared with a module that has no style.
+    """
     for param, placed in resolved.items():
         if unstyled := [full for module, name, full in owners[param] if name in marks_of(module).unstyled]:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The class of a sharded module: how `fully_shard` gives it, and how `copy.deepcopy` makes another module of it.
 
-Deep copies serve averages of weights, a teacher, a snapshot.
+A deep copy serves as an average of weights, a teacher or a snapshot.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _change_class(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) ->
 
 @functools.cache
 def _sharded_class(kind: type) -> type:
-    """One for all modules of a class: torch.compile makes its code anew for each class, and eight times at most."""
+    """The class of sharded modules of class `kind`, one for all: torch.compile compiles for each class, eight times at most."""
     hide_package_from_compiler()
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": deepcopy, "__reduce_ex__": refuse_pickling})
 
@@ -61,7 +61,7 @@ def deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Not copied: gradients of the sharded parameters, and the runtime, which the copy's first forward makes. The copy of a
     module inside another sharded one is a root of its own. All ranks must make the same copies.
     Cost: the memory of another copy of the shards.
-    Raises RuntimeError during an iteration, and for a part only of modules that were sharded together.
+    Raises RuntimeError during an iteration, and if only some of the modules that were sharded together would be copied.
     module: the outermost sharded one.   memo: that of `copy.deepcopy`.
     """
     inside = [child for child in module.modules() if isinstance(child, FSDPModule)]

@@ -1,1 +1,1 @@
-"""Policies, autograd's side of a step, what is told of a step, and trees of tensors."""
+"""Policies, hooks in the autograd graph, events of a step, trees of tensors, and the two levels of a mesh axis."""

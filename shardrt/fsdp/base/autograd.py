@@ -1,4 +1,4 @@
-"""Autograd's side of a step: which forward calls a backward comes back to, and how far the backward is.
+"""Hooks in the autograd graph: they tell which forward calls a backward comes back to, and how far the backward is.
 
 Autograd calls the hook of a node (`GradHook`) once the gradient of that node's output is complete. The nodes between modules
 are therefore the places where the backward of one module ends and that of the module before it begins:
@@ -6,7 +6,7 @@ are therefore the places where the backward of one module ends and that of the m
     forward    input --> module A --> output of A = input of B --> module B --> output
     backward             A ends <-- hook: B ends, A begins     <-- hook: B begins
 
-A module whose inputs want no gradient has no node before it; its parameters' gradients are watched one by one instead.
+A module whose inputs require no gradient has no node before it; its parameters' gradients are watched one by one instead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MOVES = {
 class BackwardProgress(IntEnum):
     """How far a backward is, as seen by one group."""
 
-    GRADIENT_READY = auto()  # one more of its gradients is there
+    GRADIENT_READY = auto()  # one more gradient of the group is complete
     MODULE_DONE = auto()  # the backward of one call of its module is over
     BACKWARD_DONE = auto()  # the whole backward is over
 
@@ -51,13 +51,13 @@ class BackwardProgress(IntEnum):
 class ForwardCall:
     """One forward call of a group's module that a backward will come back to.
 
-    `inputs` counts the call's inputs that want a gradient; the last of those gradients ends the call's backward.
-    Cost: plain fields, because a method for each would be called several times per group and step.
+    `inputs` counts the call's inputs that require a gradient; the last of those gradients ends the call's backward.
+    Cost: the fields are plain, because a method for each would be called several times per group and step.
     """
 
     __slots__ = ("inputs", "inputs_left")
     inputs: int  # written by GradHook.on_post_backward()
-    inputs_left: int  # that have no gradient yet; written by ModuleCalls.begin_backward() and input_done()
+    inputs_left: int  # inputs without a gradient so far; written by ModuleCalls.begin_backward() and input_done()
 
     def __init__(self) -> None:
         self.inputs = self.inputs_left = 0
@@ -66,8 +66,8 @@ class ForwardCall:
 class GradHook:
     """A hook at an autograd node between modules, called when the gradient there is complete.
 
-    The backward of the module that the tensor went into is over; that of the modules it came from, the innermost first,
-    begins. In a chain of modules one hook, and one call from autograd, serves both.
+    Then the backward of the module that took the tensor as an input is over, and the backward of the modules that returned
+    the tensor begins, the innermost first. In a chain of modules one hook, and one call from autograd, serves both.
     """
 
     __slots__ = ("_on_post_backward", "_on_pre_backward", "ended_call")
@@ -87,7 +87,7 @@ class GradHook:
 
     @classmethod
     def at(cls, node: Node) -> GradHook:
-        """The hook at this node, made if there is none."""
+        """The hook at this node. It is made if there is none."""
         metadata: dict[object, GradHook] = node.metadata  # type: ignore[assignment]
         grad_hook = metadata.get(cls)
         if grad_hook is None:
@@ -96,11 +96,11 @@ class GradHook:
         return grad_hook
 
     def on_pre_backward(self, callback: Callable[[], None]) -> None:
-        """Call this as well when the backward of a module begins here."""
+        """Also call `callback` when the gradient here is complete, where the backward of a module begins."""
         self._on_pre_backward.append(callback)
 
     def on_post_backward(self, call: ForwardCall, callback: Callable[[], None]) -> None:
-        """Count an input of `call` that wants a gradient, and call this when the call's backward is over there."""
+        """Count one more input of `call` that requires a gradient, and call `callback` when that gradient is complete."""
         call.inputs += 1
         self._on_post_backward, self.ended_call = callback, call
 
@@ -114,13 +114,13 @@ class GradHook:
 class TensorWatcher:
     """Puts hooks on the tensors that go into and come out of the modules under one root."""
 
-    _newest_output: GradHook | None  # of the module that ran last; written by watch_outputs()
+    _newest_output: GradHook | None  # the hook at an output of the module that ran last; written by watch_outputs()
 
     def __init__(self) -> None:
         self._newest_output = None
 
     def watch_input(self, call: ForwardCall, callback: Callable[[], None], tensor: torch.Tensor) -> torch.Tensor:
-        """Call back once this input of `call` has its gradient.
+        """Call `callback` once the gradient of `tensor`, an input of `call`, is complete.
 
         Returns: the input, or an alias of it, whose gradient is complete when the module's own backward is over.
         """
@@ -129,8 +129,8 @@ class TensorWatcher:
         node = tensor.grad_fn
         grad_hook = GradHook.find(node) if node is not None else None
         if grad_hook is None or grad_hook is not self._newest_output or grad_hook.ended_call is not None:
-            # Other code may use this input too, and its gradient would wait for theirs. That of an alias does not.
-            # A view of a DTensor is one of all of its elements, which other ranks have.
+            # Other code may use this input too, and its gradient would be complete only after that code's backward. The
+            # gradient of an alias is not. (A DTensor is not viewed: a view is one of all its elements, also of other ranks'.)
             tensor = torch.ops.aten.alias(tensor) if isinstance(tensor, DTensor) else tensor.view_as(tensor)
             assert tensor.grad_fn is not None
             grad_hook = GradHook.at(tensor.grad_fn)
@@ -138,7 +138,7 @@ class TensorWatcher:
         return tensor
 
     def watch_outputs(self, call: ForwardCall, callback: Callable[[], None], tensors: Sequence[torch.Tensor]) -> None:
-        """Call back when a gradient of one of these outputs of `call` is complete: the module's backward begins."""
+        """Call `callback` when the gradient of one of these outputs of `call` is complete: the module's backward begins."""
         for tensor in tensors if current_transform() is None else _of_every_level(tensors):
             if (node := tensor.grad_fn) is not None:
                 grad_hook = GradHook.at(node)
@@ -150,10 +150,11 @@ class TensorWatcher:
 
 
 def _below_views(node: Node, origin: Node | None, call: ForwardCall) -> Node | None:
-    """`origin`, the node of the tensor of which an output of `call`, that of `node`, is a view. None if it is an input's.
+    """`origin`, the node of the tensor of which an output of `call` is a view. None if that tensor came from an input.
 
-    Hazard: an in-place operation on a view takes the view's own nodes out of the graph, and their hooks with them. (F.linear of
-    an input with three dims returns a view.)
+    node: that of the output itself.
+    Hazard: an in-place operation on a view takes the view's own nodes out of the graph, and their hooks with them, so the
+    tensor below needs a hook as well. (F.linear of an input with three dims returns a view.)
     """
     below: Node | None = node
     while below is not None and below is not origin:
@@ -176,11 +177,11 @@ class ModuleCalls:
 
     phase: GroupPhase  # written by move() and reset()
     running: bool  # one of the modules is in its forward; written by `module.run_forward` alone
-    forward_call: ForwardCall  # of the module that runs, or ran last; written by `hooks.pre_forward` alone
-    open_calls: set[ForwardCall]  # whose backward is under way
+    forward_call: ForwardCall  # the call of the module that runs, or ran last; written by `hooks.pre_forward` alone
+    open_calls: set[ForwardCall]  # calls whose backward is under way
     _modules: Sequence[ref[nn.Module]]
-    _not_run: set[ref[nn.Module]]  # modules that have not run since all of them had
-    _watches: list[RemovableHandle]  # on the gradients of the trainable parameters, if they are watched
+    _not_run: set[ref[nn.Module]]  # modules that have not run since the last time that all had run
+    _watches: list[RemovableHandle]  # hooks on the gradients of the trainable parameters, if they are watched
 
     def __init__(self, modules: Sequence[ref[nn.Module]]) -> None:
         self.phase = GroupPhase.IDLE
@@ -192,7 +193,7 @@ class ModuleCalls:
         self._watches = []
 
     def move(self, phase: GroupPhase, group: Group) -> None:
-        """Enter `phase`; RuntimeError, which names the group, if that cannot follow the current one."""
+        """Enter `phase`. Raises RuntimeError, which names the group, if it cannot follow the current phase."""
         if phase not in _MOVES[self.phase]:
             raise RuntimeError(
                 f"'{group.name}' cannot go from {self.phase.name} to {phase.name} (rank {group.mesh.rank}): an exception cut "
@@ -201,11 +202,11 @@ class ModuleCalls:
         self.phase = phase
 
     def begin_iteration(self) -> None:
-        """No module has run yet. Only needed for several modules."""
+        """Note that no module has run yet in this iteration. Only groups of several modules need it."""
         self._not_run.update(self._modules)
 
     def all_have_run(self, module: nn.Module) -> bool:
-        """`module` has run. Returns: whether the group's other modules had run before it."""
+        """Note that `module` has run. Returns: whether all modules of the group have run now."""
         if len(self._modules) == 1:
             return True
         self._not_run.discard(ref(module))
@@ -215,7 +216,7 @@ class ModuleCalls:
         return True
 
     def watch_gradients(self, params: Iterable[nn.Parameter], callback: Callable[[torch.Tensor], None]) -> None:
-        """Call back whenever one of these has its gradient. No-op if gradients are watched already.
+        """Call `callback` whenever one of these parameters has got its gradient. No-op if gradients are watched already.
 
         Cost: some microseconds of Python per parameter and backward.
         """
@@ -224,16 +225,16 @@ class ModuleCalls:
 
     @property
     def watches_gradients(self) -> bool:
-        """Each trainable parameter has one hook of ours."""
+        """Whether each trainable parameter has a hook of `watch_gradients`."""
         return bool(self._watches)
 
     def unwatch_gradients(self) -> None:
-        """Watch gradients no more, until `watch_gradients` is called again."""
+        """Stop watching gradients, until `watch_gradients` is called again."""
         while self._watches:
             self._watches.pop().remove()
 
     def begin_backward(self, call: ForwardCall, group: Group) -> bool:
-        """The backward of this call begins. Returns: False if it has begun before."""
+        """Note that the backward of this call begins. Returns: False if it had begun before."""
         if call in self.open_calls:
             return False
         self.open_calls.add(call)
@@ -242,7 +243,7 @@ class ModuleCalls:
         return True
 
     def input_done(self, call: ForwardCall) -> bool:
-        """One more input of this call has its gradient. Returns: whether that was the last, so the call's backward is over."""
+        """Note that one more input of this call has its gradient. Returns: whether it was the last: the backward is over."""
         call.inputs_left -= 1
         if call.inputs_left:
             return False
@@ -250,7 +251,7 @@ class ModuleCalls:
         return True
 
     def end_backward(self, group: Group) -> None:
-        """The backward is over: none of its calls is open any more. Only after begin_backward()."""
+        """Note that the whole backward is over: none of its calls is open any more. Only after begin_backward()."""
         self.open_calls.clear()
         self.move(GroupPhase.IDLE, group)
 

@@ -1,6 +1,6 @@
-"""What is told of a step: to a listener, such as a timeline; to a profiler, as ranges; to observers of memory.
+"""How a step is observed: by a listener, such as a timeline; by a profiler, as ranges; by observers of memory.
 
-A listener hears of steps. Where nobody listens, each place costs one comparison.
+A listener is told of these steps. Without a listener, each place in the code that would tell it costs one comparison.
 
 | step       | from                                   | to                                          | stream  |
 |------------|----------------------------------------|---------------------------------------------|---------|
@@ -9,10 +9,11 @@ A listener hears of steps. Where nobody listens, each place costs one comparison
 | BACKWARD   | its outputs' gradients are ready       | its inputs' gradients are ready             | compute |
 | PACK       | gradients -> packed                    |                                             | compute |
 
-GATHER, REDUCE and ALL_REDUCE are collectives: the listener sees those as a hook of the communicators, and hears here for which
-group they are.
+GATHER, REDUCE and ALL_REDUCE are collectives: the listener sees them as a hook of the communicators, and `Listener.launch`
+tells it for which groups they are.
 
-A profile has named ranges of the host's time, NVTX ranges under `torch.autograd.profiler.emit_nvtx`. The names are FSDP2's.
+A profile shows the host's time in named ranges, which are NVTX ranges under `torch.autograd.profiler.emit_nvtx`. The names are
+FSDP2's.
 
 | range                                                 | around                                                   |
 |-------------------------------------------------------|----------------------------------------------------------|
@@ -28,7 +29,7 @@ A profile has named ranges of the host's time, NVTX ranges under `torch.autograd
 | `FSDP::post_backward_publish`                         | assignment of reduced gradients (not in FSDP2)           |
 | `FSDP::root_post_backward_callback`                   | the end of the backward                                  |
 
-Groups follow in parentheses, by their modules' full names.
+The full names of the groups' modules follow the name of the range, in parentheses except after `for`.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ from ...torch_internals import profiler_state
 
 
 class HasName(Protocol):
-    """Has a name to show."""
+    """Anything with a name to show, such as a group of parameters."""
 
     name: str
 
 
 class Step(Enum):
-    """What is done for a group."""
+    """The steps of a group that a listener is told of."""
 
     __hash__ = object.__hash__  # Cost: Enum's own hash is Python code
 
@@ -65,21 +66,22 @@ class Step(Enum):
 
 
 class Listener(Protocol):
-    """Called on the thread that runs the model. Cost: it adds to each step, several times per group."""
+    """It is called on the thread that runs the model. Cost: its time adds to every step, several times per group."""
 
     def begin(self, step: Step, group: HasName, stream: Stream) -> None:
         """A step of `group` begins on `stream`."""
 
     def end(self, step: Step, group: HasName, stream: Stream) -> None:
-        """The newest such step of `group` ends. It may have begun before anybody listened."""
+        """The newest such step of `group` ends. It may have begun before this listener listened."""
 
     def end_backward(self, stream: Stream) -> None:
-        """The whole backward ends, with it that of groups whose inputs want no gradient."""
+        """The whole backward ends, and with it the BACKWARD step of groups whose inputs require no gradient."""
 
     def launch(self, step: Step, groups: Iterable[HasName], *, joint: bool = False) -> None:
         """The collectives of this kind that the caller makes next are for these groups.
 
-        joint: they may be launched together, and so are for groups named just before as well, as long as none was launched.
+        joint: they may be launched in one go with those of the groups named just before, which were joint too. Until one is
+        launched, the next collectives are for all of these groups.
         """
 
 
@@ -88,7 +90,7 @@ listener: Listener | None = None  # written by listening()
 
 @contextmanager
 def listening(to: Listener) -> Iterator[None]:
-    """In the block, tell this listener of all steps. RuntimeError if another one listens."""
+    """Inside the block, tell this listener of all steps. Raises RuntimeError if another one listens."""
     global listener
     if listener is not None:
         raise RuntimeError("a timeline is being recorded: close it before you open another")
@@ -123,16 +125,16 @@ Observer = TypeVar("Observer")
 
 
 class Observers(Generic[Observer]):
-    """Those whose blocks are open, in the order in which they were opened."""
+    """The observers whose `observing` blocks are open, in the order in which they were opened."""
 
-    all: tuple[Observer, ...]  # another tuple after each change, so that a thread may go through it meanwhile
+    all: tuple[Observer, ...]  # replaced at each change, so that another thread may iterate over it meanwhile
 
     def __init__(self) -> None:
         self.all = ()
 
     @contextmanager
     def observing(self, observer: Observer) -> Iterator[None]:
-        """In the block, `observer` is one of these."""
+        """Inside the block, `observer` is one of these observers."""
         self.all = (*self.all, observer)
         try:
             yield

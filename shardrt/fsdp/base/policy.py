@@ -1,4 +1,8 @@
-"""Strategy as data. What is given once is frozen, and validated when it is made; what setters change is in `StepSettings`."""
+"""Policies and settings as data.
+
+Policies are given once: they are frozen, and validated when they are made. What setters change later is in `StepSettings` (of a
+group) and `RootSettings` (of a root).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ from .two_levels import neighbours
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """In which dtypes a group computes, reduces and returns. None keeps what is there.
+    """The dtypes in which a group computes, reduces and returns outputs. None keeps the dtype that is there.
 
-    param_dtype: of the gathered parameters, hence of compute and of the gradients autograd makes.
-    reduce_dtype: in which gradients are accumulated and reduced (default: param_dtype, else the parameters' own).
-    output_dtype: to which floating-point outputs of the module's forward are cast.
+    param_dtype: that of the gathered parameters, hence of compute and of the gradients autograd makes.
+    reduce_dtype: that in which gradients are accumulated and reduced (default: param_dtype, else the parameters' own).
+    output_dtype: that to which floating-point outputs of the module's forward are cast.
     cast_forward_inputs: cast floating-point inputs of the module's forward to param_dtype.
     Raises ValueError for a dtype that is not floating-point.
     """
@@ -33,11 +37,11 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which a parameter of `dtype` is gathered: integers stay what they are."""
+        """The dtype in which a parameter of `dtype` is gathered. Integers are not cast."""
         return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
 
     def reduction_dtype(self, dtypes: Iterable[torch.dtype]) -> torch.dtype:
-        """In which the gradients of parameters of these dtypes are accumulated and reduced together."""
+        """The dtype in which the gradients of parameters of these dtypes are accumulated and reduced together."""
         return self.reduce_dtype or reduce(torch.promote_types, [self.compute_dtype(dtype) for dtype in dtypes])
 
     def __post_init__(self) -> None:
@@ -49,13 +53,13 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPolicy:
-    """How far to gather ahead of use. Small groups that are gathered in one go count as one.
+    """How far to gather ahead of use. Small groups that are gathered in one go count as one group.
 
-    So does a small group beside a large one of the same module, such as the biases beside quantised matrices.
+    A small group beside a large one of the same module, such as the biases beside quantised matrices, counts as one with it.
 
-    max_groups: gathered and not yet used at a time (default: two in forward, one in backward; none where gathers run on the
-        caller's thread, as on the host by default, since they overlap nothing there).
-    max_bytes: of gathered and not yet used parameters at a time (default: no limit).
+    max_groups: how many groups may be gathered and not yet used at a time (default: two in forward, one in backward; none where
+        gathers run on the caller's thread, as on the host by default, since they overlap nothing there).
+    max_bytes: how many bytes of parameters may be gathered and not yet used at a time (default: no limit).
     Raises ValueError for a negative number.
     """
 
@@ -69,7 +73,7 @@ class PrefetchPolicy:
                 raise ValueError(f"PrefetchPolicy({name}={value}): expected a number >= 0 or None")
 
     def groups(self, default: int) -> int:
-        """`max_groups`, or the default of a pass."""
+        """`max_groups`; if it is None, `default`, which is that of a forward or a backward."""
         return default if self.max_groups is None else self.max_groups
 
 
@@ -87,7 +91,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Shards, their gradients, and so the optimizer's state lie on the host; gathered parameters on the mesh's device.
 
     Cost: every gather copies this rank's segment to the device, every reduction copies it back, beside compute; the end of
-    a backward blocks the caller until the gradients are there. On a CPU mesh all of it is on the host anyway: a no-op.
+    a backward blocks the caller until the gradients are there. On a CPU mesh all of it is on the host anyway: no effect.
     pin_memory: page-locked host memory, which copies need to run beside compute.
     """
 
@@ -105,15 +109,15 @@ _QUANTIZED = frozenset((torch.float32, torch.float16, torch.bfloat16))
 class QuantizationPolicy:
     """Which collectives send 8-bit codes, with a float32 scale for each block of 256 elements. The default: none.
 
-    It holds for parameters of two and more dims and at least `min_numel` elements, the whole parameter counted, that are
-    float32, float16 or bfloat16 and are gathered as one of these. Others stay whole; so do those with an all-gather extension,
-    and those that a `shard_placement_fn` has cut between rows that are no multiple of 256 elements.
-    gather: the codes of gathered parameters, int8 or float8_e4m3fn. Shards stay in full precision.
-    reduce: the codes of gradients, int8.
-    full_precision_ranks: so many neighbouring ranks reduce in full precision before codes are sent, on whatever nodes they are
-        (default: those of a node, if the mesh spans several nodes). A divisor of the ranks sharded over; or, with replicas, a
-        multiple of them by a power of two, which reduces as many neighbouring replicas in full precision too. On a mesh with
-        no more ranks than that, all reduce in full precision.
+    It applies to parameters with two or more dims and at least `min_numel` elements (of the whole parameter, not of a shard)
+    that are float32, float16 or bfloat16 and are gathered as one of these. Others are sent as they are; so are those with an
+    all-gather extension, and those that a `shard_placement_fn` cuts between rows whose size is no multiple of 256 elements.
+    gather: dtype of the codes of gathered parameters, int8 or float8_e4m3fn. Shards stay in full precision.
+    reduce: dtype of the codes of gradients, int8.
+    full_precision_ranks: how many neighbouring ranks reduce in full precision before codes are sent, whatever nodes they are on
+        (default: the ranks of a node, if the mesh spans several nodes). It must divide the number of ranks sharded over. With
+        replicas it may also be that number times a power of two that divides the number of replicas; then so many neighbouring
+        replicas reduce in full precision too. On a mesh with no more ranks than this, all ranks reduce in full precision.
     Raises ValueError for other dtypes, for a number below 1, and for `full_precision_ranks` without `reduce`.
     """
 
@@ -135,20 +139,24 @@ class QuantizationPolicy:
             raise ValueError("QuantizationPolicy(full_precision_ranks=...): it is about reductions; give reduce=torch.int8 too")
 
     def __bool__(self) -> bool:
-        """Some collective is quantised."""
+        """Whether any collective is quantised."""
         return self.gather is not None or self.reduce is not None
 
     def takes(self, param: torch.Tensor, mp_policy: MixedPrecisionPolicy, placement: Shard | None) -> bool:
-        """Whether it holds for this parameter, which may be a `DTensor`. placement: None: it may be cut between elements."""
+        """Whether the policy applies to this parameter, which may be a `DTensor`.
+
+        placement: how it is cut between rows; None: it may be cut between elements.
+        """
         if not self or param.dim() < 2 or param.numel() < self.min_numel or not _has_codes(param.dtype, mp_policy):
             return False
-        # Cost: cuts between both rows and blocks could be 256 rows apart, which pads more bytes than codes save.
+        # Cost: if rows are no whole blocks, cuts that respect both may be 256 rows apart: padding costs more than codes save.
         return placement is None or param.numel() // param.shape[placement.dim] % BLOCK == 0
 
     def of_group(self, dtypes: Iterable[torch.dtype], mp_policy: MixedPrecisionPolicy, mesh: DeviceMesh) -> QuantizationPolicy:
-        """What holds for a group of parameters of these dtypes on `mesh`, of one axis, or two, of which the first replicates.
+        """The part of the policy that applies to a group of parameters of these dtypes on `mesh`.
 
-        No gather of a single rank, no reduction over a single rank; nothing after a `to()` that has given the parameters
+        mesh: of one axis, or two, of which the first replicates. On a single rank nothing is quantised, and gathers are not if
+        the parameters are sharded over one rank. Nothing is quantised either after a `to()` that has given the parameters
         several dtypes, or one that has no codes.
         """
         found = set(dtypes)
@@ -179,11 +187,11 @@ class Policies(NamedTuple):
         offload: OffloadPolicy | None,
         quantization: QuantizationPolicy | None,
     ) -> Policies:
-        """Those given, and the defaults of the others."""
+        """The given policies, with the default in the place of each None."""
         return cls(mixed_precision or MixedPrecisionPolicy(), offload or OffloadPolicy(), quantization or UNQUANTISED)
 
     def check(self) -> None:
-        """TypeError for a policy of another class; ValueError for policies that contradict each other."""
+        """Raise TypeError for a policy of another class, ValueError for policies that contradict each other."""
         kinds = {"mp_policy": MixedPrecisionPolicy, "offload_policy": OffloadPolicy, "quantization_policy": QuantizationPolicy}
         for given, (name, kind) in zip(self, kinds.items(), strict=True):
             if not isinstance(given, kind):
@@ -196,7 +204,7 @@ class Policies(NamedTuple):
             )
 
     def takes(self, param: torch.Tensor, mesh: DeviceMesh, placement: Shard | None) -> bool:
-        """Whether this parameter on `mesh` is quantised. ValueError if the policy contradicts the mesh then."""
+        """Whether this parameter on `mesh` is quantised. Raises ValueError if it is, and the policy does not fit the mesh."""
         taken = self.quantization.takes(param, self.mixed_precision, placement)
         if taken and self.quantization.full_precision_ranks is not None:
             neighbours(mesh, self.quantization.full_precision_ranks)
@@ -205,7 +213,7 @@ class Policies(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacementResult:
-    """What a `shard_placement_fn` may return: a dim to cut along (None: as without the function), and over which mesh."""
+    """What a `shard_placement_fn` may return: the dim to cut along (None: as without the function), and the mesh."""
 
     placement: Shard | None
     mesh: DeviceMesh
@@ -213,9 +221,10 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True, slots=True)
 class DataParallelMeshDims:
-    """Which axes of a larger mesh, by name, `fully_shard` shards over and which it replicates over; one of both at least.
+    """The names of the axes of a larger mesh that `fully_shard` shards over, and of those that it replicates over.
 
-    Several are taken as one axis. Axes that are not named take no part: this rank's parameters are its own along them.
+    Several axes are taken as one. Along axes that are not named, each rank has parameters of its own.
+    Raises ValueError if no axis is named.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -236,9 +245,9 @@ class DataParallelMeshDims:
         return _names(self.replicate)
 
     def of(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The part of `mesh` with these axes, as `fully_shard` takes it: of one axis to shard over, or of two.
+        """The part of `mesh` with these axes: a mesh of one axis to shard over, or of two, of which the first replicates.
 
-        Raises ValueError for axes that `mesh` has not, or not in this order, those to replicate over before the others.
+        Raises ValueError if `mesh` lacks one of the axes, or does not have those to replicate over before those to shard over.
         """
         names = (*self.replicate_names, *self.shard_names)
         if [name for name in mesh.axis_names if name in names] != list(names):
@@ -259,59 +268,65 @@ def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 class CustomAllGather(Protocol):
-    """What `set_custom_all_gather` takes."""
+    """An all-gather of the user's, as `set_custom_all_gather` takes it."""
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for the gathered parameters of a group, a (nbytes,) uint8 tensor. Called when buffers are made."""
+        """Memory for the gathered parameters of a group. Called when buffers are made.
+
+        Returns: a contiguous (nbytes,) uint8 tensor on `device`, aligned to 16 bytes.
+        """
 
     def __call__(self, out: torch.Tensor, inp: torch.Tensor, comm: Communicator, stream: Stream) -> Work:
         """Gather bytes as `comm.all_gather(out, inp, stream=stream)` does."""
 
 
 class CustomReduceScatter(Protocol):
-    """What `set_custom_reduce_scatter` takes."""
+    """A reduce-scatter of the user's, as `set_custom_reduce_scatter` takes it."""
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for the packed gradients of a group, a (nbytes,) uint8 tensor. Called when buffers are made."""
+        """Memory for the packed gradients of a group. Called when buffers are made.
+
+        Returns: a contiguous (nbytes,) uint8 tensor on `device`, aligned to 16 bytes.
+        """
 
     def __call__(self, out: torch.Tensor, inp: torch.Tensor, op: Op, comm: Communicator, stream: Stream) -> Work:
         """Reduce as `comm.reduce_scatter(out, inp, op, stream=stream)` does.
 
-        op: as FSDP2 gives it. AVG, or a PreMulSum by another divide factor; SUM for float16, which is divided before and after,
-        and with `set_force_sum_reduction_for_comms`, which divides after.
+        op: the one that FSDP2 gives: AVG, or PreMulSum for a divide factor other than the number of shard ranks. SUM for
+        float16 gradients, divided before and after, and with `set_force_sum_reduction_for_comms`, which divides after.
         """
 
 
 @dataclass(slots=True)
 class StepSettings:
-    """What the setters of `FSDPModule` change in a group, and `unsharded` for a while. Read at the next use."""
+    """A group's settings, which the setters of `FSDPModule` change, and `unsharded` for a while. They are read at each use."""
 
     reshard_after_forward: bool | int | None
     sync_gradients: bool = True
     all_reduce: bool = True  # over the replicas, after the reduce-scatter
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
-    divide_factor: float | None = None  # None: the number of ranks that are reduced over
+    divide_factor: float | None = None  # of the summed gradients; None: the number of ranks that are reduced over
     force_sum: bool = False
     reduce_unused: bool = False
     reduce_hook: Callable[[torch.Tensor], None] | None = None
-    reduce_hook_stream: Stream | None = None  # None: the one that reduced
+    reduce_hook_stream: Stream | None = None  # None: the stream that reduced
     comm_memory: bool = False  # gather into memory that the communicator has registered
     symmetric: bool = False  # gather through, and reduce from, symmetric windows
     all_gather: CustomAllGather | None = None
     reduce_scatter: CustomReduceScatter | None = None
-    reductions_in_flight: int = 1  # the largest number of any group holds for all groups of a root
+    reductions_in_flight: int = 1  # the largest value of any group holds for all groups under a root
 
 
 @dataclass(slots=True)
 class RootSettings:
-    """What the setters of `FSDPModule` change for a whole iteration. The root's group has them."""
+    """Settings of a whole iteration, which the setters of `FSDPModule` change. The root's group has them."""
 
     prefetch: PrefetchPolicy = PrefetchPolicy()
     is_last_backward: bool = True
     post_optim_event: Event | None = None  # holds for one iteration
 
     def take_post_optim_event(self) -> Event | None:
-        """The event of the iteration that begins, which no later one waits for."""
+        """Take the event for which the iteration that begins waits, if any. Later iterations do not wait for it."""
         event, self.post_optim_event = self.post_optim_event, None
         return event

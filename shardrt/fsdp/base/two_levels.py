@@ -1,4 +1,4 @@
-"""Which ranks reduce in full precision, and which exchange codes: the ranks of an axis in two levels."""
+"""The ranks of a mesh axis in two levels: neighbours reduce gradients in full precision, then exchange codes with others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TwoLevels:
 
     @classmethod
     def open(cls, mesh: DeviceMesh, neighbours: int, role: str) -> TwoLevels | None:
-        """The levels of a mesh of one axis, on its communicators for `role`; None if all are neighbours. Collective."""
+        """The levels of a 1-D mesh, with its communicators for `role`; None if all ranks are neighbours. Collective."""
         if neighbours == mesh.size:
             return None
         if neighbours == 1:
@@ -34,10 +34,10 @@ class TwoLevels:
 
 
 def neighbours(mesh: DeviceMesh, full_precision_ranks: int | None) -> tuple[int, int]:
-    """How many neighbouring ranks reduce in full precision: over the last axis of `mesh`, and over the one before it if any.
+    """How many neighbouring ranks reduce in full precision: along the last axis of `mesh`, and along the first of two (else 1).
 
-    By default those of a node, as far as they are equally many everywhere; 1 and 1 if the mesh lies within a node. All ranks
-    if there are no more than `full_precision_ranks`.
+    full_precision_ranks: their product. None: the ranks of a node, as far as they are equally many on each; (1, 1) if the whole
+    mesh lies within a node. If `mesh` has no more ranks than this number, all of them reduce in full precision.
     Raises ValueError for a number that the axes cannot be cut into.
     """
     shards, replicas = mesh.shape[-1], prod(mesh.shape[:-1])
@@ -59,11 +59,11 @@ def neighbours(mesh: DeviceMesh, full_precision_ranks: int | None) -> tuple[int,
 
 
 def _on_node(mesh: DeviceMesh, axis: int) -> int:
-    """How many neighbouring ranks along an axis are on one node, whichever part of the mesh this rank is in.
+    """How many neighbouring ranks along an axis are on one node, in any part of the mesh.
 
-    Invariant: the same on all ranks of the mesh's communicator, since they make communicators by it. So it follows from where
-    those begin in the world and the distance between neighbours alone: in the communicator, parts along an axis begin at
-    multiples of its whole extent, plus less than that distance.
+    Invariant: the result is the same on all ranks of the mesh's communicator, since they make communicators by it. So it is
+    computed only from the communicator's first rank in the world and from the distance between neighbours: within the
+    communicator, each line along the axis begins at a multiple of the axis's whole extent, plus less than that distance.
     """
     line, everyone, per_node = mesh[mesh.axis_names[axis]].ranks, mesh.comm.ranks, world().ranks_per_node
     if len(line) == 1 or per_node is None or not (isinstance(line, range) and isinstance(everyone, range)):

@@ -7,9 +7,9 @@
 | decode               | codes times scales -> full (N * s,), this rank's part included     | codes read, full written        |
 
 Legend: N ranks; s elements in a segment of the layout, a multiple of 256. The codes are freed after the last step.
-Blocks of 256 elements share a scale. They begin with a parameter, so what is decoded does not depend on the number of ranks.
-Shards are encoded from their own dtype and decoded to that of compute: there is no cast between. Such gathers of blockwise
-codes are those of ZeRO++ (arXiv:2306.10209).
+Blocks of 256 elements share a scale. They are counted from the start of each parameter, so what is decoded does not depend on
+the number of ranks. Shards are encoded from their own dtype and decoded to that of compute, without a cast between. Gathers of
+blockwise codes are an idea of ZeRO++ (arXiv:2306.10209).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCALE = torch.float32
 
 
 class QuantizedGather(FlatGather):
-    """Gathers a group of parameters of one dtype, computed with in one dtype, as codes and scales."""
+    """Gathers a group of parameters as codes and scales. All have the same dtype, and the same compute dtype."""
 
     windowed = False
     # Written when the buffers are made.
@@ -41,12 +41,12 @@ class QuantizedGather(FlatGather):
 
     @property
     def joint(self) -> bool:
-        """No: it decodes at once what it gathers."""
+        """False: it decodes what it gathers right after the gather."""
         return False
 
     @property
     def is_local(self) -> bool:
-        """No: the codes of a single rank are gathered as well."""
+        """False: the codes of a single rank are gathered as well."""
         return False
 
     @property
@@ -55,7 +55,7 @@ class QuantizedGather(FlatGather):
         return self.layout.segment_nbytes // self._dtypes[0].itemsize
 
     def _place_own(self) -> tuple[list[int], int]:
-        """As in the segment, in the parameters' own dtype. Invariant: the padding of blocks is zero."""
+        """The parts lie as in the segment, but in the parameters' own dtype. Invariant: the padding of blocks is zero."""
         itemsize, gathered = self.params[0].dtype.itemsize, self._dtypes[0].itemsize
         runs = [self.layout.run(index, self.mesh.rank) for index in range(len(self.params))]
         return [run.offset // gathered * itemsize for run in runs], self._numel * itemsize

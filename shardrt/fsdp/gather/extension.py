@@ -50,10 +50,10 @@ class AllGatherExtension(Protocol):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """On a rank's rows: the tensors to gather, of any dtype, and metadata. It may take `mesh` alone.
+        """Called on a rank's rows. Returns: the tensors to gather, of any dtype, and metadata. It may take `mesh` alone.
 
-        mesh: of one axis, the ranks that share the parameter.   outer_size, outer_stride: of the whole parameter.
-        module: the one that owns it.
+        mesh: the 1-D mesh of the ranks that share the parameter.   outer_size, outer_stride: those of the whole parameter.
+        module: the one that owns the parameter.
         Each tensor has the same shape on every rank, or as many rows as the rank owns. Ranks with fewer rows than others may
         return padded tensors, of ceil(rows / N) rows.
         """
@@ -90,15 +90,15 @@ def methods_of(tensor: torch.Tensor) -> list[str]:
 
 
 def local_of(param: ShardedParam) -> torch.Tensor:
-    """The tensor on which the methods are: the object itself, where `to_local()` may return another."""
+    """The local tensor itself, which may have the methods; `to_local()` may return another object."""
     return cast(DTensor, param.sharded)._local_tensor
 
 
 def check_methods(name: str, tensor: torch.Tensor) -> None:
-    """TypeError for a tensor with one of the methods only, or with one that takes other arguments.
+    """Raise TypeError for a tensor with only one of the two methods, or with one that takes other arguments.
 
-    Also for one without them whose elements are not all that it is: quantised weights of torchao and of bitsandbytes, whose
-    scales are other tensors of it, or attributes of the parameter, which a gather of rows would lose.
+    Also for a tensor without the methods that consists of more than its elements: quantised weights of torchao and bitsandbytes
+    have scales in other tensors, or in attributes of the parameter, which a gather of rows would lose.
     """
     found = methods_of(tensor)
     if not found and _is_more_than_elements(tensor):
@@ -129,7 +129,10 @@ def _signature(tensor: torch.Tensor) -> inspect.Signature:
 
 
 def _arguments(tensor: torch.Tensor) -> int:
-    """How many arguments `fsdp_pre_all_gather` is given: 5, or 1 if it has one parameter or takes no 5; 0: neither."""
+    """How many arguments `fsdp_pre_all_gather` is given: 5 if it takes them, else 1; 0 if it takes neither.
+
+    With a single parameter, such as `*args`, 1 is tried first.
+    """
     signature = _signature(tensor)
     for count in (1, 5) if len(signature.parameters) == 1 else (5, 1):
         try:
@@ -141,15 +144,15 @@ def _arguments(tensor: torch.Tensor) -> int:
 
 
 class ExtensionGather(Gather):
-    """Gathers one such parameter as its methods say. It is reduced and stepped as any other."""
+    """Gathers one parameter as its methods say. Its gradient is reduced, and the optimizer steps it, like any other's."""
 
     windowed = False
     # Written when the buffers are made.
     _takes_all: bool  # fsdp_pre_all_gather takes five arguments
-    _scale: WholeScale | None  # that torchao's weights are gathered with
+    _scale: WholeScale | None  # the scale with which torchao's weights are gathered
     _own_views: list[torch.Tensor]  # where this rank's tensors are copied to
     _outputs: tuple[torch.Tensor, ...]
-    _metadata: Any  # of this rank's newest fsdp_pre_all_gather
+    _metadata: Any  # what this rank's newest fsdp_pre_all_gather has returned
     _made: list[torch.Tensor]  # tensors that the parameter consists of, outside of the buffers
     # The stream that has filled the parameter, and when; None if what is gathered was not used. Written by fill_unsharded() and
     # release()
@@ -166,7 +169,7 @@ class ExtensionGather(Gather):
             inner = param.part_of(param.values, spec)
             inner = inner.clone() if inner.is_meta or inner.device == device else inner.to(device)
             if isinstance(original, DTensor) and has_methods(original._local_tensor) and not has_methods(inner):
-                # They are set on this very object, and bound to it.
+                # The methods are set on this very object, and bound to it: it stays, and takes the new memory.
                 original._local_tensor.data = inner
                 inner = original._local_tensor
         if has_methods(original) and not has_methods(inner):
@@ -189,7 +192,7 @@ class ExtensionGather(Gather):
 
     @property
     def joint(self) -> bool:
-        """Not if it reduces a scale first."""
+        """Also False if a gather reduces a scale first."""
         return super().joint and (self._scale is None or not self._scale.lacking(self._inner))
 
     @property
@@ -209,7 +212,7 @@ class ExtensionGather(Gather):
         return self._inner.is_meta
 
     def _make_full(self, settings: StepSettings) -> tuple[FlatBuffer, list[Pair]]:
-        """A storage for each tensor: this rank's rows are copied to their part of it, and gathered in place."""
+        """Make a storage for each tensor. This rank's rows are copied to their part of it, and gathered in place."""
         rank, ranks = self.mesh.rank, self.mesh.size
         parts, pairs, outputs = [], [], []
         self._takes_all = _arguments(self._inner) == 5
@@ -318,7 +321,7 @@ class ExtensionGather(Gather):
         self._filled = stream, stream.record()
 
     def release(self, stream: Stream, readers: Iterable[Stream]) -> None:
-        if self._filled is not None:  # on that stream the tensors were allocated
+        if self._filled is not None:  # the tensors were allocated on the stream that filled
             filled_on, self._filled = self._filled[0], None
             for reader in readers:
                 if reader != filled_on:
@@ -346,28 +349,28 @@ def _warn_of_metadata(name: str, metadata: Sequence[object]) -> None:
 
 # ---------------------------------------------------------------------- what is gathered of each rank: its rows, or a tensor
 
-Gathered = tuple[torch.dtype, tuple[int, ...]]  # what describes a tensor: its shape, of one dim at least
+Gathered = tuple[torch.dtype, tuple[int, ...]]  # a tensor's dtype and shape, the latter of one dim at least
 
 
 class TensorPlan(NamedTuple):
-    """How one of the tensors is gathered."""
+    """How one of the tensors that `fsdp_pre_all_gather` returns is gathered."""
 
     dtype: torch.dtype
-    row: tuple[int, ...]  # the shape of one
-    own_rows: int  # that this rank sends
-    most_rows: int  # that any rank sends: the others leave the rest of their part of the output unwritten
-    rows: int  # of the output
+    row: tuple[int, ...]  # the shape of one row
+    own_rows: int  # rows that this rank sends
+    most_rows: int  # the most rows that any rank sends: others leave the rest of their part of the output unwritten
+    rows: int  # rows of the output
 
     @classmethod
     def of(cls, tensor: Gathered, by_rows: bool, owned: RankCounts) -> TensorPlan:
-        """tensor: this rank's.   by_rows: each rank's has as many rows as the rank owns, or as the first one does."""
+        """tensor: this rank's.   by_rows: each rank's tensor has as many rows as the rank owns, or is padded to the most."""
         dtype, (count, *row) = tensor
         most, rows = (owned.largest, owned.total) if by_rows else (count, count * len(owned))
         return cls(dtype, tuple(row), count, most, rows)
 
 
 def has_own_rows(tensor: Gathered, owned: RankCounts, rank: int) -> bool:
-    """Whether it has as many rows as the rank owns, or padded ones."""
+    """Whether the tensor has as many rows as the rank owns, or is padded to the most that any rank owns."""
     return tensor[1][0] in (owned[rank], owned.largest)
 
 

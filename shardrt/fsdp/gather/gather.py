@@ -3,7 +3,7 @@
 | step                | stream  | before -> after                                  | cost                                     |
 |---------------------|---------|--------------------------------------------------|------------------------------------------|
 | launch              | gather  | this rank's shards (S,) -> full (N * S,)         | 1 all-gather, (N - 1) * S bytes          |
-| fill_unsharded      | compute | full -> the unsharded parameters                 | nothing, and not called: they are views  |
+| fill_unsharded      | compute | full -> the unsharded parameters                 | nothing: they are views of full          |
 | reshard_to_subgroup | gather  | 1 / k of full is copied to a post-forward shard  | that part copied                         |
 | launch              | gather  | post-forward shards of k ranks -> full           | 1 all-gather among k neighbouring ranks  |
 | release             | gather  | full is freed, after all that has read it        | no communication                         |
@@ -51,8 +51,8 @@ class PostForwardShard:
     buffer: FlatBuffer
     _comm: Communicator  # of this rank and its neighbours
     _gathered: Sequence[torch.Tensor]  # bytes of the gathered buffers
-    _kept: list[torch.Tensor]  # views of `buffer`, one for each of these
-    _sources: list[torch.Tensor]  # what is kept of them
+    _kept: list[torch.Tensor]  # views of `buffer`, one for each gathered buffer
+    _sources: list[torch.Tensor]  # the parts of the gathered buffers that are kept
 
     def __init__(self, ranks: int, mesh: DeviceMesh, gathered: Sequence[torch.Tensor], buffers: BufferMaker) -> None:
         self._comm = subgroup(mesh, ranks)
@@ -81,7 +81,7 @@ class PostForwardShard:
 class Gather(ABC):
     """Shards the parameters of one group over the ranks of a 1-D mesh, and gathers them.
 
-    Made where every rank is, with the layout and this rank's shards; `attach` makes the buffers.
+    The constructor, which every rank calls, plans the layout and keeps this rank's shards; `attach` makes the buffers.
     Invariant: `full` is allocated and released on the gather stream only.
     """
 
@@ -138,7 +138,7 @@ class Gather(ABC):
     @property
     @abstractmethod
     def on_meta(self) -> bool:
-        """The shards have no values yet."""
+        """Whether the shards are on the meta device, and so have no values yet."""
 
     @property
     @abstractmethod
@@ -147,17 +147,17 @@ class Gather(ABC):
 
     @property
     def may_be_resident(self) -> bool:
-        """This rank's shards are what a gather would make of them, unless a custom all-gather makes something else."""
+        """Whether this rank's shards are already what a gather would make, unless a custom all-gather makes something else."""
         return False
 
     @property
     def joint(self) -> bool:
-        """Its collectives may be launched together with those of other groups: nothing uses at once what they gather."""
+        """Whether its collectives may be launched together with other groups': nothing reads at once what they gather."""
         return self.custom is None
 
     @property
     def is_local(self) -> bool:
-        """No collective follows: a single rank copies, or casts, its shards."""
+        """Whether a gather needs no collective: a single rank copies, or casts, its shards."""
         return self._fills and self.comm.size == 1 and self.custom is None
 
     @property
@@ -166,7 +166,7 @@ class Gather(ABC):
         return torch.device("cpu") if self.offloads else self.mesh.device
 
     def check_ready(self, name: str) -> None:
-        """RuntimeError, which names the group, if the parameters have no values yet."""
+        """Raise RuntimeError, which names the group, if the parameters have no values yet."""
         if self.on_meta and self.mesh.device.type != "meta":
             raise RuntimeError(
                 f"'{name}' runs while its parameters are on the meta device (rank {self.mesh.rank}): call to_empty() and "
@@ -231,7 +231,7 @@ class Gather(ABC):
 
     @abstractmethod
     def fill_unsharded(self, stream: Stream) -> None:
-        """Make the unsharded parameters of what was gathered, on the current stream; or let it wait for one that has."""
+        """Make the unsharded parameters of what was gathered, on `stream`, the current one; or let it wait if another has."""
 
     def release(self, stream: Stream, readers: Iterable[Stream]) -> None:
         """Free what was gathered, on the gather stream.
@@ -265,7 +265,7 @@ class FlatGather(Gather):
 
     windowed = True
     _casts: bool  # some parameters are gathered in another dtype than their own
-    _flat_shard: torch.Tensor  # (S,) bytes without casts: what the all-gather sends
+    _flat_shard: torch.Tensor  # bytes of this rank's shards; without casts (S,), and what the all-gather sends
     _locals: list[torch.Tensor]  # views of it, one for each parameter
     _own_views: list[torch.Tensor]  # where _fill_own() copies them; written by attach()
 
@@ -305,7 +305,7 @@ class FlatGather(Gather):
         return offsets, end
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        if any(param.original.is_meta for param in self.params):  # then all of them: they are on one device, as checked
+        if any(param.original.is_meta for param in self.params):  # then all are: a mix was refused
             return torch.empty(nbytes, dtype=torch.uint8, device="meta")
         if not self.offloads:
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.mesh.device)
@@ -357,25 +357,24 @@ class FlatGather(Gather):
         pack_into(self._own_views, self._locals if self._casts else [self._flat_shard])
 
     def fill_unsharded(self, stream: Stream) -> None:
-        """Nothing to do: they are views of what was gathered."""
+        """No-op: the unsharded parameters are views of what was gathered."""
 
 
 # ---------------------------------------------------------------------- a single rank
 
-RESIDENT = Work(PAST)  # in the place of a gather
+RESIDENT = Work(PAST)  # stands for the gather of a resident group, which is always done
 
 
 class ResidentBuffer(FlatBuffer):
-    """The memory of shards that are whole parameters, as a buffer of what is gathered. It stays, and is not counted.
+    """A buffer of gathered parameters that is the memory of shards which are whole already. It stays, and is not counted.
 
-    So it is where the parameters are sharded over a single rank (a world of one, `replicate`, HSDP with shards of one),
-    gathered in their own dtypes, to the device on which the shards are, and by no custom all-gather: modules compute with the
-    shards' own memory. Nothing is gathered, nothing is freed.
+    It is used where the parameters are sharded over a single rank (a world of one, `replicate`, HSDP with one shard rank), are
+    gathered in their own dtypes, to the device on which the shards are, and by no custom all-gather. Modules then compute with
+    the shards' own memory: nothing is gathered, nothing is freed.
 
-    Hazard: what is written to the shards, by an optimizer for example, is seen at once by a backward that is under way. The
-    views have version counters of their own, so autograd notices writes to the gathered parameters only, as it does on several
-    ranks. An optimizer that steps inside the backward, of a module that is called at several places of it, changes what the
-    later ones read.
+    Hazard: a backward under way sees at once what is written to the shards, by an optimizer for example. The views have version
+    counters of their own, so autograd notices writes to the gathered parameters only, as it does on several ranks. If an
+    optimizer steps a module's parameters inside a backward that uses the module several times, later uses read other values.
     """
 
     def __init__(self, shards: torch.Tensor, buffers: BufferMaker) -> None:

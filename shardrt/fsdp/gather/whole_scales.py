@@ -1,9 +1,10 @@
 """Scales of whole parameters for torchao's weights, which ask `torch.distributed` for them; shardrt has no process group.
 
-torchao's float8 and BitNet weights are gathered as codes that share one scale, that of the whole parameter. They take one that
-was computed ahead (`_precomputed_scale`); otherwise a float8 weight would take that of its own rows, and a BitNet weight fail.
-So a gather without one first reduces a number over the ranks, and calls a copy of the weight that has the scale.
-Invariant: the weight itself has no other scale than one computed ahead, by which ranks agree on whether a gather reduces.
+torchao's float8 and BitNet weights are gathered as codes that share one scale, that of the whole parameter. They take a scale
+that was computed ahead (`_precomputed_scale`). Without it a float8 weight would take the scale of its own rows, and a BitNet
+weight would fail. So a gather without it first reduces a number over the ranks, and calls the methods of a copy of the weight
+that has the scale.
+Invariant: `_precomputed_scale` of the weight itself is only ever one computed ahead: ranks agree by it on whether to reduce.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ...comm import Communicator, ReduceOp, Stream
 class ScaleKind(NamedTuple):
     """How the scale of a class of weights is computed."""
 
-    measure: Callable[[Any], torch.Tensor]  # of a rank's rows: a float32 scalar
-    op: ReduceOp  # over the ranks
-    scale: Callable[[torch.Tensor, Any, int], torch.Tensor]  # of the result, the rank's rows, and the elements of all
+    measure: Callable[[Any], torch.Tensor]  # from a rank's rows to a float32 scalar
+    op: ReduceOp  # reduces that scalar over the ranks
+    scale: Callable[[torch.Tensor, Any, int], torch.Tensor]  # from the result, the rank's rows, and the whole's elements
 
 
 def _largest(local: Any) -> torch.Tensor:
@@ -59,7 +60,7 @@ def scale_kind(local: torch.Tensor) -> ScaleKind | None:
 
 
 class WholeScale:
-    """The scale of one weight, anew for each gather for which none was computed ahead."""
+    """The scale of one whole weight. Each gather computes it anew, unless one was computed ahead."""
 
     _kind: ScaleKind
     _numel: int
@@ -72,7 +73,7 @@ class WholeScale:
 
     @staticmethod
     def lacking(shard: Any) -> bool:
-        """No scale was computed ahead."""
+        """Whether no scale was computed ahead for this shard."""
         return shard._precomputed_scale is None
 
     def launch(self, local: Any, stream: Stream) -> None:
@@ -84,7 +85,7 @@ class WholeScale:
         self._value.copy_(self._kind.measure(local))
 
     def given_to(self, local: Any, shard: Any) -> Any:
-        """Another object on the memory of `local`, the shard or its copy, with its scale or the one reduced."""
+        """Another tensor in the memory of `local`, which is `shard` or its copy, with the scale computed ahead or reduced."""
         scaled, ahead = local.detach(), shard._precomputed_scale
         scaled._precomputed_scale = self._kind.scale(self._value[0], local, self._numel) if ahead is None else ahead
         return scaled

@@ -1,8 +1,8 @@
 """Flat storages: how they are allocated, freed and counted.
 
 A buffer's tensors are made once and keep pointing into its storage; allocating and releasing only exchanges its memory.
-So gathering makes no tensors, and packing only the gradients themselves; a parameter that autograd saved is valid again once it
-is gathered again.
+So a gather makes no tensors, and packing makes only the gradients themselves; a parameter that autograd has saved for backward
+is valid again once it is gathered again.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class MemoryCounter:
                 observer(kind, group, nbytes)
 
 
-# Of each allocation and release in this process, in the order of each counter: the kind, the group, and the bytes, negative on
-# release. Hazard: an observer runs in any stream's thread, under a lock: it must not touch a buffer.
+# Observers are told of each allocation and release in this process, in the order in which its counter saw them: the kind, the
+# group, and the bytes, which are negative on release.
+# Hazard: an observer runs in any stream's thread, under a lock: it must not touch a buffer.
 _observers = Observers[Observer]()
 observing = _observers.observing
 
@@ -69,12 +70,12 @@ class FlatBuffer:
 
     Invariant: allocate() and release() run on one and the same stream (on CUDA the allocator ties a block to its stream).
     Cost: released memory is kept for reuse, so a step has no fresh page faults.
-    kind, group: as `memory` counts it.   pool: where allocate() takes the memory; None: from torch's allocator, or on the host
-    from `host_memory.POOL`, if it is large.
+    kind, group: those for which `memory` counts it.   pool: where allocate() takes the memory from; None: torch's allocator, or
+    `host_memory.POOL` for a large buffer on the host.
     """
 
     nbytes: int
-    _offset: int  # in the storage
+    _offset: int  # where the buffer begins in the storage, in bytes
     _count: partial[None]  # of `MemoryCounter.count`; takes bytes, negative on release
     _storage: torch.UntypedStorage
     _in_use: bool  # written by allocate() and release()
@@ -121,25 +122,25 @@ class FlatBuffer:
         """True for a tensor that lies in this storage, also if a transform of `torch.func` has wrapped it."""
         try:
             storage = tensor.untyped_storage()
-        except NotImplementedError:  # of a wrapper
+        except NotImplementedError:  # a wrapper has none
             inner = unwrap_transform(tensor)
             return inner is not tensor and self.holds(inner)
         return same_storage(storage, self._storage)
 
     @property
     def kind(self) -> BufferKind:
-        """As its memory is counted."""
+        """The kind for which its memory is counted."""
         kind: BufferKind = self._count.args[0]
         return kind
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """That the views point into."""
+        """The storage that the views point into."""
         return self._storage
 
     @property
     def available(self) -> bool:
-        """It is not allocated, and may be."""
+        """Whether it may be allocated now: nobody has allocated its memory."""
         return not self._in_use
 
     def seal(self) -> None:
@@ -175,7 +176,7 @@ _buffers: WeakKeyDictionary[FlatBuffer, None] = WeakKeyDictionary()  # in the or
 
 def allocated_buffers(device: torch.device) -> list[FlatBuffer]:
     """Each buffer of this process that is allocated on `device`, the oldest first."""
-    alive = [buffer for reference in _buffers.keyrefs() if (buffer := reference()) is not None]  # threads make others
+    alive = [buffer for reference in _buffers.keyrefs() if (buffer := reference()) is not None]  # threads may add to it
     return [buffer for buffer in alive if buffer._in_use and buffer._storage.device == device]
 
 
@@ -222,7 +223,7 @@ class CommBuffer:
     storage: torch.UntypedStorage
     offset: int  # of the memory in the storage, in bytes
     taken: bool  # written by occupy() and leave()
-    _left: Event | None  # when the stream of its last buffer was done with it; written by leave()
+    _left: Event | None  # passes when the stream of its last buffer is done with it; written by leave()
     _recall: Callable[[], None] | None  # ends a loan; written by lend(), occupy() and end_loan()
 
     def __init__(self, memory: torch.Tensor, *, symmetric: bool = False) -> None:
@@ -235,9 +236,9 @@ class CommBuffer:
 
     @classmethod
     def given(cls, memory: torch.Tensor, nbytes: int, device: torch.device, group: str) -> CommBuffer:
-        """A buffer of the memory that a custom collective of `group`, a name, returned.
+        """A buffer of the memory that allocate() of a custom collective returned. group: a name, for the error.
 
-        Raises ValueError unless it is (nbytes,) uint8, aligned.
+        Raises ValueError unless it is (nbytes,) contiguous uint8 on `device`, aligned to 16 bytes.
         """
         fits = memory.dtype == torch.uint8 and memory.shape == (nbytes,) and memory.device == device
         if not fits or not memory.is_contiguous() or memory.data_ptr() % 16:
@@ -249,9 +250,9 @@ class CommBuffer:
 
     @classmethod
     def of(cls, comm: Communicator, nbytes: int, *, symmetric: bool = False) -> CommBuffer:
-        """The buffer of `comm`; made, or made anew if it is too small or not `symmetric`. Collective.
+        """The buffer of `comm`, which is made anew if it is too small, or if a symmetric one is asked for and it is not.
 
-        It lives as long as `comm`, so all roots share it.
+        It lives as long as `comm`, so all roots share it. Collective.
         """
         comm_buffer = _comm_buffers.get(comm)
         if comm_buffer is None or comm_buffer.nbytes < nbytes or (symmetric and not comm_buffer.symmetric):
@@ -259,7 +260,7 @@ class CommBuffer:
         return comm_buffer
 
     def occupy(self, stream: Stream) -> None:
-        """Use the memory on `stream` from now on: it waits for the last one, maybe of another root. It must be free."""
+        """Use the memory on `stream` from now on, after the last buffer there, maybe of another root. It must be free."""
         assert not self.taken, "one buffer at a time"
         if self._recall is not None:
             recall, self._recall = self._recall, None
@@ -269,9 +270,9 @@ class CommBuffer:
         self.taken = True
 
     def lend(self, recall: Callable[[], None]) -> bool:
-        """Let somebody write there until a buffer occupies the memory, before which `recall` is called.
+        """Let the caller write to the memory until a buffer occupies it; `recall` is called just before that.
 
-        Only where all streams are the caller's thread. Returns: False, and nothing is lent, if it is occupied or lent already.
+        Only where all streams run on the caller's thread. Returns: False, and lends nothing, if it is occupied or lent already.
         """
         if self.taken or self._recall is not None:
             return False
@@ -279,11 +280,11 @@ class CommBuffer:
         return True
 
     def end_loan(self) -> None:
-        """Nobody writes there any more. Only for who has a loan, or had one that was recalled."""
+        """End a loan: its holder writes to the memory no more. Only for a caller with a loan, which may have been recalled."""
         self._recall = None
 
     def leave(self, stream: Stream) -> None:
-        """The memory is free, once `stream` has run what it has so far."""
+        """Give the memory up: it is free once `stream` has run what was submitted to it so far."""
         self._left, self.taken = stream.record(), False
 
 
@@ -335,7 +336,7 @@ class BufferMaker:
         return FlatBuffer(nbytes, self.device, self.memory, kind, self.group, pool=pool)
 
     def make_in(self, comm_buffer: CommBuffer, kind: BufferKind, nbytes: int) -> CommFlatBuffer:
-        """One at the beginning of `comm_buffer`."""
+        """A flat buffer at the beginning of `comm_buffer`."""
         return CommFlatBuffer(nbytes, comm_buffer, self.memory, kind, self.group)
 
 

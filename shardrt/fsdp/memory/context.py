@@ -7,23 +7,24 @@ import torch
 from ... import comm
 from .buffers import CommBuffer, MemoryCounter
 
-# Groups up to this size together, neighbours in the order of use, form a bucket: they are gathered and reduced in one go.
-# Cost: as many bytes of buffers at most. A small collective mostly costs waiting for the other ranks, and Python code that
-# has left the caches: a hundred small ones in a row cost little more than ten.
+# Groups that follow each other in the order of use, and are no larger than this together, form a bucket: they are gathered and
+# reduced in one go.
+# Cost: as many bytes of buffers at most. The cost of a small collective is mostly waiting for the other ranks, and Python code
+# that has left the caches: a hundred small ones in a row cost little more than ten.
 BUCKET_BYTES = 1 << 20
 
 
 class Streams:
     """The streams of a root. Gathers and reductions run beside compute; gradients are published on `post_reduce`.
 
-    That is the reduce stream itself, unless there are replicas to reduce over as well.
+    `post_reduce` is the reduce stream itself, unless there are replicas to reduce over as well.
     """
 
     device: torch.device
     gather: comm.Stream
     reduce: comm.Stream
     post_reduce: comm.Stream
-    packed_on: dict[comm.Stream, None]  # where groups have packed gradients; written by pack_grads() and Runtime.settle()
+    packed_on: dict[comm.Stream, None]  # streams that packed gradients; written by pack_grads() and Runtime.settle()
 
     def __init__(self, device: torch.device, *, replicas: bool) -> None:
         self.device = device
@@ -53,13 +54,13 @@ class Streams:
             stream.synchronize()
 
     def recover(self) -> None:
-        """Block likewise, and forget what failed."""
+        """Block until the gather and reduce streams have run everything, and forget what failed on them."""
         for stream in (self.gather, self.reduce, self.post_reduce):
             stream.recover()
 
 
 class Context:
-    """What the groups under one root share. The root's `Runtime` is one; groups use no more of it than this."""
+    """What the groups under one root share. The root's `Runtime` is one; of that, groups use only what is declared here."""
 
     streams: Streams
     memory: MemoryCounter  # of all buffers of the groups
@@ -78,16 +79,17 @@ class Context:
         return nbytes > BUCKET_BYTES
 
     def sends_from_comm_buffer(self, nbytes: int, *, symmetric: bool) -> bool:
-        """Whether a group of `nbytes` reduces from memory that stays. Small ones do not: several may be in flight at a time.
+        """Whether a group of `nbytes` reduces from the `CommBuffer`. Small ones do not: several may be in flight at a time.
 
-        symmetric: it has asked for NCCL's windows. Without them NCCL gains nothing by memory that it knows, so on GPUs packed
-        gradients lie in torch's own; on the host ranks read each other's memory, and new pages cost more than the rest.
+        symmetric: the group has asked for NCCL's symmetric windows. Without them NCCL gains nothing from registered memory, so
+        on GPUs packed gradients lie in memory of torch's allocator. On the host, ranks read each other's memory, and to map
+        new pages each time would cost more than all else.
         """
         return self.is_large(nbytes) and (symmetric or not self._on_gpu)
 
     @property
     def _on_gpu(self) -> bool:
-        """Whether streams are a GPU's, or a dry world's for one: there, all that is not the host's overlaps."""
+        """Whether the streams are a GPU's, or stand for a GPU's in a dry world, where only the host's do not overlap."""
         device = self.streams.device.type
         return device == "cuda" or (device == "meta" and self.streams.reduce.overlaps)
 
@@ -96,5 +98,5 @@ class Context:
         self._comm_buffer = CommBuffer.of(reducer, nbytes, symmetric=symmetric) if nbytes else None
 
     def comm_buffer_for(self, nbytes: int, *, symmetric: bool) -> CommBuffer | None:
-        """That memory, for a group that sends from it."""
+        """The memory that make_comm_buffer() has made, for a group that sends from it; None for another group."""
         return self._comm_buffer if self.sends_from_comm_buffer(nbytes, symmetric=symmetric) else None

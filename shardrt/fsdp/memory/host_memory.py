@@ -23,7 +23,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class _Block(weakref.ref[memoryview]):
-    """A block in use, for as long as its memory is referred to."""
+    """A block in use: a weak reference to its memory. The block is free when nothing refers to that memory any more."""
 
     __slots__ = ("region", "start", "stop")
     region: _Region
@@ -44,9 +44,9 @@ class _Region:
         self.blocks = {}
 
     def take(self, nbytes: int) -> int | None:
-        """The start of the first free range that is large enough, now used; None if there is none.
+        """Take the beginning of the first free range that is large enough. Returns: its start in bytes; None if there is none.
 
-        So what is used lies together at the front, and the pages behind it are never touched.
+        So the blocks in use lie together at the front, and the pages behind them are never touched.
         """
         for index, (start, stop) in enumerate(self.free):
             if stop - start >= nbytes:
@@ -76,7 +76,7 @@ class HostPool:
     """
 
     _regions: list[_Region]
-    _freed: deque[_Block]  # not given back yet
+    _freed: deque[_Block]  # free blocks that are not given back to their regions yet
     _lock: threading.Lock  # of the regions
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class HostPool:
         swap_memory(storage, torch.UntypedStorage(0))
 
     def _take(self, nbytes: int) -> memoryview:
-        """A block, which is free again when nothing refers to what is returned."""
+        """Take a block, which is free again when nothing refers to the returned memory any more."""
         size = -(-nbytes // _PAGE) * _PAGE
         with self._lock:
             self._give_back()

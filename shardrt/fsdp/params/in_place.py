@@ -7,15 +7,16 @@
 | backward  | torch's `AccumulateGrad`         | makes that tensor the weight's `.grad`: nobody else refers to it        |
 | pack      | `GradientReduction.pack`         | skips what lies in its place already                                    |
 
-Elsewhere a gradient is allocated, written, and copied into the buffer; here it is written once. This holds where all streams
-are the caller's thread. Beside overlapping reductions few groups would get the buffer in time, so gradients are copied there.
-Every number has the bits of torch's own `F.linear`: the same matrix products of the same operands. What is saved for backward
-is the same too, since an activation checkpoint compares it with what a recomputation saves, which may run as torch does.
+Elsewhere a gradient is allocated, written, and copied into the buffer; here it is written once. This is done only where all
+streams run on the caller's thread. Where reductions overlap compute, few groups would get the buffer in time, so gradients are
+copied. Every result has the bits of torch's own `F.linear`: it is the same matrix product of the same operands. The tensors
+saved for backward are the same too, since an activation checkpoint compares them with those that a recomputation saves, which
+may run torch's `F.linear`.
 
-A weight gets an ordinary gradient instead wherever its place cannot be had (`GradientReduction.place`), or somebody might keep
-the gradient: hooks of the user's, `torch.autograd.grad`, `create_graph=True`. Torch runs alone where `F.linear` is given
-something unusual, under autocast, in torch.func's transforms and in forward-mode AD; and in a process that compiles, since the
-compiler cannot follow the class of the weight.
+A weight gets an ordinary gradient instead wherever its place cannot be had (`GradientReduction.place`), or where somebody might
+keep the gradient: hooks of the user's, `torch.autograd.grad`, `create_graph=True`. Torch's own `F.linear` runs where it is
+given something unusual, under autocast, in torch.func's transforms and in forward-mode AD; and in a process that compiles,
+since the compiler cannot follow the class of the weight.
 
 Hazard: a hook of an autograd node (`out.grad_fn.register_hook`) that keeps a view of such a gradient must clone it: the memory
 is used again. The gradient itself may be kept.
@@ -51,11 +52,11 @@ from ..memory import context
 from ..memory.context import Streams
 from .param import GatheredParameter, ShardedParam
 
-Place = Callable[[nn.Parameter], torch.Tensor | None]  # makes a tensor that lies where the gradient goes, if it may
+Place = Callable[[nn.Parameter], torch.Tensor | None]  # makes a tensor in the gradient's place, or None
 
 
 def computes_in_place() -> bool:
-    """Linear layers that run now may compute gradients in place."""
+    """Whether linear layers that run now may compute their weights' gradients in place."""
     return torch.is_grad_enabled() and not compiler_in_use()
 
 
@@ -72,7 +73,7 @@ class LinearWeight(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if any(kind is not LinearWeight for kind in types):  # they decide what it returns, and know parameters only
+        if any(kind is not LinearWeight for kind in types):  # other classes decide the result, and know plain parameters
             with _as_parameters([each for each in tensors_in([args, kwargs]) if type(each) is LinearWeight]):
                 return func(*args, **(kwargs or {}))
         with as_plain_tensors():
@@ -83,7 +84,7 @@ class LinearWeight(nn.Parameter):
 
 @contextmanager
 def _as_parameters(weights: Iterable[LinearWeight]) -> Iterator[None]:
-    """In the block, these are parameters like any others."""
+    """Inside the block, the class of these weights is `nn.Parameter`."""
     for weight in weights:
         weight.__class__ = nn.Parameter  # type: ignore[assignment]
     try:
@@ -95,7 +96,7 @@ def _as_parameters(weights: Iterable[LinearWeight]) -> Iterator[None]:
 
 
 def _is_usual(x: Any, weight: Any, bias: Any = None) -> bool:
-    """The arguments of `F.linear` are those of a layer in training, and nothing looks into it."""
+    """Whether these arguments of `F.linear` are those of a layer in ordinary training, without autocast and transforms."""
     return (
         type(x) is torch.Tensor
         and type(weight) is LinearWeight
@@ -131,7 +132,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
         transposed = weight.t() if ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(*((transposed, x) if bias is None else (x, transposed)))  # in torch's order
+        ctx.save_for_backward(*((transposed, x) if bias is None else (x, transposed)))  # in the order in which torch saves them
         ctx.weight, ctx.has_bias = weight, bias is not None
         return linear(x, weight, bias)
 
@@ -140,7 +141,7 @@ class _Linear(torch.autograd.Function):
         (grad,) = grads
         x, transposed = ctx.saved_tensors if ctx.has_bias else ctx.saved_tensors[::-1]
         to_x, to_weight = (Wanted.NO if node is None else wanted(node) for node, _ in ctx.next_functions[:2])
-        of_bias = grad if ctx.has_bias else None  # autograd adds up its rows
+        of_bias = grad if ctx.has_bias else None  # autograd sums it over the rows, to the bias's shape
         with as_plain_tensors():
             if torch.is_grad_enabled():  # create_graph=True: by operations that autograd records
                 return grad.mm(ctx.weight), grad.t().mm(x), of_bias
@@ -149,10 +150,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_grad(weight: LinearWeight, grad: torch.Tensor, x: torch.Tensor, use: Wanted) -> torch.Tensor:
-    """grad^T x, in the strides of the weight; in its place if there is one for it."""
+    """Compute grad^T x, in the strides of the weight, and in the weight's place if there is one for it."""
     place = None
     if use is Wanted.ACCUMULATED and not may_be_kept(weight) and (make := getattr(weight, "place", None)) is not None:
-        place = make(weight)  # (a forward without gradients, since this one, takes it away)
+        place = make(weight)  # (a later forward without gradients may have removed `weight.place`)
     if weight.is_contiguous():  # the two products have the same bits, but torch takes the one that needs no transposition
         return torch.mm(grad.t(), x, out=place)
     if place is None:
@@ -162,9 +163,10 @@ def _weight_grad(weight: LinearWeight, grad: torch.Tensor, x: torch.Tensor, use:
 
 
 class Given:
-    """Tensors that lie in a buffer, and were given away as gradients: until they are packed, autograd may still hold them.
+    """Tensors in a packed buffer that were given to autograd as gradients, and are not packed yet.
 
-    Autograd may also drop one, add it to another gradient or copy it; a hook may keep it. Weak references tell.
+    Autograd may hold one as the gradient, drop it, add it to another gradient or copy it; a hook may keep it. Weak references
+    tell which of them are still alive.
     """
 
     _given: dict[int, TensorWeakRef]  # by the position of the parameter
@@ -176,7 +178,7 @@ class Given:
         return position in self._given
 
     def give(self, position: int, view: torch.Tensor) -> torch.Tensor:
-        """A tensor of its own in the memory of `view`, to be the gradient at this position."""
+        """Make another tensor in the memory of `view`, to be the gradient at this position."""
         made = view.detach()
         self._given[position] = TensorWeakRef(made)
         return made
@@ -184,7 +186,10 @@ class Given:
     def arrived(
         self, grads: Sequence[torch.Tensor | None], views: Mapping[int, torch.Tensor], stream: Stream
     ) -> frozenset[int]:
-        """The positions whose gradient lies in its view. Others are copied away: `stream` is about to write the buffer."""
+        """Returns: the positions whose gradient lies in its view.
+
+        A given tensor that somebody still holds gets memory of its own, since `stream` is about to write the buffer.
+        """
         in_place = frozenset(position for position in self._given if _same_place(grads[position], views[position]))
         if any(reference() is not None for reference in self._given.values()):
             stream.submit(self.give_up)
@@ -192,7 +197,7 @@ class Given:
         return in_place
 
     def copy_away(self, grads: Sequence[torch.Tensor | None], views: Mapping[int, torch.Tensor]) -> None:
-        """Others are about to write the buffer: what autograd holds, gradients that it has accumulated too, gets own memory."""
+        """Give memory of its own to what autograd holds, accumulated gradients too: others are about to write the buffer."""
         for position in self._given:
             grad = grads[position]
             if grad is not None and _same_place(grad, views[position]):
@@ -200,7 +205,7 @@ class Given:
         self.give_up()
 
     def give_up(self) -> None:
-        """The buffer is about to be written or freed: what somebody still holds gets memory of its own."""
+        """Give memory of its own to what somebody still holds: the buffer is about to be written or freed."""
         for reference in self._given.values():
             if (held := reference()) is not None:
                 held.data = held.clone()
@@ -228,7 +233,7 @@ def give_places(
     """The large matrices among the unsharded parameters of a large group, and their places.
 
     has_place, place: those of the group's `GradientReduction`.
-    Cost: a matrix that is smaller than a quarter of a bucket is copied faster than the calls of Python take.
+    Cost: to copy a matrix smaller than a quarter of a bucket takes less time than the Python calls, so these are left out.
     """
     found: list[tuple[nn.Parameter, Place]] = []
     for position, param in enumerate(trainable):
@@ -245,7 +250,8 @@ def _place(
 ) -> torch.Tensor | None:
     """A tensor for this gradient, which is computed now; None if it cannot lie in the packed buffer.
 
-    Outside of the backward of the group's modules nobody would pack it. Post-accumulate hooks of the user's might keep it.
+    It cannot outside of the backward of the group's modules, where nobody would pack it, nor if the user has post-accumulate
+    hooks, which might keep it.
     """
     is_expected = calls.phase is GroupPhase.BACKWARD and weight.grad is None
     is_ours = len(post_accumulate_grad_hooks(weight) or ()) <= calls.watches_gradients

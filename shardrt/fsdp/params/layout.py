@@ -12,19 +12,19 @@ each run starts, and S, such that the boundaries between segments fall between r
     rows   |       4       |     3     | 2 |       8       | 2 | 6| padding|
     rank   |       0       |       1       |       2       |       3       |
 
-Payload 440 bytes, padding 72. S = 112 would pad 8, but wherever embed starts, it is cut in a row.
+Payload 440 bytes, padding 72. S = 112 would pad 8, but would cut embed within a row, wherever it starts.
 
 The rules:
 - S and every start are multiples of 16 bytes, so that kernels may use vector loads on any segment
   and any parameter, whatever dtypes meet in the group. In quantised groups they are multiples of a
   block, so that no block has elements of two parameters or of two ranks.
-- A boundary k * S strictly inside a parameter is a whole number of its rows after its start. So a
+- A boundary k * S strictly inside a parameter lies a whole number of rows after its start. So a
   parameter cut twice or more needs a row size that divides S; one that is cut once only needs the
   right start; one inside a segment needs nothing.
 - Row sizes that do not go together (1000 and 999 elements) would make S a multiple of both.
   Padding stays within `padding_limit`: what FSDP2 pads for the same shapes, but at least 1 % and at
   most 25 % of the payload, + 16 per parameter + 16 per segment. (FSDP2 pads many times the payload
-  where ranks outnumber rows.) Where rows cost more, the parameters that force it are cut between
+  where ranks outnumber rows.) Where cuts between rows would pad more, some parameters are cut between
   elements (`PlacedParam.flat`), as few bytes of them as the search finds. Only `rows_only`
   parameters are never cut so; where they force more padding, S is the smallest found for them.
 
@@ -182,7 +182,7 @@ def fsdp2_padding(specs: Sequence[ParamSpec], world_size: int) -> int:
 
 
 def padding_limit(specs: Sequence[ParamSpec], world_size: int, alignment: int = ALIGNMENT) -> int:
-    """Most bytes that `plan` pads, unless a `rows_only` parameter forces more."""
+    """The most padding that `plan` makes, in bytes, unless a `rows_only` parameter forces more."""
     payload = sum(spec.nbytes for spec in specs)
     to_keep_rows = max(min(fsdp2_padding(specs, world_size), payload // 4), payload // 100)
     return to_keep_rows + alignment * (len(specs) + world_size)

@@ -29,7 +29,7 @@ class Owner(NamedTuple):
     """A module that registers a parameter; writing to `registry` replaces it there.
 
     Groups refer to modules weakly: the hooks in an autograd graph refer to groups, which the garbage collector cannot see, and
-    a module may refer to the graph, as one that remembers its loss does. It would never be freed.
+    a module may refer to the graph, for example because it remembers its loss. Strong references would keep it alive for ever.
     """
 
     reference: ref[nn.Module]
@@ -38,7 +38,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, attribute: str) -> Owner:
-        """The module, which registers a parameter under this name."""
+        """The owner for the parameter that `module` registers under this name."""
         # Cost: setattr on a module takes 2 us, and a step registers every parameter four times. Modules that override
         # __setattr__ (recurrent layers keep a list of their weights) still get it.
         is_usual = type(module).__setattr__ is nn.Module.__setattr__
@@ -46,7 +46,7 @@ class Owner(NamedTuple):
 
     @property
     def module(self) -> nn.Module | None:
-        """None if it was removed from the model, and nobody else refers to it."""
+        """The module; None if it was removed from the model and nobody else refers to it."""
         return self.reference()
 
     @property
@@ -60,7 +60,7 @@ class ShardedParam:
 
     `sharded` is for the optimizer and always valid. `unsharded` is for the module's forward and backward: a view of the
     group's full buffer, valid only while that is gathered.
-    shape: of what is planned and gathered: this rank's part by `outer`, if the parameter is tensor-parallel.
+    shape: that of what is planned and gathered. For a tensor-parallel parameter this is this rank's part by `outer`.
     """
 
     name: str  # written by rename()
@@ -72,8 +72,8 @@ class ShardedParam:
     owners: Sequence[Owner]  # where it is registered; several if tied
     sharded: nn.Parameter  # written by register() and replace_sharded()
     unsharded: nn.Parameter  # written by make_unsharded() and use_unsharded()
-    codes: torch.dtype | None  # in which its gather sends it, if not in its own dtype or compute's; written by that gather
-    before: nn.Parameter | None  # the sharded parameter that this one was; deleted by shard()
+    codes: torch.dtype | None  # dtype of the 8-bit codes that its gather sends, if it sends codes; written by that gather
+    before: nn.Parameter | None  # the earlier sharded parameter, if there was one; deleted by register()
     original: nn.Parameter  # deleted by register()
     values: torch.Tensor  # the original's, of which shard() keeps this rank's part; deleted by register()
 
@@ -88,7 +88,7 @@ class ShardedParam:
         outer: OuterSharding | None = None,
         part: torch.Tensor | None = None,
     ) -> None:
-        """part: what an extension made of the original, this rank's part by `outer`; None: the original is on both meshes."""
+        """part: what an extension made of the original: this rank's part by `outer`. None if the original is on both meshes."""
         self.name = name
         self.shape = original.shape if outer is None else outer.shape
         self.dtype = original.dtype
@@ -102,9 +102,9 @@ class ShardedParam:
         self.owners = owners
 
     def spec(self, index: int, layout: Layout, mesh: DeviceMesh) -> Spec:
-        """The placements: as the layout cuts parameter `index` along the last axis of the mesh, replicated along others.
+        """The spec of parameter `index`: cut along the last axis of the mesh as the layout says, replicated along others.
 
-        Inside of its outer placements, if it is tensor-parallel.
+        If the parameter is tensor-parallel, these placements come after its outer ones.
         """
         inner = (*[Replicate()] * (len(mesh.shape) - 1), placement_of(index, layout))
         return Spec(mesh, inner, self.shape) if self.outer is None else self.outer.inside(mesh, inner)
@@ -118,7 +118,7 @@ class ShardedParam:
     def part_of(self, original: torch.Tensor, spec: Spec) -> torch.Tensor:
         """This rank's part of a parameter or gradient, whole or sharded. Collective if it is sharded with other placements.
 
-        A plain one is whole on this rank: all of it, or, as its shape tells, its part by the outer placements.
+        A plain tensor is the whole parameter, or this rank's part of it by the outer placements; its shape tells which.
         """
         outer = self.outer
         if outer is None:
@@ -174,7 +174,7 @@ class ShardedParam:
         self.sharded = sharded
 
     def clone_spec(self) -> ShardedParam:
-        """The same parameter before shard(), the original being what is registered now."""
+        """The same parameter as before shard(); its original is what is registered now."""
         original = self.registered
         assert original is not None, "only parameters are sharded"
         made = ShardedParam(self.name, original, self.owners, self.dim, rows_only=self.rows_only, outer=self.outer)
@@ -203,7 +203,7 @@ class ShardedParam:
         self.use_unsharded(view)
 
     def use_unsharded(self, made: torch.Tensor) -> None:
-        """The module will compute with this tensor, a view of what is gathered or made by an all-gather extension."""
+        """Let the module compute with this tensor: a view of what is gathered, or what an all-gather extension has made."""
         self.unsharded = nn.Parameter(made, requires_grad=self.sharded.requires_grad)
         note_gathered(self.unsharded, self.sharded)
 
@@ -212,10 +212,10 @@ class ShardedParam:
         """Write to this rank's part what the user has written in place to the unsharded parameter."""
         sharded, local = cast(DTensor, self.sharded), self.local.detach()
         if same_storage(local.untyped_storage(), self.unsharded.untyped_storage()):
-            increment_version(sharded)  # it is written
+            increment_version(sharded)  # the write is in the shard's memory already
             return
         part = self.part_of(self.unsharded.detach(), sharded.spec).to(local.device)
-        # Only what differs: the unsharded parameter may be of a lower precision, and one NaN makes all of a block of codes NaN.
+        # Only elements that were changed: the rest may be less precise than the shard, or NaN beside a NaN in a block of codes.
         gathered = self._as_gathered(part.dtype)
         same = (part == gathered) | (part.isnan() & gathered.isnan())
         wait_to_write([local])
@@ -223,7 +223,7 @@ class ShardedParam:
         increment_version(sharded)
 
     def _as_gathered(self, dtype: torch.dtype) -> torch.Tensor:
-        """What a gather makes of this rank's part."""
+        """What a gather makes of this rank's part, in `dtype`."""
         local = self.local.detach()
         if self.codes is None:
             return local.to(dtype)
@@ -237,7 +237,10 @@ class ShardedParam:
 
     @torch.no_grad()
     def sharded_for_loading(self, value: torch.Tensor) -> DTensor:
-        """A tensor of the global shape, plain or on any mesh, with the placements of this tensor-parallel parameter."""
+        """`value` as a DTensor with the placements of this tensor-parallel parameter.
+
+        value: of the global shape, plain or on any mesh.
+        """
         assert self.outer is not None, "others are loaded as they are"
         spec: Spec = self.sharded.spec  # type: ignore[attr-defined]
         if isinstance(value, DTensor):
@@ -245,7 +248,7 @@ class ShardedParam:
         return DTensor(self.outer.part(value, spec), spec)
 
     def sharded_like(self, local: torch.Tensor) -> DTensor:
-        """`local` as a sharded tensor with the parameter's placements; for its gradient."""
+        """`local`, such as this rank's part of the gradient, as a DTensor with the parameter's placements."""
         return DTensor(local, self.sharded.spec)  # type: ignore[attr-defined]
 
 
@@ -297,7 +300,7 @@ def local_shard(original: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 class Attributes:
-    """A module's parameters as a mapping."""
+    """A module's parameters as a mapping that writes by `setattr` on the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._params = ref(module), module._parameters

@@ -16,15 +16,16 @@ from math import lcm
 
 from .layout import ALIGNMENT, Layout, ParamSpec, PlacedParam, padding_limit, round_up
 
-_KEPT = 256  # plans of the process
-MOST_GAPS = 4  # kept open for later parameters. Cost: every parameter looks at each
+_KEPT = 256  # plans that the process remembers
+MOST_GAPS = 4  # gaps that are kept open for later parameters. Cost: every parameter looks at each
 
 
 def plan(specs: Sequence[ParamSpec], world_size: int, alignment: int = ALIGNMENT) -> Layout:
     """Place `specs` in `world_size` equal segments; the same input gives the same layout anywhere.
 
     alignment: bytes of which segments and starts are multiples; a multiple of `ALIGNMENT`.
-    Of the segment sizes within `padding_limit`: fewest bytes cut between elements, then smallest.
+    Of the segment sizes within `padding_limit` it takes the one that cuts the fewest bytes between
+    elements, and of equal ones the smallest.
     Cost: some dozens of O(len(specs)) passes, whatever the world size; milliseconds, once for equal shapes.
     Raises: ValueError for a world size below 1 or two specs of one name.
     """
@@ -140,7 +141,10 @@ def _place(items: Sequence[_Item], segment: int, slack: int, most_flat: int | No
 
 
 def _take_gap(gaps: list[tuple[int, int]], item: _Item, segment: int) -> int | None:
-    """The smallest gap that holds `item` on rows gives it a start and keeps the bytes after it."""
+    """Put `item`, cut on rows only, into the smallest gap that holds it; the bytes after it stay a gap.
+
+    Returns: its start; None if no gap holds it.
+    """
     for position, (nbytes, begin) in enumerate(gaps):
         if item.padded <= nbytes:
             start = _row_start(item, begin, segment)
@@ -210,7 +214,7 @@ class _Search:
         return self.best
 
     def _climb(self, stride: int) -> None:
-        """Multiples of `stride` upwards, in steps that double after the first few."""
+        """Try multiples of `stride` upwards, in steps that double each time."""
         multiple, step = -(-self.smallest // stride), 1
         while multiple * stride <= self.largest:
             self._improve(multiple * stride)

@@ -1,18 +1,19 @@
-"""Parameters that are tensor-parallel before `fully_shard` takes them: the one place where the sharding runtime learns it.
+"""Parameters that are tensor-parallel before `fully_shard` takes them: the rest of the runtime asks this file about them.
 
 | method                          | called by                       | from -> to                                          |
 |---------------------------------|---------------------------------|-----------------------------------------------------|
 | `pre_flatten_transform`         | `fully_shard`                   | a parameter -> what is planned, and its outer spec  |
 | `chunk_dtensor`                 | sharding, loading               | a DTensor on the outer mesh -> one on both meshes   |
-| `chunk_tensor`                  | loading of a whole tensor       | it -> this rank's part                              |
+| `chunk_tensor`                  | loading of a whole tensor       | the tensor -> this rank's part                      |
 | `post_unflatten_transform`      | the first forward               | a view of what is gathered -> what the module sees  |
-| `pre_load_state_dict_transform` | loading of a DTensor            | it -> what is loaded, and where its shard lies      |
-| `all_gather_dtensor`            | loading from a mesh of others   | a DTensor there -> the whole tensor                 |
+| `pre_load_state_dict_transform` | loading of a DTensor            | the tensor -> what is loaded, where its shard lies  |
+| `all_gather_dtensor`            | loading from another mesh       | a DTensor there -> the whole tensor                 |
 
 The names are those of torch's `FSDPExtensions` (torch/distributed/fsdp/_fsdp_extensions.py), with a mesh in the place of a
-process group; what torch nests as sharded tensors is a `DTensor` on both meshes. The outer mesh is cut first: 5 rows on (tp 2,
-dp 2) are rows 0 1 | 2 and 3 | 4. Each column (the ranks with the same coordinates on the outer mesh) plans its own layout, so
-the counts of the inner placement are those of this rank's column.
+process group; where torch nests sharded tensors, there is a `DTensor` on both meshes. The outer mesh (the tensor-parallel one)
+cuts first: of 5 rows on (tp 2, dp 2), the first tp rank has rows 0 1 | 2 and the second 3 | 4, where | separates the dp ranks.
+Each column (the ranks with the same coordinates on the outer mesh) plans its own layout, so the counts of the inner placement
+are those of this rank's column.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class FSDPExtensions(ABC):
 
     @abstractmethod
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Spec | None]:
-        """What is sharded of a parameter: a plain tensor, and how it lies on the outer mesh.
+        """The plain tensor that is sharded for a parameter, and the spec of the parameter on the outer mesh.
 
-        It may be sharded or replicated along each axis.
-        None: the parameter is sharded over the data parallel mesh only. No communication; the same on every rank.
+        The spec may shard or replicate along each axis. None in its place: the parameter is sharded over the data parallel mesh
+        only. This must not communicate, and must decide alike on every rank.
         """
 
     @abstractmethod
@@ -57,7 +58,7 @@ class FSDPExtensions(ABC):
     def chunk_dtensor(
         self, tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement] | None = None
     ) -> DTensor:
-        """A tensor on the outer mesh (a plain one is on none) as one on both meshes.
+        """A tensor on the outer mesh (a plain one is on none) as a `DTensor` on both meshes.
 
         device_mesh: the data parallel mesh. placements: one for each of its axes; None: `Shard(0)` on the last one, replicated
         on others. Collective only for a tensor that is on both meshes already.
@@ -71,7 +72,7 @@ class FSDPExtensions(ABC):
     def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
         """Gather over all axes but those of `parent_mesh`, the outer mesh; return the local part. Collective.
 
-        parent_mesh: None: over all axes.
+        parent_mesh: None: gather over all axes.
         """
 
 
@@ -120,7 +121,7 @@ class OuterSharding:
     """How one parameter lies on the outer mesh, for the runtime.
 
     spec: on the outer mesh; its shape is the global one.
-    grad_placements: one for each axis of that mesh; `Partial` where ranks have only terms of the gradient. None: all are whole.
+    grad_placements: one for each axis of that mesh; `Partial` where each rank has only a term of the gradient. None: nowhere.
     """
 
     spec: Spec
@@ -137,7 +138,7 @@ class OuterSharding:
 
     @property
     def shape(self) -> torch.Size:
-        """Of this rank's part: what the module sees."""
+        """The shape of this rank's part, which the module sees."""
         return local_shape(self.spec.mesh, self.spec.placements, self.spec.shape)
 
     @property
@@ -166,7 +167,7 @@ class OuterSharding:
         return Spec(self.mesh(device_mesh), (*self.spec.placements, *inner), self.spec.shape)
 
     def open_communicators(self, device_mesh: DeviceMesh) -> None:
-        """Make those of both meshes that ranks of one column alone may need later. Collective the first time."""
+        """Make the communicators of both meshes that ranks of one column alone may need later. Collective the first time."""
         mesh = self.mesh(device_mesh)
         for name in mesh.axis_names:
             mesh[name].communicator("tensor")
@@ -179,7 +180,7 @@ class OuterSharding:
         return Spec(spec.mesh, (*self.spec.placements, *[Replicate()] * inner), spec.shape)
 
     def check(self, name: str, local: torch.Tensor) -> None:
-        """ValueError, which names the parameter, for an outer spec that a module cannot compute with."""
+        """Raise ValueError, which names the parameter, for an outer spec that a module cannot compute with."""
         ranks = self.spec.mesh
         if not all(isinstance(p, (Replicate, Sharded)) and not isinstance(p, FlatShard) for p in self.spec.placements):
             raise ValueError(
@@ -199,7 +200,7 @@ class OuterSharding:
             )
 
     def part(self, value: torch.Tensor, spec: Spec) -> torch.Tensor:
-        """This rank's part, by `spec` on both meshes, of what is to be sharded or loaded. Collective but for plain tensors.
+        """This rank's part, by `spec` on both meshes, of a value to shard or load. Collective except for plain tensors.
 
         value: a whole plain tensor, or a `DTensor` on any mesh of this rank.
         """

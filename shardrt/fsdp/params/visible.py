@@ -11,17 +11,17 @@ from .param import Attributes, GatheredParameter, ShardedParam
 
 
 class VisibleParams:
-    """What is registered on a group's modules: exchanged around forward and backward.
+    """The parameters that are registered on a group's modules. They are exchanged around forward and backward.
 
-    The gathered parameters are exposed while the user's code can reach them. What it writes to them then, `conceal` copies to
-    the shards.
+    The gathered parameters are exposed while the user's code can reach them. `conceal` copies to the shards what that code has
+    written to the gathered parameters.
     """
 
     unsharded: bool  # the modules see the unsharded parameters
     exposed: bool  # the user can reach the unsharded parameters
     _owners: list[tuple[dict[str, nn.Parameter | None] | Attributes, str, ShardedParam]]  # registry, attribute, parameter
-    linear: Sequence[tuple[nn.Parameter, Place]]  # unsharded ones whose gradients have a place; written by set_linear()
-    _watched: list[ShardedParam]  # whose unsharded parameter is of no subclass; written by attach()
+    linear: Sequence[tuple[nn.Parameter, Place]]  # unsharded weights whose gradients have places; written by set_linear()
+    _watched: list[ShardedParam]  # those whose unsharded parameter is of no subclass; written by attach()
     _plain: list[nn.Parameter]  # these unsharded parameters; written by attach()
     _versions: list[int]  # of `_plain`; written by attach() and expose()
 
@@ -33,7 +33,7 @@ class VisibleParams:
         self._watched, self._plain, self._versions = [], [], []
 
     def attach(self, params: Sequence[ShardedParam]) -> None:
-        """The unsharded parameters are made; the user has not seen them yet."""
+        """Take the unsharded parameters, which have just been made: the user has not seen them yet."""
         self.exposed, self._versions = False, []
         self._watched = [param for param in params if type(param.unsharded) is nn.Parameter]
         self._plain = [param.unsharded for param in self._watched]
@@ -50,7 +50,7 @@ class VisibleParams:
                 weight.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def as_expected(self) -> bool:
-        """The modules have the group's own parameters, those that they should see now."""
+        """Whether the modules register exactly those of the group's parameters that they should see now."""
         unsharded = self.unsharded
         for registry, attribute, param in self._owners:
             if registry.get(attribute) is not (param.unsharded if unsharded else param.sharded):
@@ -82,7 +82,7 @@ class VisibleParams:
             registry[attribute] = param.unsharded if self.unsharded else param.sharded
 
     def follow_grad_mode(self) -> None:
-        """Linear layers run now: let them compute gradients in place, or not. No-op while the user can reach the weights."""
+        """Let linear layers that run now compute gradients in place, or not. No-op while the user can reach the weights."""
         if self.exposed:
             return
         if not computes_in_place():
@@ -101,7 +101,7 @@ class VisibleParams:
             param.__class__, param.sharded = GatheredParameter, watched.sharded  # type: ignore[attr-defined]
 
     def conceal(self) -> None:
-        """The user cannot reach the unsharded parameters any more: write to the shards what was written to them.
+        """Note that the user cannot reach the unsharded parameters any more, and copy to the shards what was written to them.
 
         Only while they are exposed.
         """

@@ -2,17 +2,18 @@
 
 | step              | before -> after                                                 | cost                            |
 |-------------------|-----------------------------------------------------------------|---------------------------------|
-| reduce within     | packed (N, s) -> in place i, rows i, i + k, ... are summed      | a reduce-scatter for some nodes |
+| reduce within     | packed (N, s) -> sums of rows i, i + k, ... on rank i of k      | a reduce-scatter for some nodes |
 | encode            | these N / k rows -> codes and scales                            | rows read once                  |
-| exchange across   | row j goes to the rank in place i among the j-th k neighbours   | 2 all-to-alls: codes, scales    |
+| exchange across   | row j goes to rank i of the j-th k neighbours                   | 2 all-to-alls: codes, scales    |
 | decode and sum    | N / k rows of codes -> segment (s,), a left fold in rank order  | codes read once                 |
 
 All steps run on the stream of the reduction. Legend: N ranks; s elements in a segment, a multiple of a block; k neighbouring
-ranks, which reduce in full precision: those of a node as a rule, since their links are fast. With k = 1 there is no first step.
+ranks, which reduce in full precision: those of a node as a rule, since their links are fast; i is a rank's place among them.
+With k = 1 there is no first step.
 So each rank's gradient (with k > 1: each node's) is rounded once, by half a scale of its block at most, and the sum is exact
 up to float32; its bits depend on k alone, not on where the ranks run.
 
-The all-reduce over R replicas is the same on R parts of the segment, then an all-gather of the parts, which are encoded again
+The all-reduce over R replicas does the same with R parts of the segment, then all-gathers the parts, which are encoded again
 for it: a second rounding, by half a scale of the sum's block. All replicas decode the same codes, so they get the same bits.
 An element that is not finite makes its block NaN, on every rank that gets it. The block format is that of `kernels.encode`.
 """
@@ -37,19 +38,20 @@ from .grad_layout import ReduceLayout
 from .packed import PackedGrads
 from .reduce import GradientReduction
 
-_BEGIN = 16  # bytes, of which the parts of a buffer begin at multiples
+_BEGIN = 16  # bytes: the parts of a buffer begin at multiples of it
 
-# Up to so many nodes, the rows of each are reduced where they are packed. Those of more nodes are reduced several nodes at a
-# time, from a copy in which rows of one place lie side by side.
-# Cost: so many launches at most, and memory for a copy of one part in so many, whatever the number of ranks.
+# With at most this many nodes, the rows of each node are reduced where they are packed. With more, the rows of several nodes
+# are reduced at a time, from a copy in which rows of one place lie side by side.
+# Cost: this many launches at most, and memory for a copy of 1 / MOST_BATCHES of the gradients, whatever the number of ranks.
 MOST_BATCHES = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedReduction:
-    """How the gradients of a group are reduced with codes. None: in full precision over that axis.
+    """How the gradients of a group are reduced with codes.
 
-    codes: int8.   shards: over the ranks that share the parameters.   replicas: over the replicas.
+    codes: their dtype, int8.   shards: the levels of the ranks that share the parameters.   replicas: those of the replicas.
+    None in place of levels: gradients are reduced in full precision over that axis.
     """
 
     codes: torch.dtype
@@ -58,9 +60,9 @@ class CodedReduction:
 
     @classmethod
     def open(cls, mesh: DeviceMesh, codes: torch.dtype | None, full_precision_ranks: int | None) -> CodedReduction | None:
-        """mesh: the group's, of one axis, or two, of which the first replicates. None without codes.
+        """Make the levels of a group's mesh, of one axis, or two, of which the first replicates. None without codes.
 
-        Collective. Raises as `neighbours`.
+        Collective. Raises ValueError as `two_levels.neighbours` does.
         """
         if codes is None:
             return None
@@ -80,19 +82,19 @@ class _Coded(NamedTuple):
     scales: torch.Tensor  # (rows, n / BLOCK) float32
 
     def of(self, numel: int) -> _Coded:
-        """The codes and scales of the first `numel` elements, rows one after the other: as one row."""
+        """The codes and scales of the first `numel` elements, counted row after row, as one row."""
         return _Coded(self.codes.view(1, -1)[:, :numel], self.scales.view(1, -1)[:, : -(-numel // BLOCK)])
 
     def after(self, numel: int) -> list[torch.Tensor]:
-        """All further codes and scales, 1-D."""
+        """All codes and scales after those of the first `numel` elements, each 1-D."""
         return [self.codes.view(-1)[numel:], self.scales.view(-1)[-(-numel // BLOCK) :]]
 
 
 class _Memory:
     """The buffer of one coded reduction: codes and scales to send and received, and further tensors.
 
-    It is allocated and released on the stream of the reduction, for as long as that runs. Hazard: with a thread for a stream it
-    has no memory while calls are made, so all views must be made before.
+    It is allocated and released on the stream of the reduction, for as long as that runs. Hazard: where the stream is a thread,
+    the buffer may have no memory yet when the caller submits work, so all views must be made before.
     """
 
     sent: _Coded
@@ -119,11 +121,11 @@ class _Memory:
 
 
 class _Batch(NamedTuple):
-    """The rows of some nodes, which one call reduces and one encodes."""
+    """The rows of some nodes: one call reduces them, and one encodes them."""
 
-    packed: torch.Tensor  # (k, nodes, s) segments of the packed gradients, those of one place after the other
-    copy: torch.Tensor | None  # of these, contiguous; None where they lie so
-    sent: torch.Tensor  # all of the copy, or of these, 1-D
+    packed: torch.Tensor  # (k, nodes, s) segments of the packed gradients, by place among the neighbours
+    copy: torch.Tensor | None  # a contiguous copy of `packed`; None if `packed` is contiguous
+    sent: torch.Tensor  # all of the copy, or without one of `packed`, 1-D
     mine: torch.Tensor  # (nodes * s,) the part of `sent` in this rank's place, in which the sum is left
     coded: _Coded  # the codes of `mine`, 1-D
 
@@ -144,7 +146,7 @@ class CodedReduceScatter:
         segment_numel: int,
         buffers: BufferMaker,
     ) -> None:
-        """packed: segments of gradients of this dtype, not sealed yet. segment_numel: a multiple of BLOCK."""
+        """packed: the buffer of the segments of gradients, in `dtype`, not sealed yet.   segment_numel: a multiple of BLOCK."""
         assert segment_numel % BLOCK == 0, "planned so"
         self._levels = levels
         nodes, ranks = levels.across.size, 1 if levels.within is None else levels.within.size
@@ -164,7 +166,10 @@ class CodedReduceScatter:
         return _Batch(packed, copy, contiguous.view(-1), contiguous[place].view(-1), coded)
 
     def run(self, out: torch.Tensor, stream: Stream) -> None:
-        """out: (segment_numel,), of the dtype of the packed gradients, which this overwrites."""
+        """Write the sum of this rank's segment to `out`, (segment_numel,), of the dtype of the packed gradients.
+
+        The packed gradients are overwritten.
+        """
         memory, within = self._memory, self._levels.within
         stream.submit(memory.buffer.allocate)
         if within is not None:
@@ -191,9 +196,9 @@ class CodedAllReduce:
 
     _levels: TwoLevels
     _memory: _Memory
-    _part: torch.Tensor | None  # of the segment, what the neighbours have reduced for this rank; None: the segment itself
+    _part: torch.Tensor | None  # the part of the segment that the neighbours reduce for this rank; None: all of it, in place
     _sent: _Coded  # the codes of the part, as one row
-    _unused: list[torch.Tensor]  # of the rows that are sent: the last ones may reach beyond the part
+    _unused: list[torch.Tensor]  # what is sent beyond the part: the last rows may be longer than the rest of it
     _total: torch.Tensor  # the sum of this rank's row of the part, float32
     _own: _Coded  # its codes, 1-D
     _received: _Coded  # the codes of the sums of all rows of the part, as one row
@@ -220,7 +225,7 @@ class CodedAllReduce:
         self._memory.buffer.seal()
 
     def run(self, x: torch.Tensor, stream: Stream) -> None:
-        """x: (segment_numel,), replaced by its sum over the replicas."""
+        """Replace `x`, (segment_numel,), by its sum over the replicas."""
         memory, (within, across) = self._memory, (self._levels.within, self._levels.across)
         part = x if self._part is None else self._part
         stream.submit(memory.buffer.allocate)
@@ -262,11 +267,11 @@ def _exchange(across: Communicator, memory: _Memory, stream: Stream) -> None:
 
 
 class QuantizedReduction(GradientReduction):
-    """Sends codes over the shard ranks, the replicas, or both. Of gradients whose parameters are laid out in whole blocks."""
+    """Sends codes over the shard ranks, the replicas, or both. The parameters must be laid out in whole blocks."""
 
     in_blocks = True
     _coded: CodedReduction
-    _over_shards: CodedReduceScatter | None  # of `_ordinary`
+    _over_shards: CodedReduceScatter | None  # reduces what is packed in `_ordinary`
     _over_replicas: CodedAllReduce | None
 
     def __init__(self, coded: CodedReduction, *about: Any) -> None:
@@ -288,7 +293,7 @@ class QuantizedReduction(GradientReduction):
                 each.discard()
 
     def has_place(self, position: int) -> bool:
-        """No: the padding of blocks has to be zero before."""
+        """False: the padding of blocks has to be zeroed before gradients are written."""
         return False
 
     @property

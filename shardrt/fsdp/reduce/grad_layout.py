@@ -1,8 +1,9 @@
 """The numbers of a group's packed gradients: where each lies, what it is multiplied by, and which are terms of a sum.
 
 `ReduceLayout` is pure geometry: the packed buffer, and the segment of it that one rank keeps. `Scaling` makes averages of sums,
-as FSDP2 does. `TermSum` is for gradients of which each tensor-parallel rank has a term only, as those of a norm on its part of
-a sequence: they are part of the packed gradients, so one all-reduce adds up all of them, before the group's reduce-scatter.
+as FSDP2 does. `TermSum` is for gradients of which each tensor-parallel rank has only a term, such as those of a norm that runs
+on its part of a sequence: they are part of the packed gradients, so one all-reduce adds up all of them, before the group's
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ReduceLayout:
 def reduce_layout(layout: Layout, trainable: Sequence[int], rank: int, align: int = ALIGN) -> ReduceLayout:
     """The gradients' layout. If everything trains and has one item size it is the parameters' own, and nothing is cut.
 
-    align: elements of which segments, and starts of gradients in them, are multiples. The parameters' own are already.
+    align: segments, and starts of gradients in them, are multiples of so many elements. In the parameters' layout they are.
     """
     itemsizes = {param.spec.itemsize for param in layout.placed}
     if len(trainable) == len(layout.placed) and len(itemsizes) == 1:
@@ -74,9 +75,9 @@ def reduce_layout(layout: Layout, trainable: Sequence[int], rank: int, align: in
 
 
 def _repacked(layout: Layout, trainable: Sequence[int], rank: int, align: int) -> ReduceLayout:
-    """Frozen parameters take no part; each segment is packed anew, so a gradient is cut where its parameter is.
+    """The layout of trainable parameters alone: each segment is packed anew, so a gradient is cut where its parameter is.
 
-    Where it fills the segments of neighbouring ranks, it is one piece.
+    Where a gradient fills the segments of neighbouring ranks, it is one piece.
     """
     segments = [(owners, _segment(layout, trainable, owners[0], align)) for owners in _alike(layout)]
     most = max(piece.offset + piece.stop - piece.start for _, segment in segments for piece in segment)
@@ -92,7 +93,7 @@ def _repacked(layout: Layout, trainable: Sequence[int], rank: int, align: int) -
 
 
 def _alike(layout: Layout) -> Iterator[range]:
-    """All ranks, in ranges of those that own as much as each other of the same parameter alone, or nothing."""
+    """All ranks in ranges: a single rank, or ranks that own nothing, or equal amounts of one parameter and nothing else."""
     edges = {0, layout.world_size}
     for param in layout.placed:
         if param.spec.nbytes:
@@ -113,7 +114,7 @@ def _segment(layout: Layout, trainable: Sequence[int], owner: int, align: int) -
 
 
 def _over(owners: range, piece: GradRange, segment_numel: int) -> Iterator[GradRange]:
-    """The pieces of ranks that are alike, by that of the first of them."""
+    """The pieces of the ranks of one range of `_alike`. piece: that of the first rank, as `_segment` returns it."""
     numel = piece.stop - piece.start
     if numel == segment_numel:
         yield GradRange(piece.position, piece.start, piece.start + len(owners) * numel, owners[0] * segment_numel)
@@ -139,10 +140,11 @@ class Scaling(NamedTuple):
     def of(
         cls, dtype: torch.dtype, ranks: int, shard_ranks: int, divide_factor: float | None, sums: bool, at_pack: bool
     ) -> Scaling:
-        """float16 is divided by about sqrt(ranks) before and after, which keeps it in range.
+        """The scaling of gradients of `dtype`. float16 is divided by about sqrt(ranks) before and after, to stay in range.
 
-        at_pack: others are divided when they are packed, which costs nothing, and then only added up. Else by the collective.
-        sums: collectives must only sum, so what was reduced is divided, unless that is done already.
+        at_pack: other dtypes are divided when they are packed, which costs nothing, and collectives only sum. False: the
+        collective divides.
+        sums: collectives must only sum, so what was reduced is divided afterwards, unless gradients were divided before.
         """
         factor = float(ranks) if divide_factor is None else divide_factor
         if dtype is torch.float16:
@@ -166,11 +168,11 @@ class Scaling(NamedTuple):
 class TermSum:
     """Adds up the pieces of a packed buffer of which each rank of `comm` has a term, through one flat buffer.
 
-    The pieces lie in it one after the other, whole parameters in order, so ranks whose layouts differ agree on it.
+    The pieces lie in it in the order of the parameters' elements, so ranks whose layouts differ agree on it.
     """
 
     _comm: Communicator
-    _indices: list[int]  # of the pieces, by parameter
+    _indices: list[int]  # of the pieces, in the order of the parameters
     _buffer: FlatBuffer  # allocated and released on the reduce stream
     _flat: torch.Tensor
     _views: list[torch.Tensor]
@@ -189,7 +191,7 @@ class TermSum:
         self._buffer.seal()
 
     def run(self, pieces: list[torch.Tensor], stream: Stream) -> None:
-        """pieces: all of the packed buffer."""
+        """Replace terms by their sums. pieces: all those of the packed buffer."""
         mine = [pieces[index] for index in self._indices]
         stream.submit(self._buffer.allocate)
         stream.submit(partial(pack_into, self._views, mine))
@@ -211,7 +213,7 @@ def term_sums(
 ) -> list[TermSum]:
     """One sum for each mesh over which terms are added up. pieces: views of a packed buffer, as in `layout`."""
     indices: dict[DeviceMesh, list[int]] = {}
-    # By parameter, not by the rank that keeps a piece: ranks of other columns cut elsewhere.
+    # The order is by parameter, not by the rank that keeps a piece: ranks of other columns cut elsewhere.
     for index, piece in sorted(enumerate(layout.pieces), key=lambda item: (item[1].position, item[1].start)):
         outer = params[piece.position].outer
         if outer is not None and outer.partial_mesh is not None:

@@ -1,4 +1,4 @@
-"""Packed gradients: the buffers that they lie in, and their way through one reduction by value."""
+"""Packed gradients: the buffers that they lie in, and the values that one step of a reduction hands to the next."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class PackBuffer:
     buffer: FlatBuffer  # an empty one if the memory is that of `grads`, which is allocated
     flat: torch.Tensor
     pieces: list[torch.Tensor]
-    whole: dict[int, torch.Tensor]  # those that are all of a gradient, by the position of the parameter
-    gaps: list[torch.Tensor]  # between the pieces, if they are read: by codes, of which a block without a number is none
+    whole: dict[int, torch.Tensor]  # the pieces that are all of a gradient, by the position of the parameter
+    gaps: list[torch.Tensor]  # what is between the pieces, if codes are sent: a NaN there would make its whole block NaN
     cuts: Sequence[tuple[GradRange, int]]  # what each piece is, and the shard dim of its parameter
     uncut: bool  # every gradient is one piece, in the parameters' order
-    grads: NewGrads | None = None  # the sharded gradients that it is, of a single shard rank
+    grads: NewGrads | None = None  # the sharded gradients whose memory this is, on a single shard rank
     own: torch.Tensor | None = None  # this rank's segment, if it is to be written there: in a symmetric window
 
     def in_grads(self, grads: NewGrads) -> PackBuffer:
-        """Laid out alike, in new gradients of a single shard rank: their parts are the pieces."""
+        """The same layout in the memory of new gradients of a single shard rank: their parts are the pieces."""
         assert grads.segment is not None, "all gradients are packed, and none is converted"
         pieces, whole = [], {}
         for (piece, _), like in zip(self.cuts, self.pieces, strict=True):
             part = grads.parts[piece.position]
-            if part.dim() != like.dim():  # of a scalar it is (1,)
+            if part.dim() != like.dim():  # the part of a scalar is (1,)
                 part = part.view(like.shape)
             pieces.append(part)
             whole[piece.position] = part
@@ -60,9 +60,9 @@ class PackBuffer:
             gap.zero_()
 
     def fill(self, grads: Sequence[torch.Tensor | None], scale: float, copy: Copy, in_place: Set[int]) -> None:
-        """Copy or add (`copy`) gradients piece by piece; a copy of one that is missing is zeros.
+        """Copy or add gradients piece by piece, as `copy` does. If it copies, zeros stand for a gradient that is missing.
 
-        in_place: positions whose gradient is there.
+        in_place: positions whose gradient is in its place already.
         """
         views, sources = self.pieces, [grad for grad in grads if grad is not None]
         if self.uncut and not in_place and len(sources) == len(grads):
@@ -87,7 +87,7 @@ def lay_out(
     gaps: Sequence[tuple[int, int]],
     own: slice | None = None,
 ) -> PackBuffer:
-    """The views of a buffer that holds these pieces of gradients. gaps: as elements (start, stop).   own: likewise."""
+    """The views of a buffer that holds these pieces of gradients. gaps: (start, stop) in elements.   own: likewise."""
     flat = buffer.view(dtype, 0, (buffer.nbytes // dtype.itemsize,))
     views, whole = [], {}
     for piece in pieces:
@@ -104,11 +104,11 @@ def lay_out(
 
 
 class Accumulated(NamedTuple):
-    """Gradients of backwards without synchronisation."""
+    """Packed gradients of backwards without synchronisation of gradients."""
 
     source: PackBuffer
     positions: frozenset[int]
-    scaling: Scaling  # by whose `before` they are multiplied
+    scaling: Scaling  # they are multiplied by its `before`
 
 
 class Output(Enum):
@@ -123,13 +123,13 @@ class PackedGrads(NamedTuple):
     """Gradients on their way through one reduction. (A tuple: a frozen dataclass takes three times as long to make.)"""
 
     source: PackBuffer  # what is sent
-    new: NewGrads | None  # the fresh gradients; None if there are none, or nothing is published
-    older: dict[int, torch.Tensor]  # gradients to which it is added: this rank's parts, by position
+    new: NewGrads | None  # memory of the fresh gradients; None if there are none, or nothing is published
+    older: dict[int, torch.Tensor]  # earlier gradients to which the result is added: this rank's parts, by position
     out: torch.Tensor  # (s,) what is received: the sharded gradients themselves, or scratch
     scaling: Scaling
     positions: frozenset[int]  # of the parameters that have a gradient in it
     fresh: Sequence[int]  # of these, the parameters without an earlier gradient
     result: Output
-    adds_partial: bool  # to what earlier backwards have reduced within the replica
+    adds_partial: bool  # the result is added up with what earlier backwards have reduced within the replica
     used: Sequence[FlatBuffer]  # to be released on `stream` after publish()
-    stream: Stream  # that has packed, and has allocated all of it
+    stream: Stream  # the one that has packed, and has allocated all of this

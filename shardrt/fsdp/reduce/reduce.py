@@ -3,18 +3,18 @@
 | step                 | stream      | before -> after                                     | cost                              |
 |----------------------|-------------|-----------------------------------------------------|-----------------------------------|
 | pack                 | compute     | unsharded grads -> packed (N * s,), cast or added   | gradients read, packed written    |
-| sum_terms            | reduce      | pieces of packed -> their sums over a third mesh    | 1 all-reduce; pieces copied twice |
+| sum_terms            | reduce      | pieces of packed -> sums over tensor-parallel ranks | 1 all-reduce; pieces copied twice |
 | launch               | reduce      | packed (N * s,) -> this rank's segment (s,)         | 1 reduce-scatter                  |
 | launch_over_replicas | post_reduce | the segment, averaged over the replicas if any      | 1 all-reduce                      |
 | publish              | post_reduce | segment -> `.grad`s, cast or added if necessary     | nothing, or the segment read once |
 
-`pack` copies what is not there yet: where all streams are the caller's thread, weight gradients of large linear layers are
-computed in the packed buffer (`params/in_place.py`). For a library that would multiply before it adds, `pack` divides
-(`Scaling`).
+`pack` copies what is not there yet: where all streams run on the caller's thread, weight gradients of large linear layers are
+computed in the packed buffer (`params/in_place.py`). Where a communication library would multiply each term before it adds,
+`pack` divides instead (`Scaling`).
 `sum_terms` is for tensor-parallel parameters of whose gradients each rank has a term only (`TermSum`).
 Where gradients are sent as codes, `launch` and `launch_over_replicas` have steps of their own (`coded.py`).
 Legend: N ranks; s elements in a segment; `post_reduce` is the reduce stream, or with replicas a stream of its own, so that
-the next reduce-scatter runs beside the all-reduce. Without casts and gradients from before the segment *is* the `.grad`s.
+the next reduce-scatter runs beside the all-reduce. Without casts and without earlier gradients the segment *is* the `.grad`s.
 A single shard rank packs its gradients directly into the new sharded ones, if there are none yet. Without replicas, and where
 nothing is done to gradients on their way, it packs none (`unpacked.py`).
 `pack` returns everything that the later steps need. Between backwards a reduction holds only what `HeldGrads` names; what a
@@ -45,16 +45,16 @@ _NONE: frozenset[int] = frozenset()
 
 
 class GradientReduction:
-    """Packs, reduces and publishes the gradients of one group's trainable parameters, as numbers.
+    """Packs, reduces and publishes the gradients of one group's trainable parameters, without codes.
 
-    Gradients that are reduced at once are packed into the `comm_buffer`, if there is one and they fit.
-    Strategies for others: `CustomReduction` here, `coded.QuantizedReduction`, which sends codes, and
+    Gradients that are reduced as soon as they are packed are packed into the `comm_buffer`, if there is one and they fit.
+    Other strategies: `CustomReduction` here, `coded.QuantizedReduction`, which sends codes, and
     `unpacked.UnpackedReduction` for a single rank.
     """
 
-    in_blocks: ClassVar[bool] = False  # parameters begin with a block of codes, and what fills up a block is read
-    launches_jointly: bool  # launch() may be one of a group of calls: it uses at once nothing that it has received
-    launches_jointly_over_replicas: bool = True  # launch_over_replicas() may
+    in_blocks: ClassVar[bool] = False  # each parameter begins a new block of codes, and the padding of a block is read
+    launches_jointly: bool  # launch() may be one of a group of calls: it does not read at once what it receives
+    launches_jointly_over_replicas: bool = True  # so may launch_over_replicas()
     params: list[ShardedParam]  # the trainable ones
     grads: ShardedGrads
     partial_sums: list[TermSum]  # one for each mesh over which terms of gradients are added up
@@ -62,16 +62,16 @@ class GradientReduction:
     _replicas: Communicator | None
     _settings: StepSettings
     _dtype: torch.dtype  # in which gradients are reduced
-    _ranks: int  # that are averaged over
+    _ranks: int  # the number of ranks that are averaged over
     _everything: frozenset[int]  # the positions of all parameters
     _accumulated: Accumulated | PackedGrads | None  # packed, not published; written by pack(), publish() and discard()
     _partial: PackBuffer  # (s,) gradients that are reduced within a replica only, as one piece
     _partial_positions: frozenset[int]  # parameters with a gradient in `_partial`; written by publish() and discard()
     _ordinary: PackBuffer
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
-    _early: PackBuffer | None  # where place() has made tensors since the last pack(); written by these and drop_early()
+    _early: PackBuffer | None  # where place() has made tensors since the last pack(); written by both and drop_early()
     _given: Given  # what place() has made since the last pack()
-    _stream: Stream  # on which what is held, or begun by place(), was allocated; written by pack() and place()
+    _stream: Stream  # the stream that allocated what is held or was begun by place(); written by pack() and place()
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class GradientReduction:
         buffers: BufferMaker,
         comm_buffer: CommBuffer | None = None,
     ) -> None:
-        """params: all of the group, of which those take part that require gradients.   dtype: in which they are reduced."""
+        """params: all of the group's; those that require gradients take part.   dtype: that in which gradients are reduced."""
         trainable = [index for index, param in enumerate(params) if param.sharded.requires_grad]
         self.params = [params[index] for index in trainable]
         self._comm, self._replicas, self._settings, self._dtype = comm, replicas, settings, dtype
@@ -125,18 +125,18 @@ class GradientReduction:
 
     @property
     def held(self) -> HeldGrads:
-        """What earlier backwards have left; ACCUMULATED also if there are partial gradients beside."""
+        """What earlier backwards have left; ACCUMULATED also if there are partial gradients as well."""
         if self._accumulated is not None:
             return HeldGrads.ACCUMULATED
         return HeldGrads.PARTIAL if self._partial_positions else HeldGrads.NOTHING
 
     def packs_on(self, stream: Stream) -> Stream:
-        """The stream to pack on: this one, or where memory is held, in which gradients are added up or computed, its own."""
+        """The stream to pack on: `stream`, or, if a buffer with gradients is held, the stream that allocated it."""
         return stream if self._early is None and self.held is HeldGrads.NOTHING else self._stream
 
     @property
     def needs_reduction(self) -> bool:
-        """A reduction now would publish something that is held."""
+        """Whether a reduction now would publish something that is held."""
         held = self.held
         return held is HeldGrads.ACCUMULATED or (held is HeldGrads.PARTIAL and self._publishes)
 
@@ -158,19 +158,19 @@ class GradientReduction:
     # ------------------------------------------------------------------ gradients that are computed where they are packed
 
     def has_place(self, position: int) -> bool:
-        """place() may make a tensor for this parameter: it is packed as one piece, as it is."""
+        """Whether place() may make a tensor for this parameter: its gradient is packed as one piece, without a cast."""
         is_packed = self._ranks > 1 and self.params[position].unsharded.dtype == self._dtype
         return is_packed and position in self._ordinary.whole
 
     def place(self, position: int, compute: Stream) -> torch.Tensor | None:
-        """A tensor where pack() would copy this gradient, which autograd computes there and has as the gradient until then.
+        """A tensor in the place to which pack() would copy this gradient. Autograd computes and holds the gradient there.
 
-        None: there is none now, or it was made since the last pack(). Only for parameters that `has_place`, and where all
-        streams are the caller's thread.
+        None: the place cannot be had now, or was given away since the last pack(). Only for parameters with `has_place`, and
+        only where all streams run on the caller's thread.
         """
         if position in self._given or self._accumulated is not None:
             return None
-        if self._scaling().before != 1.0 or self._settings.reduce_hook is not None:  # which sees zeros between the gradients
+        if self._scaling().before != 1.0 or self._settings.reduce_hook is not None:  # a hook has to see zeros in the padding
             return None
         if self._early is None:
             self._early, self._stream = self._early_source(compute), compute
@@ -192,7 +192,7 @@ class GradientReduction:
         return source
 
     def drop_early(self) -> None:
-        """End what place() has begun: gradients get memory of their own, and what was allocated is freed."""
+        """Undo what place() has begun: gradients get memory of their own, and what was allocated is freed."""
         early, self._early = self._early, None
         if early is None:
             return
@@ -208,7 +208,7 @@ class GradientReduction:
 
     @property
     def _comm_buffer(self) -> CommBuffer | None:
-        """In which `_in_comm_buffer` is."""
+        """The `CommBuffer` in which `_in_comm_buffer` lies, if there is one."""
         return None if self._in_comm_buffer is None else cast(CommFlatBuffer, self._in_comm_buffer.buffer).comm_buffer
 
     # ------------------------------------------------------------------ a reduction, in order
@@ -216,8 +216,8 @@ class GradientReduction:
     def pack(self, grads: Sequence[torch.Tensor | None], compute: Stream) -> PackedGrads | None:
         """Copy gradients into a buffer, or add them to accumulated ones. None in `grads`: that parameter has none.
 
-        Returns what to launch and publish; None without synchronisation of gradients: then they stay here, accumulated. None
-        also if they are published already, as they are.
+        Returns: what to launch and publish. None without synchronisation of gradients: then they stay here, accumulated. None
+        also if they were published at once, without a reduction.
         compute: what `packs_on` returns.
         """
         self._stream = compute
@@ -243,7 +243,7 @@ class GradientReduction:
         return packed
 
     def _take_early(self, source: PackBuffer, grads: Sequence[torch.Tensor | None], compute: Stream) -> frozenset[int]:
-        """Which of these gradients are in `source`, which is about to be written. What place() has begun is over."""
+        """End what place() has begun. Returns: which of these gradients lie in `source`, which is about to be written."""
         if self._early is not source:
             self.drop_early()
             return _NONE
@@ -260,7 +260,7 @@ class GradientReduction:
         return Scaling.of(self._dtype, self._ranks, self._comm.size, factor, sums, self._divides_at_pack)
 
     def _prepare(self, positions: frozenset[int], scaling: Scaling, compute: Stream) -> PackedGrads:
-        """Allocate what the reduction will write: the gradients themselves, if it is all of them, without a conversion."""
+        """Allocate what the reduction will write: all gradients, if they are new and not converted; else scratch."""
         publishes, adds_partial = self._publishes, bool(self._partial_positions)
         if adds_partial:
             positions |= self._partial_positions
@@ -284,7 +284,7 @@ class GradientReduction:
         return PackedGrads(source, new, older, out, scaling, positions, fresh, result, adds_partial, used, compute)
 
     def _source(self, compute: Stream, *, fills_grads: bool) -> PackBuffer:
-        """Where to pack gradients that are reduced at once, if none are packed. fills_grads: all of the result is gradients.
+        """Where to pack gradients that are then reduced, if none are packed yet. fills_grads: the result is all new gradients.
 
         Invariant: the order of reductions alone decides whether that is the `CommBuffer`: NCCL must know the memory of all
         ranks, or of none. What place() has made there, on this rank only, is copied away when another group packs.
@@ -297,7 +297,7 @@ class GradientReduction:
         return self._ordinary if source is None or not source.buffer.available else source
 
     def _zero_padding(self, source: PackBuffer, compute: Stream) -> None:
-        """Hooks see the padding; where codes are sent it shares their blocks."""
+        """Zero the padding if it is read: a hook sees it, and codes share their blocks with it."""
         if self._settings.reduce_hook is not None:
             compute.submit(source.flat.zero_)
         elif source.gaps:
@@ -309,11 +309,11 @@ class GradientReduction:
             each.run(packed.source.pieces, stream)
 
     def launch(self, packed: PackedGrads, stream: Stream) -> None:
-        """Average what is packed over the ranks."""
+        """Average what is packed over the ranks that share the parameters."""
         is_there = packed.source.grads is not None and packed.result is Output.GRADS
         if is_there and not isinstance(packed.scaling.op, PreMulSum):
             return  # a single rank's gradients are its average
-        # NCCL before 2.29 wants what it writes in a window as well. Cost: one segment copied.
+        # NCCL before 2.29 needs its output in the window as well. Cost: one segment copied.
         own = packed.source.own
         out = packed.out if own is None else own
         self._comm.reduce_scatter(out, packed.source.flat, packed.scaling.op, stream=stream)
@@ -321,7 +321,7 @@ class GradientReduction:
             stream.submit(partial(packed.out.copy_, own))
 
     def launch_over_replicas(self, packed: PackedGrads, stream: Stream) -> None:
-        """Average what was launched over the replicas, with what earlier backwards left, or leave it for a later one.
+        """Average over the replicas what launch() reduced, with what earlier backwards left; or leave it for a later one.
 
         Only where there are replicas.
         """
@@ -338,7 +338,7 @@ class GradientReduction:
         self._replicas.all_reduce(packed.out, packed.out, packed.scaling.all_reduce_op, stream=stream)
 
     def publish(self, packed: PackedGrads, stream: Stream) -> None:
-        """Make what was launched the sharded gradients, or add it to earlier ones; nothing if it stays partial."""
+        """Make what was reduced the sharded gradients, or add it to earlier ones. If it stays partial, publish nothing."""
         if packed.result is Output.PARTIAL:
             self._accumulated, self._partial_positions = None, packed.positions
             return
@@ -364,9 +364,9 @@ def _call_hook(hook: Callable[[torch.Tensor], None], out: torch.Tensor, stream: 
 
 
 class CustomReduction(GradientReduction):
-    """With the user's reduce-scatter, from memory that it allocates.
+    """Reduces with a reduce-scatter of the user's, from memory that it allocates.
 
-    It gets the operation that averages, as FSDP2's do, and sees the padding.
+    The user's reduce-scatter gets the operation that averages, as FSDP2's do, and sees the padding, which is zero.
     """
 
     def __init__(self, *about: Any) -> None:
@@ -384,7 +384,7 @@ class CustomReduction(GradientReduction):
         return buffers.make_in(given, BufferKind.PACKED, nbytes)
 
     def has_place(self, position: int) -> bool:
-        """No: a collective of the user's sees memory that it has allocated when it is packed, padding included."""
+        """False: pack() zeroes all of the memory first, since the user's reduce-scatter sees the padding."""
         return False
 
     @property
@@ -405,7 +405,7 @@ class CustomReduction(GradientReduction):
 
 
 class SetAside:
-    """A group's reductions that hold gradients, by the parameters they are of; those of the trainable ones are not here.
+    """A group's reductions that hold gradients of parameters which are not trainable now, by these parameters.
 
     Two optimizers that take turns, as those of a GAN, switch `requires_grad` of each other's parameters off. Gradients that one
     of them accumulates without reducing them are set aside meanwhile, with their reduction, until its parameters are on again.
@@ -417,7 +417,7 @@ class SetAside:
         self._reductions = {}
 
     def holds(self, current: GradientReduction | None) -> bool:
-        """The group holds gradients. current: its reduction."""
+        """Whether the group holds gradients. current: its reduction, which is of the trainable parameters."""
         return bool(self._reductions) or (current is not None and current.held is not HeldGrads.NOTHING)
 
     def exchange(
@@ -425,8 +425,9 @@ class SetAside:
     ) -> GradientReduction | None:
         """Set `current` aside if it holds gradients. Returns: the reduction that holds those of exactly `trainable`, if any.
 
-        group: its name and rank, for the error: RuntimeError if only some of the parameters of a reduction that holds gradients
-        are trainable, or others with them. Nothing is changed then.
+        group: its name and rank, for the error.
+        Raises RuntimeError, and changes nothing, if some of the parameters of a reduction that holds gradients are trainable
+        and they are not exactly the trainable ones.
         """
         held = dict(self._reductions)
         if current is not None and current.held is not HeldGrads.NOTHING:
@@ -443,7 +444,7 @@ class SetAside:
         return found
 
     def discard(self) -> None:
-        """Forget them, after a failed iteration."""
+        """Forget these reductions, after a failed iteration."""
         for reduction in self._reductions.values():
             reduction.discard()
         self._reductions = {}

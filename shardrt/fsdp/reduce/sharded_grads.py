@@ -1,7 +1,7 @@
 """The sharded gradients of a group: their memory, and how a reduced segment becomes them.
 
-As in a model that is not sharded, each step makes gradients of its own, and `zero_grad()` frees them: between steps their
-memory is there for activations. Those of a group are views of one storage, which lives as long as one of them is kept.
+As in a model that is not sharded, each step makes gradients of its own, and `zero_grad()` frees them: then their memory is free
+for activations. The gradients of a group are views of one storage, which lives as long as one of them is kept.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..params.layout import round_up
 from ..params.param import ShardedParam, local_geometry
 from .grad_layout import ReduceLayout
 
-# Of each storage that becomes sharded gradients of a group: before anything is in it, or, if they are autograd's, when they are
-# published or kept for a later backward.
+# Observers are told of each storage that becomes sharded gradients of a group: before anything is in it, or, if autograd
+# has made the gradients, when they are published or kept for a later backward.
 observers = Observers[Callable[[HasName, torch.UntypedStorage], None]]()
 observing_grads = observers.observing
 
@@ -36,7 +36,7 @@ class NewGrads(NamedTuple):
     """Memory for gradients of a group, in one step."""
 
     segment: torch.Tensor | None  # (s,) in the reduce dtype, if these are all gradients and reduced values are not converted
-    parts: dict[int, torch.Tensor]  # this rank's of each gradient, by position
+    parts: dict[int, torch.Tensor]  # this rank's part of each gradient, by position
 
 
 class ShardedGrads:
@@ -52,8 +52,8 @@ class ShardedGrads:
     _params: Sequence[ShardedParam]
     _sharded: list[nn.Parameter]
     _group: HasName
-    _device: torch.device  # that reduces
-    _offloads: bool  # gradients lie elsewhere
+    _device: torch.device  # the one that reduces
+    _offloads: bool  # gradients lie on another device
     _starts: list[int]  # where each gradient begins in the segment, in bytes
     _geometry: list[tuple[torch.Size, tuple[int, ...]]]  # shape and strides of each gradient
     _scratch_views: list[torch.Tensor]  # the gradients' shapes in `scratch`
@@ -82,7 +82,7 @@ class ShardedGrads:
         self.scratch.seal()
 
     def new(self, positions: Sequence[int], stream: Stream) -> NewGrads:
-        """Gradients of one step, at these positions, with memory that is allocated on `stream`, not initialised.
+        """Make the gradients of one step at these positions, with memory that is allocated on `stream`, not initialised.
 
         Hazard: on CUDA it may be allocated again, on `stream`, as soon as nothing refers to it: keep it until the other streams
         that use it are done.
@@ -113,18 +113,18 @@ class ShardedGrads:
         return NewGrads(view(params[0].dtype, 0, self.scratch_flat.shape, (1,)) if fills_segment else None, parts)
 
     def tell_observers(self, storage: torch.UntypedStorage) -> None:
-        """This storage holds sharded gradients of the group until it dies."""
+        """Tell observers that this storage holds sharded gradients of the group until it dies."""
         for observer in observers.all:
             observer(self._group, storage)
 
     def missing(self, positions: Iterable[int]) -> list[int]:
-        """Of these, the parameters without a gradient from before."""
+        """Those of these positions whose parameters have no gradient from before."""
         sharded = self._sharded
         return [position for position in positions if sharded[position].grad is None]
 
     @property
     def are_missing(self) -> bool:
-        """No parameter has a gradient from before."""
+        """Whether no parameter has a gradient from before."""
         return all(param.grad is None for param in self._sharded)
 
     def fold(self, new: NewGrads | None, fresh: Sequence[int], older: dict[int, torch.Tensor]) -> None:
@@ -165,7 +165,7 @@ class ShardedGrads:
         sharded.grad = param.sharded_like(param.part_of(whole, sharded.spec).clone())  # type: ignore[attr-defined]
 
     def assign(self, new: NewGrads, fresh: Sequence[int], stream: Stream) -> None:
-        """Make these the parameters' gradients, as hooks change them on the stream that makes them."""
+        """Make these the parameters' gradients. Hooks of the user's may change them, on the stream that makes them."""
         for position in fresh:
             if user_hooks(self._sharded[position]):
                 self._arrive(position, stream)
@@ -181,6 +181,6 @@ class ShardedGrads:
                     stream.submit(partial(hook, self._sharded[position]))
 
     def _arrive(self, position: int, stream: Stream) -> None:
-        """A hook is about to read the gradient: if it is offloaded, on the host."""
+        """Wait for the gradient if it is offloaded: a hook is about to read it, on the host."""
         if self._params[position].local.device != stream.device:
             stream.synchronize()

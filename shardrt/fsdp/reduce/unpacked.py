@@ -1,6 +1,6 @@
 """Gradients that need no reduction: what autograd has made becomes the sharded gradients, without a copy.
 
-So it is on a single rank, where gradients are accumulated in the parameters' own dtypes and nothing is done to them on their
+This holds on a single rank where gradients are accumulated in the parameters' own dtypes and nothing is done to them on their
 way: no factor, no hook, no custom collective, no zeros for parameters without a gradient. As in a model that is not sharded,
 each step makes gradients of its own, and `zero_grad()` frees them.
 """
@@ -29,11 +29,11 @@ class UnpackedReduction(GradientReduction):
     It packs them where the settings ask for something to be done to them.
     """
 
-    _kept: Grads = ()  # of backwards without synchronisation; () for none; written by pack() and discard()
+    _kept: Grads = ()  # gradients of backwards without synchronisation; () for none; written by pack() and discard()
 
     @staticmethod
     def suits(params: Sequence[ShardedParam], comm: Communicator, replicas: Communicator | None, dtype: torch.dtype) -> bool:
-        """Nothing is to be reduced, converted, moved or added up for these trainable parameters."""
+        """Whether nothing is to be reduced, converted, moved or added up for these trainable parameters."""
         return (
             comm.size == 1
             and replicas is None
@@ -67,9 +67,10 @@ class UnpackedReduction(GradientReduction):
         return None
 
     def _takes(self, grads: Grads) -> bool:
-        """The settings ask for nothing to be done to gradients, and these are plain dense tensors in the parameters' dtypes.
+        """Whether these gradients can be published as they are.
 
-        And of no graph, as `backward(create_graph=True)` makes them.
+        The settings must ask for nothing to be done to them, and they must be plain dense tensors in the parameters' dtypes
+        that are in no graph, unlike those of `backward(create_graph=True)`.
         """
         settings = self._settings
         if settings.reduce_hook is not None or settings.reduce_unused or settings.divide_factor not in (None, 1):
@@ -85,7 +86,7 @@ class UnpackedReduction(GradientReduction):
         return True
 
     def _publish(self, grads: Grads, compute: Stream) -> None:
-        """On `compute`."""
+        """Make these the sharded gradients, or add them to earlier ones. This runs on `compute`."""
         positions, older, newer, earlier = [], [], [], self.grads
         for position, grad in enumerate(grads):
             if grad is None:

@@ -6,12 +6,12 @@
 | before the module's forward        | `pre_forward`    | unshard, wait_unsharded, gather ahead              |
 | after it                           | `post_forward`   | reshard (unless the settings keep the parameters)  |
 | before its outputs' gradients flow | `_pre_backward`  | unshard, wait_unsharded, gather ahead              |
-| a parameter's gradient is ready    | `_on_gradient`   | the last one: reduce                               |
+| a parameter's gradient is ready    | `_on_gradient`   | reduce, if it was the last one                     |
 | its inputs' gradients are ready    | `_post_backward` | reduce (what is left), reshard                     |
 | the backward ends                  | `Runtime._end_backward` | reduce and reshard what is left             |
 
-Gradients are watched one by one (`_on_gradient`) only in groups that run on inputs that want no gradient: for the others
-`_post_backward` comes at the same time, and once. A forward inside a backward is a recomputation (activation
+Gradients are watched one by one (`_on_gradient`) only in groups whose modules run on inputs that require no gradient: in the
+others `_post_backward` fires at the same time, and only once. A forward inside a backward is a recomputation (activation
 checkpointing): it gathers, but leaves resharding, the phase and the recorded order to the backward around it.
 """
 
@@ -101,13 +101,13 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
                 group.finish_forward()
         if group is runtime.root:
             runtime.end_forward()
-        elif group.visible.unsharded and runtime.root.calls.phase is GroupPhase.IDLE:  # called beside the root
+        elif group.visible.unsharded and runtime.root.calls.phase is GroupPhase.IDLE:  # outside the root's forward
             group.leave_unsharded()
     return output
 
 
 def _check_output_type(group: ParamGroup, output: object) -> None:
-    """RuntimeError if tensors cannot be found in the output: their backward would run without gathered parameters."""
+    """Raise RuntimeError if tensors cannot be found in the output: their backward would run without gathered parameters."""
     if not isinstance(output, (type(None), bool, int, float, str, tuple, list, dict)):
         raise RuntimeError(
             f"'{group.name}' returns a {type(output).__name__}, in which tensors cannot be found (rank {group.mesh.rank}): "
@@ -116,7 +116,7 @@ def _check_output_type(group: ParamGroup, output: object) -> None:
 
 
 def _check_no_parameters(group: ParamGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """RuntimeError if a parameter, or a view of one, leaves the module: its memory is about to be freed."""
+    """Raise RuntimeError if a parameter, or a view of one, leaves the module: its memory is about to be freed."""
     for tensor in tensors:
         if group.params and group.gather.full.holds(tensor):
             raise RuntimeError(
@@ -159,7 +159,7 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
     runtime.begin_backward()
     if not group.calls.begin_backward(call, group):
         if group.visible.unsharded:
-            group.wait_unsharded()  # this output's stream may be another
+            group.wait_unsharded()  # this output may be on another stream
         return
     group.note_gradients()
     with ranged("FSDP::pre_backward", group):

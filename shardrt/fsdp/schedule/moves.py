@@ -1,7 +1,7 @@
 """`to()`, `to_empty()`, `half()` and the like on sharded modules: what torch's `nn.Module._apply` does on plain ones.
 
 Torch's own `_apply` moves buffers and the parameters that no group has. The groups' parameters are hidden from it: none of its
-ways of replacing a parameter (`.data`, a new object, `swap_tensors`) works on shards. For them it depends on what `fn` returns:
+ways of replacing a parameter (`.data`, a new object, `swap_tensors`) works on shards. For shards, the result of `fn` decides:
 
 | `fn(shard)`                            | done                                                                     |
 |----------------------------------------|--------------------------------------------------------------------------|
@@ -39,7 +39,7 @@ _unwritten: WeakKeyDictionary[nn.Module, dict[str, tuple[torch.Tensor, int]]] = 
 
 @contextmanager
 def hidden(groups: Iterable[ParamGroup]) -> Iterator[None]:
-    """Inside, the modules have none of these groups' parameters."""
+    """Inside the block, the modules register none of these groups' parameters."""
     registered = [(owner, owner.registered) for group in groups for param in group.params for owner in param.owners]
     for owner, _ in registered:
         owner.registry[owner.attribute] = None

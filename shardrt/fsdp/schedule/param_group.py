@@ -11,8 +11,8 @@
 
 Legend: N ranks; S bytes in a segment of the layout; k neighbouring ranks. Compute is the stream that is current: the user may
 call each module on another.
-Invariant: between these steps, what is gathered exists exactly while `ready` is not None. Only a gather that failed leaves
-memory without it, which the next one uses.
+Invariant: between these steps, what is gathered exists exactly while `ready` is not None. Only a gather that failed may leave
+memory allocated while `ready` is None; the next gather uses that memory.
 `hooks.py` calls these steps around a module's forward and backward; `runtime.py` calls the reduction for several groups at a
 time, and its last steps on the group's `GradientReduction`. How parameters are gathered is in `gather/`, how gradients are
 reduced in `reduce/`.
@@ -57,7 +57,8 @@ if TYPE_CHECKING:  # a group and its runtime refer to each other
 class GroupSettings(StepSettings):
     """The settings of a group.
 
-    forward_prefetch, backward_prefetch: the groups to gather ahead of it. None: those that the recorded order names.
+    forward_prefetch, backward_prefetch: the groups to gather ahead when its forward or backward starts. None: those that the
+    recorded order names.
     """
 
     forward_prefetch: list[ParamGroup] | None = None
@@ -84,8 +85,8 @@ class ParamGroup:
     reduce_comm: Communicator
     all_reduce_comm: Communicator | None
     calls: ModuleCalls
-    gather_kind: type[Gather]  # of what is not quantised
-    _coded: CodedReduction | None  # as the policy was given
+    gather_kind: type[Gather]  # how the parameters are gathered if they are not quantised
+    _coded: CodedReduction | None  # how the policy, as it was given, reduces with codes
     _modules: Sequence[ref[nn.Module]]
 
     name: str  # the full names of its modules, once the root is known; written by rename()
@@ -99,25 +100,25 @@ class ParamGroup:
     params: Sequence[ShardedParam]
     gather: Gather
     layout: Layout
-    quantization: QuantizationPolicy  # what holds now
-    coded: CodedReduction | None  # so does this
+    quantization: QuantizationPolicy  # the part of the policy that applies to these parameters
+    coded: CodedReduction | None  # `_coded`, if gradients of these parameters are reduced with codes
     nbytes: int  # of the gathered parameters
-    bucket_nbytes: int  # the same on all ranks, those of other columns included: what fills a bucket of reductions
+    bucket_nbytes: int  # what the group adds to a bucket of reductions: the same on all ranks, those of other columns included
     visible: VisibleParams
 
     # Written by attach().
     runtime: Runtime | None  # that of the root, made by its first forward; written by detach() too
     _streams: Streams
-    _note: Callable[..., None]  # into the flight recorder
+    _note: Callable[..., None]  # writes to the flight recorder
 
     # Written by a step.
     ready: Work | None  # done when the parameters are gathered; None while sharded; written by unshard() and reshard()
-    _readers: dict[Stream, None]  # on which what is gathered was used; written by wait_unsharded() and reshard()
-    _grad_streams: dict[Stream, None]  # on which gradients were made since the last pack_grads(); written by note_gradients()
+    _readers: dict[Stream, None]  # streams that used what is gathered; written by wait_unsharded() and reshard()
+    _grad_streams: dict[Stream, None]  # streams that made gradients since the last pack_grads(); written by note_gradients()
     trainable: list[ShardedParam]  # written by refresh_trainable() and detach()
     reduction: GradientReduction | None  # of the trainable parameters; written with them
     set_aside: SetAside  # gradients of parameters that are not trainable now
-    _sees_dtensors: bool  # the modules do, by an extension of the user's; written with them
+    _sees_dtensors: bool  # an extension of the user's shows DTensors to the modules; written with `trainable`
     _versions: list[int]  # of the shards at the last invalidate_stale(); others now mean that shards have changed since
 
     def __init__(
@@ -147,7 +148,7 @@ class ParamGroup:
         self.runtime, self.ready, self.set_aside = None, None, SetAside()
         self._readers, self._grad_streams = {}, {}
         self.trainable, self.reduction, self._versions = [], None, []
-        # Made here, where every rank is: in a pipeline, ranks of a later stage wait for the output of this one.
+        # Communicators are made here, where every rank is: in a pipeline, ranks of a later stage wait for this one's output.
         for param in params:
             if param.outer is not None:
                 param.outer.open_communicators(mesh)
@@ -164,7 +165,7 @@ class ParamGroup:
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """Those that were sharded together, but for those that are gone."""
+        """The modules that were sharded together, except for those that no longer exist."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
     def _take(self, params: Sequence[ShardedParam]) -> None:
@@ -230,7 +231,7 @@ class ParamGroup:
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Its modules have full parameters for their forward only, so must not return any."""
+        """Whether the full parameters are freed after a forward. Then its modules must not return any of them."""
         if self.settings.reshard_after_forward is None:
             return self.parent is not None or not torch.is_grad_enabled()
         return self.settings.reshard_after_forward is not False
@@ -257,8 +258,8 @@ class ParamGroup:
         self._sees_dtensors = any(isinstance(param.unsharded, DTensor) for param in trainable)
         if trainable:
             self.reduction = found or self._make_reduction(self.runtime, trainable)
-            # Cost: a group around others would have its packed buffer for all of the backward. Where reductions overlap compute
-            # the last one has the buffer while gradients are computed: 10 of 12 groups would be refused it.
+            # Cost: a group around others would hold the packed buffer for all of the backward. Where reductions overlap
+            # compute, the last one holds the buffer while gradients are computed: 10 of 12 groups would not get it.
             if self.runtime.is_large(self.nbytes) and not self.children and not self._streams.reduce.overlaps:
                 self.visible.set_linear(
                     give_places(trainable, self.reduction.has_place, self.reduction.place, self.calls, self._streams)
@@ -285,7 +286,7 @@ class ParamGroup:
 
     @property
     def sums_terms(self) -> bool:
-        """Some trainable parameters have terms of gradients only, which are added up over the ranks of another mesh."""
+        """Whether each rank has only terms of some gradients, which are added up over the ranks of another mesh."""
         return self.reduction is not None and bool(self.reduction.partial_sums)
 
     def invalidate_stale(self) -> None:
@@ -312,7 +313,7 @@ class ParamGroup:
                 self.ready = self.gather.launch(self._streams.gather)
 
     def wait_unsharded(self) -> None:
-        """Let compute wait for the gather and the modules see full parameters. No-op if it has, and they do."""
+        """Let compute wait for the gather, and let the modules see full parameters. No-op if both are done."""
         if self.ready is None:
             return
         compute = self._streams.compute
@@ -359,7 +360,7 @@ class ParamGroup:
             self.reshard()
 
     def finish_forward(self) -> None:
-        """A forward that reshards has used the parameters for the last time. By the settings, keep a part for the backward."""
+        """Reshard after the parameters' last use in a forward. If the settings say so, keep a part for the backward."""
         ranks = self.settings.reshard_after_forward
         if isinstance(ranks, bool) or ranks is None or self.gather.resident or not torch.is_grad_enabled():
             self.reshard()
@@ -367,9 +368,10 @@ class ParamGroup:
             self.reshard_to_subgroup(ranks)
 
     def leave_unsharded(self) -> None:
-        """A forward is over, and the parameters stay gathered: the user can reach them, or sees shards, which have gradients.
+        """End a forward after which the parameters stay gathered.
 
-        Without gradients no backward follows, after which the user would see shards again.
+        With gradients enabled, or inside of `unsharded`, the user can reach the gathered parameters from now on. Otherwise the
+        modules see shards, since no backward follows after which they would see them again.
         """
         if torch.is_grad_enabled() or self.settings.user_has_unsharded:
             self.visible.expose()
@@ -377,9 +379,9 @@ class ParamGroup:
             self.visible.show_sharded()
 
     def finish_backward(self, *, is_needed: bool) -> None:
-        """A backward has used the parameters for the last time: reshard, or by the settings only let the modules see shards.
+        """Reshard after the parameters' last use in a backward. If they are to stay gathered, only let the modules see shards.
 
-        is_needed: not for the last time, since that backward has made a graph, which refers to them.
+        is_needed: they stay gathered, since a backward with create_graph=True has made a graph that refers to them.
         """
         if self.ready is None:
             return
@@ -394,8 +396,8 @@ class ParamGroup:
     def reduction_due(self, progress: BackwardProgress, *, reduced: bool = False) -> bool:
         """Whether to reduce the gradients now.
 
-        When one more gradient is ready: if that was the last. But where parameters may be unused, ranks may differ in when they
-        have all gradients; only the end of the module is the same for all.
+        When one more gradient is ready: if it is the last one. Not where parameters may be unused: ranks may then have all
+        gradients at different points, and only the end of the module is the same point for all.
         When a call of the module is over: if there is any gradient, or if zeros stand for gradients that other ranks may have.
         When the backward is over: also for what earlier backwards have left packed.
 
@@ -413,13 +415,14 @@ class ParamGroup:
         return self.settings.sync_gradients and (self.reduction.needs_reduction or unused)
 
     def note_gradients(self) -> None:
-        """Gradients are made on the current stream; or it has waited for the one on which they were made."""
+        """Note that gradients are made on the current stream, or that it has waited for the one on which they were made."""
         self._grad_streams[self._streams.compute] = None
 
     def pack_grads(self) -> PackedGrads | None:
         """Move the gradients of the unsharded parameters to a packed buffer. None if nothing is to be reduced.
 
-        On the first stream on which they were made, unless memory of another one is held. Only after `note_gradients`.
+        This runs on the first stream on which gradients were made, unless memory of another stream is held. Only after
+        `note_gradients`.
         """
         assert self.reduction is not None, "only trainable parameters get gradients"
         grads = [param.unsharded.grad for param in self.trainable]
@@ -451,7 +454,7 @@ class ParamGroup:
     # ------------------------------------------------------------------ after a failure
 
     def reset(self) -> None:
-        """Idle and sharded again; the gradients of the failed iteration are dropped."""
+        """Make the group idle and sharded again, and drop all of its gradients."""
         self.calls.reset()
         for param in self.params:
             param.unsharded.grad = param.sharded.grad = None

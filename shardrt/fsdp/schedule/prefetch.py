@@ -20,7 +20,8 @@ from .param_group import ParamGroup
 
 _log = logging.getLogger("shardrt")
 
-# Buckets to gather ahead, by pass; between the passes: those beyond the first with which the backward begins, and stay.
+# How many buckets to gather ahead, by pass. "between": how many stay gathered between the passes, beyond the first bucket with
+# which the backward begins.
 _AHEAD = {"forward": 2, "between": 1, "backward": 1}
 _ON_DEMAND = {"forward": 0, "between": 1, "backward": 0}
 
@@ -29,8 +30,8 @@ class Order:
     """An order of use, divided into buckets, and the position up to which `after()` has returned groups to gather."""
 
     groups: Sequence[ParamGroup]
-    _named: int  # positions before this one; written by restart() and after()
-    _reach: list[int]  # by position: before which position groups may be gathered while the one here is in use
+    _named: int  # after() has returned the groups before this position; written by restart() and after()
+    _reach: list[int]  # by position: while the group there is in use, groups before the position given here may be gathered
 
     def __init__(self, groups: Sequence[ParamGroup], ahead: int, max_bytes: int | None) -> None:
         self.groups = groups
@@ -60,7 +61,7 @@ class Order:
         ]
 
     def restart(self) -> Order:
-        """The same order, nothing named yet."""
+        """Start again: after() has returned no group yet. Returns: this order."""
         self._named = 0
         return self
 
@@ -70,7 +71,7 @@ class Order:
         return self._reach[0] if self._reach else 0
 
     def next_is(self, position: int, group: ParamGroup) -> bool:
-        """The group at `position` is `group`."""
+        """Whether the group at `position` is `group`."""
         return position < len(self.groups) and self.groups[position] is group
 
     def after(self, position: int) -> list[ParamGroup]:
@@ -83,7 +84,7 @@ class Order:
 
 
 def _small_beside(one: ParamGroup, other: ParamGroup, largest: int) -> bool:
-    """Both are of the same modules, one of them quantised and one small, such as the biases beside quantised matrices."""
+    """Whether both are of the same modules, one quantised and one small, such as the biases beside quantised matrices."""
     quantised = bool(one.quantization or other.quantization)
     return quantised and one.modules == other.modules and min(one.nbytes, other.nbytes) <= largest
 
@@ -91,17 +92,17 @@ def _small_beside(one: ParamGroup, other: ParamGroup, largest: int) -> bool:
 class PrefetchQueue:
     """Records the order of use and names the groups to gather next.
 
-    stream: for gathers. Where it does not run beside compute, gathering ahead would overlap nothing and take memory, so
-    that only a policy asks for it.
+    stream: the one for gathers. Where it does not run beside compute, gathering ahead would overlap nothing and take memory, so
+    it is done only if a policy asks for it.
     """
 
-    _ahead: Mapping[str, int]  # buckets, by pass, by default
+    _ahead: Mapping[str, int]  # how many buckets to gather ahead by default, by pass
 
     # Written by begin().
     _policy: PrefetchPolicy
     _forward: Order  # predicted; emptied by forward_starts() when it turns out wrong
-    _predicted_finish: list[ParamGroup]  # likewise
-    _keep_from: int  # in that list: the groups with which the backward begins
+    _predicted_finish: list[ParamGroup]  # the order in which forwards are predicted to end; emptied likewise
+    _keep_from: int  # the position in that list from which on groups are those with which the backward begins
     _orders: dict[tuple[str, int, PrefetchPolicy], Order]  # the newest of each pass
 
     # Recorded in this iteration.

@@ -159,7 +159,7 @@ def _check_replacement(group: ParamGroup, param: ShardedParam, found: nn.Paramet
 
 
 def _check_values(group: ParamGroup, replaced: dict[ShardedParam, nn.Parameter]) -> None:
-    """RuntimeError if, with these replacements, some parameters of the group have values and others have none."""
+    """Raise RuntimeError if, with these replacements, some parameters of the group have values and others have none."""
     on_meta = [param.name for param in group.params if replaced.get(param, param.sharded).is_meta]
     if 0 < len(on_meta) < len(group.params):
         raise RuntimeError(
@@ -236,9 +236,9 @@ def _split(group: ParamGroup, param: ShardedParam) -> None:
 
 
 def check_registered(group: ParamGroup) -> None:
-    """A forward starts: RuntimeError if something else is registered on the modules than this group's parameters.
+    """Raise RuntimeError, when a forward starts, if the modules register something else than this group's parameters.
 
-    The user cannot reach the gathered parameters any more; what was written to them is kept.
+    From then on the user cannot reach the gathered parameters; what was written to them is kept.
     """
     if not group.visible.as_expected():
         _repair(group)
@@ -341,7 +341,7 @@ class UnknownParams:
                         f"parameter '{name}' has become one with '{own[id(found)].name}' since fully_shard (rank "
                         f"{self._root.mesh.rank}): tie them before fully_shard"
                     )
-                if group_of(found) is None:  # else of a sharded module that was put in later, with a root of its own
+                if group_of(found) is None:  # else it is of a sharded module that was put in later, as a root
                     _reported.setdefault(module, set()).add(attribute)
                     added.append(name)
         self._seen = _registrations  # not before: what is refused once is refused at every forward

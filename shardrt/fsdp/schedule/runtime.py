@@ -48,20 +48,20 @@ class Runtime(context.Context):
     watcher: TensorWatcher
     first_batch: FirstBatch
     _settings: RootSettings
-    _tensor_parallel: bool  # some of the parameters are
+    _tensor_parallel: bool  # some parameters are tensor-parallel
     _unknown: registered.UnknownParams
     _to_reduce: dict[ParamGroup, None]  # groups whose gradients are ready, in order; small ones wait for more
     _to_reduce_nbytes: int
     # The newest reductions: what each has packed and makes, and the buffers that it uses.
     _in_flight: deque[tuple[Mapping[ParamGroup, PackedGrads], Sequence[Handoff]]]
-    _reductions_in_flight: int  # at most; written when an iteration begins
-    _reduced: set[ParamGroup]  # in this backward
-    _forwards: int  # begun so far
+    _reductions_in_flight: int  # the most buckets in flight; written when an iteration begins
+    _reduced: set[ParamGroup]  # groups that were reduced in this backward
+    _forwards: int  # how many have begun so far
     _first_written: int | None  # `_writes()` when the first backward ended
     _end: End
     makes_graph: bool  # the newest backward was one with create_graph=True; written by begin_backward()
-    # Such a graph needs the gathered parameters, until the end of a backward that makes none; written by begin_backward(),
-    # _finish_backward() and reset()
+    # The graph of a backward with create_graph=True needs the gathered parameters, until the end of a backward that makes none;
+    # written by begin_backward(), _finish_backward() and reset()
     keeps_gathered: bool
 
     def __init__(self, root: ParamGroup) -> None:
@@ -134,14 +134,17 @@ class Runtime(context.Context):
         done = self._settings.take_post_optim_event()
         self.streams.begin(done)
         if done is not None and any(group.gather.resident for group in self.groups):
-            self.streams.compute.wait(done)  # it reads the shards themselves
+            self.streams.compute.wait(done)  # modules read the shards themselves
         for group in self.groups:
             group.begin()
         self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
         self.prefetch.begin(self._settings.prefetch)
 
     def _has_allocated(self) -> bool:
-        """What lasts is allocated, as far as can be told: an optimizer has taken gradients, or there will be none."""
+        """Whether all lasting memory is allocated, as far as can be told: an optimizer has stepped, or none will.
+
+        An optimizer has stepped if it has written shards, or if gradients of the first backward are gone.
+        """
         if self._first_written is None:
             return self._forwards > _ONLY_FORWARD
         reductions = [group.reduction for group in self.groups if group.reduction is not None]
@@ -295,7 +298,7 @@ class Runtime(context.Context):
         caller.wait(self.streams.post_reduce.record())
         for stream in self.streams.packed_on:
             if stream != caller:
-                caller.wait(stream.record())  # which publishes what needs no reduction
+                caller.wait(stream.record())  # it publishes gradients that need no reduction
         self.streams.packed_on.clear()
         if any(group.offloads for group in self.groups):
             self.streams.synchronize()  # the optimizer reads the gradients on the host, which waits for no stream
@@ -332,7 +335,7 @@ def packed_nbytes(group: ParamGroup) -> int:
 
 
 def _check_one_root(root: ParamGroup, names: dict[nn.Module, str]) -> None:
-    """RuntimeError for a sharded module under the root that is part of another root, of a module that is not under this one."""
+    """Raise RuntimeError for a sharded module under the root that has another root already, which is not under this one."""
     for module, name in names.items():
         found = vars(module).get("param_groups")  # other modules may have a method or a list of that name
         for group in found if isinstance(found, tuple) else ():
@@ -344,7 +347,7 @@ def _check_one_root(root: ParamGroup, names: dict[nn.Module, str]) -> None:
 
 
 def _rename(root: ParamGroup, groups: Iterable[ParamGroup], names: dict[nn.Module, str]) -> None:
-    """Name the groups as their modules are named under the root. RuntimeError for one that ran as a root of its own."""
+    """Name the groups as their modules are named under the root. Raises RuntimeError for one that ran as a root of its own."""
     for group in groups:
         group.rename(", ".join(names.get(module, type(module).__name__) for module in group.modules) or group.name)
         if group.runtime is not None:
@@ -357,9 +360,10 @@ def _rename(root: ParamGroup, groups: Iterable[ParamGroup], names: dict[nn.Modul
 def _launch(
     groups: Iterable[ParamGroup], joint: Mapping[ParamGroup, comm.Communicator], call: Callable[[ParamGroup], None]
 ) -> None:
-    """Make each group's call; on each communicator together those of `joint`, the groups that may, by their communicators.
+    """Make `call` for each group. The collectives of the groups in `joint` are launched in one go on each communicator.
 
-    A custom collective, or a decoder, uses at once what it has received, so it cannot be one of a group of calls.
+    joint: the groups for which that is possible, and their communicators. A custom collective, or a decoder, uses at once what
+    it has received, so it cannot be one of a group of calls.
     """
     with ExitStack() as stack:
         for communicator in dict.fromkeys(joint.values()):

@@ -1,7 +1,7 @@
 """`state_dict()` and `load_state_dict()` of sharded modules, and other packages' helpers for checkpoints.
 
-What would load nothing, or plain parameters, is an error; where a tied parameter is loaded under each name, one is registered
-under all.
+Loading that would have no effect, or would register plain parameters, is an error. Where `assign=True` has loaded a tied
+parameter once for each of its names, one of these parameters is registered under all names.
 
 The helpers are found in the call stack. Functions of `torch.distributed.checkpoint.state_dict` (`get_model_state_dict`,
 `set_optimizer_state_dict` and so on) pass tensors of classes they do not know through unchanged. Sharded state dicts therefore
@@ -88,7 +88,7 @@ def _shard_loaded(param: ShardedParam, module: nn.Module, state_dict: dict[str, 
 
 
 def _check_load(group: ParamGroup, module: nn.Module, state_dict: Mapping[str, object], prefix: str, *, assign: bool) -> None:
-    """RuntimeError if loading the parameters of `module` would have no effect, or take them from their group."""
+    """Raise RuntimeError if loading the parameters of `module` would have no effect, or would take them from their group."""
     mine = [owner.attribute for param in group.params for owner in param.owners if owner.module is module]
     for name in (prefix + attribute for attribute in mine):
         value = state_dict.get(name)
@@ -118,7 +118,7 @@ _HUGGING_FACE = ("transformers.", "peft.", "diffusers.")
 
 
 def check_state_dict_options(module: str, rank: int, caller: FrameType) -> None:
-    """Raise RuntimeError if `caller`, which reads buffers, was called by one of these functions with such an option.
+    """Raise RuntimeError if `caller`, which reads buffers, was called by a helper of torch with an option that cannot work.
 
     torch passes the options to nothing but its own functions, so they are read from its frames.
     """

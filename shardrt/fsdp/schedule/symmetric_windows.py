@@ -42,7 +42,7 @@ class SymmetricGather:
 
 
 def useful(comm: Communicator) -> bool:
-    """Whether a window has any use: among several GPUs."""
+    """Whether a window has any use on this communicator: it has one among several GPUs only."""
     return comm.device.type == "cuda" and comm.size > 1
 
 
@@ -59,7 +59,10 @@ def gathers(groups: Sequence[ParamGroup]) -> dict[ParamGroup, SymmetricGather]:
 
 
 def check_same_windows(root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
-    """RuntimeError, on every rank alike, if ranks chose windows for different groups, or for one with custom collectives."""
+    """Raise RuntimeError, on every rank alike, if ranks chose windows for different groups, or for one that cannot have them.
+
+    That is a group with custom collectives, or with quantised ones.
+    """
     chosen = [group.name for group in groups if group.settings.symmetric]
     answers = root.device_mesh.differing(chosen)
     if answers is not None:

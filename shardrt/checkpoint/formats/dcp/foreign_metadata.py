@@ -1,6 +1,6 @@
-"""Reads the `.metadata` that torch's DCP wrote, or a version of ours without an index.
+"""Reads the `.metadata` that torch's DCP wrote, or a version of shardrt that wrote no index.
 
-It is unpickled with a fixed list of globals (`pickles.py`), in whose places stand the classes below; no path is built from it.
+It is unpickled with a fixed list of globals (`pickles.py`), for which the classes below stand in; no `pathlib` path is made.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Chunk(PickledRecord):
 
 
 class _Object(PickledRecord):
-    """In the place of `BytesStorageMetadata`."""
+    """Stands in for `BytesStorageMetadata`."""
 
 
 class _Index(PickledRecord):
@@ -94,14 +94,14 @@ _GLOBALS: dict[tuple[str, str], object] = {
 
 
 def _find(module: str, name: str) -> object:
-    """What stands for a global of a checkpoint's metadata."""
+    """What stands in for a global of a checkpoint's metadata. Raises KeyError for a global that is not known."""
     if module == "torch" and name in DTYPES:
         return DTYPES[name]
     return _GLOBALS[module, name]
 
 
 def stored_in(data: bytes, path: Location) -> Stored:
-    """The contents that a `.metadata` of these bytes has. path: of the file.
+    """The contents of a checkpoint, by the bytes of its `.metadata`.   path: of that file; the other files lie beside it.
 
     Raises CheckpointError if it cannot be read, or refers to globals that no checkpoint needs.
     """
@@ -134,7 +134,7 @@ def stored_in(data: bytes, path: Location) -> Stored:
 
 @dataclass(frozen=True, slots=True)
 class _PickledTensor:
-    """A tensor of a metadata that was unpickled."""
+    """A tensor of a `.metadata` that was unpickled; a call makes it a `StoredTensor`."""
 
     path: Location
     name: str
@@ -144,7 +144,7 @@ class _PickledTensor:
     def __call__(self) -> StoredTensor:
         with damage_of(self.path, f" tensor {shown(self.name)}:"):
             shape, chunks = integers(self.found.size), self.found.chunks
-            if len(chunks) > len(self.infos):  # the same one many times
+            if len(chunks) > len(self.infos):  # the same chunk comes several times
                 raise ValueError(f"{len(chunks)} chunks at {len(self.infos)} places")
             rows = [integers((*integers(chunk.offsets), *integers(chunk.sizes))) for chunk in chunks]
             infos = [_info(self.path, self.name, self.infos, chunk.offsets) for chunk in chunks]
@@ -158,7 +158,7 @@ class _PickledTensor:
 
 @dataclass(frozen=True, slots=True)
 class _PickledObject:
-    """An object of a metadata that was unpickled."""
+    """An object of a `.metadata` that was unpickled; a call makes it a `StoredObject`."""
 
     path: Location
     name: str

@@ -1,4 +1,4 @@
-"""DCP's format as reading sees it: files with the marks of a save, and chunks that are archives."""
+"""DCP's format as reading sees it: files that have the marks of their save if shardrt wrote them, and chunks as archives."""
 
 from __future__ import annotations
 

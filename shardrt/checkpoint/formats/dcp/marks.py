@@ -2,8 +2,8 @@
 
     magic (8 bytes)   version (4)   id of the save (16)   name of the file (32)   CRC-32 of what is before it (4)
 
-`.metadata` has the id as well. So files of two saves in one folder are refused, as an interrupted copy over an older checkpoint
-leaves them, and a file that such a copy left with the beginning of one and the end of the other.
+`.metadata` has the id as well. So a load refuses a folder with files of two saves, which an interrupted copy over an older
+checkpoint leaves, and a file that has the beginning of one save and the end of the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAVE_ID = re.compile(rf"{SAVED_BY}([0-9a-f]{{32}})")
 
 
 class SaveMark(NamedTuple):
-    """save_id: 32 hexadecimal digits.   file: its name, of at most 32 bytes."""
+    """What a mark says.   save_id: 32 hexadecimal digits.   file: the name of the file, of at most 32 bytes."""
 
     save_id: str
     file: str
@@ -35,26 +35,26 @@ class SaveMark(NamedTuple):
         return f"{shown(self.file)} of save {self.save_id}"
 
     def encode(self) -> bytes:
-        """The bytes in a file."""
+        """The 64 bytes of the mark."""
         fields = _FIELDS.pack(_MAGIC, _VERSION, bytes.fromhex(self.save_id), self.file.encode())
         return fields + _CRC.pack(zlib.crc32(fields))
 
 
 def new_save_id() -> str:
-    """A random one, that no other save has. It leaves the random generators of a training as they are."""
+    """A random id of 32 hexadecimal digits, for one save. The random generators of the training stay as they are."""
     return secrets.token_hex(16)
 
 
 def own_id(save_id: str | None) -> str | None:
-    """The id in the `save_id` of a `.metadata` of ours; None for those of older versions, and of other writers."""
+    """The id of the save in the `save_id` of a `.metadata`; None if an older version of shardrt or another program wrote it."""
     match = _SAVE_ID.fullmatch(save_id or "")
     return None if match is None else match[1]
 
 
 def check_marks(reader: Reader, save_id: str | None) -> None:
-    """Raise CheckpointError if a file is not of the save of the `.metadata` beside it.
+    """Raise CheckpointError if a file does not belong to the save of the `.metadata` beside it.
 
-    save_id: that of `.metadata`; without one of ours, the file must have no marks either.
+    save_id: that of `.metadata`; if shardrt did not write it, the file must have no marks.
     Cost: a read at each end of the file.
     """
     own, nbytes = own_id(save_id), reader.size()

@@ -1,6 +1,6 @@
 """What a checkpoint folder holds: reads the `.metadata` that `metadata_pickle.py` or torch's DCP wrote.
 
-Ours is read by its index: nothing is unpickled but lists of names, and of a tensor's chunks only what is asked for.
+One of shardrt is read by its index: only lists of names are unpickled, and a tensor's chunks are read when it is asked for.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from .metadata_pickle import (
     storage_template,
 )
 
-SMALL = 1 << 24  # bytes of a file that is read at once
+SMALL = 1 << 24  # bytes up to which a file is read at once
 
 
 def read_stored(folder: str | os.PathLike[str]) -> Stored:
     """Read the `.metadata` in `folder`.
 
-    Raises CheckpointError if there is none, it is damaged, or its pickle refers to globals that no checkpoint needs; a tensor's
-    own damage is raised when it is asked for.
+    Raises CheckpointError if there is none, it is damaged, or its pickle refers to globals that no checkpoint needs. Damage
+    of one tensor's chunks is raised when that tensor is asked for.
     """
     path = located(folder) / METADATA
     try:
@@ -81,7 +81,7 @@ class _Source:
             self._contents = bytes(reader.read(0, self.nbytes)) if self.nbytes <= SMALL else None
 
     def span(self, start: int, nbytes: int) -> bytes:
-        """These bytes. Raises CheckpointError if the file has fewer."""
+        """The `nbytes` bytes at `start`. Raises CheckpointError if the file has fewer."""
         found = b""
         if self._contents is not None:
             found = self._contents[start : start + nbytes]
@@ -95,7 +95,7 @@ class _Source:
         return found
 
     def checked(self, start: int, nbytes: int, crc: int, what: str) -> bytes:
-        """These bytes. Raises CheckpointError if they have another CRC-32."""
+        """The bytes of `span`. Raises CheckpointError if they do not have this CRC-32.   what: their name in messages."""
         found = self.span(start, nbytes)
         if zlib.crc32(found) != crc:
             raise DamagedCheckpointError(
@@ -137,7 +137,7 @@ def _by_index(source: _Source, save_id: str, files: tuple[str, ...], rows: list[
 
 @dataclass(frozen=True, slots=True)
 class _IndexedTensor:
-    """A tensor's row of the index."""
+    """A tensor's row of the index; a call makes it a `StoredTensor`."""
 
     source: _Source
     files: tuple[str, ...]

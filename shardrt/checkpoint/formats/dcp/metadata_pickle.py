@@ -11,7 +11,7 @@ The pickle is written in one pass, a tensor at a time, whatever the number of ra
 Chunks are rows of equal length (`rows.py`): one that builds a `ChunkStorageMetadata`, and one for its entry in `storage_data`.
 With the index, a reader takes the rows of a tensor without unpickling anything; each set of rows has a CRC-32.
 
-The last of these is the `ending`, and all that differs in another save of the same tensors.
+The last of these, `storage_meta`, is the `ending`: nothing else differs in another save of the same tensors.
 
 Cost: for 100,000 ranks and 1,000 tensors, which have 10 million chunks, 1.3 GB in less than a minute; memory for one tensor.
 """
@@ -30,13 +30,13 @@ import torch
 from ..stored import Columns
 from .rows import Template
 
-SAVED_BY = "shardrt-"  # with which our `save_id` begins; the id of the save follows, in older versions "1"
+SAVED_BY = "shardrt-"  # begins our `save_id`; the id of the save follows, or "1" in older versions
 INDEX_KEY = "shardrt_index"
-TRAILER = struct.Struct("<QI8s")  # of the index: its bytes, their CRC-32, and
+TRAILER = struct.Struct("<QI8s")  # ends the index: its number of bytes, their CRC-32, and MAGIC
 MAGIC = b"shardrt1"
-LAST_OPCODES = b"ub."  # in older versions, after the index
+LAST_OPCODES = b"ub."  # the pickle's last bytes; in older versions, all that follows the index
 
-FIRST_PLACE = 256  # memo places: constants are below it, then come the files and the names
+FIRST_PLACE = 256  # memo places from here on are those of the files, then of the names; constants are below
 Path = Sequence[str | int]  # the keys that lead to a value in the user's state
 _CLASSES = "torch.distributed.checkpoint.metadata"
 _WIDE = 1 << 31
@@ -85,8 +85,8 @@ class MetadataWriter:
     def __init__(self, out: BinaryIO, files: Sequence[str]) -> None:
         self._out, self._files = out, tuple(files)
         self._place = 0  # bytes written
-        # A tensor: name, path, dtype's name, shape, number of chunks, position and CRC-32 of its rows in `chunks`, and of those
-        # in `storage_data`. An object: name, path, None, number of its file, start, length.
+        # A tensor's entry: name, path, dtype's name, shape, number of chunks, position and CRC-32 of its rows in `chunks`, and
+        # of those in `storage_data`. An object's: name, path, None, number of its file, start, length.
         self._index = list[tuple[Any, ...]]()
         self._properties = dict[torch.dtype, int]()  # memo places
         self._write(b"\x80\x04" + b"".join(_memoised(value, place) for place, value in enumerate(_CONSTANTS)))
@@ -94,7 +94,7 @@ class MetadataWriter:
             self._write(_text(file) + _put(place) + b"0")
 
     def add_tensor(self, name: str, path: Path, dtype: torch.dtype, shape: Sequence[int], columns: Columns) -> None:
-        """A tensor of this global shape; its chunks may be none."""
+        """Add a tensor.   shape: the global one.   columns: its chunks, which may be none."""
         self._properties_of(dtype)
         memo = self._add_name(name, path)
         self._write(_get(_METADATA) + _long_get(memo) + _get(_TENSOR) + b")\x81}(")
@@ -113,7 +113,7 @@ class MetadataWriter:
         self._index.append((name, tuple(path), kind, tuple(map(int, shape)), count, *place))
 
     def add_object(self, name: str, path: Path, file: int, start: int, length: int) -> None:
-        """A pickled object."""
+        """Add an object.   file, start, length: the number of its file, and its bytes there."""
         memo = self._add_name(name, path)
         self._write(_get(_METADATA) + _long_get(memo) + _get(_BYTES) + b")\x81s0" + _get(_STORAGE))
         self._write(_get(_INDEX) + b")\x81}" + _get(_FQN) + _long_get(memo) + b"sb")
@@ -122,7 +122,7 @@ class MetadataWriter:
         self._index.append((name, tuple(path), None, file, start, length))
 
     def finish(self) -> None:
-        """Write what refers to all names, and the index."""
+        """Write the parts that refer to all names, and the index."""
         self._write(_global(_CLASSES, "Metadata") + b")\x81}(")
         self._write(_text("state_dict_metadata") + _get(_METADATA) + _text("planner_data") + _get(_PLANNER))
         self._write(_text("storage_data") + _get(_STORAGE))
@@ -132,7 +132,7 @@ class MetadataWriter:
         self._write(b"\x8e" + struct.pack("<Q", len(index)) + index)
 
     def _add_name(self, name: str, path: Path) -> int:
-        """Memoise the name, and write its path. The memo place."""
+        """Memoise the name, and write its path; returns the memo place."""
         place = FIRST_PLACE + len(self._files) + len(self._index)
         pieces = b"".join(_text(key) if isinstance(key, str) else _number(int(key)) for key in path)
         self._write(_get(_PLANNER) + _text(name) + _put(place) + b"(" + pieces + b"ts0")
@@ -155,7 +155,7 @@ class MetadataWriter:
             )
 
     def _write(self, data: bytes | bytearray) -> int:
-        """Append; where the data begin."""
+        """Append the data; returns where they begin in the file."""
         start = self._place
         self._out.write(data)
         self._place += len(data)
@@ -206,7 +206,7 @@ def _memoised(value: bytes, place: int) -> bytes:
 
 
 def _tuple_opcodes(dims: int) -> tuple[bytes, bytes]:
-    """Before and after the elements of a tuple."""
+    """The opcodes before and after the elements of a tuple."""
     return (b"", b")\x85\x86\x87"[dims : dims + 1]) if dims < 4 else (b"(", b"t")
 
 

@@ -16,12 +16,12 @@ from functools import cached_property
 import torch
 
 _DTYPES = {4: torch.int32, 8: torch.int64}
-_FEW = 16  # rows
+_FEW = 16  # fewer rows than these are faster without operations of torch
 
 
 @dataclass(frozen=True)
 class Template:
-    """parts: bytes that are in every row, and the widths of the integers between them: 4 or 8 bytes, little-endian, signed."""
+    """A row.   parts: bytes that every row has, and widths of the integers between: 4 or 8 bytes, little-endian, signed."""
 
     parts: tuple[bytes | int, ...]
 
@@ -59,7 +59,7 @@ class Template:
         return found if bool((matrix == constant).all()) else None
 
     def _rows_of_few(self, values: Sequence[torch.Tensor]) -> bytearray:
-        """`rows` without an operation of torch for each integer."""
+        """The same as `rows`, without an operation of torch for each integer."""
         out = bytearray()
         fields: list[bytes | int] = [0] * (2 * len(values) + 1)
         fields[::2] = self._between
@@ -69,7 +69,7 @@ class Template:
         return out
 
     def _values_of_few(self, rows: bytes | bytearray) -> list[torch.Tensor] | None:
-        """`values` without an operation of torch for each integer."""
+        """The same as `values`, without an operation of torch for each integer."""
         few = list(self._struct.iter_unpack(rows))
         if any(row[::2] != self._between for row in few):
             return None
@@ -78,7 +78,7 @@ class Template:
 
     @cached_property
     def _between(self) -> tuple[bytes, ...]:
-        """The bytes before each integer, and after the last; none between two that are next to each other."""
+        """The bytes before each integer, and after the last one; empty between two integers that are next to each other."""
         found = [b""]
         for part in self.parts:
             if isinstance(part, int):
@@ -89,7 +89,7 @@ class Template:
 
     @cached_property
     def _struct(self) -> struct.Struct:
-        """A row: bytes and integers in turns."""
+        """The `struct` of a row: bytes and integers in turns."""
         codes = [{4: "i", 8: "q"}[width] for _, width in self._fields]
         return struct.Struct("<" + "".join(f"{len(b)}s{code}" for b, code in zip(self._between, [*codes, ""], strict=True)))
 

@@ -1,1 +1,1 @@
-"""What torch.save writes, without torch: archives of tensors and objects, and what is refused of those that others give."""
+"""Files of torch.save, written and read without it: archives of tensors and objects, and checks that refuse harmful ones."""

@@ -1,4 +1,4 @@
-"""Zip archives that torch.save has written, read by ranges: what one says of itself is compared with its length first."""
+"""Zip archives that torch.save has written, read in ranges. What one says of itself is first compared with its length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .items import CENTRAL, END, END64, IN_EXTRA, LOCAL, LOCATOR
 SIGNATURE = b"PK\3\4"  # what torch.load takes for the beginning of an archive
 
 _EXTRA = struct.Struct("<2H")  # kind and size of an extra field
-_EDGE = 1024  # bytes read at each end at first: all of what `items.py` writes but the memory
+_EDGE = 1024  # bytes that are read at each end first: they have the headers and the directory of what `items.py` writes
 _WINDOW = 1 << 20  # bytes of which a checksum is computed at a time
 
 
 class ArchivedFile(NamedTuple):
-    """A file in the archive.   offset: of its local header."""
+    """A record: a file in the archive, as the directory describes it.   offset: of its local header."""
 
     name: str
     offset: int
@@ -29,12 +29,12 @@ class ArchivedFile(NamedTuple):
 
 
 class Archive:
-    """An archive of `length` bytes, with one folder: `root` begins the names of its records.
+    """An archive of `length` bytes, with one folder: the names of its records begin with `root`.
 
-    read: gives bytes of the archive.   where: what it is, for messages.   most: bytes of its directory, and of what `contents`
-    reads.   has_crcs: False after torch.serialization.set_crc32_options(False).
+    read: gives bytes of the archive.   where: its name in messages.   most: the most bytes that its directory, or a record that
+    `contents` reads, may have.   has_crcs: whether it has checksums: not after torch.serialization.set_crc32_options(False).
     Raises DamagedCheckpointError for what is no archive, is cut off or damaged, for compressed and encrypted records, for those
-    that overlap, for names that torch does not distinguish, and for what two readers of archives take for different things.
+    that overlap, for names that torch does not distinguish, and for what two readers of archives would read differently.
     """
 
     def __init__(self, read: ReadBytes, length: int, where: str, most: int | None = None) -> None:
@@ -57,11 +57,11 @@ class Archive:
                 f"its records have {stored} bytes, and it has {length}: they are compressed, or overlap; save with plain "
                 "torch.save"
             )
-        # Hazard: one that is 0 has to be compared as well, since what was lost on the disk is often read as zeros.
+        # Hazard: a checksum of 0 has to be compared as well, since what was lost on the disk is often read as zeros.
         self.has_crcs = any(record.crc for record in found)
 
     def error(self, message: str) -> CheckpointError:
-        """What is raised for a damaged archive."""
+        """The error for a damaged archive."""
         return DamagedCheckpointError(f"{self._where}: {message}")
 
     def contents(self, record: ArchivedFile) -> bytes:
@@ -73,7 +73,7 @@ class Archive:
         return found
 
     def data_start(self, record: ArchivedFile) -> int:
-        """Where the bytes of a record begin, as they are."""
+        """Where the bytes of a record begin in the archive. Raises if they are encrypted or compressed."""
         signature, _, flags, method, *_, name_length, extra_length = LOCAL.unpack(self._span(record.offset, LOCAL.size))
         if signature != SIGNATURE:
             raise self.error(f"no record where the archive's directory has {shown(record.name)}; the file is damaged")
@@ -90,7 +90,7 @@ class Archive:
         return start
 
     def verify(self) -> bool:
-        """Read all records, and compare their checksums; False if there are none."""
+        """Read all records, and compare their checksums; False if the archive has none."""
         for record in self.records.values() if self.has_crcs else ():
             start, crc = self.data_start(record), 0
             for place in range(start, start + record.nbytes, _WINDOW):
@@ -155,7 +155,7 @@ class Archive:
         return found
 
     def _with_zip64(self, name: str, sizes: tuple[int, int, int], extra: bytes) -> list[int]:
-        """Size, stored size and offset, those that do not fit 32 bits from the Zip64 field of `extra`."""
+        """Size, stored size and offset of a record; those that do not fit 32 bits come from the Zip64 field of `extra`."""
         fields, place = list[bytes](), 0
         while len(extra) >= place + 4:
             kind, size = _EXTRA.unpack_from(extra, place)
@@ -163,7 +163,7 @@ class Archive:
                 fields.append(extra[place + 4 : place + 4 + size])
             place += 4 + size
         field = b"".join(fields)
-        # Hazard: of two fields, readers take the first one or the last one.
+        # Hazard: of two such fields, some readers take the first one and others the last one.
         if len(fields) > 1 or len(field) < 8 * sizes.count(IN_EXTRA):
             raise self.error(
                 f"record {shown(name)} has {len(fields)} Zip64 fields of {len(field)} bytes; expected one, with each size that "

@@ -8,7 +8,7 @@ these calls, with one large argument again and again    more than 64 bytes in al
 keys that are tuples of the same tuple, ...             those of very many parts, as `check_keys` has it
 lists of the same list, of the same list, ...           more values, each as often as it is referred to, than 4 for each byte
 
-The calls are made with stand-ins, which add up what the real ones would copy.
+The calls go to stand-ins, which add up the bytes that the real functions would copy.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .pickles import DTYPES, Ignored, StandIn, check_keys, restricted_load
 
 _GROWTH = 64  # bytes that calls may make for each byte of the file
 _SMALLEST = 1 << 16  # bytes that they may make in any case
-_VALUES = 4  # for each byte of the file, each as often as it is referred to
-_FEWEST = 1 << 20  # values that it may have in any case
+_VALUES = 4  # values for each byte of the file, each counted as often as it is referred to
+_FEWEST = 1 << 20  # values that the file may have in any case
 _ENTRY = 64  # bytes of an item of a dict or set, about
 
 
 def check_archive(archive: Archive, where: str, *, is_copied: bool = True) -> None:
     """Raise CheckpointError for a file that would take far more memory than it has bytes, or that torch.save has not written.
 
-    where: what it is, for messages.   is_copied: whether somebody will go through all values, each as often as it is referred
+    where: its name in messages.   is_copied: whether the caller will go through all values, each as often as it is referred
     to. The data of tensors are not read.
     """
     data = archive.contents(archive.records[f"{archive.root}data.pkl"])
@@ -48,7 +48,7 @@ def check_archive(archive: Archive, where: str, *, is_copied: bool = True) -> No
 
 
 class _Made(StandIn):
-    """In the place of a tensor, of a storage, or of bytes: so many bytes, as if each element had its own."""
+    """Stands in for a tensor, a storage, or bytes.   nbytes: its size, as if each element had its own memory."""
 
     __slots__ = ("nbytes",)
 
@@ -60,13 +60,13 @@ class _Made(StandIn):
 
 
 class _Dict(dict[Any, Any], StandIn):
-    """In the place of dicts whose attributes a pickle may set."""
+    """Stands in for dicts on which a pickle may set attributes."""
 
 
 class _Calls:
     """Stand-ins for the globals of a pickle.
 
-    storages: the bytes of each, by key.   left: bytes that calls may make still.
+    storages: the bytes of each, by key.   left: bytes that calls may still make.
     """
 
     def __init__(self, storages: Mapping[str, int], left: int) -> None:
@@ -96,8 +96,8 @@ class _Calls:
         }
 
     def find(self, module: str, name: str) -> object:
-        """What stands for a global. Raises KeyError for one that torch.save does not write, and nobody vouches for."""
-        # Those of Python 2, which protocol 2 has.
+        """What stands in for a global. Raises KeyError unless torch.save writes it, or the program vouches for it."""
+        # Pickles of protocol 2 have the names of Python 2.
         full = ".".join(NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name)))
         if full in self._known:
             return self._known[full]
@@ -106,7 +106,7 @@ class _Calls:
         return Ignored if full in self._vouched else _NAMES[full]
 
     def storage(self, pid: Any) -> _Made:
-        """A storage. Raises ValueError for one that is not in the file."""
+        """The stand-in for a storage. Raises ValueError if its record in the file is missing or has fewer bytes."""
         _, kind, key, _, numel = pid
         nbytes = numel * _ITEMSIZES[kind]
         if not 0 <= nbytes <= self._storages.get(str(key), -1):
@@ -168,7 +168,7 @@ def _small(*args: object) -> _Made:
 
 
 def _count(value: object, known: dict[int, int]) -> int:
-    """The values in a tree, each as often as it is referred to; very many if it is in itself.   known: by `id`."""
+    """The values in a tree, each as often as it is referred to; very many if it contains itself.   known: results by `id`."""
     if not isinstance(value, (list, tuple, dict)):
         return 1
     if id(value) not in known:
@@ -190,7 +190,7 @@ _ITEMSIZES = {f"torch.{name}": dtype.itemsize for dtype, name in LEGACY_STORAGES
     "torch.QUInt4x2Storage": 1,
     "torch.QUInt2x4Storage": 1,
 }
-_NAMES = {  # what is an argument of calls, and is not called
+_NAMES = {  # globals that are arguments of calls, and are not called
     name: name
     for name in (
         *_ITEMSIZES,

@@ -46,7 +46,7 @@ CENTRAL = struct.Struct("<4s6H3I5H2I")
 END64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR = struct.Struct("<4sIQI")
 END = struct.Struct("<4s4H2IH")
-IN_EXTRA = 0xFFFFFFFF  # in the place of a size that the Zip64 field has
+IN_EXTRA = 0xFFFFFFFF  # stands for a size that is in the Zip64 field
 _DESCRIPTOR = struct.Struct("<4sI2Q")
 _VERSION, _UTF8, _DESCRIPTOR_FOLLOWS, _DATE = 45, 1 << 11, 1 << 3, 0x21  # 45: with Zip64; 0x21: 1980-01-01
 _MEMORY = b"archive/data/0"
@@ -116,7 +116,7 @@ def item_footer(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
 
 @cache
 def _footer_lengths() -> tuple[int, int]:
-    """Without checksums of blocks, and with those of two."""
+    """The bytes of a footer without checksums of blocks, and of one with those of two blocks."""
     return tuple(len(item_footer(torch.uint8, (n * BLOCK,), (1,), (0,) * n)) for n in (1, 2))  # type: ignore[return-value]
 
 
@@ -144,7 +144,7 @@ class BlockCrcs:
 
     def __init__(self) -> None:
         self._values = array("I")
-        self._rest = 0  # bytes of the last block
+        self._rest = 0  # bytes in the last block, 0 if it is full
 
     def update(self, piece: bytes | bytearray | memoryview) -> None:
         """Take the next bytes, contiguous. Cost: zlib's CRC of them, without Python's lock."""
@@ -160,14 +160,14 @@ class BlockCrcs:
 
     @property
     def values(self) -> Sequence[int]:
-        """One for each block so far; the last block may be shorter."""
+        """The CRC-32 of each block so far; the last block may be shorter."""
         return self._values
 
 
 def combined_crc(crcs: Sequence[int], nbytes: int) -> int:
     """The CRC-32 of all `nbytes` bytes from those of their blocks of 16 KiB.
 
-    A CRC is linear over bits: appending n bytes multiplies the CRC so far by a matrix, here of four tables (as in zlib's
+    A CRC is linear over bits: appending n bytes multiplies the CRC so far by a matrix, here kept as four tables (as in zlib's
     crc32_combine, by Mark Adler).
     """
     crc = 0
@@ -190,7 +190,7 @@ def _appended(crc: int, nbytes: int) -> int:
 
 @cache
 def _block_tables() -> tuple[list[int], ...]:
-    """What `_appended` gives for a block of zeros after each byte of a CRC."""
+    """A table for each of the four bytes of a CRC: what `_appended` gives, after a block, for each value of that byte."""
     zeros = bytes(BLOCK)
     base = zlib.crc32(zeros)
     columns = [zlib.crc32(zeros, 1 << bit) ^ base for bit in range(32)]

@@ -1,4 +1,4 @@
-"""Reading pickles of files that nobody vouches for: only the globals that the caller knows, and none of them by import."""
+"""Reads pickles of unknown origin: they may refer only to globals that the caller knows, and none of them is imported."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from ...errors import DamagedCheckpointError, reason, shown
 
-# Not by getattr, which imports modules of torch that are not loaded yet.
+# Not by getattr, which would import modules of torch that are not loaded yet.
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-FindGlobal = Callable[[str, str], object]  # (module, name) -> what stands in its place; raises KeyError for others
+FindGlobal = Callable[[str, str], object]  # (module, name) -> what stands in for it; raises KeyError for others
 
 MOST_DIMS = 64
 _MOST_FIELDS = 64  # of an object
@@ -22,19 +22,19 @@ _KEY_BITS = 1024
 
 
 class StandIn:
-    """An object in the place of one of a class that is not imported."""
+    """Stands in for an object whose class is not imported."""
 
     def __setstate__(self, state: Any) -> None: ...
 
 
 class Ignored(StandIn):
-    """In the place of what is of no interest: paths, layouts, memory formats."""
+    """Stands in for what is of no interest: paths, layouts, memory formats."""
 
     def __init__(self, *args: object) -> None: ...
 
 
 class PickledRecord(StandIn):
-    """An object with fields."""
+    """Stands in for an object with fields, which become attributes."""
 
     def __setstate__(self, state: Any) -> None:
         # Hazard: one large dict may be the state of very many objects.
@@ -44,7 +44,7 @@ class PickledRecord(StandIn):
 
 
 class Size:
-    """In the place of `torch.Size`: makes a tuple of integers."""
+    """Stands in for `torch.Size`: makes a tuple of integers."""
 
     def __new__(cls, sizes: Any = ()) -> tuple[int, ...]:  # type: ignore[misc]
         """sizes: a tuple or list."""
@@ -52,15 +52,15 @@ class Size:
 
 
 class Ordered:
-    """In the place of `OrderedDict`: makes a dict, into which the pickle then puts items."""
+    """Stands in for `OrderedDict`: makes a dict, into which the pickle then puts items."""
 
     def __new__(cls) -> dict[Any, Any]:  # type: ignore[misc]
-        """Without arguments: Python writes it so."""
+        """There are no arguments: Python pickles an `OrderedDict` without them."""
         return {}
 
 
 def integers(values: Any) -> tuple[int, ...]:
-    """Sizes, strides or offsets. Raises ValueError for anything but a tuple or list of 64 integers of 64 bits at most."""
+    """Sizes, strides or offsets. Raises ValueError for anything but a tuple or list of at most 64 integers of 64 bits."""
     if (
         not isinstance(values, tuple | list)
         or len(values) > MOST_DIMS
@@ -73,7 +73,7 @@ def integers(values: Any) -> tuple[int, ...]:
 def restricted_load(data: bytes, find: FindGlobal, where: str, persistent: Callable[[Any], object] | None = None) -> Any:
     """The object that `data` pickles, of plain containers, numbers, strings, and what `find` returns.
 
-    where: the file, and what of it, for messages.   persistent: resolves persistent ids, which are refused without it.
+    where: the file, and the part of it, for messages.   persistent: resolves persistent ids, which are refused without it.
     Raises CheckpointError that names the global for one that `find` does not know, and for anything that cannot be read.
     Cost: some microseconds for each opcode; time and memory in proportion to the data.
     """
@@ -88,7 +88,7 @@ def restricted_load(data: bytes, find: FindGlobal, where: str, persistent: Calla
 
 
 def check_keys(keys: Iterable[object]) -> None:
-    """Raise ValueError for a key that is a large number, or a tuple with many parts: a hash goes through all of them."""
+    """Raise ValueError for a key that is a large number, or a tuple of many parts: its hash would visit all of them."""
     for key in keys:
         if type(key) is str:
             continue
@@ -115,7 +115,7 @@ LOADS: dict[int, Load] = {**pickle._Unpickler.dispatch}
 
 
 def checking(code: bytes, check: Callable[[Any], None]) -> dict[int, Load]:
-    """An opcode before which something is checked. check: is given the stack."""
+    """The table entry of an opcode, with a check before it.   check: is called with the stack."""
     load = LOADS[code[0]]
 
     def checked(unpickler: Any) -> None:
@@ -126,10 +126,10 @@ def checking(code: bytes, check: Callable[[Any], None]) -> dict[int, Load]:
 
 
 class Unpickler(pickle._Unpickler):
-    """Python's own, in Python.
+    """Python's own unpickler, the one that is written in Python, with checks.
 
-    Hazard: the one in C allocates for a length or a memo place that a file gives, however large, and hashes keys of dicts that
-    are tuples of shared tuples, which takes for ever.
+    Hazard: the one in C allocates as much as a length or a memo place in the file says, however large, and hashes keys of dicts
+    that are tuples of shared tuples, which takes forever.
     """
 
     dispatch: ClassVar[dict[int, Load]] = (

@@ -15,7 +15,7 @@ from .archive import Archive
 from .items import BLOCK, BLOCK_CRCS, LEGACY_STORAGES, LOCAL, item_header, item_length
 from .pickles import DTYPES, Ordered, Size, integers, restricted_load
 
-_LARGEST = 1 << 20  # bytes of the directory and the pickle of one tensor
+_LARGEST = 1 << 20  # the most bytes of the directory, and of the pickle, of one tensor
 _MOST_ARGUMENTS, _MOST_CHARACTERS = 8, 100  # of a tensor; of a storage's key
 
 
@@ -25,7 +25,7 @@ class _StoragePickle(NamedTuple):
 
 
 class _TensorPickle(NamedTuple):
-    """What the pickle says."""
+    """What the pickle of a tensor says: it is a view of a storage."""
 
     storage: _StoragePickle
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class _TensorPickle(NamedTuple):
 
     @classmethod
     def rebuilt(cls, storage: _StoragePickle, offset: int, sizes: Any, strides: Any, *rest: Any) -> _TensorPickle:
-        """In the place of `torch._utils._rebuild_tensor_v2` and, with a dtype, `_v3`."""
+        """Stands in for `torch._utils._rebuild_tensor_v2` and, with a dtype, `_v3`."""
         (offset,) = integers([offset])
         if not isinstance(storage, _StoragePickle) or len(rest) > _MOST_ARGUMENTS:
             raise ValueError(f"a tensor of {shown(storage)} and {len(rest)} more")
@@ -49,12 +49,12 @@ class _TensorPickle(NamedTuple):
 
     @classmethod
     def of_parameter(cls, tensor: _TensorPickle, *_: Any) -> _TensorPickle:
-        """In the place of `torch._utils._rebuild_parameter`."""
+        """Stands in for `torch._utils._rebuild_parameter`."""
         return tensor
 
 
 def find_item(read: ReadBytes, dtype: torch.dtype, sizes: tuple[int, ...], length: int, where: str) -> StoredItem:
-    """The item of a tensor of which this much is known: recognised, or read as `read_item` does."""
+    """Find a tensor of known dtype and sizes in an item of `length` bytes: by `known_item`, or else by `read_item`."""
     return known_item(read, dtype, sizes, length) or read_item(read, length, where)
 
 
@@ -68,7 +68,7 @@ def read_item(read: ReadBytes, length: int, where: str) -> StoredItem:
 
 
 def item_in(archive: Archive) -> StoredItem:
-    """The tensor of an archive. Raises as `read_item`."""
+    """The tensor in an archive. Raises as `read_item` does."""
     records, root = archive.records, archive.root
     for name, expected in (("byteorder", b"little"), (".data/byteorder", b"little")):
         if (record := records.get(root + name)) and (found := archive.contents(record)) != expected:
@@ -115,7 +115,7 @@ def _tensor(archive: Archive, data: bytes) -> _TensorPickle:
 
 
 def _find(module: str, name: str) -> object:
-    """What stands for a global of a tensor's pickle."""
+    """What stands in for a global of a tensor's pickle. Raises KeyError for a global that is not known."""
     if module == "torch" and name in _STORAGES:
         return _STORAGES[name]
     if module == "torch" and name in DTYPES:
@@ -149,11 +149,11 @@ _GLOBALS: dict[tuple[str, str], object] = {
 
 
 _DESCRIPTOR = 24  # bytes after the memory: a signature of 4, its CRC-32, and twice its length
-_CRCS = _DESCRIPTOR + LOCAL.size + len(f"archive/{BLOCK_CRCS}")  # from the end of the memory
+_CRCS = _DESCRIPTOR + LOCAL.size + len(f"archive/{BLOCK_CRCS}")  # from the end of the memory to the blocks' checksums
 
 
 def known_item(read: ReadBytes, dtype: torch.dtype, sizes: tuple[int, ...], length: int) -> StoredItem | None:
-    """The item that `items.py` wrote of a tensor that lies in memory with any one of its dims outermost; None for any other.
+    """The item, if `items.py` wrote it for a tensor that lies in memory with any one of its dims outermost; else None.
 
     read: gives bytes of the item.   length: of the item.
     Cost: a read of its header, and of 4 bytes more if it has no checksums of blocks.
@@ -174,6 +174,6 @@ def known_item(read: ReadBytes, dtype: torch.dtype, sizes: tuple[int, ...], leng
 
 @lru_cache(4096)
 def _headers(dtype: torch.dtype, sizes: tuple[int, ...]) -> dict[bytes, tuple[int, ...]]:
-    """The headers of such items, all of one length, with the strides that each stands for."""
+    """The headers that `known_item` recognises, all of one length, with the strides that each stands for."""
     orders = [outermost_stride(torch.Size(sizes), dim) for dim in range(max(1, len(sizes)))]
     return {item_header(dtype, sizes, strides): strides for strides in reversed(orders)}
