@@ -400,6 +400,14 @@ def test_extensions_that_are_refused(world: World) -> None:
     with pytest.raises(ValueError, match=r"fsdp_pre_all_gather of '0.weight': .* of \(4, 3\) rows, padded to 4 or not; found"):
         linear(other_rows)(inputs())
 
+    def no_tensors(model: nn.Module) -> None:
+        set_on_locals(model)
+        model[0].weight._local_tensor.fsdp_pre_all_gather = lambda mesh: ((), None)
+
+    refusal = r"fsdp_pre_all_gather of '0.weight': expected a tuple of tensors, found an empty one"
+    with pytest.raises((TypeError, RuntimeError), match=refusal):
+        linear(no_tensors)(inputs())
+
     def own_metadata(model: nn.Module) -> None:
         set_on_locals(model)
         local = model[0].weight._local_tensor

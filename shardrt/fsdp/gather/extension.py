@@ -294,10 +294,9 @@ class ExtensionGather(Gather):
         if self._scale is not None:
             local = self._scale.given_to(local, self._inner)
         inputs, self._metadata = cast(AllGatherExtension, local).fsdp_pre_all_gather(*about)
-        if not isinstance(inputs, (tuple, list)):
-            raise TypeError(
-                f"fsdp_pre_all_gather of '{param.name}': expected a tuple of tensors, found {type(inputs).__name__}"
-            )
+        if not isinstance(inputs, (tuple, list)) or not inputs:
+            found = "an empty one" if isinstance(inputs, (tuple, list)) else type(inputs).__name__
+            raise TypeError(f"fsdp_pre_all_gather of '{param.name}': expected a tuple of tensors, found {found}")
         return tuple(inputs)
 
     def _fill_own(self) -> None:
