@@ -171,21 +171,22 @@ class Soak:
 
         on_host, alike = comm.device.type == "cpu", Random(problem.seed)
         chosen = alike.randrange(8), alike.random() < 0.5
-        end = lane.used + 2 * (64 + (8 + problem.size * problem.n) * problem.dtype.itemsize)  # for the largest out and inp
+        # Room for the largest tensors of any rank, shifted and aligned, so that all ranks have used as much.
+        margin = 64 + (8 + comm.size) * problem.dtype.itemsize  # uneven blocks have at least one element, though n may be 0
+        end = lane.used + (1 if in_place else 2) * (problem.nbytes + margin)
+        fits = lane.arena is not None and end <= ARENA_NBYTES
 
         def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
             """Memory in the arena or not, aligned or not."""
-            elements, in_arena = (own.randrange(8), own.random() < 0.5) if on_host else chosen
-            shift = elements * dtype.itemsize
-            begin, nbytes = -(-lane.used // 64) * 64, shift + numel * dtype.itemsize
-            if lane.arena is None or not in_arena or (begin + nbytes if on_host else end) > ARENA_NBYTES:
-                return torch.empty(nbytes, dtype=torch.uint8, device=comm.device)[shift:].view(dtype)
-            lane.used = begin + nbytes
-            return lane.arena[begin + shift : begin + nbytes].view(dtype)
+            shift, in_arena = (own.randrange(8), own.random() < 0.5) if on_host else chosen
+            if lane.arena is None or not fits or not in_arena:
+                return torch.empty(shift + numel, dtype=dtype, device=comm.device)[shift:]
+            begin = -(-lane.used // 64) * 64 + shift * dtype.itemsize
+            lane.used = begin + numel * dtype.itemsize
+            return lane.arena[begin : lane.used].view(dtype)
 
         placed = PlacedCall(comm, problem, in_place, *problem.place(comm.rank, in_place, allocate))
-        if not on_host:
-            lane.used = min(end, ARENA_NBYTES)  # the same on all ranks
+        lane.used = end if fits else lane.used
         return placed
 
     def _check(self, piece: PlacedCall) -> None:
