@@ -16,7 +16,8 @@ EXAMPLES, EXAMPLES_ALL = 150, 1500  # of each property
 # whichever is free.
 SHARED_FIXTURES = ("alone", "alone_float64", "running", "uninterrupted", "wheel", "written")
 MOST_RANKS = 4  # of the tests that use several jobs
-HAS_CORES = (os.cpu_count() or 1) >= 2 * MOST_RANKS  # for jobs of several sizes at once; else they would slow each other down
+# With two processes, jobs of several sizes would run at once on the few cores that led to two, and slow each other down.
+BY_SIZE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 2
 SLOW_FIRST = (
     "test_packaging.py",
     "test_gpu_check.py",
@@ -62,7 +63,7 @@ def group_of(item: pytest.Item) -> str | None:
     if item.get_closest_marker("ranks") is None:
         return shared
     parameters = item.callspec.params if shared is None and hasattr(item, "callspec") else {}
-    return f"{parameters.get('size', MOST_RANKS)} ranks" if HAS_CORES else "ranks"
+    return f"{parameters.get('size', MOST_RANKS)} ranks" if BY_SIZE else "ranks"
 
 
 def rank_of(item: pytest.Item) -> int:
