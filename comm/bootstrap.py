@@ -153,6 +153,12 @@ def world() -> World:
     return _world
 
 
+def note(*what: str) -> None:
+    """Keep a note of what the caller does, in words, in the flight recorder. No-op without a world."""
+    if _world is not None:
+        _world.recorder.note(*what)
+
+
 @contextmanager
 def inhabited(make: Callable[[], WorldKind]) -> Iterator[WorldKind]:
     """`world()` returns the world that `make` makes, in the `with` block, and afterwards what it returned before."""

@@ -18,6 +18,7 @@ from common.models import BYTES, GPT, GPTConfig, next_byte_loss, shard
 from gpu.checks import Check, Found
 from gpu.training import BFLOAT16
 from shardrt.comm import Stream, World, current_stream
+from shardrt.fsdp.base.events import Step
 from shardrt.fsdp.schedule.param_group import ParamGroup
 from shardrt.fsdp.schedule.runtime import Runtime
 
@@ -164,9 +165,9 @@ def overlap(world: World) -> Found:
         job, gathers, blocks = Job(world), list[tuple[Mark, Mark]](), list[tuple[Mark, Mark]]()
         compute, begun = current_stream(world.device), list[Mark]()
 
-        def marked(runtime: Runtime, groups: list[ParamGroup], label: str) -> None:
+        def marked(runtime: Runtime, groups: list[ParamGroup], step: Step) -> None:
             begin = Mark(runtime.streams.gather)
-            gather_ahead(runtime, groups, label)
+            gather_ahead(runtime, groups, step)
             if groups:
                 gathers.append((begin, Mark(runtime.streams.gather)))
 

@@ -20,9 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..comm.calls import CallList, Hook
 from ..comm.control import hooked
-from ..fsdp.base.events import HasName
-from ..fsdp.memory.buffers import BufferKind, observing
-from ..fsdp.reduce.sharded_grads import observing_grads
+from ..fsdp.base.events import BufferKind, HasName, Observer, observing
 from ..torch_internals import OpOverload, TorchDispatchMode, in_backward
 from .devices import Device, Measured
 from .live import LiveBytes
@@ -38,7 +36,7 @@ class Owners(Protocol):
     optimizer: Optimizer | None
 
 
-class Watch(Hook):
+class Watch(Hook, Observer):
     """Measures the memory of a `device` while its sources run.
 
     base: bytes that were no tensor's when it began.   loaded: what imports have added to them.
@@ -77,8 +75,7 @@ class Watch(Hook):
             stack.callback(register_optimizer_step_pre_hook(self._begin_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._end_optimizer).remove)
             stack.enter_context(hooked(self))
-            stack.enter_context(observing(self._buffer_changed))
-            stack.enter_context(observing_grads(self._gradients_made))
+            stack.enter_context(observing(self))
             stack.enter_context(_Operations(self))
             return stack.pop_all()
 
@@ -96,10 +93,10 @@ class Watch(Hook):
     def after(self, calls: CallList) -> None:
         self._look(calls[0].name)
 
-    def _buffer_changed(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
+    def memory_changed(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
         self._look(kind.value)
 
-    def _gradients_made(self, group: HasName, storage: torch.UntypedStorage) -> None:
+    def gradients_made(self, group: HasName, storage: torch.UntypedStorage) -> None:
         self._live.relabel(storage, Use.GRADIENTS.value)
 
     def _begin_optimizer(self, optimizer: Optimizer, *_: object) -> None:

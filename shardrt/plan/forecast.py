@@ -13,11 +13,10 @@ from torch import nn
 
 from ..comm.dry import DryWorld, dry_world
 from ..fsdp.api.module import FSDPModule
-from ..fsdp.base import events
-from ..fsdp.memory.buffers import observing
+from ..fsdp.base.events import observing
 from ..fsdp.params.layout import fsdp2_padding
-from ..fsdp.reduce.sharded_grads import observing_grads
 from ..fsdp.schedule.param_group import ParamGroup
+from ..timeline.recording import is_recording
 from ..timeline.timeline import Timeline
 from .attention import FusedAttention
 from .cost import Costs, bounding
@@ -55,7 +54,7 @@ def forecast(
     Raises what `make` and the program raise; ValueError if no module is sharded; SheetError for a machine without links that
     the job needs; RuntimeError while a timeline of another world is being recorded, which would get simulated times.
     """
-    if events.listener is not None:
+    if is_recording():
         raise RuntimeError("a timeline is being recorded: close it before you make a forecast")
     inline, collectives = costs.sheet.device == "cpu", CollectiveMeter(costs)
     world_of = partial(dry_world, job.ranks, ranks_per_node=costs.per_node, inline=inline, costs=collectives)
@@ -67,8 +66,7 @@ def forecast(
         meter.add("parameters", sum(group.gather.shard_nbytes for group in groups) + _other_nbytes(program.model, groups))
         meter.add("process", costs.sheet.memory.reserved_nbytes)
         operations = Operations(meter)
-        observed = observing(meter.buffer_changed), observing_grads(meter.gradients_made)
-        with observed[0], observed[1], FusedAttention(costs.sheet.device), operations:
+        with observing(meter), FusedAttention(costs.sheet.device), operations:
             optimizer = OPTIMIZERS[job.optimizer](program.model.parameters())
             _train(program, job, groups, operations)  # records in which order groups are used
             meter.live.kind = "optimizer"

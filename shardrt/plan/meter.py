@@ -9,8 +9,7 @@ import torch
 from ..comm.calls import CollectiveCall
 from ..comm.dry import DryStream, DryWorld
 from ..comm.streams import simulated
-from ..fsdp.base.events import HasName
-from ..fsdp.memory.buffers import BufferKind
+from ..fsdp.base.events import BufferKind, HasName, Observer
 from ..memory.live import LiveBytes
 from ..torch_internals import OpOverload
 from .cost import Bound, Costs
@@ -44,8 +43,8 @@ class CollectiveMeter:
         return seconds
 
 
-class Meter:
-    """Sees a run: operations (as the observer of `Operations`), and the buffers of all groups (`buffer_changed`).
+class Meter(Observer):
+    """Sees a run: operations (as the observer of `Operations`), and the buffers and gradients of all groups.
 
     memory: bytes by kind, now.   peaks: of each kind since restart().
     history: is told each change of memory.
@@ -110,15 +109,13 @@ class Meter:
 
     # ------------------------------------------------------------------ memory
 
-    def buffer_changed(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
-        """Observe `MemoryCounter`s."""
+    def memory_changed(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
         self._newest = group.name
         if kind is BufferKind.GATHERED:
             self._begin(group)
         self._changed(kind.value, nbytes, group.name)
 
     def gradients_made(self, group: HasName, storage: torch.UntypedStorage) -> None:
-        """Observe sharded gradients."""
         self._newest = group.name
         self._begin(group)
         self.live.relabel(storage, "gradients")

@@ -8,23 +8,22 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from ..comm.streams import INLINE
-from ..fsdp.base.events import Step
 from .clocks import AlignedClock
 from .events import BY_GROUP, BY_KIND, GATHER, Arrow, Counter, Events, Span
-from .recording import Collective, Edge, Recording, Subject
+from .recording import BACKWARD, FORWARD, Collective, Edge, Recording, Subject
 
 HOST = "host"  # the track of what the caller waits for while a GPU computes
 RECOMPUTE = "recompute"  # a forward within a backward
-_USES = {Step.FORWARD.value, Step.BACKWARD.value}  # of what was gathered
+_USES = {FORWARD, BACKWARD}  # of what was gathered
 
 
 def assemble(recording: Recording, clock: AlignedClock) -> Events:
     """The events of a recording that has ended. Spans that began before it, or have not ended, are left out."""
     builder = _Builder()
-    for edge, stamp, stream, what, subject in recording.entries:
+    for edge, stamp, stream, name, subject in recording.entries:
         if stamp is not None:
             track = HOST if recording.on_gpu and stream is INLINE else stream.name
-            builder.take(edge, clock.seconds(stamp), track, what.value if isinstance(what, Step) else what, subject)
+            builder.take(edge, clock.seconds(stamp), track, name, subject)
     spans = [builder.spans[number] for number in sorted(builder.spans)]
     return Events(spans, list(_counters(recording, clock)), builder.arrows)
 
@@ -62,7 +61,7 @@ class _Builder:
             self._begun += 1
             return
         for index in reversed(range(len(opened))):
-            if edge is Edge.END_BACKWARD and opened[index].name == name:
+            if edge is Edge.END_ALL and opened[index].name == name:
                 self._close(opened.pop(index), at, track)
             elif edge is Edge.END and opened[index].ends_by(name, subject):
                 self._close(opened.pop(index), at, track)
@@ -70,7 +69,7 @@ class _Builder:
 
     def _close(self, ended: _Open, at: float, track: str) -> None:
         name, subject = ended.name, ended.subject
-        if name == Step.FORWARD.value and any(each.name == Step.BACKWARD.value for each in self._open[track]):
+        if name == FORWARD and any(each.name == BACKWARD for each in self._open[track]):
             name = RECOMPUTE
         arguments = _arguments(subject) if isinstance(subject, Collective) else {}
         self.spans[ended.number] = span = Span(track, name, _text(subject), ended.start, max(at, ended.start), arguments)

@@ -6,7 +6,7 @@ Nothing is worked out here, and entries are plain tuples: `assembly.py` does the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from operator import methodcaller
 from time import time
@@ -18,22 +18,23 @@ import torch
 from ..comm import Stream, Work, World, current_stream
 from ..comm.calls import BLOCKING, CallList, Hook
 from ..comm.streams import INLINE, CudaStream, is_capturing
-from ..fsdp.base.events import HasName, Step
-from ..fsdp.memory.buffers import BufferKind, buffers_in_use
+from ..fsdp.base import events
+from ..fsdp.base.events import BufferKind, HasName, Observer, Step
+from ..fsdp.memory.buffers import buffers_in_use
 from .clocks import Stamp
-from .events import ALL_REDUCE, GATHER, REDUCE
 
-OPTIMIZER = "optimizer"
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _GRADIENTS = "gradients"  # a kind of memory that is no buffer's
-_TRACKS = {Step.GATHER: GATHER, Step.REDUCE: REDUCE, Step.ALL_REDUCE: ALL_REDUCE}
+_SPANS = {Step.FORWARD: FORWARD, Step.BACKWARD: BACKWARD, Step.WAIT: "wait", Step.PACK: "pack"}  # the steps that are kept
+_LAUNCHES = {Step.GATHER, Step.LAUNCH, Step.REDUCE}  # collectives that are called in these are for their groups
 
 
 class Edge(Enum):
-    """What a stamp is: a span begins or ends, the newest of its kind and subject, or all spans of backwards end."""
+    """What a stamp is: a span begins or ends, the newest of its name and subject, or all spans of its name end."""
 
     BEGIN = auto()
     END = auto()
-    END_BACKWARD = auto()
+    END_ALL = auto()
 
 
 class Collective(NamedTuple):
@@ -48,13 +49,12 @@ class Collective(NamedTuple):
 
 
 Subject = HasName | Collective | str | None  # a group, calls, the class of an optimizer, or None where collectives end
-Entry = tuple[Edge, Stamp | None, Stream, Step | str, Subject]  # the name of the span before its subject; no stamp: left out
+Entry = tuple[Edge, Stamp | None, Stream, str, Subject]  # the name of the span before its subject; no stamp: left out
 Change = tuple[float, str, HasName, int]  # bytes of a kind that a group has from a time on; negative: has no longer
 
 
-class Recording(Hook):
-    """Stamps of a rank. A hook of all communicators, a listener of `fsdp.base.events`, an observer of the memory of buffers and
-    of sharded gradients.
+class Recording(Hook, Observer):
+    """Stamps of a rank. A hook of all communicators, and an observer of what happens to groups.
 
     Streams' threads add to it as well: a list's `append` needs no lock.
     """
@@ -67,10 +67,9 @@ class Recording(Hook):
     _compute: Callable[[], Stream]
     _stamp: Callable[[Stream], Stamp | None]
     _now: Callable[[], float]
-    _groups: dict[str, tuple[HasName, ...]]  # by track: for which the next collectives are
-    _joint: set[str]  # tracks on which others may be launched together with these
+    _launching: list[Sequence[HasName]]  # for which collectives are launched now; the newest counts
     _gradients: dict[int, ref[torch.UntypedStorage]]  # by identity, which a storage keeps while it is alive
-    _called: dict[int, tuple[HasName, ...]]  # by the id of a list of calls
+    _called: dict[int, Sequence[HasName]]  # by the id of a list of calls
 
     def __init__(self, world: World) -> None:
         device = world.device
@@ -80,65 +79,37 @@ class Recording(Hook):
         self._compute = lambda: current_stream(device)
         self._stamp = _event if self.on_gpu else methodcaller("now")
         self._now = (lambda: current_stream(device).now()) if device.type == "meta" else time
-        self._groups, self._joint, self._gradients, self._called = {}, set(), {}, {}
+        self._launching, self._gradients, self._called = [], {}, {}
 
     @property
     def streams(self) -> list[Stream]:
         """The streams that were seen."""
         return list(dict.fromkeys(entry[2] for entry in self.entries))
 
-    # ------------------------------------------------------------------ the listener
+    # ------------------------------------------------------------------ the observer
 
-    def begin(self, step: Step, group: HasName, stream: Stream) -> None:
-        self.entries.append((Edge.BEGIN, self._stamp(stream), stream, step, group))
+    def begin(self, step: Step, groups: Sequence[HasName], stream: Stream | None) -> None:
+        if step in _LAUNCHES:
+            self._launching.append(groups)
+        elif (name := _SPANS.get(step)) is not None:
+            stream = stream or self._compute()
+            for group in groups:
+                self.entries.append((Edge.BEGIN, self._stamp(stream), stream, name, group))
 
-    def end(self, step: Step, group: HasName, stream: Stream) -> None:
-        self.entries.append((Edge.END, self._stamp(stream), stream, step, group))
+    def end(self, step: Step, groups: Sequence[HasName], stream: Stream | None) -> None:
+        if step in _LAUNCHES:
+            self._launching.pop()
+        elif (name := _SPANS.get(step)) is not None:
+            stream = stream or self._compute()
+            for group in reversed(groups):
+                self.entries.append((Edge.END, self._stamp(stream), stream, name, group))
+            if not groups:
+                self.entries.append((Edge.END_ALL, self._stamp(stream), stream, name, None))
 
-    def end_backward(self, stream: Stream) -> None:
-        self.entries.append((Edge.END_BACKWARD, self._stamp(stream), stream, Step.BACKWARD, None))
+    def memory_changed(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
+        self.changes.append((self._now(), kind.value, group, nbytes))  # on a GPU the host's clock is ahead of the streams
 
-    def launch(self, step: Step, groups: Iterable[HasName], *, joint: bool = False) -> None:
-        track = _TRACKS[step]
-        self._groups[track] = (*(self._groups[track] if joint and track in self._joint else ()), *groups)
-        (self._joint.add if joint else self._joint.discard)(track)
-
-    # ------------------------------------------------------------------ the hook
-
-    def called(self, calls: CallList, work: Work) -> None:
-        track = calls[0].stream.name
-        if track in self._groups:
-            self._joint.discard(track)
-            self._called[id(calls)] = self._groups[track]
-
-    def before(self, calls: CallList) -> None:
-        stream, call = self._stream_of(calls), calls[0]
-        nbytes = 0
-        for each in calls:
-            nbytes += max(each.out.nbytes if each.out is not None else 0, each.inp.nbytes if each.inp is not None else 0)
-        groups = self._called.pop(id(calls), ())
-        made = Collective(calls.description.text, groups, call.comm.name, call.comm.size, call.number, nbytes)
-        self.entries.append((Edge.BEGIN, self._stamp(stream), stream, call.name, made))
-
-    def after(self, calls: CallList) -> None:
-        stream = self._stream_of(calls)
-        self.entries.append((Edge.END, self._stamp(stream), stream, calls[0].name, None))
-
-    def _stream_of(self, calls: CallList) -> Stream:
-        return self._host if calls[0].name in BLOCKING else calls[0].stream
-
-    def forget_gradients(self) -> None:
-        """Do not count the gradients any more when they are freed."""
-        self._gradients.clear()
-
-    # ------------------------------------------------------------------ others
-
-    def count(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
-        """A buffer's memory was allocated or freed, by the host's clock: on a GPU ahead of the streams."""
-        self.changes.append((self._now(), kind.value, group, nbytes))
-
-    def count_gradients(self, group: HasName, storage: torch.UntypedStorage) -> None:
-        """Sharded gradients have memory, until the last of them is dropped. No-op for a storage that is counted."""
+    def gradients_made(self, group: HasName, storage: torch.UntypedStorage) -> None:
         identity, nbytes = id(storage), storage.nbytes()
 
         def freed(_: object) -> None:
@@ -149,6 +120,34 @@ class Recording(Hook):
             self._gradients[identity] = ref(storage, freed)
             self.changes.append((self._now(), _GRADIENTS, group, nbytes))
 
+    def forget_gradients(self) -> None:
+        """Do not count the gradients any more when they are freed."""
+        self._gradients.clear()
+
+    # ------------------------------------------------------------------ the hook
+
+    def called(self, calls: CallList, work: Work) -> None:
+        if self._launching:
+            self._called[id(calls)] = self._launching[-1]
+
+    def before(self, calls: CallList) -> None:
+        stream, call = self._stream_of(calls), calls[0]
+        nbytes = 0
+        for each in calls:
+            nbytes += max(each.out.nbytes if each.out is not None else 0, each.inp.nbytes if each.inp is not None else 0)
+        groups = self._called.pop(id(calls), ())
+        made = Collective(calls.description.text, tuple(groups), call.comm.name, call.comm.size, call.number, nbytes)
+        self.entries.append((Edge.BEGIN, self._stamp(stream), stream, call.name, made))
+
+    def after(self, calls: CallList) -> None:
+        stream = self._stream_of(calls)
+        self.entries.append((Edge.END, self._stamp(stream), stream, calls[0].name, None))
+
+    def _stream_of(self, calls: CallList) -> Stream:
+        return self._host if calls[0].name in BLOCKING else calls[0].stream
+
+    # ------------------------------------------------------------------ hooks of optimizers
+
     def begin_optimizer(self, optimizer: object, *_: object) -> None:
         """A hook of all optimizers, before their steps."""
         stream = self._compute()
@@ -158,6 +157,11 @@ class Recording(Hook):
         """A hook of all optimizers, after their steps."""
         stream = self._compute()
         self.entries.append((Edge.END, self._stamp(stream), stream, OPTIMIZER, type(optimizer).__name__))
+
+
+def is_recording() -> bool:
+    """Whether a timeline is open."""
+    return any(isinstance(each, Recording) for each in events.observers)
 
 
 def _event(stream: Stream) -> Stamp | None:

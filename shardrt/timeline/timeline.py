@@ -16,14 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..comm import World, world
 from ..comm.control import hooked
 from ..comm.streams import CudaStream
-from ..fsdp.base.events import listening
-from ..fsdp.memory.buffers import observing
-from ..fsdp.reduce.sharded_grads import observing_grads
+from ..fsdp.base.events import observing
 from . import chrome
 from .assembly import assemble
 from .clocks import AlignedClock, Anchor, measure
 from .events import Events
-from .recording import Recording
+from .recording import Recording, is_recording
 
 
 class Timeline:
@@ -59,6 +57,8 @@ class Timeline:
     def _record(self) -> Iterator[None]:
         """Record the `with` block. What was recorded is kept no longer than this."""
         here = world()
+        if is_recording():
+            raise RuntimeError("a timeline is being recorded: close it before you open another")
         with here.comm.agree():
             if self.path is not None:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -85,10 +85,8 @@ def _sources(recording: Recording) -> ExitStack:
         stack.callback(register_optimizer_step_pre_hook(recording.begin_optimizer).remove)
         stack.callback(register_optimizer_step_post_hook(recording.end_optimizer).remove)
         stack.enter_context(hooked(recording))
-        stack.enter_context(observing(recording.count))
         stack.callback(recording.forget_gradients)
-        stack.enter_context(observing_grads(recording.count_gradients))
-        stack.enter_context(listening(recording))
+        stack.enter_context(observing(recording))
         return stack.pop_all()
 
 

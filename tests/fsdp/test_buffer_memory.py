@@ -15,22 +15,21 @@ import torch
 from torch import nn
 
 import shardrt
+from observers import observing_gradients, observing_memory
 from ranks import on_ranks
 from shardrt.comm import Communicator, Event, Pool, World
 from shardrt.comm.streams import InlineStream
+from shardrt.fsdp.base.events import BufferKind
 from shardrt.fsdp.memory import buffers
 from shardrt.fsdp.memory.buffers import (
-    BufferKind,
     CommBuffer,
     CommFlatBuffer,
     FlatBuffer,
     Handoff,
     MemoryCounter,
     allocated_buffers,
-    observing,
 )
 from shardrt.fsdp.memory.host_memory import POOL
-from shardrt.fsdp.reduce.sharded_grads import observing_grads
 from toys import OddMLP, batch, buckets_of, loss_of, overlapping, shard_blocks, uncompiled
 
 Storage = weakref.ref[torch.UntypedStorage]
@@ -153,7 +152,7 @@ def test_nothing_but_the_parameters_holds_gradients(
         shard(module, mp_policy=shardrt.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     alive = list[Storage]()
     groups = len(list(model.param_group.with_descendants()))
-    with observing_grads(lambda _, storage: alive.append(weakref.ref(storage))):
+    with observing_gradients(lambda _, storage: alive.append(weakref.ref(storage))):
         for step in range(3):
             loss_of(model, batch(step)).backward()
             expected = {name: 2 * param.grad.full_tensor() for name, param in model.named_parameters()}
@@ -295,7 +294,7 @@ def test_bytes_are_counted_and_observed() -> None:
         FlatBuffer(nbytes, torch.device("cpu"), memory, kind, group)
         for nbytes, kind in ((64, BufferKind.GATHERED), (32, BufferKind.PACKED))
     )
-    with observing(lambda kind, group, nbytes: seen.append((kind.value, group.name, nbytes))):
+    with observing_memory(lambda kind, group, nbytes: seen.append((kind.value, group.name, nbytes))):
         for each in (full, packed, full):  # the second time is a no-op
             each.allocate()
         assert (memory.in_use, memory.peak) == (96, 96)

@@ -13,7 +13,7 @@ from torch.autograd import profiler
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import Communicator, World, new_stream
-from shardrt.fsdp.base.events import ranged
+from shardrt.fsdp.base.events import Step, during
 from shardrt.fsdp.memory import buffers
 from shardrt.fsdp.memory.buffers import CommBuffer
 from shardrt.fsdp.schedule import symmetric_windows
@@ -218,7 +218,7 @@ def test_ranges_in_a_profile(world: World) -> None:
         "FSDP::pre_forward (OddMLP)",
         "FSDP::forward_prefetch for blocks.0, blocks.1",
     ]
-    assert ranged("FSDP::all_gather", model.param_group) is ranged("FSDP::x")
+    assert during(Step.GATHER, model.param_group) is during(Step.WAIT)
 
     def fail(gradient: torch.Tensor) -> None:
         raise ValueError("stop")

@@ -17,8 +17,9 @@ from torch import nn
 import shardrt
 from ranks import on_ranks
 from shardrt.comm import World, malloc
+from shardrt.fsdp.base.events import BufferKind
 from shardrt.fsdp.memory import buffers, host_memory
-from shardrt.fsdp.memory.buffers import BufferKind, FlatBuffer, MemoryCounter
+from shardrt.fsdp.memory.buffers import FlatBuffer, MemoryCounter
 from shardrt.fsdp.memory.host_memory import POOL, SMALL, HostPool
 from shardrt.fsdp.params.param import ShardedParam
 from shardrt.tensor.placement import Spec

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import shardrt
 from bench import quantized_gather
+from observers import observing_memory
 from ranks import on_ranks
 from shardrt import MixedPrecisionPolicy, PrefetchPolicy, QuantizationPolicy, Shard, ShardPlacementResult
 from shardrt.comm import DeviceMesh, World
 from shardrt.comm.dry import dry_world
-from shardrt.fsdp.memory.buffers import observing
 from shardrt.fsdp.params.layout import ParamSpec, padding_limit
 from shardrt.fsdp.params.planner import plan
 from shardrt.fsdp.schedule.param_group import ParamGroup
@@ -208,7 +208,7 @@ def test_codes_are_counted_and_freed(world: World) -> None:
             memory, streams = group.runtime.memory, group.runtime.streams
             streams.synchronize()  # threads may free later
             peaks.append(memory.peak)
-            with observing(lambda kind, group, nbytes: counted.append((kind.value, nbytes))):
+            with observing_memory(lambda kind, group, nbytes: counted.append((kind.value, nbytes))):
                 model(x)
                 streams.synchronize()
     assert peaks[0] == peaks[1]

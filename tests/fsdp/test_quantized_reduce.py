@@ -29,12 +29,14 @@ from codes import (
     sharded_of,
     single,
 )
+from observers import observing_memory
 from ranks import on_ranks, settings_of
 from shardrt import DTensor, QuantizationPolicy, Replicate, ShardPlacementResult
 from shardrt.comm import Communicator, DeviceMesh, ReduceOp, Stream, World, current_stream
 from shardrt.comm.dry import dry_world
+from shardrt.fsdp.base.events import BufferKind
 from shardrt.fsdp.base.two_levels import TwoLevels, neighbours
-from shardrt.fsdp.memory.buffers import BufferKind, BufferMaker, FlatBuffer, MemoryCounter, observing
+from shardrt.fsdp.memory.buffers import BufferMaker, FlatBuffer, MemoryCounter
 from shardrt.fsdp.params.layout import ParamSpec
 from shardrt.fsdp.params.planner import plan
 from shardrt.fsdp.reduce import coded as quantized_reduce
@@ -389,7 +391,7 @@ def test_launches_and_memory_do_not_grow_with_the_nodes(monkeypatch: pytest.Monk
 @on_ranks(2)
 def test_codes_are_counted_and_freed(world: World) -> None:
     model, seen = one_layer(), []
-    with observing(lambda kind, group, nbytes: seen.append((kind, group, nbytes))):
+    with observing_memory(lambda kind, group, nbytes: seen.append((kind, group, nbytes))):
         model(torch.randn(2, 256)).sum().backward()
     (group,) = [group for group in model.param_groups if group.quantization]
     nbytes = 2 * 256 * 64 + 2 * 4 * 64
@@ -515,7 +517,7 @@ def observed_step(
     """What two steps allocate and free, and all recorded reductions."""
     mesh = DeviceMesh(world.comm, shape, ("replicate", "shard")[-len(shape) :])
     model, buffers = sharded_of(model_of().to(world.device), mesh=mesh), []
-    with observing(lambda kind, group, nbytes: buffers.append((kind, nbytes))):
+    with observing_memory(lambda kind, group, nbytes: buffers.append((kind, nbytes))):
         for _ in range(2):
             loss_of(model, rows_of(0).to(world.device)).backward()
     calls = [(call["comm"], call["what"], tuple(call["ranks"])) for call in reductions(world, 0.0)]

@@ -15,11 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 import shardrt
 import toys_tp
+from observers import observing_memory
 from ranks import on_ranks
 from shardrt.comm import Communicator, Event, Stream, Work, World
 from shardrt.comm.calls import CallList, Hook
 from shardrt.comm.control import hooked
-from shardrt.fsdp.memory.buffers import BufferKind, observing
+from shardrt.fsdp.base.events import BufferKind
 from shardrt.parallel import parallelize_module
 from toys import OddMLP, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens, warns_of_create_graph
 
@@ -43,7 +44,7 @@ def watched() -> Iterator[tuple[list[str], dict[BufferKind, int]]]:
         now[kind] += nbytes
         most[kind] = max(most[kind], now[kind])
 
-    with observing(changed), hooked(calls):
+    with observing_memory(changed), hooked(calls):
         yield calls.names, most
 
 

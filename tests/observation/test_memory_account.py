@@ -18,8 +18,10 @@ from torch import nn
 
 import shardrt
 from bench import peak
+from observers import observing_memory
 from ranks import on_ranks
 from shardrt.comm import World
+from shardrt.fsdp.base.events import BufferKind
 from shardrt.fsdp.memory import buffers as buffers_module
 from shardrt.memory import account as account_module
 from shardrt.memory import parts as parts_module
@@ -253,8 +255,8 @@ def test_observers_see_a_buffer_while_it_is_in_use() -> None:
     seen = list[tuple[int, bool]]()
     group = SimpleNamespace(name="group")
     memory = buffers_module.MemoryCounter()
-    buffer = buffers_module.FlatBuffer(64, CPU, memory, buffers_module.BufferKind.PACKED, group)
-    with buffers_module.observing(lambda _, __, nbytes: seen.append((nbytes, buffer in buffers_module.allocated_buffers(CPU)))):
+    buffer = buffers_module.FlatBuffer(64, CPU, memory, BufferKind.PACKED, group)
+    with observing_memory(lambda _, __, nbytes: seen.append((nbytes, buffer in buffers_module.allocated_buffers(CPU)))):
         buffer.seal()
         buffer.allocate()
         buffer.release()

@@ -333,7 +333,7 @@ def plain(span: Span) -> tuple[object, ...]:
 
 @on_ranks(1)
 def test_nothing_is_recorded_or_kept_after_the_block(world: World) -> None:
-    """By the hooks of communicators and optimizers, the listener, observers or the timeline; nor if the block raises."""
+    """By the hooks of communicators and optimizers, the observers or the timeline; nor if the block raises."""
     made, timeline = training(world), shardrt.Timeline()
     for error in (None, ValueError("of the block")):
         kept = world.comm.hooks
@@ -359,8 +359,7 @@ class Timeless(InlineStream):
 
 def record_a_step_on(stream: Stream) -> None:
     with shardrt.Timeline():
-        assert events.listener is not None
-        events.listener.begin(Step.FORWARD, Group(), stream)
+        events.begin(Step.FORWARD, Group(), stream=stream)
 
 
 @on_ranks(2)
@@ -585,16 +584,17 @@ def test_on_a_gpu_spans_lie_between_events_of_their_streams() -> None:
     member = cast("Any", SimpleNamespace(name="dp", size=2))
     launched = CallList([CollectiveCall(member, 7, "all_gather", torch.empty(4), torch.empty(2), (), gather)]).describe()
     blocking = CallList([CollectiveCall(member, 8, "exchange", None, None, (), INLINE)]).describe()
-    recording.begin(Step.WAIT, group, compute)
-    recording.launch(Step.GATHER, [group])
+    recording.begin(Step.WAIT, [group], compute)
+    recording.begin(Step.GATHER, [group], None)
     recording.called(launched, cast("Any", None))
+    recording.end(Step.GATHER, [group], None)
     recording.before(launched)
     recording.after(launched)
-    recording.end(Step.WAIT, group, compute)
+    recording.end(Step.WAIT, [group], compute)
     recording.before(blocking)
     recording.after(blocking)
-    recording.begin(Step.FORWARD, group, compute)
-    recording.end(Step.FORWARD, group, compute)
+    recording.begin(Step.FORWARD, [group], compute)
+    recording.end(Step.FORWARD, [group], compute)
     anchors = [Anchor(cast("torch.cuda.Event", FakeEvent(at)), at / 1e3) for at in (0.0, 10.0)]
     events = assemble(recording, AlignedClock(0.0, (Offset(0.0, 0.0, 0.0),), anchors))
     milliseconds = [(span.track, span.name, round(span.start * 1e3, 6), round(span.end * 1e3, 6)) for span in events.spans]

@@ -16,9 +16,7 @@ from shardrt.comm import DeviceMesh, Work, World
 from shardrt.comm.calls import CallList, Hook
 from shardrt.comm.control import hooked
 from shardrt.comm.dry import dry_world
-from shardrt.fsdp.base.events import HasName
-from shardrt.fsdp.memory.buffers import BufferKind, observing
-from shardrt.fsdp.reduce.sharded_grads import observing_grads
+from shardrt.fsdp.base.events import BufferKind, HasName, Observer, observing
 from shardrt.parallel import parallelize_module
 from shardrt.plan.cost import Costs
 from shardrt.plan.forecast import forecast
@@ -174,7 +172,7 @@ def test_a_forecast_in_an_open_timeline_is_refused() -> None:
         forecast(stack, Job(1), Costs(load_sheet("h100")))
 
 
-class Record(Hook):
+class Record(Hook, Observer):
     """What a run does to its buffers, which gradients it makes, and what it sends, in order."""
 
     def __init__(self) -> None:
@@ -183,10 +181,10 @@ class Record(Hook):
     def called(self, calls: CallList, work: Work) -> None:
         self.events.append((calls[0].comm.name, calls.description.text))
 
-    def changed(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
+    def memory_changed(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
         self.events.append((kind, group.name, nbytes))
 
-    def made(self, group: HasName, storage: torch.UntypedStorage) -> None:
+    def gradients_made(self, group: HasName, storage: torch.UntypedStorage) -> None:
         self.events.append(("gradients", group.name, storage.nbytes()))
 
 
@@ -196,7 +194,7 @@ def trained(setup: Setup, world: World) -> list[tuple[object, ...]]:
         model = setup(world)
         inputs = torch.ones(4, 5, dtype=torch.float64) if isinstance(model, OddMLP) else torch.ones(2, 8, dtype=torch.int64)
     optimizer, record = torch.optim.AdamW(model.parameters()), Record()
-    with observing(record.changed), observing_grads(record.made), hooked(record):
+    with observing(record), hooked(record):
         for micro_batches, bucket in ((1, 0), (2, 0), (2, 1 << 20), (1, 1 << 20)):
             with buckets_of(bucket):
                 for micro_batch in range(micro_batches):

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from ...comm import Event, Stream, current_stream
-from ..base import events
-from ..base.events import Step, ranged
+from ..base.events import Step, during
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from ..schedule import hooks, moves, registered
 from ..schedule.param_group import GroupSettings, ParamGroup
@@ -349,21 +348,20 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
         return forward(*args, **kwargs)
     runtime = first.runtime or hooks.start(first)  # which may give parameters groups of their own
     for group in module.param_groups:
-        with ranged("FSDP::pre_forward", group):
+        with during(Step.PRE_FORWARD, group):
             args, kwargs = hooks.pre_forward(runtime, group, args, kwargs)
     first.calls.running = True
     try:
-        output = forward(*args, **kwargs)
+        with during(Step.FORWARD, *module.param_groups):
+            output = forward(*args, **kwargs)
     except BaseException:
         for group in module.param_groups:
             group.visible.expose()
-            if events.listener is not None:
-                events.listener.end(Step.FORWARD, group, runtime.streams.compute)
         raise
     finally:
         first.calls.running = False
     for group in reversed(module.param_groups):
-        with ranged("FSDP::post_forward", group):
+        with during(Step.POST_FORWARD, group):
             output = hooks.post_forward(runtime, group, cast(nn.Module, module), output)
     return output
 

@@ -19,7 +19,8 @@ import torch
 from ...comm import Stream, Work
 from ...kernels import decode_sum, encode, pack_into
 from ...kernels.reference import BLOCK
-from ..memory.buffers import BufferKind, FlatBuffer
+from ..base.events import BufferKind
+from ..memory.buffers import FlatBuffer
 from ..params.layout import ALIGNMENT, round_up
 from .gather import FlatGather
 

@@ -26,10 +26,9 @@ from ...tensor.dtensor import DTensor
 from ...tensor.placement import RaggedShard
 from ...tensor.rank_counts import RankCounts
 from ...torch_internals import preserve_version, tree_leaves
-from ..base import events
-from ..base.events import HasName, ranged
+from ..base.events import BufferKind, HasName, Step, during
 from ..base.policy import MixedPrecisionPolicy, StepSettings
-from ..memory.buffers import BufferKind, FlatBuffer, FlatBuffers
+from ..memory.buffers import FlatBuffer, FlatBuffers
 from ..memory.context import Context
 from ..params.layout import Layout, ParamSpec, equal_runs
 from ..params.param import ShardedParam, placement_of
@@ -255,12 +254,9 @@ class ExtensionGather(Gather):
     def _make_unsharded(self, context: Context, group: HasName) -> None:
         """Gather once, for `fsdp_post_all_gather` to make the full parameter."""
         self.full.seal()
-        (param,), streams, note = self.params, context.streams, world().recorder.note
+        (param,), streams = self.params, context.streams
         streams.begin()  # outside of an iteration: the shard was written on the caller's stream
-        with ranged("FSDP::all_gather", group):
-            note("gather", group.name)
-            if events.listener is not None:
-                events.listener.launch(events.Step.GATHER, (group,))
+        with during(Step.GATHER, group):
             gathered = self.launch(streams.gather)
         gathered.wait(streams.compute)
         made = self._extension.fsdp_post_all_gather(self._outputs, self._metadata, self._dtypes[0])
@@ -273,8 +269,8 @@ class ExtensionGather(Gather):
         param.use_unsharded(made[0])
         self._made = [tensor for tensor in made[1] if not self.full.holds(tensor)]
         self._made_nbytes = [tensor.untyped_storage().nbytes() for tensor in self._made]
-        note("free", group.name)
-        self.release(streams.gather, [streams.compute])
+        with during(Step.FREE, group):
+            self.release(streams.gather, [streams.compute])
 
     def _gather_shards(self, stream: Stream) -> Work:
         self._reduce_scale(stream)

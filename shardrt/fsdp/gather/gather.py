@@ -28,9 +28,9 @@ from ...comm import Communicator, DeviceMesh, Pool, Stream, Work
 from ...comm.streams import PAST
 from ...kernels import pack_into
 from ...kernels.reference import BLOCK
-from ..base.events import HasName
+from ..base.events import BufferKind, HasName
 from ..base.policy import CPUOffloadPolicy, Policies, StepSettings
-from ..memory.buffers import BufferKind, BufferMaker, CommBuffer, FlatBuffer
+from ..memory.buffers import BufferMaker, CommBuffer, FlatBuffer
 from ..memory.context import Context
 from ..params.layout import ALIGNMENT, Layout, ParamSpec, round_up
 from ..params.param import ShardedParam, local_geometry, placement_of
@@ -153,7 +153,7 @@ class Gather(ABC):
     @property
     def joint(self) -> bool:
         """Whether its collectives may be launched together with other groups': nothing reads at once what they gather."""
-        return self.custom is None
+        return self.custom is None and not self.is_local
 
     @property
     def is_local(self) -> bool:

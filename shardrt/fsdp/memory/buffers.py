@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -18,22 +17,9 @@ import torch
 
 from ...comm import Communicator, Event, Pool, Stream, current_stream
 from ...torch_internals import no_swap_memory, same_storage, swap_memory, unwrap_transform
-from ..base.events import HasName, Observers
+from ..base import events
+from ..base.events import BufferKind, HasName
 from .host_memory import POOL, SMALL, HostPool
-
-
-class BufferKind(Enum):
-    """What a buffer is for."""
-
-    GATHERED = "gathered"  # full parameters
-    POST_FORWARD = "post-forward"  # the part of them that reshard_after_forward=k keeps
-    PACKED = "packed"  # gradients on their way to a reduction
-    PARTIAL = "partial"  # gradients that are reduced within a replica only
-    SCRATCH = "scratch"  # what a reduction writes before it is converted or added
-    CODES = "codes"  # quantised values, and their scales
-
-
-Observer = Callable[[BufferKind, HasName, int], None]
 
 
 class MemoryCounter:
@@ -54,15 +40,8 @@ class MemoryCounter:
             self.in_use += nbytes
             if self.in_use > self.peak:  # Cost: `max` would take as long as all the rest
                 self.peak = self.in_use
-            for observer in _observers.all:
-                observer(kind, group, nbytes)
-
-
-# Observers are told of each allocation and release in this process, in the order in which its counter saw them: the kind, the
-# group, and the bytes, which are negative on release.
-# Hazard: an observer runs in any stream's thread, under a lock: it must not touch a buffer.
-_observers = Observers[Observer]()
-observing = _observers.observing
+            for observer in events.observers:
+                observer.memory_changed(kind, group, nbytes)
 
 
 class FlatBuffer:

@@ -32,8 +32,9 @@ import torch
 from ...comm import Communicator, DeviceMesh, ReduceOp, Stream
 from ...kernels import decode_sum, encode
 from ...kernels.reference import BLOCK
+from ..base.events import BufferKind
 from ..base.two_levels import TwoLevels, neighbours
-from ..memory.buffers import BufferKind, BufferMaker, FlatBuffer
+from ..memory.buffers import BufferMaker, FlatBuffer
 from .grad_layout import ReduceLayout
 from .packed import PackedGrads
 from .reduce import GradientReduction

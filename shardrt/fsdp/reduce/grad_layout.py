@@ -19,7 +19,8 @@ import torch
 
 from ...comm import Communicator, DeviceMesh, Op, PreMulSum, ReduceOp, Stream
 from ...kernels import pack_into
-from ..memory.buffers import BufferKind, BufferMaker, FlatBuffer
+from ..base.events import BufferKind
+from ..memory.buffers import BufferMaker, FlatBuffer
 from ..params.layout import Layout
 from ..params.param import ShardedParam
 from ..params.tensor_parallel import TERMS

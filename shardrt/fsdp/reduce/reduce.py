@@ -32,8 +32,9 @@ import torch
 from ...comm import Communicator, PreMulSum, Stream
 from ...kernels import add_into, pack_into
 from ...kernels.reference import BLOCK
+from ..base.events import BufferKind
 from ..base.policy import CustomReduceScatter, StepSettings
-from ..memory.buffers import BufferKind, BufferMaker, CommBuffer, CommFlatBuffer, FlatBuffer
+from ..memory.buffers import BufferMaker, CommBuffer, CommFlatBuffer, FlatBuffer
 from ..params.in_place import Given
 from ..params.layout import Layout
 from ..params.param import ShardedParam, placement_of

@@ -6,7 +6,7 @@ for activations. The gradients of a group are views of one storage, which lives 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, cast
@@ -20,16 +20,12 @@ from ...tensor.dtensor import DTensor
 from ...tensor.placement import ResolvedShard
 from ...tensor.replaced import hooked, user_hooks
 from ...torch_internals import post_accumulate_grad_hooks
-from ..base.events import HasName, Observers
-from ..memory.buffers import BufferKind, BufferMaker, FlatBuffer
+from ..base import events
+from ..base.events import BufferKind, HasName
+from ..memory.buffers import BufferMaker, FlatBuffer
 from ..params.layout import round_up
 from ..params.param import ShardedParam, local_geometry
 from .grad_layout import ReduceLayout
-
-# Observers are told of each storage that becomes sharded gradients of a group: before anything is in it, or, if autograd
-# has made the gradients, when they are published or kept for a later backward.
-observers = Observers[Callable[[HasName, torch.UntypedStorage], None]]()
-observing_grads = observers.observing
 
 
 class NewGrads(NamedTuple):
@@ -114,8 +110,8 @@ class ShardedGrads:
 
     def tell_observers(self, storage: torch.UntypedStorage) -> None:
         """Tell observers that this storage holds sharded gradients of the group until it dies."""
-        for observer in observers.all:
-            observer(self._group, storage)
+        for observer in events.observers:
+            observer.gradients_made(self._group, storage)
 
     def missing(self, positions: Iterable[int]) -> list[int]:
         """Those of these positions whose parameters have no gradient from before."""

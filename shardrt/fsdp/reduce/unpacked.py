@@ -15,10 +15,10 @@ import torch
 from ...comm import Communicator, Stream
 from ...kernels import add_into
 from ...tensor.replaced import user_hooks
+from ..base import events
 from ..params.param import ShardedParam
 from .packed import HeldGrads, PackedGrads
 from .reduce import GradientReduction
-from .sharded_grads import observers
 
 Grads = Sequence[torch.Tensor | None]  # one for each trainable parameter; None: it has none
 
@@ -56,7 +56,7 @@ class UnpackedReduction(GradientReduction):
         if self._accumulated is not None or not self._takes(grads):
             return super().pack(grads, compute)
         self._stream = compute
-        if observers.all:
+        if events.observers:
             for grad in grads:
                 if grad is not None:
                     self.grads.tell_observers(grad.untyped_storage())

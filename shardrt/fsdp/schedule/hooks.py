@@ -28,7 +28,7 @@ from torch import nn
 from ...torch_internals import in_backward, outside_transforms
 from ..base import events
 from ..base.autograd import BackwardProgress, ForwardCall, GroupPhase
-from ..base.events import Step, ranged
+from ..base.events import Step, during
 from ..base.trees import map_tensors, tensors_in
 from .param_group import ParamGroup
 from .registered import check_registered
@@ -56,14 +56,12 @@ def pre_forward(
     group.wait_unsharded()
     if group.visible.linear:
         group.visible.follow_grad_mode()
-    runtime.gather_ahead(ahead, "FSDP::forward_prefetch for")
+    runtime.gather_ahead(ahead, Step.FORWARD_PREFETCH)
     dtype = group.mp_policy.param_dtype
     if dtype is not None and group.mp_policy.cast_forward_inputs:
         args, kwargs = map_tensors(partial(_cast, dtype), args), map_tensors(partial(_cast, dtype), kwargs)
     if torch.is_grad_enabled():
         args, kwargs = _watch_inputs(runtime, group, args, kwargs)
-    if events.listener is not None:
-        events.listener.begin(Step.FORWARD, group, runtime.streams.compute)
     return args, kwargs
 
 
@@ -81,8 +79,6 @@ def _watch_inputs(
 
 def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output: Any) -> Any:
     """The module has run. Returns: its output, ready for backward."""
-    if events.listener is not None:
-        events.listener.end(Step.FORWARD, group, runtime.streams.compute)
     dtype = group.mp_policy.output_dtype
     if dtype is not None:
         output = map_tensors(partial(_cast, dtype), output)
@@ -162,13 +158,12 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
             group.wait_unsharded()  # this output may be on another stream
         return
     group.note_gradients()
-    with ranged("FSDP::pre_backward", group):
+    with during(Step.PRE_BACKWARD, group):
         if group.settings.unshard_in_backward:
             group.unshard()
             group.wait_unsharded()
-        runtime.gather_ahead(runtime.prefetch.backward_starts(group), "FSDP::backward_prefetch for")
-    if events.listener is not None:
-        events.listener.begin(Step.BACKWARD, group, runtime.streams.compute)
+        runtime.gather_ahead(runtime.prefetch.backward_starts(group), Step.BACKWARD_PREFETCH)
+    events.begin(Step.BACKWARD, group)
 
 
 def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
@@ -188,8 +183,8 @@ def _post_backward(runtime: Runtime, group: ParamGroup, call: ForwardCall) -> No
     due = group.reduction_due(BackwardProgress.MODULE_DONE if over else BackwardProgress.GRADIENT_READY)
     if not over and not due:
         return
-    if over and events.listener is not None:
-        events.listener.end(Step.BACKWARD, group, runtime.streams.compute)
+    if over:
+        events.end(Step.BACKWARD, group)
     repeats = runtime.prefetch.backward_repeats(group)
     if due and not repeats:
         runtime.reduce(group)

@@ -20,7 +20,7 @@ reduced in `reduce/`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -28,13 +28,12 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ...comm import Communicator, DeviceMesh, Stream, Work, world
+from ...comm import Communicator, DeviceMesh, Stream, Work
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import set_group
 from ...torch_internals import outside_transforms
-from ..base import events
 from ..base.autograd import BackwardProgress, ModuleCalls
-from ..base.events import Step, ranged
+from ..base.events import Step, during
 from ..base.policy import MixedPrecisionPolicy, Policies, QuantizationPolicy, RootSettings, StepSettings
 from ..gather.coded import QuantizedGather
 from ..gather.gather import RESIDENT, AllGather, FlatGather, Gather, subgroup
@@ -109,7 +108,6 @@ class ParamGroup:
     # Written by attach().
     runtime: Runtime | None  # that of the root, made by its first forward; written by detach() too
     _streams: Streams
-    _note: Callable[..., None]  # writes to the flight recorder
 
     # Written by a step.
     ready: Work | None  # done when the parameters are gathered; None while sharded; written by unshard() and reshard()
@@ -214,7 +212,6 @@ class ParamGroup:
         window: an all-gather through a symmetric window, if the group has one.
         """
         self.runtime, self._streams = runtime, runtime.streams
-        self._note = world().recorder.note
         self.gather.attach(runtime, self.settings, window, self)
         self.visible.attach(self.params)
 
@@ -306,10 +303,7 @@ class ParamGroup:
         if self.gather.resident:
             self.ready = RESIDENT
         else:
-            with ranged("FSDP::all_gather", self), outside_transforms():
-                self._note("gather", self.name)
-                if events.listener is not None and not self.gather.is_local:
-                    events.listener.launch(Step.GATHER, (self,), joint=self.gather.joint)
+            with during(Step.GATHER, self), outside_transforms():
                 self.ready = self.gather.launch(self._streams.gather)
 
     def wait_unsharded(self) -> None:
@@ -320,15 +314,11 @@ class ParamGroup:
         if self.visible.unsharded and compute in self._readers:
             return
         self._readers[compute] = None
-        if (listener := events.listener) is not None:
-            listener.begin(Step.WAIT, self, compute)
-        with ranged("FSDP::all_gather_copy_out", self):
+        with during(Step.WAIT, self):
             self.ready.wait(compute)
             self.gather.fill_unsharded(compute)
             if not self.visible.unsharded:
                 self.visible.show_unsharded()
-        if listener is not None:
-            listener.end(Step.WAIT, self, compute)
 
     def reshard(self) -> None:
         """Let the modules see the shards and free what is gathered. No-op while sharded."""
@@ -338,10 +328,10 @@ class ParamGroup:
             self.visible.conceal()
         self.visible.show_sharded()
         if not self.gather.resident:
-            self._note("free", self.name)
             # The current stream has waited for streams that were used inside of the modules.
             self._readers[self._streams.compute] = None
-            self.gather.release(self._streams.gather, self._readers)
+            with during(Step.FREE, self):
+                self.gather.release(self._streams.gather, self._readers)
         self._readers.clear()
         self.ready = None
 
@@ -354,8 +344,7 @@ class ParamGroup:
     def reshard_to_subgroup(self, ranks: int) -> None:
         """Reshard, but keep a part: this rank and its neighbours, `ranks` in all, gather the parameters from each other."""
         if self.ready is not None:
-            self._note("keep a post-forward shard of", self.name)
-            with outside_transforms():
+            with during(Step.KEEP, self), outside_transforms():
                 self.gather.reshard_to_subgroup(ranks, self._streams.gather)
             self.reshard()
 
@@ -385,7 +374,7 @@ class ParamGroup:
         """
         if self.ready is None:
             return
-        with ranged("FSDP::post_backward_reshard", self):
+        with during(Step.POST_BACKWARD, self):
             if self.settings.reshard_after_backward and not is_needed:
                 self.reshard()
             else:
@@ -434,11 +423,8 @@ class ParamGroup:
         others = [other for other in made_on if other != stream]
         for other in others:
             stream.wait(other.record())
-        if (listener := events.listener) is not None:
-            listener.begin(Step.PACK, self, stream)
-        packed = self.reduction.pack(grads, stream)
-        if listener is not None:
-            listener.end(Step.PACK, self, stream)
+        with during(Step.PACK, self, stream=stream):
+            packed = self.reduction.pack(grads, stream)
         for other in others:  # Hazard: gradients that they have allocated are about to be freed
             other.wait(stream.record())
         for param in self.trainable:
@@ -448,7 +434,6 @@ class ParamGroup:
     def reduce_grads(self, packed: PackedGrads) -> None:
         """Reduce what is packed over the shard ranks."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self._note("reduce", self.name)
         self.reduction.launch(packed, self._streams.reduce)
 
     # ------------------------------------------------------------------ after a failure

@@ -15,7 +15,7 @@ from ...comm import malloc
 from ...torch_internals import outside_transforms, queue_backward_callback
 from ..base import events
 from ..base.autograd import BackwardProgress, GroupPhase, TensorWatcher
-from ..base.events import Step, ranged
+from ..base.events import Step, during
 from ..base.policy import RootSettings
 from ..memory import context
 from ..memory.buffers import FlatBuffer, Handoff
@@ -123,7 +123,7 @@ class Runtime(context.Context):
         for group in self.groups:
             registered.check_registered(group)
         self._unknown.warn()
-        with ranged("FSDP::root_pre_forward"):
+        with during(Step.ROOT_PRE_FORWARD):
             self._begin_iteration()
 
     def _begin_iteration(self) -> None:
@@ -167,10 +167,10 @@ class Runtime(context.Context):
         if not torch.is_grad_enabled() and any(group.offloads for group in self.groups):
             self.streams.gather.synchronize()  # the caller may write to the shards, on the host
 
-    def gather_ahead(self, groups: list[ParamGroup], label: str) -> None:
-        """Start to gather groups that the prefetch queue has named. label: of the range in a profile."""
+    def gather_ahead(self, groups: list[ParamGroup], step: Step) -> None:
+        """Start to gather groups that the prefetch queue has named. step: FORWARD_PREFETCH or BACKWARD_PREFETCH."""
         if groups:
-            with ranged(label, *groups), outside_transforms():
+            with during(step, *groups), outside_transforms():
                 joint = {group: group.gather_comm for group in groups if group.gather.joint}
                 _launch(groups, joint, lambda group: group.unshard())
 
@@ -206,11 +206,10 @@ class Runtime(context.Context):
     def _reduce_bucket(self) -> None:
         """Reduce the groups that wait. Few buckets are in flight at a time, which bounds the memory of packed gradients."""
         again = any(packed.keys() & self._to_reduce.keys() for packed, _ in self._in_flight)  # with the same buffers
-        with ranged("FSDP::post_backward_rs_wait", *self._to_reduce):
+        with during(Step.RETIRE, *self._to_reduce):
             self._retire(0 if again else self._reductions_in_flight - 1)
         with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
-            with ranged("FSDP::post_backward_accumulate", *self._to_reduce):
-                packed = {group: group.pack_grads() for group in self._to_reduce}
+            packed = {group: group.pack_grads() for group in self._to_reduce}
             if sent := {group: grads for group, grads in packed.items() if grads is not None}:
                 self._send(sent)
         self._to_reduce.clear()
@@ -219,9 +218,9 @@ class Runtime(context.Context):
     def _send(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         """Reduce what these groups have packed, over the shard ranks and over the replicas, and publish it."""
         streams = self.streams
-        with ranged("FSDP::post_backward_reduce", *packed):
+        with during(Step.REDUCE, *packed):
             self._reduce(packed)
-        with ranged("FSDP::post_backward_publish", *packed):
+        with during(Step.PUBLISH, *packed):
             for group, grads in packed.items():
                 _reduction(group).publish(grads, streams.post_reduce)
         used: dict[comm.Stream, list[FlatBuffer]] = {}
@@ -235,8 +234,6 @@ class Runtime(context.Context):
 
     def _reduce(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         streams = self.streams
-        if events.listener is not None:
-            events.listener.launch(Step.REDUCE, packed)
         for stream in dict.fromkeys(grads.stream for grads in packed.values()):
             streams.reduce.wait(stream.record())
         for group in [group for group in packed if group.sums_terms] if self._tensor_parallel else ():
@@ -249,8 +246,6 @@ class Runtime(context.Context):
 
     def _reduce_over_replicas(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         replicated = {group: group.all_reduce_comm for group in packed if group.all_reduce_comm is not None}
-        if events.listener is not None:
-            events.listener.launch(Step.ALL_REDUCE, replicated)
         joint = {group: ranks for group, ranks in replicated.items() if _reduction(group).launches_jointly_over_replicas}
         post_reduce = self.streams.post_reduce
         _launch(replicated, joint, lambda group: _reduction(group).launch_over_replicas(packed[group], post_reduce))
@@ -265,9 +260,8 @@ class Runtime(context.Context):
     def _end_backward(self) -> None:
         """Reduce what is left, such as groups that waited for a gradient in vain, and let compute see all gradients."""
         self._end = End.FAILED  # unless all of it returns
-        if events.listener is not None:
-            events.listener.end_backward(self.streams.compute)
-        with ranged("FSDP::root_post_backward_callback"):
+        events.end(Step.BACKWARD)
+        with during(Step.ROOT_POST_BACKWARD):
             self._finish_backward()
         self._end = End.REACHED
 
@@ -306,8 +300,7 @@ class Runtime(context.Context):
     def reset(self) -> None:
         """Forget a failed iteration: wait for everything under way, and shard all groups again."""
         self._end, self.keeps_gathered = End.REACHED, False
-        if events.listener is not None:
-            events.listener.end_backward(self.streams.compute)
+        events.end(Step.BACKWARD)
         self.prefetch = PrefetchQueue(self.streams.gather)  # what it has recorded may differ between ranks
         self.streams.recover()
         self._to_reduce.clear()
@@ -366,10 +359,12 @@ def _launch(
     it has received, so it cannot be one of a group of calls.
     """
     with ExitStack() as stack:
+        stack.enter_context(during(Step.LAUNCH, *joint))
         for communicator in dict.fromkeys(joint.values()):
             stack.enter_context(communicator.group())
         for group in joint:
             call(group)
     for group in groups:
         if group not in joint:
-            call(group)
+            with during(Step.LAUNCH, group):
+                call(group)
