@@ -50,7 +50,7 @@ def draw_layout(axes: Axes) -> None:
         middle = placed.offset + spec.nbytes / 2
         axes.text(middle, 2.08, f"{spec.name} {spec.shape}", ha="center", va="bottom", fontweight="bold")
         for rank in range(RANKS):
-            _label_run(axes, layout, index, rank)
+            _label_rows(axes, layout, index, rank)
     for gap in _gaps(layout):
         axes.text(sum(gap) / 2, 1.5, "padding", ha="center", va="center", rotation=90, fontsize=7, color="#777777")
     for rank in range(RANKS):
@@ -64,12 +64,12 @@ def draw_layout(axes: Axes) -> None:
     axes.set(xlim=(-4, layout.nbytes + 4), ylim=(0, 2.5), yticks=[])
 
 
-def _label_run(axes: Axes, layout: Layout, index: int, rank: int) -> None:
+def _label_rows(axes: Axes, layout: Layout, index: int, rank: int) -> None:
     """How many rows of a parameter a rank has."""
-    run, spec = layout.run(index, rank), layout.placed[index].spec
-    if run.stop > run.start:
-        middle = rank * layout.segment_nbytes + run.offset + (run.stop - run.start) * spec.itemsize / 2
-        rows = (run.stop - run.start) // spec.row_numel
+    owned, spec = layout.owned(index, rank), layout.placed[index].spec
+    if owned.stop > owned.start:
+        middle = rank * layout.segment_nbytes + owned.offset + (owned.stop - owned.start) * spec.itemsize / 2
+        rows = (owned.stop - owned.start) // spec.row_numel
         axes.text(middle, 1.5, f"{rows} rows", ha="center", va="center", fontsize=8)
 
 

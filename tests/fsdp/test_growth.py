@@ -135,9 +135,11 @@ def test_specs_of_many_ranks() -> None:
         for index, shape in enumerate(shapes.values()):
             placement = placement_of(index, layout)
             spec = Spec.of(mesh, (Replicate(), placement), shape)
-            run = layout.run(index, 99_998)
-            assert sum(box.sizes[0] * (box.sizes[1] if len(shape) > 1 else 1) for box in spec.boxes()) == run.stop - run.start
-            assert placement.shard_numels(spec.shape).before(99_998) == run.start
+            owned = layout.owned(index, 99_998)
+            assert (
+                sum(box.sizes[0] * (box.sizes[1] if len(shape) > 1 else 1) for box in spec.boxes()) == owned.stop - owned.start
+            )
+            assert placement.shard_numels(spec.shape).before(99_998) == owned.start
 
     assert nbytes_of(make) < 50_000
 
@@ -187,8 +189,8 @@ def test_gradients_of_some_parameters_against_each_rank_by_itself(
     for rank, each in enumerate(found):
         assert (each.pieces, each.segment_numel) == (found[0].pieces, found[0].segment_numel)
         for own, index in zip(each.own, trainable, strict=True):
-            run = layout.run(index, rank)
-            assert (own.start, own.stop) == (run.start, run.stop)
+            owned = layout.owned(index, rank)
+            assert (own.start, own.stop) == (owned.start, owned.stop)
             for at in range(own.stop - own.start):
                 assert places[own.position, own.start + at] == rank * each.segment_numel + own.offset + at
 

@@ -103,22 +103,22 @@ def test_rows_only_is_never_cut_in_a_row(group: tuple[list[ParamSpec], int]) -> 
 
 @property_test
 @given(groups(rows_only=True))
-def test_runs_partition_every_parameter(group: tuple[list[ParamSpec], int]) -> None:
+def test_ranges_partition_every_parameter(group: tuple[list[ParamSpec], int]) -> None:
     specs, world_size = group
     layout = plan(specs, world_size)
     for index, param in enumerate(layout.placed):
-        runs = [layout.run(index, rank) for rank in range(world_size)]
-        edges = [0, *(run.stop for run in runs)]
-        assert [run.start for run in runs] == edges[:-1]
+        ranges = [layout.owned(index, rank) for rank in range(world_size)]
+        edges = [0, *(owned.stop for owned in ranges)]
+        assert [owned.start for owned in ranges] == edges[:-1]
         assert edges[-1] == param.spec.numel
-        assert layout.numels(index) == tuple(run.stop - run.start for run in runs)
-        for rank, run in enumerate(runs):
-            if run.start == run.stop:
-                assert run.offset == 0
+        assert layout.numels(index) == tuple(owned.stop - owned.start for owned in ranges)
+        for rank, owned in enumerate(ranges):
+            if owned.start == owned.stop:
+                assert owned.offset == 0
                 continue
-            byte = rank * layout.segment_nbytes + run.offset
-            assert byte == param.offset + run.start * param.spec.itemsize
-            assert run.offset + (run.stop - run.start) * param.spec.itemsize <= layout.segment_nbytes
+            byte = rank * layout.segment_nbytes + owned.offset
+            assert byte == param.offset + owned.start * param.spec.itemsize
+            assert owned.offset + (owned.stop - owned.start) * param.spec.itemsize <= layout.segment_nbytes
 
 
 @property_test
@@ -196,10 +196,10 @@ def test_drawn_example() -> None:
     assert (layout.payload_nbytes, layout.padding_nbytes) == (440, 72)
     rows = [[count // spec.row_numel for count in layout.numels(index)] for index, spec in enumerate(EXAMPLE)]
     assert rows == [[4, 3, 0, 0], [0, 2, 8, 2], [0, 0, 0, 6]]
-    assert layout.run(1, 1) == OwnedRange(0, 8, offset=96)
-    assert layout.run(1, 2) == OwnedRange(8, 40, offset=0)
-    assert layout.run(1, 0) == OwnedRange(0, 0, offset=0)
-    assert layout.run(2, 3) == OwnedRange(0, 6, offset=32)
+    assert layout.owned(1, 1) == OwnedRange(0, 8, offset=96)
+    assert layout.owned(1, 2) == OwnedRange(8, 40, offset=0)
+    assert layout.owned(1, 0) == OwnedRange(0, 0, offset=0)
+    assert layout.owned(2, 3) == OwnedRange(0, 6, offset=32)
 
 
 def test_row_sizes_that_do_not_go_together_are_cut_flat_unless_asked_not_to() -> None:
@@ -250,7 +250,7 @@ def test_scalars_and_empty_parameters() -> None:
 def test_one_rank_owns_everything() -> None:
     layout = plan(EXAMPLE, 1)
     assert layout.segment_nbytes == 448
-    assert [layout.run(i, 0).stop for i in range(3)] == [56, 48, 6]
+    assert [layout.owned(i, 0).stop for i in range(3)] == [56, 48, 6]
 
 
 def test_fsdp2_padding() -> None:

@@ -58,8 +58,8 @@ class QuantizedGather(FlatGather):
     def _place_own(self) -> tuple[list[int], int]:
         """The parts lie as in the segment, but in the parameters' own dtype. Invariant: the padding of blocks is zero."""
         itemsize, gathered = self.params[0].dtype.itemsize, self._dtypes[0].itemsize
-        runs = [self.layout.run(index, self.mesh.rank) for index in range(len(self.params))]
-        return [run.offset // gathered * itemsize for run in runs], self._numel * itemsize
+        ranges = [self.layout.owned(index, self.mesh.rank) for index in range(len(self.params))]
+        return [owned.offset // gathered * itemsize for owned in ranges], self._numel * itemsize
 
     def _make_own_views(self) -> None:
         codes, ranks, rank, numel = self._policies.quantization.gather, self.mesh.size, self.mesh.rank, self._numel

@@ -30,7 +30,7 @@ from ..base.events import BufferKind, HasName, Step, during
 from ..base.policy import MixedPrecisionPolicy, StepSettings
 from ..memory.buffers import FlatBuffer, FlatBuffers
 from ..memory.context import Context
-from ..params.layout import Layout, ParamSpec, equal_runs
+from ..params.layout import Layout, ParamSpec, equal_rows
 from ..params.param import ShardedParam, placement_of
 from .gather import Gather, Pair
 from .whole_scales import WholeScale, scale_kind
@@ -159,7 +159,7 @@ class ExtensionGather(Gather):
     _made_nbytes: list[int]
 
     def _plan(self, specs: Sequence[ParamSpec]) -> Layout:
-        return equal_runs(specs[0], self.mesh.size)
+        return equal_rows(specs[0], self.mesh.size)
 
     def _shard(self, device_mesh: DeviceMesh) -> bool:
         (param,) = self.params
@@ -374,7 +374,7 @@ def plan_gathers(name: str, everyone: Sequence[Sequence[Gathered]], owned: RankC
 
     Raises ValueError, on every rank alike, if they are not compatible.
     """
-    planned, chunk = [], owned.largest
+    planned = []
     for given in zip(*everyone, strict=True) if len({len(tensors) for tensors in everyone}) == 1 else [()]:
         kinds = {(dtype, shape[1:]) for dtype, shape in given}
         counts = [shape[0] for _, shape in given]
@@ -383,7 +383,7 @@ def plan_gathers(name: str, everyone: Sequence[Sequence[Gathered]], owned: RankC
             found = "; ".join(f"rank {each}: {tensors}" for each, tensors in enumerate(everyone))
             raise ValueError(
                 f"fsdp_pre_all_gather of '{name}': expected tensors of the same dtypes and shapes on all ranks, or of {owned} "
-                f"rows, padded to {chunk} or not; found {found}"
+                f"rows, padded to {owned.largest} or not; found {found}"
             )
         planned.append(TensorPlan.of(given[rank], by_rows, owned))
     return planned

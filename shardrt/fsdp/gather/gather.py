@@ -295,13 +295,13 @@ class FlatGather(Gather):
 
     def _place_own(self) -> tuple[list[int], int]:
         """Where in `_flat_shard` this rank's part of each parameter begins, and its size; both in bytes."""
-        runs = [self.layout.run(index, self.mesh.rank) for index in range(len(self.params))]
+        ranges = [self.layout.owned(index, self.mesh.rank) for index in range(len(self.params))]
         if not self._casts:
-            return [run.offset for run in runs], self.layout.segment_nbytes
+            return [owned.offset for owned in ranges], self.layout.segment_nbytes
         end, offsets = 0, []
-        for param, run in zip(self.params, runs, strict=True):
+        for param, owned in zip(self.params, ranges, strict=True):
             offsets.append(end)
-            end += round_up((run.stop - run.start) * param.dtype.itemsize, ALIGNMENT)
+            end += round_up((owned.stop - owned.start) * param.dtype.itemsize, ALIGNMENT)
         return offsets, end
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -349,7 +349,7 @@ class FlatGather(Gather):
         if self._casts:
             first = self.mesh.rank * self.layout.segment_nbytes
             self._own_views = [
-                self.full.view(dtype, first + self.layout.run(index, self.mesh.rank).offset, local.shape, local.stride())
+                self.full.view(dtype, first + self.layout.owned(index, self.mesh.rank).offset, local.shape, local.stride())
                 for index, (local, dtype) in enumerate(zip(self._locals, self._dtypes, strict=True))
             ]
 

@@ -131,8 +131,8 @@ class Layout:
     def padding_nbytes(self) -> int:
         return self.nbytes - self.payload_nbytes
 
-    def run(self, index: int, rank: int) -> OwnedRange:
-        """The elements of parameter `index` that `rank` owns. Over all ranks the runs tile it."""
+    def owned(self, index: int, rank: int) -> OwnedRange:
+        """The elements of parameter `index` that `rank` owns. Over all ranks these ranges tile it."""
         param, base = self.placed[index], rank * self.segment_nbytes
         end = param.offset + param.spec.nbytes
         start = min(max(base, param.offset), end)
@@ -167,8 +167,8 @@ def _counts(offset: int, nbytes: int, segment: int, world_size: int, unit_nbytes
     return RankCounts(((0, before), *((number // unit_nbytes, ranks) for number, ranks in runs), (0, after)))
 
 
-def equal_runs(spec: ParamSpec, world_size: int) -> Layout:
-    """One parameter in runs of ceil(rows / world_size) rows, the last ones shorter or empty, as torch's `Shard(0)` cuts it.
+def equal_rows(spec: ParamSpec, world_size: int) -> Layout:
+    """One parameter, ceil(rows / world_size) rows on each rank, the last ones shorter or empty, as torch's `Shard(0)` cuts it.
 
     Segments are not aligned: they are those rows and no more.
     """

@@ -69,8 +69,8 @@ def reduce_layout(layout: Layout, trainable: Sequence[int], rank: int, align: in
     if len(trainable) == len(layout.placed) and len(itemsizes) == 1:
         (itemsize,) = itemsizes
         pieces = [GradRange(i, 0, param.spec.numel, param.offset // itemsize) for i, param in enumerate(layout.placed)]
-        runs = [layout.run(i, rank) for i in trainable]
-        own = [GradRange(i, run.start, run.stop, run.offset // itemsize) for i, run in enumerate(runs)]
+        ranges = [layout.owned(i, rank) for i in trainable]
+        own = [GradRange(i, owned.start, owned.stop, owned.offset // itemsize) for i, owned in enumerate(ranges)]
         return ReduceLayout(layout.segment_nbytes // itemsize, tuple(pieces), tuple(own))
     return _repacked(layout, trainable, rank, align)
 
@@ -108,9 +108,9 @@ def _segment(layout: Layout, trainable: Sequence[int], owner: int, align: int) -
     """What a rank keeps of each gradient, with offsets from the start of its segment."""
     cursor, segment = 0, []
     for position, index in enumerate(trainable):
-        run = layout.run(index, owner)
-        segment.append(GradRange(position, run.start, run.stop, cursor))
-        cursor += -(-(run.stop - run.start) // align) * align
+        owned = layout.owned(index, owner)
+        segment.append(GradRange(position, owned.start, owned.stop, cursor))
+        cursor += -(-(owned.stop - owned.start) // align) * align
     return segment
 
 
