@@ -106,10 +106,10 @@ class Shard(Sharded):
 
     def resolve(self, shape: torch.Size, size: int) -> RaggedShard:
         rows = shape[self.dim] if shape else 1
-        chunk = -(-rows // size)
-        full, rest = divmod(rows, chunk) if chunk else (0, 0)
+        most = -(-rows // size)
+        full, rest = divmod(rows, most) if most else (0, 0)
         ranks = min(1, rest)  # one rank at most has fewer rows than the others, but some
-        return RaggedShard(self.dim, RankCounts(((chunk, full), (rest, ranks), (0, size - full - ranks))))
+        return RaggedShard(self.dim, RankCounts(((most, full), (rest, ranks), (0, size - full - ranks))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,11 +302,11 @@ def _boxes_of_run(offsets: Sequence[int], sizes: Sequence[int], dim: int, start:
             tuple(offset + found.offsets[place] for offset, place in zip(offsets, places, strict=True)),
             tuple(found.sizes[place] for place in places),
         )
-        for found in _runs(start, stop, [sizes[axis] for axis in order])
+        for found in _boxes(start, stop, [sizes[axis] for axis in order])
     )
 
 
-def _runs(start: int, stop: int, sizes: Sequence[int]) -> list[Box]:
+def _boxes(start: int, stop: int, sizes: Sequence[int]) -> list[Box]:
     """Elements start:stop of a contiguous tensor as boxes: a part of a row, whole rows, a part of a row."""
     if start >= stop:
         return []
@@ -321,10 +321,10 @@ def _runs(start: int, stop: int, sizes: Sequence[int]) -> list[Box]:
 
 
 def _row(start: int, stop: int, sizes: Sequence[int]) -> list[Box]:
-    """`_runs` of elements of one row."""
+    """`_boxes` of elements of one row."""
     row, column = divmod(start, prod(sizes[1:]))
-    parts = _runs(column, column + stop - start, sizes[1:])
-    return [Box((row, *part.offsets), (1, *part.sizes)) for part in parts]
+    boxes = _boxes(column, column + stop - start, sizes[1:])
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
 
 
 def local_shape(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> torch.Size:

@@ -73,11 +73,11 @@ def fill(local: torch.Tensor, spec: Spec, seed: int, draw: Callable[[torch.Tenso
     shard, blocks = outermost.resolve(spec.shape, size), _Blocks(spec.shape.numel(), local, seed, draw)
     if shard.dim == 0:
         numels = shard.shard_numels(spec.shape)
-        values = blocks.run(numels.before(rank), numels.before(rank + 1)).view(shard.shard_shape(spec.shape, rank))
+        values = blocks.elements(numels.before(rank), numels.before(rank + 1)).view(shard.shard_shape(spec.shape, rank))
     elif isinstance(shard, RaggedShard):
         values = _columns(blocks, shard, spec.shape, rank)
     else:
-        values = shard.local_shard(blocks.run(0, spec.shape.numel()).view(spec.shape), rank)
+        values = shard.local_shard(blocks.elements(0, spec.shape.numel()).view(spec.shape), rank)
     local.copy_(spec.local_shard(values, axis + 1).view(local.shape))
 
 
@@ -89,7 +89,7 @@ class _Blocks(NamedTuple):
     seed: int
     draw: Callable[[torch.Tensor, torch.Generator], object]
 
-    def run(self, start: int, stop: int) -> torch.Tensor:
+    def elements(self, start: int, stop: int) -> torch.Tensor:
         """Draw the elements start:stop."""
         drawn = torch.empty(stop - start, dtype=self.like.dtype, device=self.like.device)  # `like` may be a subclass
         # Hazard: torch's CPU generator uses 32 bits of its seed. Consecutive seeds never repeat a block within a tensor; hashed
@@ -113,6 +113,6 @@ def _columns(blocks: _Blocks, shard: RaggedShard, shape: torch.Size, rank: int) 
     rows, at_once = values.view(-1, size), max(1, _BLOCKS_AT_ONCE * BLOCK_NUMEL // row_numel)
     for first in range(0, len(rows), at_once):
         part = rows[first : first + at_once]
-        drawn = blocks.run(first * row_numel, (first + len(part)) * row_numel)
+        drawn = blocks.elements(first * row_numel, (first + len(part)) * row_numel)
         part.copy_(drawn.view(-1, row_numel).narrow(1, begin, size))
     return values

@@ -148,7 +148,7 @@ def _all_to_all(comm: Communicator, shape: torch.Size, local: torch.Tensor, old:
     comm.all_to_all(out, inp.contiguous(), received, sent, stream=stream).wait(stream)
     if not blocks:
         return unflattened(out, mine, target.dim)
-    return torch.cat([run.view(block) for run, block in zip(out.split(received), blocks, strict=True)], dim=source.dim)
+    return torch.cat([each.view(block) for each, block in zip(out.split(received), blocks, strict=True)], dim=source.dim)
 
 
 def _overlap_numels(mine: ResolvedShard, theirs: ResolvedShard, shape: torch.Size, rank: int) -> list[int]:
