@@ -8,15 +8,17 @@ N ranks, k of them on this rank's node, m nodes; S bytes of all blocks, as nccl-
 
 | collective                  | received             | of it, across nodes | steps: within, across                    |
 |-----------------------------|----------------------|---------------------|------------------------------------------|
-| all_gather, reduce_scatter  | S (N - 1) / N        | S (m - 1) / m / k   | N - m, m - 1 (a ring)                    |
-| all_reduce                  | both of them         | both of them        | 2 (k - 1), 2 log2 m (chains and a tree)  |
+| all_gather, reduce_scatter  | S (N - 1) / N        | S (N - 1) / N / k   | N - m, m - 1 (a ring)                    |
+| all_reduce                  | 2 S (N - 1) / N      | 2 S (m - 1) / m / k | 2 (k - 1), 2 log2 m (chains and a tree)  |
 | broadcast, reduce           | S, on the root 0 / S | S / k               | log2 k, log2 m (a tree)                  |
 | all_to_all                  | S (N - 1) / N        | S (N - k) / N       | k - 1, N - k (pairwise)                  |
 | gather, scatter             | S (N - 1) / N, S / N | S (N - k) / N, -    | k - 1, N - k, at the root's speed        |
 
 These rings visit one rank of a node after the other, with a ring for each rank of a node, so that all their network ports take
-part: S / k bytes pass each. That is what NCCL does; steps are those of its own model (src/graph/tuning.cc). Ranks that share a
-node are neighbours in a communicator, as in parts of a mesh.
+part: a ring has S / k of the bytes, of which each of its links carries all but one block, also those between nodes: a rank's
+block goes around the other nodes and comes back, for the ranks of its node that are before it in the ring. A tree sends across
+nodes only what other nodes need. That is what NCCL does; steps are those of its own model (src/graph/tuning.cc). Ranks that
+share a node are neighbours in a communicator, as in parts of a mesh.
 """
 
 from __future__ import annotations
@@ -92,12 +94,15 @@ def traffic_of(call: CollectiveCall, per_node: int) -> Traffic:
     place = RanksOnNodes.of(call.comm, per_node)
     size, on_node, nodes = place.size, place.on_node, place.nodes
     nbytes, is_root = call_nbytes(call), call.comm.rank in call.args
+    whole = nbytes * (size - 1) / size  # all blocks but the rank's own
     log_within, log_across = (math.ceil(math.log2(number)) for number in (on_node, nodes))
     match call.name:
         case "all_gather" | "reduce_scatter":
-            return _ring(nbytes, place, size - nodes, nodes - 1)
+            across = whole / on_node if nodes > 1 else 0.0
+            return Traffic.of(whole - across, across, size - nodes, nodes - 1)
         case "all_reduce":
-            return _ring(2 * nbytes, place, 2 * (on_node - 1), 2 * log_across)
+            across = 2 * nbytes * (nodes - 1) / nodes / on_node
+            return Traffic.of(max(0.0, 2 * whole - across), across, 2 * (on_node - 1), 2 * log_across)
         case "broadcast" | "reduce":
             across = nbytes / on_node if nodes > 1 else 0.0
             keeps = float(is_root == (call.name == "reduce"))
@@ -114,11 +119,6 @@ def traffic_of(call: CollectiveCall, per_node: int) -> Traffic:
 def call_nbytes(call: CollectiveCall) -> int:
     """S: of the larger of `out` and `inp`, which is all blocks, where a collective has several."""
     return max(tensor.numel() * tensor.element_size() if tensor is not None else 0 for tensor in (call.out, call.inp))
-
-
-def _ring(nbytes: float, place: RanksOnNodes, steps_within: int, steps_across: int) -> Traffic:
-    across = nbytes * (place.nodes - 1) / place.nodes / place.on_node
-    return Traffic.of(max(0.0, nbytes * (place.size - 1) / place.size - across), across, steps_within, steps_across)
 
 
 def _rooted_share(name: str, is_root: bool, size: int) -> float:
