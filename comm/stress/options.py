@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 
 from .. import PreMulSum, ReduceOp
 from ..calls import Op
+from ..options import Parser, at_least
 from .faults import FAULTS
 from .problem import COLLECTIVES, DTYPES
 
@@ -49,12 +47,6 @@ class StressOptions:
     report: Path | None  # `-`: standard output
 
 
-class _StressParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        os.write(2, f"{self.prog}: error: {message}\n".encode())  # one write, so that lines of several ranks do not mix
-        sys.exit(2)
-
-
 _EXAMPLES = """\
 mpirun -n 4 shardrt-stress -b 1K -e 64M -f 2 --collectives all_reduce,all_gather --dtypes float32,bfloat16 --ops sum,avg
 mpirun -n 4 shardrt-stress --soak 10m
@@ -65,17 +57,17 @@ Exit code 1: an element was wrong, something leaked, or a job with a fault did n
 
 def parse(arguments: Sequence[str] | None) -> StressOptions:
     """Parse the command line. Exits with code 2, on every rank alike, if it is not valid."""
-    parser = _StressParser(prog="shardrt-stress", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="shardrt-stress", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     _add_sweep(parser.add_argument_group("sweep, sizes in bytes with K, M or G").add_argument)
     add = parser.add_argument_group("soak, random valid calls on random communicators").add_argument
-    add("--soak", type=_number({"s": 1, "m": 60, "h": 3600}), metavar="TIME", help="duration: 30s, 10m, 8h")
-    add("--steps", type=_number(), help="number of steps; the same seed then gives the same digest")
+    add("--soak", type=at_least(1, {"s": 1, "m": 60, "h": 3600}), metavar="TIME", help="duration: 30s, 10m, 8h")
+    add("--steps", type=at_least(1), help="number of steps; the same seed then gives the same digest")
     add("--seed", type=int, default=0)
     add = parser.add_argument_group("faults, in jobs that this command starts").add_argument
     faults = _listed({name: name for name in FAULTS}, join="all")
     add("--fault", dest="faults", type=faults, default=[], metavar="NAME,...", help=f"all, or of {', '.join(FAULTS)}")
     add("--fault-rank", type=int, help="[the last]")
-    add("--fault-after", type=_number(), default=50, metavar="CALLS", help="[50]")
+    add("--fault-after", type=at_least(1), default=50, metavar="CALLS", help="[50]")
     add("--report", type=Path, nargs="?", const=Path("-"), metavar="FILE", help="print the table, or put it into a page")
     add("--inject", action="store_true", help=argparse.SUPPRESS)  # set for the ranks of that job
     given = vars(parser.parse_args(arguments))
@@ -93,17 +85,17 @@ def parse(arguments: Sequence[str] | None) -> StressOptions:
 
 def _add_sweep(add: Callable[..., object]) -> None:
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    ops = {op.value: op for op in ReduceOp} | {"mulsum": PreMulSum(2.0)}
-    add("-b", dest="begin", type=_number(units, least=0), default=1 << 10, metavar="SIZE", help="the smallest [1K]")
-    add("-e", dest="end", type=_number(units), default=64 << 20, metavar="SIZE", help="the largest [64M]")
-    add("-f", dest="factor", type=_number(least=2), default=2, help="factor from one size to the next [2]")
-    add("-i", dest="increment", type=_number(units), metavar="SIZE", help="increment from one size to the next, instead of -f")
-    add("-n", dest="number", type=_number(), help="timed iterations [20]; with --fault: ranks [2]")
-    add("-w", dest="warmup", type=_number(least=0), default=5, help="untimed iterations before [5]")
+    size, ops = at_least(1, units), {op.value: op for op in ReduceOp} | {"mulsum": PreMulSum(2.0)}
+    add("-b", dest="begin", type=at_least(0, units), default=1 << 10, metavar="SIZE", help="the smallest [1K]")
+    add("-e", dest="end", type=size, default=64 << 20, metavar="SIZE", help="the largest [64M]")
+    add("-f", dest="factor", type=at_least(2), default=2, help="factor from one size to the next [2]")
+    add("-i", dest="increment", type=size, metavar="SIZE", help="increment from one size to the next, instead of -f")
+    add("-n", dest="number", type=at_least(1), help="timed iterations [20]; with --fault: ranks [2]")
+    add("-w", dest="warmup", type=at_least(0), default=5, help="untimed iterations before [5]")
     add("--collectives", type=_listed({name: name for name in COLLECTIVES}), default=list(COLLECTIVES), help="[all]")
     add("--dtypes", type=_listed({str(dtype)[6:]: dtype for dtype in DTYPES}), default=[torch.float32], help="[float32]")
     add("--ops", type=_listed(ops), default=[ReduceOp.SUM], help=f"of {','.join(ops)} [sum]")
-    add("--root", type=_number(least=0), default=0)
+    add("--root", type=at_least(0), default=0)
     add(
         "--buffers",
         choices=("window", "symmetric", "ordinary"),
@@ -115,20 +107,6 @@ def _add_sweep(add: Callable[..., object]) -> None:
     add("--compute", action="store_true", help="measure matrices, memory and small operations as well: for a hardware sheet")
     add("--json", type=Path, metavar="FILE")
     add("--plot", type=Path, metavar="FILE.png", help="bus bandwidth by size")
-
-
-def _number(units: Mapping[str, int] = MappingProxyType({}), least: int = 1) -> Callable[[str], int]:
-    """A parser of a whole number, with an optional unit after it."""
-
-    def number(text: str) -> int:
-        digits = text.rstrip("".join(units))
-        unit = text.removeprefix(digits)
-        if not digits.isdecimal() or int(digits) < least or unit not in ("", *units):
-            optional = f", with an optional unit of {', '.join(units)}" if units else ""
-            raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least {least}{optional}")
-        return int(digits) * units.get(unit, 1)
-
-    return number
 
 
 def _listed(choices: Mapping[str, T], join: str | None = None) -> Callable[[str], list[T]]:

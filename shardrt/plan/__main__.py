@@ -17,9 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..comm.options import Parser
 from .hardware import load_sheet, sheet_names
 from .measured import sheet_of_stress
-from .options import Parser, plan_parser
+from .options import plan_parser
 from .planning import plan_of
 from .report import as_json, lines
 

@@ -56,6 +56,8 @@ from typing import Any, get_type_hints
 
 import torch
 
+from ..comm.stress.problem import COLLECTIVES
+
 DEVICES = ("cuda", "cpu")
 
 
@@ -262,12 +264,7 @@ def _wrong(key: str, expected: str, found: object) -> SheetError:
 
 
 _DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
-_COLLECTIVES = frozenset(
-    {
-        *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"),
-        *("gather", "scatter", "send", "recv", "sendrecv", "barrier"),
-    }
-)
+_COLLECTIVES = frozenset({*COLLECTIVES, "send", "recv", "barrier"})
 _READERS: dict[object, Callable[[object, str], object]] = {
     str: _read_text,
     int: _read_whole,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from ..comm.options import Parser, at_least
 from ..fsdp.base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
 from .job import GRADIENT_SYNCS, OPTIMIZERS, Job, PlanError
 from .presets import PRESETS
@@ -16,13 +16,6 @@ from .presets import PRESETS
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _GATHERED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 _REDUCED = {"int8": torch.int8}
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def plan_parser(description: str) -> Parser:
@@ -95,17 +88,6 @@ def _add_output(group: Any) -> None:
     group.add_argument(
         "--no-search", action="store_true", help="look for no largest batch, and no links that 8-bit codes pay on"
     )
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option: an integer from `least` on."""
-
-    def number(text: str) -> int:
-        if not text.removeprefix("-").isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least {least}")
-        return int(text)
-
-    return number
 
 
 def _reshard(text: str) -> bool | int:
