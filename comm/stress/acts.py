@@ -56,6 +56,10 @@ def raise_unread() -> None:
     fail()
 
 
+def set_variable(name: str, value: str) -> Callable[[], None]:
+    return lambda: os.environ.update({name: value})
+
+
 def set_torch_version() -> None:
     torch.__version__ = torch.torch_version.TorchVersion("0.0.1")
 

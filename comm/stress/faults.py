@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from operator import methodcaller
 
 from . import acts
 from .acts import FAR_S, SLEEP_S, kill, libc
@@ -64,24 +65,32 @@ _to_launcher = partial(Fault, when=When.LAUNCHER)
 _call = partial(Fault, when=When.CALL)
 
 _ENDS = "ends at once"
+_SHOWS = f"shows the exception, and {_ENDS}"
 _LATE = "after `SHARDRT_START_TIMEOUT`: tells which ranks came to `init()`, and where those are that did not"
 _MISSING = "after `SHARDRT_TIMEOUT`: reports the operation, the missing ranks, the last operation of each, and stacks"
 _LEFT = "after 4 s: reports the operation and the missing ranks"
 _DIED = "names the rank, under MPICH with its last operation, and ends at once"
+_RUNNING = "reports the running operations, and ends "
 _ON_EVERY_RANK = "raises `{}` on **every** rank, with "
 _MISMATCH = _ON_EVERY_RANK.format("MismatchError") + "every rank's call"
+_NAMING = "raises on **every** rank, naming "
+_RAISED = "ValueError: injected"
+
+
+def _variable(name: str, what: str, where: str, variable: str, value: str) -> Fault:
+    """A rank with an environment variable that it must not have."""
+    return _before(name, what, f"{_NAMING}variable and {where}", acts.set_variable(variable, value), (1,), variable)
+
+
+def _signal_to_launcher(name: str, what: str, number: signal.Signals, code: int) -> Fault:
+    says = UNDER_WAY.format(number.name)
+    act = methodcaller("send_signal", number)
+    return _to_launcher(name, what, f"{_RUNNING}within seconds", act, (code,), says, bare=(1, code))
+
 
 _ROWS = (
     # ------------------------------------------------------------------ before and inside init()
-    _before(
-        "raise-before",
-        "raises before `init()`",
-        f"shows the exception, and {_ENDS}",
-        acts.fail,
-        (1,),
-        "injected",
-        bare=(1, *GUARD),
-    ),
+    _before("raise-before", "raises before `init()`", _SHOWS, acts.fail, (1,), "injected", bare=(1, *GUARD)),
     _before(
         "exit-before",
         "calls `sys.exit(0)` before `init()`",
@@ -96,47 +105,21 @@ _ROWS = (
     _before("stop-before", "is stopped before `init()` (SIGSTOP)", _LATE, kill(signal.SIGSTOP), WATCHDOG, NAMED, bare=GUARD),
     _before("kill-before", "is killed before `init()` (SIGKILL)", _ENDS, kill(signal.SIGKILL)),
     Fault("stop-inside", "is stopped inside `init()`", _LATE, kill(signal.SIGSTOP), WATCHDOG, NAMED, When.INSIDE, bare=GUARD),
+    _variable("bad-variable", "has a variable without a meaning: `SHARDRT_TIMEOUT=nan`", "rank", "SHARDRT_TIMEOUT", "nan"),
+    _variable("other-variable", "has another `SHARDRT_CHECK` than the others", "ranks", "SHARDRT_CHECK", "0"),
     _before(
-        "bad-variable",
-        "has a variable without a meaning: `SHARDRT_TIMEOUT=nan`",
-        "raises on **every** rank, naming variable and rank",
-        lambda: os.environ.update(SHARDRT_TIMEOUT="nan"),
-        (1,),
-        "SHARDRT_TIMEOUT",
-    ),
-    _before(
-        "other-variable",
-        "has another `SHARDRT_CHECK` than the others",
-        "raises on **every** rank, naming variable and ranks",
-        lambda: os.environ.update(SHARDRT_CHECK="0"),
-        (1,),
-        "SHARDRT_CHECK",
-    ),
-    _before(
-        "other-torch",
-        "has another version of torch",
-        "raises on **every** rank, naming versions and ranks",
-        acts.set_torch_version,
-        (1,),
-        r"0\.0\.1",
+        "other-torch", "has another version of torch", f"{_NAMING}versions and ranks", acts.set_torch_version, (1,), r"0\.0\.1"
     ),
     # ------------------------------------------------------------------ the rank ends
-    Fault("exception", "raises", f"shows the exception, and {_ENDS}", acts.fail, (1,), "ValueError: injected"),
-    Fault(
-        "thread",
-        "raises in a thread, with text that has no encoding",
-        f"shows the exception, and {_ENDS}",
-        acts.raise_in_thread,
-        (1,),
-        "ValueError: injected",
-    ),
+    Fault("exception", "raises", _SHOWS, acts.fail, (1,), _RAISED),
+    Fault("thread", "raises in a thread, with text that has no encoding", _SHOWS, acts.raise_in_thread, (1,), _RAISED),
     Fault(
         "unread",
         "raises, and nobody reads the job's stderr",
         "writes the dump, and ends some seconds later",
         acts.raise_unread,
         (1,),
-        "ValueError: injected",
+        _RAISED,
         is_unread=True,
     ),
     Fault("exit", "calls `sys.exit(0)` while others wait", _LEFT, sys.exit, WATCHDOG, NAMED),
@@ -163,33 +146,10 @@ _ROWS = (
         "slow", "is slow, within `SHARDRT_TIMEOUT`", "goes on", lambda: time.sleep(SLEEP_S), (0,), "waiting for rank VICTIM,"
     ),
     # ------------------------------------------------------------------ signals
-    Fault(
-        "term",
-        "gets SIGTERM",
-        f"reports the running operations, and {_ENDS}",
-        kill(signal.SIGTERM),
-        (143,),
-        UNDER_WAY.format("SIGTERM"),
-    ),
+    Fault("term", "gets SIGTERM", f"{_RUNNING}at once", kill(signal.SIGTERM), (143,), UNDER_WAY.format("SIGTERM")),
     Fault("usr1", "gets SIGUSR1, without a handler", _DIED, kill(signal.SIGUSR1), (), NAMED, guard_says=LAST),
-    _to_launcher(
-        "ctrl-c",
-        "Ctrl-C, or SIGINT to the launcher",
-        "reports the running operations, and ends within seconds",
-        lambda job: job.send_signal(signal.SIGINT),
-        (130,),
-        UNDER_WAY.format("SIGINT"),
-        bare=(1, 130),
-    ),
-    _to_launcher(
-        "term-launcher",
-        "SIGTERM to the launcher",
-        "reports the running operations, and ends within seconds",
-        lambda job: job.send_signal(signal.SIGTERM),
-        (143,),
-        UNDER_WAY.format("SIGTERM"),
-        bare=(1, 143),
-    ),
+    _signal_to_launcher("ctrl-c", "Ctrl-C, or SIGINT to the launcher", signal.SIGINT, 130),
+    _signal_to_launcher("term-launcher", "SIGTERM to the launcher", signal.SIGTERM, 143),
     _to_launcher("kill-launcher", "the launcher is killed (SIGKILL)", "its ranks end with it", lambda job: job.kill(), (137,)),
     # ------------------------------------------------------------------ calls
     _call("mismatch", "gives another size, dtype, op or root", _MISMATCH, acts.mismatch, says="MismatchError"),
