@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = {
+DTYPES = {
     torch.float64: nccl.NCCL_FLOAT64,
     torch.float32: nccl.NCCL_FLOAT32,
     torch.float16: nccl.NCCL_FLOAT16,
@@ -72,16 +72,16 @@ _DTYPES = {
 }
 _BYTE = nccl.NCCL_INT8  # NCCL itself turns every all-gather and broadcast into one of these
 _IN_PROGRESS = 7  # ncclResult_t: no error
-_OPS = {
+OPS = {
     ReduceOp.SUM: nccl.NCCL_SUM,
     ReduceOp.AVG: nccl.NCCL_AVG,
     ReduceOp.MIN: nccl.NCCL_MIN,
     ReduceOp.MAX: nccl.NCCL_MAX,
     ReduceOp.PRODUCT: nccl.NCCL_PROD,
 }
-_OPS_OF_BOOL = _OPS | {ReduceOp.SUM: nccl.NCCL_MAX, ReduceOp.PRODUCT: nccl.NCCL_MIN}
+_OPS_OF_BOOL = OPS | {ReduceOp.SUM: nccl.NCCL_MAX, ReduceOp.PRODUCT: nccl.NCCL_MIN}
 # Hazard: over one rank, NCCL before 2.29.7 leaves the end of an AVG unwritten, which is a pre-multiplied sum. SUM is the same.
-_OPS_OF_ONE_RANK = _OPS | {ReduceOp.AVG: nccl.NCCL_SUM}
+_OPS_OF_ONE_RANK = OPS | {ReduceOp.AVG: nccl.NCCL_SUM}
 
 _library = Library(str(sys.modules[nccl.NcclCommunicator.__module__].__file__), nccl.check_status)
 
@@ -94,7 +94,7 @@ class NcclBackend(Backend):
     """
 
     library = "NCCL"
-    reducible = frozenset(_DTYPES)
+    reducible = frozenset(DTYPES)
     has_pool = True
     multiplies_terms = True
 
@@ -108,7 +108,7 @@ class NcclBackend(Backend):
         self._family = family or Family(NcclPolicy())
         self._is_connected = False
         self._token: torch.Tensor | None = None  # what barriers reduce; it outlives them, and its value is never read
-        self._ops = _OPS if host.size > 1 else _OPS_OF_ONE_RANK
+        self._ops = OPS if host.size > 1 else _OPS_OF_ONE_RANK
         self._has_pre_mul_sum = _library.has_pre_mul_sum and host.size > 1
         self._asked: nccl.NcclCommunicator | None = None  # what other threads use: the same, until it ends
         self._asking = Lock()
@@ -324,7 +324,7 @@ class NcclBackend(Backend):
         *root: int,
     ) -> None:
         """`launch(send, receive, count, dtype, op, *root, stream)`; NCCL takes 0 for what a rank does not receive."""
-        dtype, receive = _DTYPES[inp.dtype], 0 if out is None else out.data_ptr()
+        dtype, receive = DTYPES[inp.dtype], 0 if out is None else out.data_ptr()
         if isinstance(op, ReduceOp):
             code = (_OPS_OF_BOOL if inp.dtype is torch.bool else self._ops)[op]
             launch(inp.data_ptr(), receive, count, dtype, code, *root, stream.handle)

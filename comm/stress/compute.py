@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .. import Communicator, ReduceOp, World, new_stream
+from .. import Communicator, ReduceOp, Work, World, new_stream
 
 _MATRICES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIDES = {"cpu": 1024, "cuda": 8192}  # rows and columns of the square matrices
@@ -172,19 +172,17 @@ def _collectives(clock: _Clock, world: World) -> dict[str, float]:
     block = numel // comm.size
     whole = block * comm.size
 
-    def all_gather() -> None:
-        window, other = next(pairs)
-        comm.all_gather(other[:whole], window[:block], stream=stream).synchronize()
+    calls: dict[str, Callable[[torch.Tensor, torch.Tensor], Work]] = {
+        "all_gather": lambda out, inp: comm.all_gather(out[:whole], inp[:block], stream=stream),
+        "reduce_scatter": lambda out, inp: comm.reduce_scatter(out[:block], inp[:whole], ReduceOp.SUM, stream=stream),
+        "all_reduce": lambda out, inp: comm.all_reduce(out[:whole], inp[:whole], ReduceOp.SUM, stream=stream),
+    }
 
-    def reduce_scatter() -> None:
+    def run(call: Callable[[torch.Tensor, torch.Tensor], Work]) -> None:
         window, other = next(pairs)
-        comm.reduce_scatter(other[:block], window[:whole], ReduceOp.SUM, stream=stream).synchronize()
+        call(other, window).synchronize()
 
-    def all_reduce() -> None:
-        window, other = next(pairs)
-        comm.all_reduce(other[:whole], window[:whole], ReduceOp.SUM, stream=stream).synchronize()
-
-    rates = {fn.__name__: 4 * whole / clock.seconds(fn, median) for fn in (all_gather, reduce_scatter, all_reduce)}
+    rates = {name: 4 * whole / clock.seconds(partial(run, call), median) for name, call in calls.items()}
     stream.close()
     comm.close()
     return rates

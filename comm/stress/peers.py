@@ -81,23 +81,13 @@ def _nccl(world: World) -> Peer:
     """NCCL's calls through CuPy alone, on a communicator of their own. What has no call is sends and receives in a group."""
     from cupy.cuda import nccl
 
+    from ..backends.nccl import DTYPES, OPS
+
     rank, size = world.rank, world.size
     comm = nccl.NcclCommunicator(size, world.comm.exchange(nccl.get_unique_id() if rank == 0 else None)[0], rank)
-    dtypes = {
-        torch.uint8: nccl.NCCL_UINT8,
-        torch.float64: nccl.NCCL_FLOAT64,
-        torch.float32: nccl.NCCL_FLOAT32,
-        torch.float16: nccl.NCCL_FLOAT16,
-        torch.bfloat16: nccl.NCCL_BFLOAT16,
-    }
-    ops: dict[Op | None, int] = {
-        ReduceOp.SUM: nccl.NCCL_SUM,
-        ReduceOp.PRODUCT: nccl.NCCL_PROD,
-        ReduceOp.MIN: nccl.NCCL_MIN,
-        ReduceOp.MAX: nccl.NCCL_MAX,
-    }
-    if size > 1:  # over one rank, NCCL before 2.29.7 leaves the end of an average unwritten
-        ops[ReduceOp.AVG] = nccl.NCCL_AVG
+    dtypes = {dtype: DTYPES[dtype] for dtype in (*FLOATS, torch.uint8)}
+    # Over one rank, NCCL before 2.29.7 leaves the end of an average unwritten.
+    ops: dict[Op | None, int] = {op: code for op, code in OPS.items() if size > 1 or op is not ReduceOp.AVG}
 
     def stream() -> int:
         return torch.cuda.current_stream(world.device).cuda_stream
