@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..comm import world
+from ..comm.fingerprint import fingerprint_of
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import Shard
 from ..torch_internals import tree_leaves
@@ -57,7 +58,9 @@ def same_data(axis: Axis, value: Any, name: str) -> None:
     if axis.size == 1 or type(value) is DTensor or not isinstance(value, torch.Tensor) or not world().settings.check_batches:
         return
     if not (value.requires_grad or value.is_meta) and (torch.is_grad_enabled() or not value.is_floating_point()):
-        _compare(axis, value, f"the input of '{name}'")
+        found = axis.comm.compare(_digest(value), lambda: _text(value))
+        if found is not None:
+            _raise(axis, f"the input of '{name}'", found)
 
 
 def same_tokens(axis: Axis, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,8 +73,7 @@ def same_tokens(axis: Axis, module: nn.Module, args: tuple[Any, ...], kwargs: di
     values = not _takes_parts(module)
     named = [*((str(index), arg) for index, arg in enumerate(args)), *((repr(key), kwargs[key]) for key in sorted(kwargs))]
     mine = [(name, *_described(leaf, values)) for name, arg in named for leaf in tree_leaves(arg) if torch.is_tensor(leaf)]
-    number = int.from_bytes(blake2b(repr(mine).encode(), digest_size=8).digest()) >> 1
-    if (found := axis.comm.compare(number, lambda: mine)) is not None:
+    if (found := axis.comm.compare(fingerprint_of(repr(mine)), lambda: mine)) is not None:
         differing = next(tensors for tensors in zip_longest(*found) if len(set(tensors)) > 1)
         name = next(tensor[0] for tensor in differing if tensor is not None)
         texts = ["no tensor" if tensor is None or tensor[0] != name else tensor[1] for tensor in differing]
@@ -87,15 +89,8 @@ def _described(value: torch.Tensor, values: bool) -> tuple[str, int]:
 
 def _takes_parts(module: nn.Module) -> bool:
     embeddings = (child for child in module.modules() if isinstance(child, nn.Embedding))
-    return any(
-        isinstance(getattr(getattr(vars(child).get("tp_state"), "style", None), "source", None), Shard) for child in embeddings
-    )
-
-
-def _compare(axis: Axis, value: torch.Tensor, what: str) -> None:
-    found = axis.comm.compare(_digest(value), lambda: _text(value))
-    if found is not None:
-        _raise(axis, what, found)
+    styles = (getattr(vars(child).get("tp_state"), "style", None) for child in embeddings)
+    return any(isinstance(getattr(style, "source", None), Shard) for style in styles)
 
 
 def _text(value: torch.Tensor) -> str:

@@ -180,20 +180,13 @@ def _permuted(tensor: DTensor, order: Sequence[int]) -> DTensor:
     return dtensor_of(tensor.to_local().permute(*order), replace(spec, placements=placements, shape=shape))
 
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,
-    torch.Tensor.view: _view,
-    torch.Tensor.reshape: _view,
-    torch.reshape: _view,
-    torch.Tensor.flatten: _flatten,
-    torch.flatten: _flatten,
-    torch.Tensor.__getitem__: _index,
-    torch.Tensor.split: _split,
-    torch.split: _split,
-    torch.Tensor.chunk: _split,
-    torch.chunk: _split,
-    torch.Tensor.transpose: _transpose,
-    torch.transpose: _transpose,
-    torch.Tensor.permute: _permute,
-    torch.permute: _permute,
+_FUNCTIONS: dict[Callable[..., Any], tuple[Any, ...]] = {
+    _cross_entropy: (F.cross_entropy,),
+    _view: (torch.Tensor.view, torch.Tensor.reshape, torch.reshape),
+    _flatten: (torch.Tensor.flatten, torch.flatten),
+    _index: (torch.Tensor.__getitem__,),
+    _split: (torch.Tensor.split, torch.split, torch.Tensor.chunk, torch.chunk),
+    _transpose: (torch.Tensor.transpose, torch.transpose),
+    _permute: (torch.Tensor.permute, torch.permute),
 }
+_HANDLERS = {function: handler for handler, functions in _FUNCTIONS.items() for function in functions}

@@ -43,23 +43,18 @@ class ColwiseLinear(nn.Linear):
         axis = tp.axis
         x, source, total = tp.read(input)
         weight, bias = visible(params["weight"]), visible(params["bias"])
-        if weight.shape[0] != parts(self.out_features, axis.size)[axis.rank]:
-            raise_weight(tp, weight)
+        check_weight(tp, weight, 0, self.out_features)
         if type(source) is Shard and axis.size > 1 and source.dim < x.dim() - 1:
-            self._check_features(x.shape[-1], self.in_features)
+            check_features(tp, x.shape[-1], self.in_features)
             size = axis.total(x.shape[source.dim]) if total is None else total
             out = gathered_column(axis, x, weight, bias, source.dim, size, tp.async_tp)
         else:
             x = relayout(axis, x, source, REPLICATE, total)
-            self._check_features(x.shape[-1], self.in_features)
+            check_features(tp, x.shape[-1], self.in_features)
             out = column(x, weight, bias, twin_of(axis, x))
         if tp.target is not LAST:
             out = relayout(axis, out, LAST, tp.target, self.out_features)
         return tp.finish(out, self, self.out_features if tp.target is LAST else None)
-
-    def _check_features(self, found: int, expected: int) -> None:
-        if found != expected:
-            raise_features(self.tp_state.style, found, expected)
 
 
 class RowwiseLinear(nn.Linear):
@@ -72,11 +67,9 @@ class RowwiseLinear(nn.Linear):
         axis, target = tp.axis, tp.target
         x, source, total = tp.read(input)
         weight, bias = visible(params["weight"]), visible(params["bias"], terms=isinstance(target, Shard))
-        if weight.shape[1] != parts(self.in_features, axis.size)[axis.rank]:
-            raise_weight(tp, weight)
+        check_weight(tp, weight, 1, self.in_features)
         x = relayout(axis, x, source, LAST, total)
-        if x.shape[-1] != weight.shape[1]:
-            raise_features(tp, x.shape[-1], weight.shape[1])
+        check_features(tp, x.shape[-1], weight.shape[1])
         dim = target.dim % x.dim() if isinstance(target, Shard) else None
         if dim == x.dim() - 1 and bias is not None and axis.size > 1:
             out = row(axis, x, weight, None, dim, False) + axis.cut(bias, 0)
@@ -96,8 +89,7 @@ class ColwiseEmbedding(nn.Embedding):
         tokens, source, total = tp.read(input)
         tokens = relayout(tp.axis, tokens, source, REPLICATE, total)
         weight = visible(self.weight)
-        if weight.shape[1] != parts(self.embedding_dim, tp.axis.size)[tp.axis.rank]:
-            raise_weight(tp, weight)
+        check_weight(tp, weight, 1, self.embedding_dim)
         out = F.embedding(tokens, weight, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, self.sparse)
         out = relayout(tp.axis, out, LAST, tp.target, self.embedding_dim)
         return tp.finish(out, self, self.embedding_dim if tp.target is LAST else None)
@@ -112,32 +104,30 @@ class RowwiseEmbedding(nn.Embedding):
         tp, axis = self.tp_state.style, self.tp_state.style.axis
         tokens, source, total = tp.read(input)
         tokens = relayout(axis, tokens, source, REPLICATE, total)
-        weight, rows = visible(self.weight), parts(self.num_embeddings, axis.size)
-        if weight.shape[0] != rows[axis.rank]:
-            raise_weight(tp, weight)
-        term = masked_embedding(
-            tokens,
-            weight,
-            sum(rows[: axis.rank]),
-            self.num_embeddings,
-            padding_idx=self.padding_idx,
-        )
+        weight = visible(self.weight)
+        check_weight(tp, weight, 0, self.num_embeddings)
+        first_row = sum(parts(self.num_embeddings, axis.size)[: axis.rank])
+        term = masked_embedding(tokens, weight, first_row, self.num_embeddings, padding_idx=self.padding_idx)
         split = term.shape[tp.target.dim] if isinstance(tp.target, Shard) else None
         return tp.finish(relayout(axis, term, PARTIAL, tp.target), self, split)
 
 
-def raise_weight(tp: AppliedStyle, weight: torch.Tensor) -> None:
-    raise ValueError(
-        f"the weight of '{tp.name}' on {tp.axis.mesh}: found shape {tuple(weight.shape)}, which is not this rank's part; a "
-        "parameter in its place must be a DTensor, such as shardrt.distribute_tensor(tensor, mesh, placements)"
-    )
+def check_weight(tp: AppliedStyle, weight: torch.Tensor, dim: int, total: int) -> None:
+    """Raise ValueError unless a weight is this rank's part of `dim`, of `total` rows."""
+    if weight.shape[dim] != parts(total, tp.axis.size)[tp.axis.rank]:
+        raise ValueError(
+            f"the weight of '{tp.name}' on {tp.axis.mesh}: found shape {tuple(weight.shape)}, which is not this rank's part; a "
+            "parameter in its place must be a DTensor, such as shardrt.distribute_tensor(tensor, mesh, placements)"
+        )
 
 
-def raise_features(tp: AppliedStyle, found: int, expected: int) -> None:
-    raise ValueError(
-        f"the input of '{tp.name}' on {tp.axis.mesh}: expected a last dim of {expected} on this rank, found {found}; give "
-        f"input_layouts if a plain input is not {tp.source}, and let views of split heads use -1 for their number"
-    )
+def check_features(tp: AppliedStyle, found: int, expected: int) -> None:
+    """Raise ValueError for an input with another last dim than the layer has on this rank."""
+    if found != expected:
+        raise ValueError(
+            f"the input of '{tp.name}' on {tp.axis.mesh}: expected a last dim of {expected} on this rank, found {found}; give "
+            f"input_layouts if a plain input is not {tp.source}, and let views of split heads use -1 for their number"
+        )
 
 
 # ---------------------------------------------------------------------- any module
