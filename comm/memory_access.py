@@ -33,6 +33,6 @@ def may_read_other_processes() -> bool:
         if launcher == 0 or libc.prctl(set_ptracer, ctypes.c_ulong(launcher), 0, 0, 0) != 0:
             return False
     source, target = ctypes.create_string_buffer(b"readable"), ctypes.create_string_buffer(9)
-    pieces = [(ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8) for buffer in (target, source)]  # struct iovec: base, length
+    iovecs = [(ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8) for buffer in (target, source)]  # base, length
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    return libc.process_vm_readv(os.getpid(), pieces[0], one, pieces[1], one, none) == 8 and target.value == b"readable"
+    return libc.process_vm_readv(os.getpid(), iovecs[0], one, iovecs[1], one, none) == 8 and target.value == b"readable"

@@ -27,11 +27,11 @@ def reduce_values(comm: Communicator, values: Sequence[Value], stream: Stream, *
     with comm.group():
         for total in packed.values():
             comm.all_reduce(total, total, ReduceOp.SUM, stream=stream)
-    pieces = {
+    parts = {
         dtype: iter((packed[dtype] / comm.size if mean else packed[dtype]).split([tensor.numel() for tensor in together]))
         for dtype, together in sources.items()
     }
-    return tuple(_unpack(next(pieces[_wide(tensor.dtype)]), tensor) for tensor in tensors)
+    return tuple(_unpack(next(parts[_wide(tensor.dtype)]), tensor) for tensor in tensors)
 
 
 def _as_tensor(value: Value, comm: Communicator, mean: bool) -> torch.Tensor:

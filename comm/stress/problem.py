@@ -120,12 +120,12 @@ class Problem:
     def count_wrong(self, rank: int, in_place: bool, out: torch.Tensor, inp: torch.Tensor) -> int:
         """The number of wrong elements in `out` after the call; out of place, of changed elements in `inp` as well."""
         wanted, kept = self.place(rank, in_place, lambda numel, dtype: torch.empty(numel, dtype=dtype))
-        if pieces := self._pieces(rank):
-            wanted.copy_(torch.cat(pieces))
+        if blocks := self._blocks(rank):
+            wanted.copy_(torch.cat(blocks))
         return _differing(out, wanted) + (0 if in_place else _differing(inp, kept))
 
-    def _pieces(self, rank: int) -> list[torch.Tensor]:
-        """The pieces of the expected `out`; none if it is not written."""
+    def _blocks(self, rank: int) -> list[torch.Tensor]:
+        """The blocks of the expected `out`; none if it is not written."""
         n, ranks = self.n, range(self.size)
         match self.name:
             case "gather" | "reduce" if rank != self.root:

@@ -30,9 +30,8 @@ EPOCH = 10  # steps between two closings of all communicators
 MOST_ALIVE = 4  # communicators that a rank has at once
 MOST_UNDER_WAY = 6  # calls and groups that a rank has under way at once
 ARENA_NBYTES = 16 << 20  # Cost: none, until pages are touched
-TOLERATED_MIB = (
-    16  # that a process may grow: fragments between buffers of random sizes, and the flight recorder, until it is full
-)
+# That a process may grow: fragments between buffers of random sizes, and the flight recorder, until it is full.
+TOLERATED_MIB = 16
 OPS = (*ReduceOp, PreMulSum(2.0), PreMulSum(0.5))
 
 
@@ -106,9 +105,9 @@ class Soak:
             self._lanes.append(self._make_lane(random))
         lanes = random.choices(self._lanes, k=random.randint(1, MOST_UNDER_WAY))
         posted = [both for number, lane in enumerate(lanes) if lane.comm for both in self._post(lane, lane.comm, number)]
-        for work, piece in posted:
+        for work, call in posted:
             work.synchronize()
-            self._check(piece)
+            self._check(call)
         for lane in self._lanes:
             lane.used = 0
         self.steps += 1
@@ -153,17 +152,17 @@ class Soak:
         if shared.random() < 0.1:
             self.calls["barrier"] += 1
             comm.barrier(stream=lane.stream)
-        pieces = [self._place(lane, comm, shared, own) for _ in range(shared.choice((1, 1, 1, 2, 4)))]
-        self.calls.update(piece.problem.name for piece in pieces)
+        placed = [self._place(lane, comm, shared, own) for _ in range(shared.choice((1, 1, 1, 2, 4)))]
+        self.calls.update(call.problem.name for call in placed)
         lane.stream.wait(self._world.stream.record())  # on CUDA the tensors are filled on another stream
-        if len(pieces) == 1:
-            work = pieces[0].problem.launch(comm, pieces[0].out, pieces[0].inp, lane.stream)
+        if len(placed) == 1:
+            work = placed[0].problem.launch(comm, placed[0].out, placed[0].inp, lane.stream)
         else:
             self.calls["group"] += 1
             with comm.group() as work:
-                for piece in pieces:
-                    piece.problem.post(comm, piece.out, piece.inp, lane.stream)
-        return [(work, piece) for piece in pieces]
+                for call in placed:
+                    call.problem.post(comm, call.out, call.inp, lane.stream)
+        return [(work, call) for call in placed]
 
     def _place(self, lane: Lane, comm: Communicator, shared: Random, own: Random) -> PlacedCall:
         problem = draw(shared, comm)
@@ -189,13 +188,13 @@ class Soak:
         lane.used = end if fits else lane.used
         return placed
 
-    def _check(self, piece: PlacedCall) -> None:
-        wrong = piece.problem.count_wrong(piece.comm.rank, piece.in_place, piece.out, piece.inp)
+    def _check(self, call: PlacedCall) -> None:
+        wrong = call.problem.count_wrong(call.comm.rank, call.in_place, call.out, call.inp)
         if wrong:
-            call = f"{piece.problem}, {'in' if piece.in_place else 'out of'} place, on {piece.comm}"
-            os.write(1, f"[{self._world.rank}] step {self.steps}: {wrong} elements wrong: {call}\n".encode())
+            what = f"{call.problem}, {'in' if call.in_place else 'out of'} place, on {call.comm}"
+            os.write(1, f"[{self._world.rank}] step {self.steps}: {wrong} elements wrong: {what}\n".encode())
         self.wrong += wrong
-        host = piece.out.cpu()
+        host = call.out.cpu()
         self._digest.update(ctypes.string_at(host.data_ptr(), host.nbytes))
 
 

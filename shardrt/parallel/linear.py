@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from ..tensor.placement import Shard
 from .axis import Axis, owned
-from .pieces import gather_matmul, matmul_scatter
+from .chunks import gather_matmul, matmul_scatter
 from .relayout import (
     PARTIAL,
     Terms,
@@ -164,8 +164,8 @@ class _Row(torch.autograd.Function):
             out = axis.all_reduce_(F.linear(x, weight))
         else:  # `dim` may be the last one, of which `x` does not have the size
             ctx.total = weight.shape[0] if dim == x.dim() - 1 else x.shape[dim]
-            pieces = async_tp and dim < x.dim() - 1
-            out = matmul_scatter(axis, x, weight, dim) if pieces else axis.reduce_scatter(F.linear(x, weight), dim)
+            in_chunks = async_tp and dim < x.dim() - 1
+            out = matmul_scatter(axis, x, weight, dim) if in_chunks else axis.reduce_scatter(F.linear(x, weight), dim)
         return owned(out if bias is None else out.add_(bias))
 
     @staticmethod

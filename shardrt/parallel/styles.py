@@ -112,7 +112,7 @@ class ColwiseParallel(_SplitStyle):
 
     input_layouts: of a plain input; None: `Replicate()`.   output_layouts: of the output; None: `Shard(-1)`.
     use_local_output: return this rank's part as a plain tensor (True), or a DTensor.
-    async_tp: with a sharded input of an nn.Linear, gather it in pieces, each beside the matmul of the piece before it.
+    async_tp: with a sharded input of an nn.Linear, gather it in chunks, each beside the matmul of the chunk before it.
     Cost: nothing in the forward, an all-reduce of the input's gradient in the backward, beside the weight's gradient; modules
     that read the same tensor share it. With input_layouts=Shard(d): an all-gather, and one more with a reduce-scatter in the
     backward; the gathered input is not kept.
@@ -139,7 +139,7 @@ class RowwiseParallel(_SplitStyle):
     input_layouts: of a plain input; None: `Shard(-1)`, also of an embedding, as in torch: tokens that are the same on every
     rank need `Replicate()`.   output_layouts: of the output; None: `Replicate()`.
     use_local_output: return a plain tensor (True), or a DTensor.
-    async_tp: with a sharded output of an nn.Linear, reduce it in pieces, each beside the matmul of the next one.
+    async_tp: with a sharded output of an nn.Linear, reduce it in chunks, each beside the matmul of the next one.
     The bias is added after the reduction. Cost: an all-reduce in the forward, nothing in the backward; with
     output_layouts=Shard(d) a reduce-scatter, and an all-gather in the backward.
     Raises NotImplementedError for another module.

@@ -25,7 +25,7 @@ from ..tensor.placement import Placement, Replicate, Shard, Spec
 from .axis import axis_of
 from .relayout import all_reduced, summed_with_summed_gradient, with_summed_gradient
 
-_BLOCK_NUMEL, _HOST_BLOCK_NUMEL = 2**24, 2**18  # Cost: so many float32 are temporary memory; on a CPU they fit in its cache
+_CHUNK_NUMEL, _HOST_CHUNK_NUMEL = 2**24, 2**18  # Cost: so many float32 are temporary memory; on a CPU they fit in its cache
 
 
 def masked_embedding(
@@ -265,14 +265,14 @@ class _CrossEntropy(torch.autograd.Function):
         grad = grad.masked_fill(ignored, 0)
         at_target = (grad * hard).neg_().masked_fill_(elsewhere, 0).unsqueeze(1)
         scale = (grad * scale).masked_fill_(ignored, 0).unsqueeze(1)
-        for rows in _blocks(logits):
+        for rows in _chunks(logits):
             out = made[rows] if made.dtype == maxima.dtype else None
-            block = torch.sub(logits[rows], maxima[rows], out=out).exp_().mul_(scale[rows])
+            chunk = torch.sub(logits[rows], maxima[rows], out=out).exp_().mul_(scale[rows])
             if spread is not None:
-                block.addr_(grad[rows] * ctx.share, spread, alpha=-1)
-            block.scatter_add_(1, index[rows], at_target[rows])
+                chunk.addr_(grad[rows] * ctx.share, spread, alpha=-1)
+            chunk.scatter_add_(1, index[rows], at_target[rows])
             if out is None:
-                made[rows] = block
+                made[rows] = chunk
         return made, None, None
 
 
@@ -330,19 +330,19 @@ def _sums(logits: torch.Tensor, maxima: torch.Tensor, targets: _Targets, spread:
     sums = maxima.new_zeros((2 if spread is None else 3, logits.shape[0]))
     if logits.shape[1] == 0:
         return sums
-    for rows in _blocks(logits):
-        block = logits[rows] - maxima[rows]
+    for rows in _chunks(logits):
+        chunk = logits[rows] - maxima[rows]
         if spread is not None:
-            torch.mv(block, spread, out=sums[2, rows])
-        torch.sum(block.exp_(), 1, out=sums[0, rows])
+            torch.mv(chunk, spread, out=sums[2, rows])
+        torch.sum(chunk.exp_(), 1, out=sums[0, rows])
     found = logits.gather(1, targets.index).sub(maxima).squeeze(1)
     sums[1] = found.masked_fill_(targets.elsewhere, 0)
     return sums
 
 
-def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+def _chunks(logits: torch.Tensor) -> Iterator[slice]:
     """Slices of the rows, of a bounded number of elements each. None if this rank has no columns."""
     rows, count = logits.shape
-    numel = _HOST_BLOCK_NUMEL if logits.device.type == "cpu" else _BLOCK_NUMEL
+    numel = _HOST_CHUNK_NUMEL if logits.device.type == "cpu" else _CHUNK_NUMEL
     step = max(1, numel // max(1, count))
     return (slice(start, min(start + step, rows)) for start in range(0, rows if count else 0, step))

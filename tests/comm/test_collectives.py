@@ -43,7 +43,7 @@ def path(world: World, nodes: str, *, threaded: bool = False) -> Iterator[tuple[
     stream = new_stream(world.device, "test", threaded=threaded)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardrt.comm.backends.mpi._SMALL_NBYTES", 4096)
-        patch.setattr("shardrt.comm.backends.node_algorithms._BLOCK_NBYTES", 30_000)
+        patch.setattr("shardrt.comm.backends.node_algorithms._CHUNK_NBYTES", 30_000)
         patch.setattr("shardrt.comm.backends.messages._MESSAGE_NBYTES", 25_000)
         patch.setattr("shardrt.comm.backends.mpi._EXCHANGE_NBYTES", 50_000)
         patch.setattr("shardrt.comm.backends.mpi._MIN_SLOT_NBYTES", 1)

@@ -1,11 +1,11 @@
-"""Matmuls in pieces, each beside the communication of another one: `async_tp` of the styles.
+"""Matmuls in chunks, each beside the communication of another one: `async_tp` of the styles.
 
-A dim of N * n rows is split over N ranks; piece j of K is the j-th n / K rows of every rank's part. The gather of piece j + 1
-runs beside the matmul of piece j; the reduce-scatter of piece j beside the matmul of piece j + 1. (Jangda et al. 2022,
+A dim of N * n rows is split over N ranks; chunk j of K is the j-th n / K rows of every rank's part. The gather of chunk j + 1
+runs beside the matmul of chunk j; the reduce-scatter of chunk j beside the matmul of chunk j + 1. (Jangda et al. 2022,
 "Breaking the Computation and Communication Abstraction Barrier in Distributed Machine Learning Workloads".)
 
 Cost: smaller matmuls and messages, and a copy of the output. It pays where the communication of the whole takes about as long
-as the matmul, and a piece of it still fills the device; never where ranks compute and communicate on the same cores.
+as the matmul, and a chunk of it still fills the device; never where ranks compute and communicate on the same cores.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch.nn import functional as F
 
 from .axis import Axis, Pending
 
-PIECES = 4
+CHUNKS = 4
 
 
-def pieces_of(total: int, size: int) -> int:
-    """Into how many pieces a dim of `total` rows on `size` ranks is cut: at most PIECES, of equal length; 1: not at all."""
+def chunks_of(total: int, size: int) -> int:
+    """Into how many chunks a dim of `total` rows on `size` ranks is cut: at most CHUNKS, of equal length; 1: not at all."""
     if total == 0 or total % size:
         return 1
-    return next(count for count in range(PIECES, 0, -1) if total // size % count == 0)
+    return next(count for count in range(CHUNKS, 0, -1) if total // size % count == 0)
 
 
 def gather_matmul(
     axis: Axis, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dim: int, total: int
 ) -> torch.Tensor:
     """`F.linear` of all parts of `dim`, of which `x` is this rank's."""
-    count = pieces_of(total, axis.size)
+    count = chunks_of(total, axis.size)
     if count == 1:
         return F.linear(axis.gather(x, dim, total), weight, bias)
     rows = total // axis.size // count
@@ -47,7 +47,7 @@ def gather_matmul(
 
 def matmul_scatter(axis: Axis, x: torch.Tensor, weight: torch.Tensor, dim: int) -> torch.Tensor:
     """This rank's part of `dim` of the sum over the ranks of `F.linear(x, weight)`."""
-    count = pieces_of(x.shape[dim], axis.size)
+    count = chunks_of(x.shape[dim], axis.size)
     if count == 1:
         return axis.reduce_scatter(F.linear(x, weight), dim)
     rows = x.shape[dim] // axis.size // count
@@ -55,4 +55,4 @@ def matmul_scatter(axis: Axis, x: torch.Tensor, weight: torch.Tensor, dim: int) 
     pending: list[Pending] = []
     for index in range(count):  # on the side stream, one after the other
         pending.append(axis.start_reduce_scatter(F.linear(places[:, index], weight), 0))
-    return torch.cat([piece.result()[0] for piece in pending]).movedim(0, dim).contiguous()
+    return torch.cat([chunk.result()[0] for chunk in pending]).movedim(0, dim).contiguous()
