@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+T = TypeVar("T")
 
 _MAX_SECONDS = 1e8  # three years
 _MAX_CALLS = 10_000_000
@@ -156,6 +158,11 @@ def _decimal(text: str) -> float:
     return float(text) if re.fullmatch(r"(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text, re.ASCII) else float("inf")
 
 
+def _share(text: str) -> float | None:
+    number = _decimal(text)
+    return number if number < 1.0 else None
+
+
 class _Reader:
     """Parses variables, and collects those that are malformed."""
 
@@ -168,41 +175,32 @@ class _Reader:
 
     def seconds(self, variable: str, default: float) -> float:
         """Seconds, infinity for 0."""
-        text = self.text(variable)
-        value = seconds(text) if text else default
-        if value is None:
-            self._refuse(variable, f"seconds, at most {_MAX_SECONDS:g}, or 0 for no limit")
-            return default
-        return value or float("inf")
+        expected = f"seconds, at most {_MAX_SECONDS:g}, or 0 for no limit"
+        return self._parsed(variable, seconds, default, expected) or float("inf")
 
     def share(self, variable: str, default: float) -> float:
         """A number from 0 to below 1."""
-        text = self.text(variable)
-        value = _decimal(text) if text else default
-        if value < 1.0:
-            return value
-        self._refuse(variable, "a share of the time, below 1, or 0 for off")
-        return default
+        return self._parsed(variable, _share, default, "a share of the time, below 1, or 0 for off")
 
     def flag(self, variable: str, default: bool) -> bool:
         return {"0": False, "1": True, None: default}[self.one_of(variable, ("0", "1"))]
 
     def one_of(self, variable: str, values: tuple[str, str]) -> str | None:
-        text = self.text(variable)
-        if text in values:
-            return text
-        if text:
-            self._refuse(variable, " or ".join(map(repr, values)))
-        return None
+        return self._parsed(variable, {value: value for value in values}.get, None, " or ".join(map(repr, values)))
 
     def number(self, variable: str, allowed: range, default: int) -> int:
+        def parse(text: str) -> int | None:
+            return int(text) if re.fullmatch(r"\d{1,18}", text, re.ASCII) and int(text) in allowed else None
+
+        return self._parsed(variable, parse, default, f"a whole number from {allowed[0]} to {allowed[-1]}")
+
+    def _parsed(self, variable: str, parse: Callable[[str], T | None], default: T, expected: str) -> T:
+        """What `parse` makes of a variable's text; the default if it is not set, or malformed: `parse` returns None."""
         text = self.text(variable)
-        if not text:
-            return default
-        if re.fullmatch(r"\d{1,18}", text, re.ASCII) and int(text) in allowed:
-            return int(text)
-        self._refuse(variable, f"a whole number from {allowed[0]} to {allowed[-1]}")
-        return default
+        value = parse(text) if text else default
+        if value is None and text:
+            self._refuse(variable, expected)
+        return default if value is None else value
 
     def folder(self, variable: str) -> Path | None:
         text = self._environment.get(variable, "")
