@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import ClassVar, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -23,10 +22,9 @@ from .calls import CollectiveCall
 from .communicator import Communicator
 from .dumps import DumpFolder
 from .mesh import DeviceMesh
-from .nccl_policy import NcclPolicy
 from .ranks import Ranks, pick
 from .recorder import Recorder
-from .settings import EnvironmentSettings
+from .settings import EnvironmentSettings, read
 from .streams import Event, Stream, simulated
 
 T = TypeVar("T")
@@ -35,18 +33,7 @@ META = torch.device("meta")
 _RECORDED = 1 << 20  # calls and notes: all of a few steps
 
 
-class CallCosts(Protocol):
-    """How long simulated work takes."""
-
-    def collective(self, calls: Sequence[CollectiveCall]) -> float:
-        """Seconds that a call, or the calls of a group, take."""
-
-
-class Free:
-    """Work takes no time: clocks stand still."""
-
-    def collective(self, calls: Sequence[CollectiveCall]) -> float:
-        return 0.0
+CallCosts = Callable[[Sequence[CollectiveCall]], float]  # the seconds that a call, or the calls of a group, take
 
 
 @dataclass(slots=True)
@@ -135,7 +122,7 @@ class DryBackend(Backend):
 
     def launch(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:
         assert isinstance(stream, DryStream), "of the dry world"
-        stream.communicate(self._costs.collective(calls))
+        stream.communicate(self._costs(calls))
 
     def exchange(self, value: T) -> list[T]:
         return [value] * self.size
@@ -206,7 +193,7 @@ def dry_world(
     host = SimulatedClock()
     compute = DryStream("compute", host if inline else SimulatedClock(), host)
     recorder = Recorder(rank, ranks, DumpFolder(None, "dry", print), _RECORDED, compute.now)
-    backend = DryBackend("world", rank, range(ranks), Free() if costs is None else costs)
+    backend = DryBackend("world", rank, range(ranks), costs or (lambda calls: 0.0))
     with inhabited(lambda: _make(backend, recorder, per_node, host, inline, compute)) as world:
         simulated.append(compute)
         try:
@@ -238,21 +225,8 @@ def _make(
 
 
 def _settings(per_node: int) -> EnvironmentSettings:
-    """The settings of a job without variables; values cannot be compared."""
-    forever = float("inf")
-    return EnvironmentSettings(
-        device=META,
-        nccl=NcclPolicy(),
-        timeout_s=forever,
-        start_timeout_s=forever,
-        patience_s=forever,
-        straggler=0.0,
-        check=False,
-        check_batches=False,
-        recorded_calls=_RECORDED,
-        dumps=Path(),
-        host_streams=None,
-        ranks_per_node=per_node,
-        progress=None,
-        monitor_timing="",
+    """The settings of a job without variables, in which nothing is watched; values cannot be compared."""
+    usual, _ = read(
+        dict.fromkeys(("SHARDRT_TIMEOUT", "SHARDRT_START_TIMEOUT", "SHARDRT_PATIENCE", "SHARDRT_STRAGGLER"), "0"), "cpu"
     )
+    return replace(usual, device=META, check=False, check_batches=False, recorded_calls=_RECORDED, ranks_per_node=per_node)

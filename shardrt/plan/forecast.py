@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def forecast(
     if is_recording():
         raise RuntimeError("a timeline is being recorded: close it before you make a forecast")
     inline, collectives = costs.sheet.device == "cpu", CollectiveMeter(costs)
-    world_of = partial(dry_world, job.ranks, ranks_per_node=costs.per_node, inline=inline, costs=collectives)
+    world_of = partial(dry_world, job.ranks, ranks_per_node=costs.per_node, inline=inline, costs=collectives.collective)
     with _no_collections(), world_of() as world:
         program = make(job)
         groups = _groups(program.model)
@@ -171,12 +172,7 @@ def _groups(model: nn.Module) -> list[ParamGroup]:
 def _other_nbytes(model: nn.Module, groups: list[ParamGroup]) -> int:
     """Bytes of buffers, and of parameters that are in no group."""
     ours = {id(param.sharded) for group in groups for param in group.params}
-    return sum(tensor.nbytes for tensor in _tensors(model) if id(tensor) not in ours)
-
-
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+    return sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()) if id(tensor) not in ours)
 
 
 def _described(group: ParamGroup) -> GroupForecast:

@@ -16,11 +16,9 @@ from shardrt.comm.streams import current_stream
 META = torch.device("meta")
 
 
-class Seconds:
+def seconds(calls: Sequence[CollectiveCall]) -> float:
     """A second for each byte that a rank sends."""
-
-    def collective(self, calls: Sequence[CollectiveCall]) -> float:
-        return float(sum(call.inp.nbytes for call in calls if call.inp is not None))
+    return float(sum(call.inp.nbytes for call in calls if call.inp is not None))
 
 
 def tensor(nbytes: int) -> torch.Tensor:
@@ -28,7 +26,7 @@ def tensor(nbytes: int) -> torch.Tensor:
 
 
 def test_streams_overlap_and_wait_on_simulated_clocks() -> None:
-    with dry_world(4, rank=2, costs=Seconds()) as world:
+    with dry_world(4, rank=2, costs=seconds) as world:
         compute, gather = world.compute, world.stream_for("gather")
         comm = world.mesh.communicator("gather")
         first = comm.all_gather(tensor(40), tensor(10), stream=gather)
@@ -46,14 +44,14 @@ def test_streams_overlap_and_wait_on_simulated_clocks() -> None:
 
 
 def test_collectives_of_the_compute_stream_are_no_computation() -> None:
-    with dry_world(2, costs=Seconds()) as world:
+    with dry_world(2, costs=seconds) as world:
         world.compute.run(3.0)
         world.comm.all_reduce(tensor(4), tensor(4), ReduceOp.SUM, stream=world.compute)
         assert (world.compute.now(), world.compute.waited, world.compute.busy) == (7.0, 4.0, 3.0)
 
 
 def test_waiting_for_the_host_is_not_waiting_for_communication() -> None:
-    with dry_world(2, costs=Seconds()) as world:
+    with dry_world(2, costs=seconds) as world:
         gathered = [world.comm.all_gather(tensor(20), tensor(10), stream=world.stream_for("gather")) for _ in range(2)]
         world.host.seconds = 8.0
         gathered[0].wait(world.compute)
@@ -64,7 +62,7 @@ def test_waiting_for_the_host_is_not_waiting_for_communication() -> None:
 
 
 def test_calls_on_two_streams_run_one_after_the_other() -> None:
-    with dry_world(2, costs=Seconds()) as world:
+    with dry_world(2, costs=seconds) as world:
         one, two = world.stream_for("gather"), world.stream_for("reduce")
         world.comm.all_gather(tensor(20), tensor(10), stream=one)
         world.comm.all_gather(tensor(6), tensor(3), stream=two)
@@ -72,14 +70,14 @@ def test_calls_on_two_streams_run_one_after_the_other() -> None:
 
 
 def test_inline_streams_are_the_callers_thread() -> None:
-    with dry_world(2, inline=True, costs=Seconds()) as world:
+    with dry_world(2, inline=True, costs=seconds) as world:
         world.comm.all_gather(tensor(20), tensor(10), stream=world.stream_for("gather"))
         world.compute.run(1.0)
         assert world.stream_for("reduce").now() == world.compute.now() == world.host.seconds == 11.0
 
 
 def test_the_recorder_shows_simulated_times() -> None:
-    with dry_world(2, costs=Seconds()) as world:
+    with dry_world(2, costs=seconds) as world:
         world.comm.all_gather(tensor(20), tensor(10), stream=world.stream_for("gather"))
         world.compute.run(4.0)
         world.recorder.note("computed")
