@@ -20,14 +20,6 @@ _OPERATIONS = 20  # that a window needs for a rank to be named
 
 
 @dataclass(frozen=True, slots=True)
-class RankProgress:
-    """What a rank has done so far."""
-
-    waited: float  # seconds inside operations
-    operations: int
-
-
-@dataclass(frozen=True, slots=True)
 class Straggler:
     """A rank that is late, over a window."""
 
@@ -70,8 +62,8 @@ class Stragglers:
         if self._comparison is None or seconds < self._slice_s:
             return None
         self._since += seconds
-        rows = map(self._table.header, range(self._table.size))
-        return self._comparison.add(seconds, [RankProgress(row.waited, row.operations) for row in rows])
+        rows = [self._table.header(rank) for rank in range(self._table.size)]
+        return self._comparison.add(seconds, [row.waited for row in rows], [row.operations for row in rows])
 
 
 class Comparison:
@@ -82,17 +74,20 @@ class Comparison:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._before: Sequence[RankProgress] = ()
+        self._before: tuple[Sequence[float], Sequence[int]] | None = None
         self._slices: deque[_Slice] = deque()
         self._named: int | None = None
 
-    def add(self, seconds: float, progress: Sequence[RankProgress]) -> Straggler | None:
-        """Add what every rank did up to now, `seconds` after the last time. Returns: a rank to name, at most once a window."""
-        before, self._before = self._before, progress
-        if not before or seconds <= 0.0:
+    def add(self, seconds: float, waited: Sequence[float], operations: Sequence[int]) -> Straggler | None:
+        """Add what every rank did up to now, `seconds` after the last time. Returns: a rank to name, at most once a window.
+
+        waited: seconds inside operations, of each rank.   operations: how many it has begun.
+        """
+        before, self._before = self._before, (waited, operations)
+        if before is None or seconds <= 0.0:
             return None
-        waited = [now.waited - then.waited for now, then in zip(progress, before, strict=True)]
-        done = [now.operations - then.operations for now, then in zip(progress, before, strict=True)]
+        waited = [now - then for now, then in zip(waited, before[0], strict=True)]
+        done = [now - then for now, then in zip(operations, before[1], strict=True)]
         # A rank without operations takes no part, or its node cannot be heard.
         rank, *others = sorted((r for r, count in enumerate(done) if count), key=waited.__getitem__) or [0]
         late = waited[others[0]] - waited[rank] if others and 2 * done[rank] >= max(done) else 0.0

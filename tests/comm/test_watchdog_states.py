@@ -30,7 +30,7 @@ from shardrt.comm.ending.report import write
 from shardrt.comm.ending.status_table import Alarm, ProgramPhase, StatusEntry, StatusTable, TimeInside
 from shardrt.comm.monitor import exit_handlers, stragglers
 from shardrt.comm.monitor.states import Decision, Move
-from shardrt.comm.monitor.stragglers import Comparison, RankProgress, Straggler, Stragglers
+from shardrt.comm.monitor.stragglers import Comparison, Straggler, Stragglers
 from shardrt.comm.monitor.timing import Timing
 
 # ---------------------------------------------------------------------- a model of ranks
@@ -368,17 +368,13 @@ def test_one_process_of_a_node_holds_the_claim() -> None:
 # ---------------------------------------------------------------------- stragglers
 
 
-def progress(waited: list[float], operations: list[int]) -> list[RankProgress]:
-    return [RankProgress(*of_rank) for of_rank in zip(waited, operations, strict=True)]
-
-
 def named(comparison: Comparison, waits: list[list[float]], operations: int = 10) -> list[str]:
     """The lines of a job that spends so many of each ten seconds inside operations; a window has six."""
     waited, done, lines = [0.0] * len(waits[0]), 0, []
-    comparison.add(0.0, progress(waited, [0] * len(waited)))
+    comparison.add(0.0, waited, [0] * len(waited))
     for slice_ in waits:
         waited, done = [a + b for a, b in zip(waited, slice_, strict=True)], done + operations
-        if (found := comparison.add(10.0, progress(waited, [done] * len(waited)))) is not None:
+        if (found := comparison.add(10.0, waited, [done] * len(waited))) is not None:
             lines.append(f"{found.rank}: {found}")
     return lines
 
@@ -411,12 +407,12 @@ def test_no_straggler(waits: list[list[float]], operations: int) -> None:
 def test_a_rank_that_takes_no_part_is_no_straggler() -> None:
     comparison = Comparison(0.25)
     for n in range(12):
-        assert comparison.add(10.0, progress([5.0 * n, 0.0, 5.0 * n], [100 * n, n, 100 * n])) is None
+        assert comparison.add(10.0, [5.0 * n, 0.0, 5.0 * n], [100 * n, n, 100 * n]) is None
 
 
 def test_a_node_that_cannot_be_heard_hides_no_straggler() -> None:
     comparison = Comparison(0.25)
-    lines = [comparison.add(10.0, progress([5.0 * n, n, 5.0 * n, 7.0], [100 * n, 100 * n, 100 * n, 90])) for n in range(7)]
+    lines = [comparison.add(10.0, [5.0 * n, n, 5.0 * n, 7.0], [100 * n, 100 * n, 100 * n, 90]) for n in range(7)]
     assert str(lines[-1]).startswith("in the last 60 s all others waited for it 40% of the time")
 
 
