@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from hashlib import blake2b
 from math import inf
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,6 +28,7 @@ from ..ending.report import EXIT_CODE, log
 from ..ending.stacks import Stacks
 from ..ending.status_table import ENTRIES, Alarm, ProgramPhase, StatusEntry, TimeInside
 from ..ending.words import name_ranks, still_works
+from ..fingerprint import fingerprint_of
 from ..recorder import Recorder
 from ..streams import is_capturing, observe
 from .activity import Activity
@@ -70,9 +70,8 @@ class Watchdog(Hook):
         self._stragglers = Stragglers(self._table, self._rank, timing, self._inside)
         self._heartbeats = Heartbeats(self._table, peers.nodes, timing)
         self._cut_short = ""  # the call that an exception has taken the main thread out of, until its next
-        self._failure: Failure | None = (
-            None  # the exception with which this rank has left the block of an agree(), until all have left
-        )
+        # The exception with which this rank has left the block of an agree(), until all have left.
+        self._failure: Failure | None = None
         self._stopping = threading.Event()
         self._given_until = 0.0  # until when `patience` gives time, by time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shardrt-watchdog", daemon=True)
@@ -103,9 +102,7 @@ class Watchdog(Hook):
 
     def _open(self, comm: Member, blocking: bool) -> Watched:
         """A status entry for a new communicator; when all are taken, that of the oldest communicator that is idle."""
-        key = int.from_bytes(
-            blake2b(f"{comm.name} {comm.ranks} {blocking}".encode(errors="backslashreplace"), digest_size=8).digest()
-        )
+        key = fingerprint_of(f"{comm.name} {comm.ranks} {blocking}")
         with self._opening:
             index = len(self._watched)
             if index == ENTRIES:

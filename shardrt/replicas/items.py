@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm import DeviceMesh
+from ..comm.fingerprint import fingerprint_of
 from ..fsdp.api.module import FSDPModule
 from ..parallel.modules import ParallelizedModule
 from ..tensor.digest import digest
@@ -52,7 +52,7 @@ class Copied(NamedTuple):
     def of(cls, table: Table, rank: int) -> Copied:
         """The copies that a table has on these ranks, as this rank sees them."""
         copy = next(number for number, ranks in enumerate(table) if rank in ranks)
-        return cls(_hash(repr(table)), len(table), len(table[0]), copy)
+        return cls(fingerprint_of(repr(table)), len(table), len(table[0]), copy)
 
 
 class CopiedValue(NamedTuple):
@@ -238,7 +238,7 @@ def digests_of(items: Sequence[CopiedValue]) -> list[int]:
             bits = digest(item.value, item.start)
             waiting.setdefault(bits.device, []).append((index, bits))
         else:
-            found[index] = _hash(repr(item.value))
+            found[index] = fingerprint_of(repr(item.value))
     for together in waiting.values():
         numbers = torch.stack([bits for _, bits in together]).tolist()
         for (index, _), number in zip(together, numbers, strict=True):
@@ -250,9 +250,5 @@ def sums_of(items: Sequence[CopiedValue], digests: Sequence[int]) -> dict[Copied
     """For each kind of copies, the sum of the digests, each by an odd weight of the item's name. 1 stands for its presence."""
     sums = dict[Copied, int]()
     for item, bits in zip(items, digests, strict=True):
-        sums[item.held] = (sums.get(item.held, 0) + (bits + 1) * (_hash(item.name) | 1)) % MODULUS
+        sums[item.held] = (sums.get(item.held, 0) + (bits + 1) * (fingerprint_of(item.name) | 1)) % MODULUS
     return sums
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest())
