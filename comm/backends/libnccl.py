@@ -120,7 +120,7 @@ class Library:
 class Buffer:
     """Device memory that `torch.as_tensor` wraps, as bytes.
 
-    window, handle: its symmetric window, or its registration, if there is one.
+    window, handle: its symmetric window, or its registration, if there is one: `Library.free` ends it.
     """
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -129,10 +129,6 @@ class Buffer:
         self.window: int | None = None
         self.handle: int | None = None
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-    def set_registration(self, *, window: int | None = None, handle: int | None = None) -> None:
-        """Note what NCCL has returned for this memory: `Library.free` ends it."""
-        self.window, self.handle = window, handle
 
 
 class Allocator:

@@ -23,9 +23,8 @@ def message(tensor: torch.Tensor) -> tuple[MPI.buffer, MPI.Datatype]:
 
 def messages(tensor: torch.Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:
     """A contiguous tensor as as many messages as it takes; none for no elements."""
-    nbytes = tensor.numel() * tensor.element_size()
-    for start in range(0, nbytes, _MESSAGE_NBYTES):
-        size = min(_MESSAGE_NBYTES, nbytes - start)
+    for start in range(0, tensor.nbytes, _MESSAGE_NBYTES):
+        size = min(_MESSAGE_NBYTES, tensor.nbytes - start)
         yield MPI.buffer.fromaddress(tensor.data_ptr() + start, size), MPI.BYTE
 
 
@@ -40,10 +39,12 @@ def start_receiving(comm: MPI.Comm, tensor: torch.Tensor, source: int) -> Iterat
 
 
 def swap(comm: MPI.Comm, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-    """Exchange tensors with every other rank of `comm` at once: `sends[p]` goes to rank p, `receives[p]` comes from it."""
-    others = [peer for peer in range(comm.Get_size()) if peer != comm.Get_rank()]
+    """Exchange tensors with every rank of `comm` at once: `sends[p]` goes to rank p, `receives[p]` comes from it."""
+    rank = comm.Get_rank()
+    others = [peer for peer in range(comm.Get_size()) if peer != rank]
     requests = [request for peer in others for request in start_receiving(comm, receives[peer], peer)]
     requests += [request for peer in others for request in start_sending(comm, sends[peer], peer)]
+    copy(receives[rank], sends[rank])
     MPI.Request.Waitall(requests)
 
 

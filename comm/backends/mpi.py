@@ -24,7 +24,7 @@ from ..ranks import evenly_spaced
 from ..streams import Stream
 from .host_reduce import reduce_rows
 from .meeting import LEFT, QUIT, MessageMeeting
-from .messages import copy, flat, memory, message, messages, start_receiving, start_sending
+from .messages import copy, flat, memory, message, messages, start_receiving, start_sending, swap
 from .node_algorithms import NodeAlgorithms
 from .pairs import Pairs
 from .shared_memory import SharedMemoryExchange, aligned_size
@@ -207,7 +207,7 @@ class MpiBackend(Backend):
         if not _is_small(inp):
             self._algorithms.all_gather(flat(out), flat(inp))
         else:
-            in_place = inp.data_ptr() == out.data_ptr() + self.rank * inp.numel() * inp.element_size()
+            in_place = inp.data_ptr() == out.data_ptr() + self.rank * inp.nbytes
             self._comm.Allgather(MPI.IN_PLACE if in_place else message(inp), message(out))
 
     def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
@@ -280,11 +280,7 @@ class MpiBackend(Backend):
         source = inp.clone() if inp.data_ptr() == out.data_ptr() else inp
         coming = flat(out).split(counts.out) if counts else flat(out).tensor_split(self.size)
         going = flat(source).split(counts.inp) if counts else flat(source).tensor_split(self.size)
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        requests = [request for peer in others for request in start_receiving(self._comm, coming[peer], peer)]
-        requests += [request for peer in others for request in start_sending(self._comm, going[peer], peer)]
-        copy(coming[self.rank], going[self.rank])
-        MPI.Request.Waitall(requests)
+        swap(self._comm, going, coming)
 
     def send(self, out: None, inp: torch.Tensor, to: int) -> None:
         self._pairs.run([(inp, to)], (), _nothing)

@@ -265,7 +265,7 @@ class NcclBackend(Backend):
                 self._launch_call(stream, call)
 
     def all_gather(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor) -> None:
-        self._nccl.allGather(inp.data_ptr(), out.data_ptr(), _nbytes(inp), _BYTE, stream.handle)
+        self._nccl.allGather(inp.data_ptr(), out.data_ptr(), inp.nbytes, _BYTE, stream.handle)
 
     def reduce_scatter(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, op: Op) -> None:
         self._reduce_by(self._nccl.reduceScatter, stream, out, inp, out.numel(), op)
@@ -277,7 +277,7 @@ class NcclBackend(Backend):
         self._reduce_by(self._nccl.reduce, stream, out, inp, inp.numel(), op, root)
 
     def broadcast(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, root: int) -> None:
-        self._nccl.broadcast(inp.data_ptr(), out.data_ptr(), _nbytes(inp), _BYTE, root, stream.handle)
+        self._nccl.broadcast(inp.data_ptr(), out.data_ptr(), inp.nbytes, _BYTE, root, stream.handle)
 
     def gather(self, stream: Stream, out: torch.Tensor | None, inp: torch.Tensor, root: int) -> None:
         coming = {} if out is None else _blocks(out, self.size)
@@ -290,7 +290,7 @@ class NcclBackend(Backend):
     def all_to_all(self, stream: Stream, out: torch.Tensor, inp: torch.Tensor, counts: Counts | None) -> None:
         source = self._temporary(stream, inp.clone) if inp.data_ptr() == out.data_ptr() else inp
         if _library.all_to_all is not None and counts is None:
-            nbytes = _nbytes(inp) // self.size
+            nbytes = inp.nbytes // self.size
             _library.all_to_all(source.data_ptr(), out.data_ptr(), nbytes, _BYTE, self._nccl.comm, stream.handle)
         else:
             coming, going = _blocks(out, self.size, counts and counts.out), _blocks(source, self.size, counts and counts.inp)
@@ -298,11 +298,11 @@ class NcclBackend(Backend):
 
     def send(self, stream: Stream, out: None, inp: torch.Tensor, to: int) -> None:
         if inp.numel() > 0:
-            self._nccl.send(inp.data_ptr(), _nbytes(inp), _BYTE, to, stream.handle)
+            self._nccl.send(inp.data_ptr(), inp.nbytes, _BYTE, to, stream.handle)
 
     def recv(self, stream: Stream, out: torch.Tensor, inp: None, source: int) -> None:
         if out.numel() > 0:
-            self._nccl.recv(out.data_ptr(), _nbytes(out), _BYTE, source, stream.handle)
+            self._nccl.recv(out.data_ptr(), out.nbytes, _BYTE, source, stream.handle)
 
     def barrier(self, stream: Stream, out: None, inp: None) -> None:
         if self._token is None:
@@ -391,10 +391,6 @@ def _about(call: CollectiveCall) -> str:
         return ""
     sizes = ", ".join(f"{role} {tensor.numel()}" for role, tensor in tensors)
     return f" ({sizes} elements, {tensors[0][1].dtype})"
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _version(code: int) -> str:

@@ -86,11 +86,10 @@ class NcclMemory:
             return self._library.allocate(nbytes)
 
     def _register(self, buffer: Buffer, symmetric: bool) -> None:
-        memory = (buffer.address, buffer.nbytes)
-        if symmetric and self._library.has_windows and (window := self._library.make_window(self._comm, *memory)) is not None:
-            buffer.set_registration(window=window)
-        else:
-            buffer.set_registration(handle=self._library.register(self._comm, *memory))
+        if symmetric and self._library.has_windows:
+            buffer.window = self._library.make_window(self._comm, buffer.address, buffer.nbytes)
+        if buffer.window is None:
+            buffer.handle = self._library.register(self._comm, buffer.address, buffer.nbytes)
             if symmetric and self._host.rank == 0:
                 _log.warning("%s: NCCL makes no symmetric windows here; the buffer is registered on each rank", self._label)
 

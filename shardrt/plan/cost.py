@@ -29,9 +29,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..comm.calls import CollectiveCall, Member
-from ..torch_internals import OpOverload
 from .hardware import NetworkLink, Sheet, SheetError
-from .work import OperationWork, work_of
+from .work import OperationWork
 
 
 class Bound(Enum):
@@ -118,7 +117,7 @@ def traffic_of(call: CollectiveCall, per_node: int) -> Traffic:
 
 def call_nbytes(call: CollectiveCall) -> int:
     """S: of the larger of `out` and `inp`, which is all blocks, where a collective has several."""
-    return max(tensor.numel() * tensor.element_size() if tensor is not None else 0 for tensor in (call.out, call.inp))
+    return max(tensor.nbytes if tensor is not None else 0 for tensor in (call.out, call.inp))
 
 
 def _rooted_share(name: str, is_root: bool, size: int) -> float:
@@ -145,10 +144,6 @@ class Costs:
         self.per_node = per_node or sheet.ranks_per_node
         self.spent = dict.fromkeys(Bound, 0.0)
         self._is_host = sheet.device == "cpu"
-
-    def operation(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> float:
-        """The seconds of one of torch's operations, as a TorchDispatchMode sees it. out: what it has returned."""
-        return self.kernel(work_of(func, args, kwargs, out))
 
     def kernel(self, work: OperationWork) -> float:
         """The seconds of work on the device; on the host, with the time to call it."""
@@ -200,7 +195,8 @@ class Costs:
             latency += max(0.0, far.start - link.start) + traffic.steps_across * far.latency
             across = _link_seconds(far, traffic.moved_across)
         if calls[0].comm.size == 1:
-            within = 2 * self._copy_seconds(calls)
+            nbytes = sum(map(call_nbytes, calls))  # a rank alone reads and writes them
+            within = 2 * self.sheet.memory.bandwidth.seconds(nbytes) / self.sheet.memory.fraction
         self.spent[Bound.LATENCY] += latency
         self.spent[Bound.ACROSS if across > within else Bound.WITHIN] += max(within, across)
         return latency + max(within, across)
@@ -219,10 +215,6 @@ class Costs:
         self.spent[Bound.LATENCY] += latency
         self.spent[Bound.WITHIN] += within
         return latency + within
-
-    def _copy_seconds(self, calls: Sequence[CollectiveCall]) -> float:
-        """The seconds in which a rank alone copies its input."""
-        return self.sheet.memory.bandwidth.seconds(sum(map(call_nbytes, calls))) / self.sheet.memory.fraction
 
     def _across(self) -> NetworkLink:
         if self.sheet.across is None:

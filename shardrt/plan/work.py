@@ -38,28 +38,15 @@ _OVERWRITES = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_})
 _FUNCTIONS = frozenset(
     aten_operator(name)
     for name in (
-        *(
-            "sqrt",
-            "rsqrt",
-            "exp",
-            "log",
-            "sin",
-            "cos",
-            "tanh",
-            "sigmoid",
-            "erf",
-            "gelu",
-            "gelu_backward",
-            "silu",
-            "silu_backward",
-        ),
+        *("sqrt", "rsqrt", "exp", "log", "sin", "cos", "tanh", "sigmoid", "erf"),
+        *("gelu", "gelu_backward", "silu", "silu_backward"),
         *("_softmax", "_safe_softmax", "_log_softmax", "native_layer_norm", "native_layer_norm_backward"),
     )
 )
 _ALLOCATIONS = frozenset(
     {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided, _ATEN.resize_, _ATEN.set_}
 )
-_ALIASES = frozenset({aten_operator("_unsafe_view"), aten_operator("_reshape_alias")})
+ALIASES = frozenset({aten_operator("_unsafe_view"), aten_operator("_reshape_alias")})
 
 
 def work_of(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> OperationWork:
@@ -68,7 +55,7 @@ def work_of(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, objec
     formula = FORMULAS.get(packet)
     # Hazard: attention has float32 statistics beside its matrices, the first of its arguments.
     dtype = _widest(_tensors((args, kwargs, out))) if formula is None else next(_tensors(args)).dtype
-    if func.is_view or packet in _ALIASES or packet in _ALLOCATIONS:
+    if func.is_view or packet in ALIASES or packet in _ALLOCATIONS:
         return OperationWork(0, 0, dtype, is_launched=False)
     flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
     functions = next(_tensors(args)).numel() if packet in _FUNCTIONS else 0
@@ -113,7 +100,7 @@ def _tensors(tree: object) -> Iterator[torch.Tensor]:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     """Those in memory: an expanded tensor has fewer than elements."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _widest(tensors: Iterable[torch.Tensor]) -> torch.dtype:
