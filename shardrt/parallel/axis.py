@@ -188,28 +188,29 @@ class Axis:
     # ------------------------------------------------------------------ buffers
 
     def _gather_buffers(self, local: torch.Tensor, dim: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        chunk = -(-total // self.size)
-        inp = local.contiguous()
-        if local.shape[dim] != chunk:
-            inp = local.new_zeros((*local.shape[:dim], chunk, *local.shape[dim + 1 :]))
-            inp.narrow(dim, 0, local.shape[dim]).copy_(local)
+        inp = _padded(local, dim, -(-total // self.size)).contiguous()
         return inp, inp.new_empty((self.size, *inp.shape))
 
     def _joined(self, out: torch.Tensor, dim: int, total: int) -> torch.Tensor:
-        """Join what a gather has received.   out: (N, ..., chunk, ...), each rank's part."""
+        """Join what a gather has received.   out: (N, ..., rows, ...), each rank's part, padded."""
         shape = out.shape[1:]
         joined = out.movedim(0, dim).reshape(*shape[:dim], self.size * shape[dim], *shape[dim + 1 :])
         return joined if joined.shape[dim] == total else joined.narrow(dim, 0, total).contiguous()
 
     def _scatter_buffers(self, full: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        total = full.shape[dim]
-        chunk = -(-total // self.size)
-        if chunk * self.size != total:
-            padded = full.new_zeros((*full.shape[:dim], chunk * self.size, *full.shape[dim + 1 :]))
-            padded.narrow(dim, 0, total).copy_(full)
-            full = padded
-        inp = full.unflatten(dim, (self.size, chunk)).movedim(dim, 0).contiguous()
-        return inp, full.new_empty(inp.shape[1:])
+        most = -(-full.shape[dim] // self.size)
+        blocks = _padded(full, dim, most * self.size).unflatten(dim, (self.size, most))
+        inp = blocks.movedim(dim, 0).contiguous()
+        return inp, inp.new_empty(inp.shape[1:])
+
+
+def _padded(tensor: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+    """The tensor with zeros behind its rows of `dim`, so that it has so many; itself if it has."""
+    if tensor.shape[dim] == rows:
+        return tensor
+    padded = tensor.new_zeros((*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]))
+    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return padded
 
 
 def owned(made: torch.Tensor) -> torch.Tensor:

@@ -88,6 +88,7 @@ class RandomRegions:
             raise ValueError(f"random regions on {mesh}: expected at most {_RANK} ranks")
         self.enabled = self.draws = False
         self._mesh = mesh
+        self._generator = default_generator(mesh.device)
         self._probe: _Probe | None = None
         self._attributes: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
@@ -106,35 +107,33 @@ class RandomRegions:
         Cost: an exchange on the host in the first forward, and after each seeding; where nothing is random, two copies of the
         generator's state, 5 us.
         """
-        generator = default_generator(self._mesh.device)
         self._probe, self.enabled = None, self._any_random()
         if training and not self.enabled and self._mesh.size > 1:
-            self._probe = _Probe(generator, known)
+            self._probe = _Probe(self._generator, known)
             self.enabled = not known
         if self.enabled and training:
-            if first or _region(generator) is None:
-                self._agree(generator)
-            if (region := _region(generator)) is not None:
-                self._seed(generator, region[0] + 1, 0)
+            if first or _region(self._generator) is None:
+                self._agree()
+            if (region := _region(self._generator)) is not None:
+                self._seed(region[0] + 1, 0)
         return not known and self._probe is not None
 
     def end(self, *, training: bool) -> None:
         """End that forward, in a replicated region if it was in training. Collective where `begin` returned True."""
-        generator = default_generator(self._mesh.device)
         if self._probe is not None:
-            self._end_probe(self._probe, generator)
+            self._end_probe(self._probe)
         if self.enabled:
-            if training and _region(generator) is None:
-                generator.manual_seed(_seed(_draw(generator), 0))
+            if training and _region(self._generator) is None:
+                self._generator.manual_seed(_seed(_draw(self._generator), 0))
             self.enter_replicated()
 
-    def _end_probe(self, probe: _Probe, generator: torch.Generator) -> None:
+    def _end_probe(self, probe: _Probe) -> None:
         self._probe = None
-        probe.look(generator)
+        probe.look(self._generator)
         if not probe.known:
             self.enabled = self.draws = any(self._mesh.exchange(probe.drew))
             if not self.draws:
-                generator.set_state(probe.before)
+                self._generator.set_state(probe.before)
         elif probe.drew:
             warnings.warn(
                 "a parallelized module that drew no random numbers in its first forward in training does now: ranks of "
@@ -146,58 +145,54 @@ class RandomRegions:
     def outside(self, *, training: bool) -> None:
         """What `begin` does once, for a module that runs outside of the forward of a parallelized one."""
         self.enabled = self._any_random()
-        if self.enabled and training and _region(generator := default_generator(self._mesh.device)) is None:
-            self._agree(generator)
+        if self.enabled and training and _region(self._generator) is None:
+            self._agree()
             self.end(training=True)
 
     def enter_sharded(self) -> None:
         """From here on, the ranks draw different numbers. Nothing changes if they do already."""
-        if self.enabled:
-            generator = default_generator(self._mesh.device)
-            if (region := _region(generator)) is None or region[1] == 0:
-                if self._probe is not None:
-                    self._probe.look(generator)
-                counter = _draw(generator) if region is None else region[0]
-                self._seed(generator, counter + 1, self._mesh.rank + 1)
+        if self.enabled and ((region := _region(self._generator)) is None or region[1] == 0):
+            if self._probe is not None:
+                self._probe.look(self._generator)
+            counter = _draw(self._generator) if region is None else region[0]
+            self._seed(counter + 1, self._mesh.rank + 1)
 
     def enter_replicated(self) -> None:
         """From here on, the ranks draw the same numbers. Nothing changes if they do already."""
         if self.enabled:
-            generator = default_generator(self._mesh.device)
-            counter, rank = _region(generator) or (0, 0)
+            counter, rank = _region(self._generator) or (0, 0)
             if rank > 0:
                 if self._probe is not None:
-                    self._probe.look(generator)
-                self._seed(generator, counter, 0)
+                    self._probe.look(self._generator)
+                self._seed(counter, 0)
 
-    def _seed(self, generator: torch.Generator, counter: int, rank: int) -> None:
-        generator.manual_seed(_seed(counter, rank))
+    def _seed(self, counter: int, rank: int) -> None:
+        self._generator.manual_seed(_seed(counter, rank))
         if self._probe is not None:
-            self._probe.mark = _state(generator)
+            self._probe.mark = _state(self._generator)
 
     def counter(self) -> int | None:
         """The counter of the region that the generator is in, alike on all ranks of the mesh; None before the first forward."""
-        region = _region(default_generator(self._mesh.device))
+        region = _region(self._generator)
         return None if region is None else region[0]
 
     def fingerprint(self) -> int:
         """A number of 36 bits that differs where ranks would draw different numbers in replicated regions. Changes nothing."""
-        generator = default_generator(self._mesh.device)
-        region = _region(generator)
+        region = _region(self._generator)
         if region is not None and region[1] > 0:
             return region[0]
-        copy = torch.Generator(generator.device)
-        copy.set_state(generator.get_state())
+        copy = torch.Generator(self._generator.device)
+        copy.set_state(self._generator.get_state())
         return _draw(copy)
 
     def _any_random(self) -> bool:
         return self.draws or any(getattr(owner, name) > 0 for owner, names in self._attributes.items() for name in names)
 
-    def _agree(self, generator: torch.Generator) -> None:
+    def _agree(self) -> None:
         """Have the ranks draw the same numbers: rank 0's, if theirs differ. Collective."""
         found = self._mesh.exchange(self.fingerprint())
         if len(set(found)) > 1:
-            self._seed(generator, found[0], 0)
+            self._seed(found[0], 0)
 
 
 class _Probe:
