@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..torch_internals import OpOverload, TorchDispatchMode, aten_operator, tree_leaves
+from ..torch_internals import OpOverload, TorchDispatchMode, tree_leaves
 from .cost import Bound
 from .job import PlanError
+from .work import ALIASES
 
 _META = torch.device("meta")
-_ALIASES = frozenset({aten_operator("_unsafe_view"), aten_operator("_reshape_alias")})
 _SIZED_BY_FLOATS = frozenset({torch.ops.aten.arange, torch.ops.aten.range})
 _Maker = Callable[[Sequence[Any], Mapping[str, Any]], Any]  # the results of one more operation of a kind
 
@@ -111,7 +111,7 @@ class Operations(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.device != _META and tensor.numel() > 1:
                 raise PlanError(f"{func} of a tensor on {tensor.device}, which holds data: expected the meta device")
         cost = self._observer.cost_of(func, args, kwargs, out)
-        views = func.is_view or func.overloadpacket in _ALIASES or torch.Tag.inplace_view in func.tags
+        views = func.is_view or func.overloadpacket in ALIASES or torch.Tag.inplace_view in func.tags
         is_new = not views and not any(out is value for value in (*args, *kwargs.values()))
         runs_again = views or func.overloadpacket in _SIZED_BY_FLOATS
         kind = self._kinds[key] = Kind(None if runs_again else _maker(out, args, kwargs), cost, is_new=is_new)

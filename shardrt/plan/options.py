@@ -16,6 +16,8 @@ from .presets import PRESETS
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _GATHERED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 _REDUCED = {"int8": torch.int8}
+# Options that are fields of a job as they are.
+_OF_JOB = ("ranks", "tp", "replicas", "batch", "micro_batches", "optimizer", "gradient_sync", "reshard_after_forward")
 
 
 def plan_parser(description: str) -> Parser:
@@ -115,16 +117,9 @@ def job_of(options: argparse.Namespace) -> Job:
         raise PlanError("--step with --preset: a preset has a step of its own")
     preset = PRESETS.get(options.preset)
     return Job(
-        ranks=options.ranks,
-        tp=options.tp,
-        replicas=options.replicas,
-        batch=options.batch,
+        **{name: getattr(options, name) for name in _OF_JOB},
         sequence=options.sequence or (preset.sequence if preset is not None else None),
-        micro_batches=options.micro_batches,
-        optimizer=options.optimizer,
-        gradient_sync=options.gradient_sync,
         checkpoint_activations=options.selective_ac or options.checkpoint_activations,
-        reshard_after_forward=options.reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(DTYPES.get(options.param_dtype), DTYPES.get(options.reduce_dtype)),
         offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
         quantization_policy=_quantization(options),

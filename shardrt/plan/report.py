@@ -202,20 +202,19 @@ def _significant(number: float, digits: int) -> str:
 
 
 def as_json(plan: PlannedJob) -> dict[str, Any]:
-    """All figures, in bytes and seconds; without the events."""
-    apart = ("events", "groups")
-    figures = {name: getattr(plan.forecast, name) for name in plan.forecast.__dataclass_fields__ if name not in apart}
-    seconds, group = plan.forecast.peak_at
+    """All figures, in bytes and seconds."""
+    figures = asdict(plan.forecast)
+    groups = figures.pop("groups")
     return {
         "model": plan.name,
         "parameters": plan.numel,
         "sheet": plan.sheet.name,
         "job": _plain(plan.job),
         **figures,
-        "peak_at": {"seconds": seconds, "group": group},
+        "peak_at": plan.forecast.peak_at._asdict(),
         "padding_nbytes": plan.forecast.padding_nbytes,
         "fsdp2_padding_nbytes": plan.forecast.fsdp2_padding_nbytes,
-        "groups": [asdict(each) for each in plan.forecast.groups],
+        "groups": groups,
         "capacity_nbytes": plan.sheet.memory.nbytes,
         "fits": plan.fits,
         "tokens_per_second": plan.tokens_per_second,
