@@ -5,6 +5,7 @@ Models are those of transformers and of PEFT, which need not be installed.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
@@ -19,47 +20,37 @@ def make_methods_collective(model: nn.Module) -> None:
 
     What takes a PEFT model apart is refused: parameters of the root's group are gathered by the forward of what it throws away.
     """
-    for name, kind in (("save_pretrained", _SavePretrained), ("generate", _Generate)):
+    # Not closures: in a copy of the model these are the copy's.
+    for name, made in (("save_pretrained", partial(_save_pretrained, model)), ("generate", _Generate(model))):
         if callable(getattr(type(model), name, None)):
-            setattr(model, name, kind(model))
+            setattr(model, name, made)
     if hasattr(model, "peft_config") and hasattr(model, "base_model"):
-        model.merge_and_unload, model.unload = _Refused("merge_and_unload"), _Refused("unload")  # type: ignore[assignment]
+        for name in ("merge_and_unload", "unload"):
+            setattr(model, name, partial(_refuse, name))
 
 
-class _Refused:
+def _refuse(name: str, /, *args: object, **options: object) -> NoReturn:
     """A method of a PEFT model that cannot work once the model is sharded."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *args: object, **options: object) -> NoReturn:
-        raise RuntimeError(
-            f"{self._name} of a sharded PEFT model on rank {comm.world().rank}: the model that it returns would not gather its "
-            "parameters. Save the adapters with save_pretrained(folder) or trainer.save_model(folder), and merge them in one "
-            "process: PeftModel.from_pretrained(base_model, folder).merge_and_unload(); or merge them in place: merge_adapter()"
-        )
+    raise RuntimeError(
+        f"{name} of a sharded PEFT model on rank {comm.world().rank}: the model that it returns would not gather its "
+        "parameters. Save the adapters with save_pretrained(folder) or trainer.save_model(folder), and merge them in one "
+        "process: PeftModel.from_pretrained(base_model, folder).merge_and_unload(); or merge them in place: merge_adapter()"
+    )
 
 
-class _SavePretrained:
-    """`save_pretrained` of whole tensors, by rank 0. (Not a closure: in a copy of the model it is the copy's.)"""
+def _save_pretrained(model: Any, /, save_directory: Any, *args: Any, **options: Any) -> None:
+    """Rank 0 writes the files that a single process writes; all ranks return when they are written. Collective.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Rank 0 writes the files that a single process writes; all ranks return when they are written. Collective.
-
-        With a `state_dict`, it is the model's own method: the caller has gathered, and says who writes.
-        """
-        model: Any = self._model
-        if options.get("state_dict") is not None:
-            type(model).save_pretrained(model, save_directory, *args, **options)
-            return
-        world = comm.world()
-        state = full_state_dict(model, keep=world.rank == 0)
-        with world.comm.agree():
-            if world.rank == 0:
-                type(model).save_pretrained(model, save_directory, *args, **{**options, "state_dict": state})
+    With a `state_dict`, it is the model's own method: the caller has gathered, and says who writes.
+    """
+    if options.get("state_dict") is not None:
+        type(model).save_pretrained(model, save_directory, *args, **options)
+        return
+    world = comm.world()
+    state = full_state_dict(model, keep=world.rank == 0)
+    with world.comm.agree():
+        if world.rank == 0:
+            type(model).save_pretrained(model, save_directory, *args, **{**options, "state_dict": state})
 
 
 class _Generate:
