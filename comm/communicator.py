@@ -142,12 +142,9 @@ class Communicator(ControlPlane):
         """
         self._check("all_to_all", out, inp)
         if out_counts is None and in_counts is None:
-            self._check_size(
-                "all_to_all", out, inp, inp.numel() // self.size * self.size, "out.numel() == inp.numel() == N * n"
-            )
-            self._check_size(
-                "all_to_all", inp, out, inp.numel() // self.size * self.size, "out.numel() == inp.numel() == N * n"
-            )
+            whole, formula = inp.numel() // self.size * self.size, "out.numel() == inp.numel() == N * n"
+            self._check_size("all_to_all", out, inp, whole, formula)
+            self._check_size("all_to_all", inp, out, whole, formula)
             return self._call(stream, "all_to_all", out, inp, None)
         counts = Counts(checked_counts(self, "out", out, out_counts), checked_counts(self, "in", inp, in_counts))
         return self._call(stream, "all_to_all", out, inp, counts)

@@ -102,7 +102,7 @@ class DeviceMesh:
         self.ranks = ranks
         self.size = MeshSize(self)
         self.rank = ranks.index(base.rank)
-        self.coordinates = self._coordinates_of(self.rank)
+        self.coordinates = tuple(self.rank // step % extent for step, extent in zip(row_strides(shape, 1), shape, strict=True))
         self.device = base.device
         self._base = base
         self._family = family
@@ -312,9 +312,6 @@ class DeviceMesh:
         """The strides of the same ranks, row by row, as a mesh of `shape`."""
         step = None if self._strides is None else step_of(self.shape, self._strides)
         return None if step is None else row_strides(shape, step)
-
-    def _coordinates_of(self, index: int) -> tuple[int, ...]:
-        return tuple(index // stride % extent for stride, extent in zip(row_strides(self.shape, 1), self.shape, strict=True))
 
 
 _entered = threading.local()  # `meshes`: those whose blocks this thread is in, the innermost last

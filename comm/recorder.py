@@ -49,9 +49,8 @@ class Recorder(Hook):
         self._notes: deque[tuple[float, tuple[str, ...]]] = deque(maxlen=capacity)
         self._running: deque[tuple[Work, Entry]] = deque(maxlen=capacity)  # on a CUDA device
         self._reasons: list[str] = []  # for which dumps were written into `folder`
-        self._open: dict[
-            int, Entry
-        ] = {}  # entries of calls that were made and have not run, by the id of the first call of a list
+        # Entries of calls that were made and have not run, by the id of the first call of a list.
+        self._open: dict[int, Entry] = {}
 
     def called(self, calls: CallList, work: Work) -> None:
         entry = self._add(calls)

@@ -37,11 +37,7 @@ class Timing:
 
         Raises: ValueError for SHARDRT_MONITOR_TIMING that is malformed; all ranks have the same.
         """
-        values = {
-            "timeout_s": settings.timeout_s,
-            "patience_s": settings.patience_s,
-            "straggler": settings.straggler,
-        }
+        values = {name: getattr(settings, name) for name in ("timeout_s", "patience_s", "straggler")}
         names = {field.name for field in fields(cls)}
         for item in filter(None, settings.monitor_timing.split(",")):
             name, _, text = item.partition("=")
