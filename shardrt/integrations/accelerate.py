@@ -82,10 +82,6 @@ class Accelerator(accelerate.Accelerator):
         return self.local_process_index == 0
 
     @property
-    def is_last_process(self) -> bool:
-        return self.process_index == self.num_processes - 1
-
-    @property
     def device(self) -> torch.device:
         return comm.world().device
 
