@@ -27,14 +27,7 @@ from torch.nn import functional as F
 from ..tensor.placement import Shard
 from .axis import Axis, owned
 from .chunks import gather_matmul, matmul_scatter
-from .relayout import (
-    PARTIAL,
-    Terms,
-    Twin,
-    gathered_with_summed_gradient,
-    relayout,
-    with_summed_gradient,
-)
+from .relayout import PARTIAL, Terms, Twin, gathered_with_summed_gradient, relayout, with_summed_gradient
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -149,13 +142,7 @@ class _GatheredColumn(torch.autograd.Function):
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        axis: Axis,
-        dim: int | None,
-        async_tp: bool,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, dim: int | None, async_tp: bool
     ) -> torch.Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.axis, ctx.dim = axis, dim

@@ -29,12 +29,7 @@ _CHUNK_NUMEL, _HOST_CHUNK_NUMEL = 2**24, 2**18  # Cost: so many float32 are temp
 
 
 def masked_embedding(
-    tokens: torch.Tensor,
-    weight: torch.Tensor,
-    first_row: int,
-    num_embeddings: int,
-    *,
-    padding_idx: int | None = None,
+    tokens: torch.Tensor, weight: torch.Tensor, first_row: int, num_embeddings: int, *, padding_idx: int | None = None
 ) -> torch.Tensor:
     """This rank's term of the embedding of `tokens`: the sum of the terms over the ranks is `F.embedding` with the full table.
 

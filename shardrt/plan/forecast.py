@@ -41,12 +41,7 @@ class _Measured(NamedTuple):
 
 
 def forecast(
-    make: Callable[[Job], Program],
-    job: Job,
-    costs: Costs,
-    *,
-    timeline: Timeline | None = None,
-    history: History | None = None,
+    make: Callable[[Job], Program], job: Job, costs: Costs, *, timeline: Timeline | None = None, history: History | None = None
 ) -> Forecast:
     """A step of rank 0, once the order of the groups is known.
 

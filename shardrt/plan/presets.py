@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from ..parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 from ..tensor.placement import Replicate, Shard
 from .factory import Step, describe, shard_model, token_loss
 from .hugging_face import fit_to_meta, quiet
