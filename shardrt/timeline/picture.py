@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from .events import BY_GROUP, COMPUTE, Counter, Events, Span
@@ -55,11 +57,7 @@ class Stack:
 
 def _filled(steps: list[float]) -> list[float]:
     """Values where there were none are those before; 0 at the beginning."""
-    last, filled = 0.0, []
-    for value in steps:
-        last = last if value != value else value
-        filled.append(last)
-    return filled
+    return list(accumulate(steps, lambda last, value: last if math.isnan(value) else value, initial=0.0))[1:]
 
 
 def draw_memory(
