@@ -15,22 +15,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from ..comm.fingerprint import printable
+from ..comm.options import Parser
 from .command_line.checkpoints import open_checkpoint
 from .command_line.convert import WRITERS, convert, select
 from .command_line.report import description, items_of, verify
 from .disk.storage import located, on_disk
 from .formats.dcp.metadata import read_stored
 from .formats.safetensors import parse_size
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="shardrt-checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="shardrt-checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="print tensors, shapes, dtypes, bytes, step, and which ranks wrote")
     inspect.add_argument("path")
