@@ -39,7 +39,9 @@ LAST_OPCODES = b"ub."  # the pickle's last bytes; in older versions, all that fo
 FIRST_PLACE = 256  # memo places from here on are those of the files, then of the names; constants are below
 Path = Sequence[str | int]  # the keys that lead to a value in the user's state
 _CLASSES = "torch.distributed.checkpoint.metadata"
-_WIDE = 1 << 31
+
+# The parts of a template for an integer: its opcode, and its bytes.
+_INTEGER, _WIDE_INTEGER, _MEMO_PLACE = (b"J", 4), (b"\x8a\x08", 8), (b"j", 4)
 
 
 def chunk_template(shape: Sequence[int]) -> Template:
@@ -56,23 +58,14 @@ def storage_template(shape: Sequence[int]) -> Template:
 
 @cache
 def _templates(dims: int, is_wide: bool) -> tuple[Template, Template]:
-    box = _size(dims, is_wide)
-    chunk: list[bytes | int] = [_get(_CHUNK), b")\x81}(", _get(_OFFSETS), *box, _get(_SIZES), *box, b"ub"]
-    index: list[bytes | int] = [_get(_INDEX), b")\x81}(", _get(_FQN), b"j", 4, _get(_OFFSET), *box, b"ub"]
-    info: list[bytes | int] = [
-        _get(_INFO),
-        b")\x81}(",
-        _get(_RELATIVE_PATH),
-        b"j",
-        4,
-        _get(_OFFSET),
-        b"\x8a\x08",
-        8,
-        _get(_LENGTH),
-        b"\x8a\x08",
-        8,
-    ]
-    return _joined(chunk), _joined([*index, *info, b"ub"])
+    before, after = _tuple_opcodes(dims)
+    integer = _WIDE_INTEGER if is_wide else _INTEGER
+    box = (_get(_TORCH_SIZE), before, *integer * dims, after, b"\x85R")
+    chunk = (_get(_CHUNK), b")\x81}(", _get(_OFFSETS), *box, _get(_SIZES), *box, b"ub")
+    index = (_get(_INDEX), b")\x81}(", _get(_FQN), *_MEMO_PLACE, _get(_OFFSET), *box, b"ub")
+    file = (_get(_INFO), b")\x81}(", _get(_RELATIVE_PATH), *_MEMO_PLACE)
+    place = (_get(_OFFSET), *_WIDE_INTEGER, _get(_LENGTH), *_WIDE_INTEGER, b"ub")
+    return Template(chunk), Template((*index, *file, *place))
 
 
 class MetadataWriter:
@@ -89,7 +82,7 @@ class MetadataWriter:
         # of those in `storage_data`. An object's: name, path, None, number of its file, start, length.
         self._index = list[tuple[Any, ...]]()
         self._properties = dict[torch.dtype, int]()  # memo places
-        self._write(b"\x80\x04" + b"".join(_memoised(value, place) for place, value in enumerate(_CONSTANTS)))
+        self._write(b"\x80\x04" + b"".join(value + _put(place) + b"0" for place, value in enumerate(_CONSTANTS)))
         for place, file in enumerate(self._files, FIRST_PLACE):
             self._write(_text(file) + _put(place) + b"0")
 
@@ -108,9 +101,8 @@ class MetadataWriter:
         infos = storage_template(shape).rows(count, values)
         infos_at = self._write(infos)
         self._write(b"u0")
-        kind = str(dtype).removeprefix("torch.")
         place = (chunks_at, zlib.crc32(chunks), infos_at, zlib.crc32(infos))
-        self._index.append((name, tuple(path), kind, tuple(map(int, shape)), count, *place))
+        self._index.append((name, tuple(path), _name_of(dtype), tuple(map(int, shape)), count, *place))
 
     def add_object(self, name: str, path: Path, file: int, start: int, length: int) -> None:
         """Add an object.   file, start, length: the number of its file, and its bytes there."""
@@ -142,17 +134,8 @@ class MetadataWriter:
         """Memoise a `TensorProperties`: (dtype, layout, requires_grad, memory_format, pin_memory)."""
         if dtype not in self._properties:
             place = self._properties[dtype] = len(_CONSTANTS) + len(self._properties)
-            self._write(
-                _global(_CLASSES, "TensorProperties")
-                + b")\x81("
-                + _global("torch", str(dtype).removeprefix("torch."))
-                + _get(_LAYOUT)
-                + b"\x89"
-                + _get(_MEMORY_FORMAT)
-                + b"\x89tb"
-                + _put(place)
-                + b"0"
-            )
+            self._write(_global(_CLASSES, "TensorProperties") + b")\x81(" + _global("torch", _name_of(dtype)))
+            self._write(_get(_LAYOUT) + b"\x89" + _get(_MEMORY_FORMAT) + b"\x89tb" + _put(place) + b"0")
 
     def _write(self, data: bytes | bytearray) -> int:
         """Append the data; returns where they begin in the file."""
@@ -171,6 +154,10 @@ def save_id_of(data: bytes) -> str | None:
     """The id of the save in the last ENDING_NBYTES bytes of a `.metadata`; None if they are not an `ending`."""
     save_id = data[len(_BEFORE_ID) : -len(_AFTER_ID)].decode("ascii", "replace")
     return save_id if data == ending(save_id) else None
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # ---------------------------------------------------------------------- opcodes
@@ -201,40 +188,18 @@ def _long_get(place: int) -> bytes:
     return b"j" + struct.pack("<I", place)
 
 
-def _memoised(value: bytes, place: int) -> bytes:
-    return value + _put(place) + b"0"
-
-
 def _tuple_opcodes(dims: int) -> tuple[bytes, bytes]:
     """The opcodes before and after the elements of a tuple."""
     return (b"", b")\x85\x86\x87"[dims : dims + 1]) if dims < 4 else (b"(", b"t")
 
 
 def _is_wide(shape: Sequence[int]) -> bool:
-    return max(shape, default=0) >= _WIDE
-
-
-def _size(dims: int, is_wide: bool) -> list[bytes | int]:
-    """The parts of a template that build a torch.Size."""
-    integer: list[bytes | int] = [b"\x8a\x08", 8] if is_wide else [b"J", 4]
-    before, after = _tuple_opcodes(dims)
-    return [_get(_TORCH_SIZE), before, *integer * dims, after, b"\x85R"]
+    return max(shape, default=0) >= 1 << 31
 
 
 def _sizes(shape: Sequence[int]) -> bytes:
     before, after = _tuple_opcodes(len(shape))
     return _get(_TORCH_SIZE) + before + b"".join(_number(int(size)) for size in shape) + after + b"\x85R"
-
-
-def _joined(parts: Sequence[bytes | int]) -> Template:
-    """The template of these parts, with neighbouring bytes as one."""
-    joined = list[bytes | int]()
-    for part in parts:
-        if isinstance(part, bytes) and joined and isinstance(last := joined[-1], bytes):
-            joined[-1] = last + part
-        else:
-            joined.append(part)
-    return Template(tuple(joined))
 
 
 _CONSTANTS = (
