@@ -6,7 +6,7 @@ It is unpickled with a fixed list of globals (`pickles.py`), for which the class
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ..stored import (
     checked_tensor,
     damage_of,
 )
-from ..torch_file.pickles import DTYPES, Ignored, Ordered, PickledRecord, Size, StandIn, integers, restricted_load
+from ..torch_file.pickles import DTYPES, Ignored, PickledRecord, StandIn, integers, new_dict, restricted_load
 from .format import DCP
 
 
@@ -87,8 +87,8 @@ _GLOBALS: dict[tuple[str, str], object] = {
     (_CLASSES, "_MEM_FORMAT_ENCODING"): Ignored,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Info,
     ("torch.serialization", "_get_layout"): Ignored,
-    ("torch", "Size"): Size,
-    ("collections", "OrderedDict"): Ordered,
+    ("torch", "Size"): integers,
+    ("collections", "OrderedDict"): new_dict,
     **{(module, name): Ignored for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
 }
 
@@ -110,18 +110,18 @@ def stored_in(data: bytes, path: Location) -> Stored:
         raise DamagedCheckpointError(
             f"{path}: expected the metadata of a checkpoint, found {type(metadata).__name__.lstrip('_')}"
         )
-    infos: dict[str, dict[Any, _Info]] = {}
+    infos: dict[str, dict[Any, _Info]] = {}  # by name, and by the offsets of a chunk
     for index, info in (getattr(metadata, "storage_data", None) or {}).items():
         offset = None if index.offset is None else integers(index.offset)
         infos.setdefault(checked_name(index.fqn), {})[offset] = info
     tensors = dict[str, Callable[[], StoredTensor]]()
     objects = dict[str, Callable[[], StoredObject]]()
     for name, value in metadata.state_dict_metadata.items():
-        checked_name(name)
+        places = infos.get(checked_name(name), {})
         if isinstance(value, _TensorMetadata):
-            tensors[name] = _PickledTensor(path, name, value, infos.get(name, {}))
+            tensors[name] = partial(_stored_tensor, path, name, value, places)
         else:
-            objects[name] = _PickledObject(path, name, infos.get(name, {}))
+            objects[name] = partial(_stored_object, path, name, places)
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     paths = {
         checked_name(name): checked_keys(keys)
@@ -132,47 +132,29 @@ def stored_in(data: bytes, path: Location) -> Stored:
     return Stored(path.parent, Lazy(tensors), Lazy(objects), paths, None if save_id is None else checked_name(save_id), DCP)
 
 
-@dataclass(frozen=True, slots=True)
-class _PickledTensor:
-    """A tensor of a `.metadata` that was unpickled; a call makes it a `StoredTensor`."""
-
-    path: Location
-    name: str
-    found: _TensorMetadata
-    infos: dict[Any, _Info]
-
-    def __call__(self) -> StoredTensor:
-        with damage_of(self.path, f" tensor {shown(self.name)}:"):
-            shape, chunks = integers(self.found.size), self.found.chunks
-            if len(chunks) > len(self.infos):  # the same chunk comes several times
-                raise ValueError(f"{len(chunks)} chunks at {len(self.infos)} places")
-            rows = [integers((*integers(chunk.offsets), *integers(chunk.sizes))) for chunk in chunks]
-            infos = [_info(self.path, self.name, self.infos, chunk.offsets) for chunk in chunks]
-            files = tuple(dict.fromkeys(info.relative_path for info in infos))
-            numbers = {file: number for number, file in enumerate(files)}
-            boxes = torch.tensor(rows, dtype=torch.int64).view(len(chunks), 2, len(shape))
-            places = torch.tensor([integers((numbers[i.relative_path], i.offset, i.length)) for i in infos], dtype=torch.int64)
-            columns = Columns(boxes[:, 0], boxes[:, 1], *places.view(-1, 3).unbind(1))
-            return checked_tensor(self.path, self.name, StoredTensor(shape, self.found.properties.dtype, columns, files))
+def _stored_tensor(path: Location, name: str, found: _TensorMetadata, places: dict[Any, _Info]) -> StoredTensor:
+    with damage_of(path, f" tensor {shown(name)}:"):
+        shape, chunks = integers(found.size), found.chunks
+        if len(chunks) > len(places):  # the same chunk comes several times
+            raise ValueError(f"{len(chunks)} chunks at {len(places)} places")
+        rows = [integers((*integers(chunk.offsets), *integers(chunk.sizes))) for chunk in chunks]
+        infos = [_info(path, name, places, chunk.offsets) for chunk in chunks]
+        files = tuple(dict.fromkeys(info.relative_path for info in infos))
+        numbers = {file: number for number, file in enumerate(files)}
+        boxes = torch.tensor(rows, dtype=torch.int64).view(len(chunks), 2, len(shape))
+        spans = torch.tensor([integers((numbers[i.relative_path], i.offset, i.length)) for i in infos], dtype=torch.int64)
+        columns = Columns(boxes[:, 0], boxes[:, 1], *spans.view(-1, 3).unbind(1))
+        return checked_tensor(path, name, StoredTensor(shape, found.properties.dtype, columns, files))
 
 
-@dataclass(frozen=True, slots=True)
-class _PickledObject:
-    """An object of a `.metadata` that was unpickled; a call makes it a `StoredObject`."""
-
-    path: Location
-    name: str
-    infos: dict[Any, _Info]
-
-    def __call__(self) -> StoredObject:
-        with damage_of(self.path, f" object {shown(self.name)}:"):
-            info = _info(self.path, self.name, self.infos, None)
-            found = StoredObject(info.relative_path, info.offset, info.length)
-            return checked_object(self.path, self.name, found)
+def _stored_object(path: Location, name: str, places: dict[Any, _Info]) -> StoredObject:
+    with damage_of(path, f" object {shown(name)}:"):
+        info = _info(path, name, places, None)
+        return checked_object(path, name, StoredObject(info.relative_path, info.offset, info.length))
 
 
-def _info(path: Location, name: str, infos: dict[Any, _Info], offset: tuple[int, ...] | None) -> _Info:
-    info = infos.get(offset)
+def _info(path: Location, name: str, places: dict[Any, _Info], offset: tuple[int, ...] | None) -> _Info:
+    info = places.get(offset)
     if info is None:
         raise DamagedCheckpointError(f"{path}: {shown(name)} has no place for what begins at {offset}; the file is damaged")
     if info.transform_descriptors:

@@ -43,24 +43,16 @@ class PickledRecord(StandIn):
         self.__dict__.update(state)
 
 
-class Size:
-    """Stands in for `torch.Size`: makes a tuple of integers."""
-
-    def __new__(cls, sizes: Any = ()) -> tuple[int, ...]:  # type: ignore[misc]
-        """sizes: a tuple or list."""
-        return integers(sizes)
-
-
-class Ordered:
-    """Stands in for `OrderedDict`: makes a dict, into which the pickle then puts items."""
-
-    def __new__(cls) -> dict[Any, Any]:  # type: ignore[misc]
-        """There are no arguments: Python pickles an `OrderedDict` without them."""
-        return {}
+def new_dict() -> dict[Any, Any]:
+    """Stands in for `OrderedDict`, which Python pickles without arguments: the pickle then puts items into it."""
+    return {}
 
 
 def integers(values: Any) -> tuple[int, ...]:
-    """Sizes, strides or offsets. Raises ValueError for anything but a tuple or list of at most 64 integers of 64 bits."""
+    """Sizes, strides or offsets; stands in for `torch.Size` as well.
+
+    Raises ValueError for anything but a tuple or list of at most 64 integers of 64 bits.
+    """
     if (
         not isinstance(values, tuple | list)
         or len(values) > MOST_DIMS

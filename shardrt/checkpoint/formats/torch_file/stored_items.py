@@ -13,7 +13,7 @@ from ...errors import shown
 from ..stored import ReadBytes, StoredItem
 from .archive import Archive
 from .items import BLOCK, BLOCK_CRCS, LEGACY_STORAGES, LOCAL, item_header, item_length
-from .pickles import DTYPES, Ordered, Size, integers, restricted_load
+from .pickles import DTYPES, integers, new_dict, restricted_load
 
 _LARGEST = 1 << 20  # the most bytes of the directory, and of the pickle, of one tensor
 _MOST_ARGUMENTS, _MOST_CHARACTERS = 8, 100  # of a tensor; of a storage's key
@@ -125,13 +125,10 @@ def _find(module: str, name: str) -> object:
 
 def _storage(pid: Any) -> _StoragePickle:
     kind, dtype, key, *_ = pid
-    if kind != "storage" or not (dtype is _UNTYPED or isinstance(dtype, torch.dtype)) or not _is_key(key):
+    is_key = isinstance(key, str) and len(key) <= _MOST_CHARACTERS
+    if kind != "storage" or not (dtype is _UNTYPED or isinstance(dtype, torch.dtype)) or not is_key:
         raise ValueError(f"persistent id {shown(pid)}, expected that of a storage")
     return _StoragePickle(key, dtype if isinstance(dtype, torch.dtype) else None)
-
-
-def _is_key(key: object) -> bool:
-    return isinstance(key, str) and len(key) <= _MOST_CHARACTERS
 
 
 _UNTYPED = "torch.UntypedStorage"
@@ -140,8 +137,8 @@ _GLOBALS: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_tensor_v3"): _TensorPickle.rebuilt,
     ("torch._utils", "_rebuild_parameter"): _TensorPickle.of_parameter,
     ("torch.storage", "UntypedStorage"): _UNTYPED,
-    ("torch", "Size"): Size,
-    ("collections", "OrderedDict"): Ordered,
+    ("torch", "Size"): integers,
+    ("collections", "OrderedDict"): new_dict,
 }
 
 
