@@ -86,15 +86,13 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    source = open_checkpoint(located(options.source))
-    selected = select(source, options.only)
-    total = sum(source.tensors[each.name].nbytes for each in selected if each.name in source.tensors)
-    with _progress(total) as done:
-        convert(source, selected, options.to, on_disk(options.target), options.max_shard_size, done)
-    left_out = [each.name for each in selected if each.name not in source.tensors] if options.to == "safetensors" else []
-    if left_out:
-        names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
-        _print(f"left out, as safetensors has tensors only: {len(left_out)} objects: {names}", sys.stderr)
+    source = select(open_checkpoint(located(options.source)), options.only)
+    with _progress(sum(info.nbytes for info in source.tensors.values())) as done:
+        convert(source, options.to, on_disk(options.target), options.max_shard_size, done)
+    if source.objects and options.to == "safetensors":
+        prefix, more = "" if options.only is None else f"{options.only}.", ", ..." if len(source.objects) > 3 else ""
+        names = ", ".join(prefix + name for name in source.objects[:3]) + more
+        _print(f"left out, as safetensors has tensors only: {len(source.objects)} objects: {names}", sys.stderr)
     return 0
 
 

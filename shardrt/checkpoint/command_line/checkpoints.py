@@ -46,6 +46,7 @@ class Checkpoint(ABC):
     """
 
     kind: str  # the format, and who wrote it if that is known
+    save_id: str | None = None  # of the save, if shardrt wrote it
     tensors: Mapping[str, TensorInfo]
     objects: Sequence[str]
     paths: Mapping[str, Keys]
@@ -57,6 +58,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def object(self, name: str) -> Any:
         """An object. Raises CheckpointError for one that is not plain data."""
+
+    def ranks(self) -> dict[str, list[int]]:
+        """The ranks that wrote each tensor, as the names of files say; empty if no file is named after a rank."""
+        return {}
 
 
 class StoredCheckpoint(Checkpoint):
@@ -72,7 +77,6 @@ class StoredCheckpoint(Checkpoint):
         self.paths = {name: stored.paths.get(name, (name,)) for name in (*self.tensors, *self.objects)}
 
     def ranks(self) -> dict[str, list[int]]:
-        """The ranks that wrote each tensor, as the names of files say; empty if no file is named after a rank."""
         found = {}
         for name, tensor in self._stored.tensors.items():
             files = (tensor.files[number] for number in tensor.columns.file.unique().tolist())

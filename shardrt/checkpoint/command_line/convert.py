@@ -6,10 +6,10 @@ Memory: the largest tensor; for a file of torch.save, all tensors. The target ap
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,24 +35,33 @@ T = TypeVar("T")
 Progress = Callable[[int], object]  # to be called with the number of bytes just done
 
 
-class Selected(NamedTuple):
-    """A name in the source, and the name that it gets in the target."""
+class _Selection(Checkpoint):
+    """What lies under a key of another checkpoint, by names without that key."""
 
-    name: str  # in the source
-    new_name: str
-    keys: Keys  # the path of the value under its new name
+    def __init__(self, source: Checkpoint, key: str) -> None:
+        self._source, self._prefix, self.kind = source, f"{key}.", source.kind
+        self.tensors = {name: source.tensors[self._prefix + name] for name in self._inside(source.tensors)}
+        self.objects = self._inside(source.objects)
+        self.paths = {name: _without(source.paths[self._prefix + name], key) for name in (*self.tensors, *self.objects)}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._source.tensor(self._prefix + name)
+
+    def object(self, name: str) -> Any:
+        return self._source.object(self._prefix + name)
+
+    def _inside(self, names: Iterable[str]) -> list[str]:
+        return [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
 
 
-def select(source: Checkpoint, only: str | None) -> list[Selected]:
-    """The names to convert: all, or those under the key `only`, without that key. Raises CheckpointError if there are none."""
+def select(source: Checkpoint, only: str | None) -> Checkpoint:
+    """What is converted: all, or what lies under the key `only`, without that key. Raises CheckpointError if nothing does."""
     if only is None:
-        return [Selected(name, name, source.paths[name]) for name in (*source.tensors, *source.objects)]
-    prefix = f"{only}."
-    names = [name for name in (*source.tensors, *source.objects) if name.startswith(prefix)]
-    if not names:
+        return source
+    if not any(name.startswith(f"{only}.") for name in source.paths):
         keys = sorted({name.split(".")[0] for name in source.paths})
-        raise CheckpointError(f"--only {only}: no name begins with '{prefix}'; the first keys are {', '.join(keys)[:300]}")
-    return [Selected(name, name.removeprefix(prefix), _without(source.paths[name], only)) for name in names]
+        raise CheckpointError(f"--only {only}: no name begins with '{only}.'; the first keys are {', '.join(keys)[:300]}")
+    return _Selection(source, only)
 
 
 def _without(keys: Keys, only: str) -> Keys:
@@ -67,15 +76,13 @@ def _without(keys: Keys, only: str) -> Keys:
     raise AssertionError(f"{only} is no prefix of {keys}")
 
 
-def convert(
-    source: Checkpoint, selected: Sequence[Selected], kind: str, target: Path, shard_nbytes: int, done: Progress
-) -> None:
-    """Write the selected names at `target`.
+def convert(source: Checkpoint, kind: str, target: Path, shard_nbytes: int, done: Progress) -> None:
+    """Write what `select` has given at `target`.
 
     kind: "dcp" (a folder), "safetensors" (a file if the target ends in .safetensors, else a folder) or "torch" (a file).
     shard_nbytes: the most bytes of tensors in a file, for a folder of safetensors. Objects are left out of safetensors.
     done: is called with the number of bytes just done.
-    Raises: CheckpointError if the target exists, or if this kind of checkpoint cannot hold something that is selected.
+    Raises: CheckpointError if the target exists, or if this kind of checkpoint cannot hold something of the source.
     """
     if target.exists():
         raise CheckpointError(f"'{target}' exists: name another target, or remove it")
@@ -84,7 +91,7 @@ def convert(
         folder = TemporaryDirectory(prefix=f"{target.name}.", suffix=".tmp", dir=target.parent, ignore_cleanup_errors=True)
     with folder:
         beside = Path(folder.name) / target.name
-        WRITERS[kind](source, selected, beside, None if target.suffix == SUFFIX else shard_nbytes, done)
+        WRITERS[kind](source, beside, None if target.suffix == SUFFIX else shard_nbytes, done)
         with explained("rename", beside):
             os.rename(beside, target)
             sync_folder(target.parent)
@@ -93,19 +100,14 @@ def convert(
 # ---------------------------------------------------------------------- torch.save
 
 
-def _write_torch(
-    source: Checkpoint, selected: Sequence[Selected], path: Path, shard_nbytes: int | None, done: Progress
-) -> None:
-    def leaf(each: Selected) -> Any:
-        if each.name not in source.tensors:
-            return without_numpy(source.object(each.name))
-        found = source.tensor(each.name)
-        done(found.nbytes)
-        return found
-
+def _write_torch(source: Checkpoint, path: Path, shard_nbytes: int | None, done: Progress) -> None:
     tree: dict[str, Any] = {}
-    for each in selected:
-        tree = placed(tree, each.keys, leaf(each), None)
+    for name in source.tensors:
+        tensor = source.tensor(name)
+        tree = placed(tree, source.paths[name], tensor, None)
+        done(tensor.nbytes)
+    for name in source.objects:
+        tree = placed(tree, source.paths[name], without_numpy(source.object(name)), None)
     with explained("write", path), open(path, "wb") as file:
         torch.save(tree, file)
         file.flush()
@@ -115,14 +117,11 @@ def _write_torch(
 # ---------------------------------------------------------------------- safetensors and dcp, by the functions of saves
 
 
-def _write_safetensors(
-    source: Checkpoint, selected: Sequence[Selected], path: Path, shard_nbytes: int | None, done: Progress
-) -> None:
-    old_names = {each.new_name: each.name for each in selected if each.name in source.tensors}
-    infos = {new: source.tensors[old] for new, old in old_names.items()}
-    for new, info in infos.items():
+def _write_safetensors(source: Checkpoint, path: Path, shard_nbytes: int | None, done: Progress) -> None:
+    infos = source.tensors
+    for name, info in infos.items():
         if info.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"tensor '{new}' has the dtype {info.dtype}, which safetensors does not have")
+            raise CheckpointError(f"tensor '{name}' has the dtype {info.dtype}, which safetensors does not have")
     files = {path.name: list(infos)} if shard_nbytes is None else split_into_files(infos, shard_nbytes)
     folder = path.parent if shard_nbytes is None else path
     layout = lay_out(infos, files, {"format": "pt"}, folder)
@@ -130,20 +129,19 @@ def _write_safetensors(
 
     def items() -> Iterator[Slice]:
         for name, array in layout.in_order():
-            yield from (Slice(array, part) for part in parts(source.tensor(old_names[name])))
+            yield from (Slice(array, part) for part in parts(source.tensor(name)))
             done(array.nbytes)
 
     _write(PreparedExport(folder, folder, draft=None), items())
     sync_folder(folder)
 
 
-def _write_dcp(source: Checkpoint, selected: Sequence[Selected], path: Path, shard_nbytes: int | None, done: Progress) -> None:
-    old_names, found = {each.new_name: each.name for each in selected}, list[Entry]()
-    for new, old, keys in ((each.new_name, each.name, each.keys) for each in selected):
-        info = source.tensors.get(old)
-        value = encode(new, source.object(old)) if info is None else torch.empty(info.shape, dtype=info.dtype, device="meta")
-        found.append(Entry(new, value, keys))
-    plan, save_id = plan_of_one(found), new_save_id()
+def _write_dcp(source: Checkpoint, path: Path, shard_nbytes: int | None, done: Progress) -> None:
+    values: dict[str, torch.Tensor | bytes] = {
+        name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in source.tensors.items()
+    }
+    values |= {name: encode(name, source.object(name)) for name in source.objects}
+    plan, save_id = plan_of_one([Entry(name, value, source.paths[name]) for name, value in values.items()]), new_save_id()
     with explained("create", path):
         path.mkdir()
 
@@ -152,7 +150,7 @@ def _write_dcp(source: Checkpoint, selected: Sequence[Selected], path: Path, sha
             if isinstance(item.value, bytes):
                 yield item
             else:
-                yield item._replace(value=parts(source.tensor(old_names[item.name]))[0])
+                yield item._replace(value=parts(source.tensor(item.name))[0])
                 done(item.value.memory.nbytes)
 
     _write(PreparedFolder(path, folders, path, None, Keep(), plan, (plan.nbytes,), save_id), items())

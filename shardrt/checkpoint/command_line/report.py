@@ -17,7 +17,7 @@ from ..formats.torch_file.archive import Archive
 from ..formats.torch_file.stored_items import item_in
 from ..loading.reading import fetches
 from ..saving.equal_values import as_ranges
-from .checkpoints import Checkpoint, StoredCheckpoint, open_checkpoint
+from .checkpoints import Checkpoint, open_checkpoint
 
 Place = tuple[str, int, int]  # file, offset, length
 
@@ -28,7 +28,7 @@ Place = tuple[str, int, int]  # file, offset, length
 def description(path: Location) -> Iterator[str]:
     """The lines of `inspect`: a line for each tensor, the names of objects, and the sums."""
     checkpoint = open_checkpoint(path)
-    ranks = checkpoint.ranks() if isinstance(checkpoint, StoredCheckpoint) else {}
+    ranks = checkpoint.ranks()
     rows = [("tensor", "shape", "dtype", "bytes", "ranks" if ranks else "")]
     for name, info in checkpoint.tensors.items():
         dtype = str(info.dtype).removeprefix("torch.")
@@ -51,7 +51,7 @@ def _sums(path: Location, checkpoint: Checkpoint, ranks: Mapping[str, Iterable[i
         by_dtype[info.dtype] = by_dtype.get(info.dtype, 0) + info.nbytes
     each = ", ".join(f"{str(dtype).removeprefix('torch.')} {nbytes:,}" for dtype, nbytes in by_dtype.items())
     yield f"{sum(by_dtype.values()):,} bytes{f' ({each})' if each else ''}; {len(checkpoint.objects):,} objects"
-    if isinstance(checkpoint, StoredCheckpoint) and checkpoint.save_id is not None:
+    if checkpoint.save_id is not None:
         yield f"save {checkpoint.save_id}"
     if ranks:
         yield f"written by ranks {as_ranges(rank for some in ranks.values() for rank in some)}"
