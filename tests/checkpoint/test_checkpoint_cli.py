@@ -100,6 +100,16 @@ def test_inspect_a_step_that_is_no_number(tmp_path: Path, capsys: pytest.Capture
     assert "step 3" not in capsys.readouterr().out
 
 
+def test_inspect_takes_the_step_of_an_optimizer_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"schedule.step": torch.tensor(7), "states.step": torch.tensor(8)}
+    torch.save({"model": model}, tmp_path / "model.pt")
+    torch.save({"model": model, "optimizer": tree()["optimizer"]}, tmp_path / "both.pt")
+    assert call("inspect", tmp_path / "model.pt") == 0
+    assert "\nstep" not in capsys.readouterr().out
+    assert call("inspect", tmp_path / "both.pt") == 0
+    assert capsys.readouterr().out.endswith("\nstep 12\n")
+
+
 # ---------------------------------------------------------------------- verify
 
 

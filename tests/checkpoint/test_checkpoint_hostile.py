@@ -8,6 +8,7 @@ import resource
 import struct
 import zipfile
 from collections import Counter, OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError, load, save
 from shardrt.checkpoint.__main__ import main
 from shardrt.checkpoint.formats.dcp.metadata import read_stored
+from shardrt.checkpoint.formats.torch_file.archive import Archive
+from shardrt.checkpoint.formats.torch_file.expansion import check_archive
 from shardrt.checkpoint.state.objects import decode, encode
 from shardrt.comm import World
 
@@ -145,6 +148,16 @@ def test_small_objects_that_would_be_large(kind: str) -> None:
     with pytest.raises(CheckpointError, match=r"^file, object 'x'"):
         decode(data, "file, object 'x'")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100_000  # KiB
+
+
+@pytest.mark.parametrize("numel", [4000, 6000])
+def test_an_expanded_tensor_counts_with_its_largest_elements(numel: int) -> None:
+    """So small a file may make 65,536 bytes: fewer than 6,000 elements of 16 bytes have."""
+    expanded = tensor(storage("ComplexDoubleStorage", 1), number(numel) + b"\x85", b"K\x00\x85")
+    data = archive(called("torch._utils", "_rebuild_nested_tensor", expanded), bytes(16))
+    opened = Archive(lambda start, nbytes: data[start : start + nbytes], len(data), "file")
+    with pytest.raises(CheckpointError, match="far more bytes") if numel == 6000 else nullcontext():
+        check_archive(opened, "file")
 
 
 def test_records_on_top_of_each_other() -> None:

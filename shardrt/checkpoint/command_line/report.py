@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,6 +21,7 @@ from ..saving.equal_values import as_ranges
 from .checkpoints import Checkpoint, open_checkpoint
 
 Place = tuple[str, int, int]  # file, offset, length
+_OPTIMIZER_STEP = re.compile(r"(.*\.)?state\..+\.step")
 
 
 # ---------------------------------------------------------------------- inspect
@@ -63,7 +65,7 @@ def step_of(checkpoint: Checkpoint) -> int | None:
     """The number of steps done, as a `Run` has counted them, or else as an optimizer has; None if neither is there."""
     if "run.step" in checkpoint.objects and isinstance(step := checkpoint.object("run.step"), int):
         return step
-    steps = (name for name, info in checkpoint.tensors.items() if name.endswith(".step") and not info.shape)
+    steps = (name for name, info in checkpoint.tensors.items() if _OPTIMIZER_STEP.fullmatch(name) and not info.shape)
     name = next(steps, None)
     return None if name is None else int(checkpoint.tensor(name))
 

@@ -101,9 +101,9 @@ def _load(folder: Folder, state: dict[str, Any], key_map: KeyMap | None, *, stri
 
 def _check_same(comm: Communicator, folder: str) -> None:
     """Raise CheckpointError on every rank if the ranks load different folders, or find different saves there."""
-    others = comm.compare(crc32(folder.encode()), lambda: folder)
-    for rank, other in enumerate(others or ()):
-        if others and other != others[0]:
+    others = comm.compare(crc32(folder.encode()), lambda: folder) or []
+    for rank, other in enumerate(others):
+        if other != others[0]:
             raise CheckpointError(
                 f"the ranks load different folders: rank 0 {others[0]}, rank {rank} {other}. Give all "
                 "ranks the same: what latest() finds on one of them"

@@ -31,6 +31,7 @@ _SMALLEST = 1 << 16  # bytes that they may make in any case
 _VALUES = 4  # values for each byte of the file, each counted as often as it is referred to
 _FEWEST = 1 << 20  # values that the file may have in any case
 _ENTRY = 64  # bytes of an item of a dict or set, about
+_ELEMENT = 16  # bytes of the largest elements, those of complex128
 
 
 def check_archive(archive: Archive, where: str, *, is_copied: bool = True) -> None:
@@ -156,7 +157,7 @@ class _Calls:
 
 def _tensor(storage: _Made, offset: int, sizes: Any, *rest: object) -> _Made:
     """A view, which may have each element of the storage many times."""
-    return _Made(8 * prod(sizes))
+    return _Made(_ELEMENT * prod(sizes))
 
 
 def _parameter(tensor: _Made, *rest: object) -> _Made:
