@@ -249,6 +249,22 @@ def test_equal_memory_is_written_once(world: World) -> None:
     assert [name for name, *_ in plans[0].items] == ["a", "c", "d", "e", "f"]
 
 
+@pytest.mark.parametrize("is_reordered", [False, True])
+@on_ranks(3)
+def test_equal_memory_is_written_once_where_a_rank_has_none_of_it(world: World, is_reordered: bool) -> None:
+    """Ranks without elements cannot tell. If one of them has the names in another order, each is written."""
+    mesh, full = DeviceMesh(world.comm), torch.arange(8.0).view(2, 4)
+    for counts in ((0, 1, 1), (1, 1, 0)):
+        spec = Spec.of(mesh, [RaggedShard(0, counts)], full.shape)
+        shards = [spec.local_shard(full).clone() for _ in range(2)]
+        found = [entry(name, DTensor(shards[name > "b"].detach(), spec)) for name in "abcd"]
+        if is_reordered and not counts[world.rank]:
+            found.reverse()
+        plans = check(world, found, dict.fromkeys("abcd", full))
+        names = {name for plan in plans for name, *_ in plan.items}
+        assert names == (set("abcd") if is_reordered and not counts[0] else set("ac"))
+
+
 @on_ranks(2)
 def test_metadata_is_made_once_for_equal_states(world: World) -> None:
     tensor, longer = torch.ones(3), [entry("a", torch.ones(3)), entry("b", "y" * 1000 * (1 + world.rank))]

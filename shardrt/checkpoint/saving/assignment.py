@@ -6,7 +6,7 @@ A copy is a set of ranks that together have all elements once. All ranks choose 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -137,9 +137,11 @@ def assign(agreed: Agreed) -> Iterator[Assigned]:
             having.setdefault(entry.name, []).append((number, entry))
     for name, found in having.items():
         _check_alike(agreed, name, found)
-    loads = dict[object, list[tuple[int, int]]]()
-    for found in having.values():
-        entry = _with_tie(found)
+    loads, whole = dict[object, list[tuple[int, int]]](), set[str]()
+    for name, found in having.items():
+        entry = found[0][1]._replace(tied=_tied(found, whole))
+        if entry.tied is None:
+            whole.add(name)
         copies = _copies(agreed, found)
         chosen = 0
         if copies.number > 1 and entry.tied is None:
@@ -183,10 +185,10 @@ def _check_alike(agreed: Agreed, name: str, found: list[tuple[int, Described]]) 
             )
 
 
-def _with_tie(found: list[tuple[int, Described]]) -> Described:
-    """The entry; `tied` only if all ranks that have it say so."""
-    entry = found[0][1]
-    return entry if {each.tied for _, each in found} == {entry.tied} else entry._replace(tied=None)
+def _tied(found: list[tuple[int, Described]], earlier: Set[str]) -> str | None:
+    """The name of the same tensor, if all ranks that have elements of it say so.   earlier: the names that it may be."""
+    names = {each.tied for _, each in found} - {""}
+    return names.pop() if len(names) == 1 and names <= earlier else None
 
 
 def _copies(agreed: Agreed, found: list[tuple[int, Described]]) -> _Copies:

@@ -36,7 +36,8 @@ class Described(NamedTuple):
 
     dtype: None for an object, which has `nbytes` bytes; `nbytes` is 0 for a tensor.   shape: the global one.
     grid, placements: of a `DTensor`; None and () for a plain tensor, which is whole.
-    tied: the name of an earlier entry that is the same tensor in memory; None if there is none.
+    tied: the name of an earlier entry that is the same tensor in memory; None if there is none; empty if this rank has no
+    elements, so that only other ranks can tell.
     digest: of the bytes of a plain value, which has to be the same on all ranks that have it; None for other entries.
     """
 
@@ -83,9 +84,9 @@ def describe(entries: Iterable[Entry], rank: int) -> Description:
             if mesh not in grids:
                 grids[mesh] = Grid.of(mesh.shape, mesh.mesh.flatten().tolist())
             grid = grids[mesh]
-        key = _memory(local)
-        tied = None if key is None else seen.setdefault((*key, tuple(value.shape), placements), name)
-        shape = tuple(value.shape)
+        shape, tied = tuple(value.shape), ""
+        if local.numel():
+            tied = seen.setdefault((*_memory(local), shape, placements), name)
         found.append(Described(name, tuple(path), value.dtype, shape, 0, grid, placements, None if tied == name else tied))
     return tuple(found)
 
@@ -94,7 +95,7 @@ def fingerprint(description: Description) -> int:
     """A hash of 63 bits: equal for equal descriptions, whatever the sizes and contents of their objects."""
     total = blake2b(digest_size=8)
     for entry in description:
-        total.update(repr((entry.name, entry.path, entry.dtype, entry.shape, entry.tied)).encode())
+        total.update(repr((entry.name, entry.path, entry.dtype, entry.shape, entry.tied or None)).encode())
         if entry.grid is not None:
             total.update(repr(entry.grid.shape).encode() + entry.grid.ranks)
         for placement in entry.placements:
@@ -124,13 +125,10 @@ def _check(name: str, value: torch.Tensor, rank: int) -> None:
         raise CheckpointError(f"tensor '{name}' (rank {rank}) is {problem}")
 
 
-def _memory(local: torch.Tensor) -> tuple[object, ...] | None:
-    """A key that tensors of the same memory share; None if there is no memory.
-
-    For tensors without elements, only other ranks can tell whether they are the same: `tied` holds if all ranks say so.
-    """
+def _memory(local: torch.Tensor) -> tuple[object, ...]:
+    """A key that tensors of the same memory share."""
     storage, signs = local.untyped_storage().data_ptr(), (local.is_conj(), local.is_neg())
-    return (local.device, storage, local.storage_offset(), local.dtype, local.stride(), signs) if storage else None
+    return (local.device, storage, local.storage_offset(), local.dtype, local.stride(), signs)
 
 
 def _bytes_of(placement: Placement) -> bytes:
