@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...comm import Communicator, world
+from ...comm import world
 from ..disk.drafts import Draft, folder_of, locked_if_ended, this_machine
 from ..disk.files import Writer, explained
 from ..disk.folders import OCCUPIED, exchange, sync_folder
@@ -44,7 +44,7 @@ from ..geometry import TensorPart, byte_runs, memory_of, parts, pieces
 from ..state.entries import Entry
 from ..state.models import named_tensors
 from .assignment import assign
-from .descriptions import describe
+from .descriptions import Described, describe
 from .plan import agree
 from .save import AsyncSave, begin, finish
 from .sources import ItemSource, PiecesOf, in_runs
@@ -139,7 +139,7 @@ def save_safetensors(
     if a file cannot be written, and if ranks have different tensors of one name. It also raises the error of an earlier
     save, if that has not been raised yet.
     """
-    finish(_begin(model, folder, max_shard_size, dtype, metadata, is_copied=False))
+    finish(begin(lambda: _prepare(model, folder, max_shard_size, dtype, metadata), is_copied=False))
 
 
 def async_save_safetensors(
@@ -156,73 +156,57 @@ def async_save_safetensors(
     thread and the memory for copies; one save is under way at a time. The arguments are those of `save_safetensors`.
     Memory: a copy of this rank's part of the model, in the dtypes of the files.
     """
-    return _begin(model, folder, max_shard_size, dtype, metadata, is_copied=True)
+    return begin(lambda: _prepare(model, folder, max_shard_size, dtype, metadata), is_copied=True)
 
 
-def _begin(
+def _prepare(
     model: nn.Module,
     folder: str | os.PathLike[str],
     max_shard_size: int | str,
     dtype: torch.dtype | None,
     metadata: Mapping[str, str] | None,
-    *,
-    is_copied: bool,
-) -> AsyncSave:
-    def prepare() -> tuple[PreparedExport, list[Slice]]:
-        here = world()
-        with agreed(here.comm):
-            target, nbytes, texts = _target(folder), parse_size(max_shard_size), {"format": "pt", **(metadata or {})}
-            check_metadata(texts, "save_safetensors")
-        answers = here.comm.exchange((str(Path(folder).absolute()), (nbytes, dtype, texts), this_machine(), new_save_id()))
-        check_same_target([answer[:2] for answer in answers])
-        return _prepare(here.comm, model, folder_of(target, *answers[0][2:], _KIND), target, nbytes, dtype, texts)
-
-    return begin(prepare, is_copied=is_copied)
-
-
-def _prepare(
-    comm: Communicator,
-    model: nn.Module,
-    beside: Path,
-    target: Path,
-    nbytes: int,
-    dtype: torch.dtype | None,
-    metadata: Mapping[str, str],
 ) -> tuple[PreparedExport, list[Slice]]:
-    folder, draft = beside / target.name, None
+    """Agree on the export, and make its files; returns what this rank writes as well. Collective."""
+    comm, draft = world().comm, None
     with agreed(comm):
-        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()  # models of transformers make these anew
-        tensors = {
-            each.name: memory_of(each.name, each.tensor.detach()) for each in named_tensors(model) if each.name not in ignored
-        }
+        target, nbytes, texts = _target(folder), parse_size(max_shard_size), {"format": "pt", **(metadata or {})}
+        check_metadata(texts, "save_safetensors")
+    answers = comm.exchange((str(Path(folder).absolute()), (nbytes, dtype, texts), this_machine(), new_save_id()))
+    check_same_target([answer[:2] for answer in answers])
+    beside = folder_of(target, *answers[0][2:], _KIND)
+    with agreed(comm):
+        tensors = _tensors(model)
         described = describe([Entry(name, tensor, (name,)) for name, tensor in tensors.items()], comm.rank)
     # Each name is stored, even if two are the same memory: these files have no way to say so.
-    assigned = {
-        each.entry.name: each for each in assign(agree(tuple(each._replace(tied=None) for each in described), {}, comm))
-    }
+    assigned = list(assign(agree(tuple(each._replace(tied=None) for each in described), {}, comm)))
     with agreed(comm):
-        infos = {
-            name: TensorInfo(_stored_dtype(name, each.entry.dtype, dtype), torch.Size(each.entry.shape))
-            for name, each in assigned.items()
-        }
-        layout = lay_out(infos, split_into_files(infos, nbytes), metadata, folder)
-        found = [
-            piece
-            for name, array in layout.in_order()
-            if assigned[name].includes(comm.rank)
-            for piece in slices(array, tensors[name])
-        ]
+        infos = {each.entry.name: _stored_info(each.entry, dtype) for each in assigned}
+        layout = lay_out(infos, split_into_files(infos, nbytes), texts, beside / target.name)
+        own = {each.entry.name for each in assigned if each.includes(comm.rank)}
+        found = [piece for name, array in layout.in_order() if name in own for piece in slices(array, tensors[name])]
     with agreed(comm):
         if comm.rank == 0:
-            with warned():
-                _clean(target)
-            draft = Draft(target, beside)
-            try:
-                create_files(folder, layout)
-            except BaseException:
-                _abandon(draft)
-                raise
-    return PreparedExport(target, folder, draft), found
+            draft = _drafted(target, beside, layout)
+    return PreparedExport(target, beside / target.name, draft), found
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is saved of the model."""
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()  # models of transformers make these anew
+    return {each.name: memory_of(each.name, each.tensor.detach()) for each in named_tensors(model) if each.name not in ignored}
+
+
+def _drafted(target: Path, beside: Path, layout: FileLayout) -> Draft:
+    """Make the files in a draft, after what killed exports have left is deleted."""
+    with warned():
+        _clean(target)
+    draft = Draft(target, beside)
+    try:
+        create_files(beside / target.name, layout)
+    except BaseException:
+        _abandon(draft)
+        raise
+    return draft
 
 
 def _target(folder: str | os.PathLike[str]) -> Path:
@@ -232,13 +216,14 @@ def _target(folder: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _stored_dtype(name: str, own: torch.dtype | None, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor in the files. Raises ValueError for one that they cannot have."""
+def _stored_info(entry: Described, wanted: torch.dtype | None) -> TensorInfo:
+    """A tensor as it is in the files. Raises ValueError for a dtype that they cannot have."""
+    own = entry.dtype
     assert own is not None, "a tensor"
     stored = wanted if wanted is not None and own.is_floating_point and own.itemsize > 1 else own
     if stored not in DTYPE_NAMES:
-        raise ValueError(f"tensor '{name}' of {stored}: safetensors files cannot hold it; give a dtype that they can")
-    return stored
+        raise ValueError(f"tensor '{entry.name}' of {stored}: safetensors files cannot hold it; give a dtype that they can")
+    return TensorInfo(stored, torch.Size(entry.shape))
 
 
 def _take_place(folder: Path, draft: Draft) -> None:

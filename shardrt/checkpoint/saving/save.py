@@ -68,10 +68,10 @@ class AsyncSave:
         if self._error is not None:
             raise self._error
         if self._phase is not SavePhase.COMMITTED:
-            states = self._comm.exchange(self._task.state)
-            if all(state is _State.DONE for state in states):
+            everyone = self._comm.exchange(self._task.has_succeeded)
+            if all(everyone):
                 self._advance()
-            elif _State.RUNNING not in states:
+            elif None not in everyone:
                 self._fail()
         return self._phase is SavePhase.COMMITTED
 
@@ -100,7 +100,7 @@ class AsyncSave:
     def interrupt(self) -> None:
         """Make the save fail if this rank still writes: the tensors may change from now on. `poll` then raises."""
         if self._phase is SavePhase.WRITING:
-            self._task.fail(CheckpointError(f"the save of {os.fspath(self.folder)!r} was interrupted while it was written"))
+            self._task.error = CheckpointError(f"the save of {os.fspath(self.folder)!r} was interrupted while it was written")
 
     @property
     def has_ended(self) -> bool:
@@ -119,7 +119,8 @@ class AsyncSave:
         self._phase = SavePhase.FAILED
         try:
             with agreed(self._comm):
-                self._task.raise_error()
+                if self._task.error is not None:
+                    raise self._task.error
         except CheckpointError as error:
             self._error = error
             self._prepared.abandon()
@@ -214,43 +215,29 @@ def end_previous() -> None:
         previous.wait()
 
 
-class _State(Enum):
-    RUNNING = 0
-    DONE = 1
-    FAILED = 2
-
-
 class _Task:
-    """A function that runs in the thread."""
+    """A function that runs in the thread.   error: what it has raised, or what its caller wants it to fail with."""
 
     def __init__(self, thread: Stream, run: Callable[[], None]) -> None:
+        self.error: BaseException | None = None
         self._run: Callable[[], None] | None = run
-        self._error: BaseException | None = None
         self._ended = threading.Event()
         thread.submit(self._call)
 
     @property
-    def state(self) -> _State:
-        if not self._ended.is_set():
-            return _State.RUNNING
-        return _State.DONE if self._error is None else _State.FAILED
+    def has_succeeded(self) -> bool | None:
+        """None while it runs."""
+        return self.error is None if self._ended.is_set() else None
 
     def wait(self, timeout_s: float | None = None) -> None:
         self._ended.wait(timeout_s)
-
-    def fail(self, error: CheckpointError) -> None:
-        self._error = error
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _call(self) -> None:
         try:
             assert self._run is not None
             self._run()
         except BaseException as error:
-            self._error = error
+            self.error = error
         finally:
             self._run = None  # it holds the tensors' copies
             self._ended.set()
