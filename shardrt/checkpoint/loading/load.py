@@ -30,7 +30,7 @@ from ..state.names import Path as Keys
 from ..state.stateful import has_state
 from ..state.trees import fill, fills, has_inside, placed
 from .contents import Contents
-from .optimizers import load_optimizer
+from .optimizers import OptimizerLoader
 from .reading import Fetch, on_any_rank, read_all, share_of
 from .renaming import KeyMap
 
@@ -138,7 +138,8 @@ class _Loader:
         if isinstance(value, nn.Module):
             self._load_module(path, value)
         elif isinstance(value, Optimizer):
-            load_optimizer(value, path, ParameterNames(joined(path), value, self._modules), self._modules, self._contents)
+            names = ParameterNames(joined(path), value, self._modules)
+            OptimizerLoader(value, path, names, self._modules, self._contents).load()
         elif has_state(value):
             loaded = self._contents.tree(path, value.state_dict())
             self._contents.finish.append(lambda: value.load_state_dict(loaded))
