@@ -31,7 +31,6 @@ from shardrt.checkpoint.formats.torch_file.items import (
     item_footer,
     item_header,
     item_length,
-    item_lengths,
     without_gaps,
 )
 from shardrt.checkpoint.formats.torch_file.stored_items import read_item
@@ -134,7 +133,7 @@ class TestItems:
             item, lies = item_of(tensor), without_gaps(tensor)
             nbytes = tensor.numel() * dtype.itemsize
             assert len(item) == item_length(dtype, tensor.dim(), nbytes)
-            assert item_lengths(dtype, tensor.dim(), torch.tensor([nbytes])).item() == len(item)
+            assert item_length(dtype, tensor.dim(), torch.tensor([nbytes])).item() == len(item)
             assert header_length(dtype, tensor.dim()) % 64 == 0
             loaded = torch.load(io.BytesIO(item), weights_only=True)
             assert (loaded.dtype, loaded.shape, loaded.stride()) == (dtype, tensor.shape, lies.stride())

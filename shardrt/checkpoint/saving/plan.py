@@ -31,7 +31,7 @@ from ..errors import agreed
 from ..formats.dcp.marks import MARK_NBYTES
 from ..formats.dcp.metadata_pickle import MetadataWriter
 from ..formats.stored import Columns
-from ..formats.torch_file.items import ALIGNMENT, item_length, item_lengths
+from ..formats.torch_file.items import ALIGNMENT, Number, item_length
 from ..geometry import TensorPart, parts
 from ..state.entries import Entry
 from .assignment import Agreed, Assigned, assign, order_names
@@ -180,7 +180,7 @@ def _placed(values: dict[str, torch.Tensor | bytes], names: Iterable[str]) -> It
         place = _aligned(place + len(data))
 
 
-def _aligned(place: int) -> int:
+def _aligned(place: Number) -> Number:
     return -(-place // ALIGNMENT) * ALIGNMENT
 
 
@@ -220,10 +220,10 @@ class _Newest:
 _newest = _Newest()
 
 
-class _Rows(NamedTuple):
+class _SizeClass(NamedTuple):
     """Chunks of one tensor that lie in the same part of the files, that of large chunks or that of small ones.
 
-    at: (n,), their rows in the tensor's chunks.   rank: (n,), the ranks that write them.
+    at: (n,), their places among the chunks of the tensor.   rank: (n,), the ranks that write them.
     before: (n,), the bytes that earlier ones of the same rank take.   taken: (n,), their own bytes, up to a multiple of 64.
     """
 
@@ -235,11 +235,11 @@ class _Rows(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The chunks of a tensor.   lengths: (n,), the bytes of their items.   rows: those of large and of small chunks."""
+    """The chunks of a tensor.   lengths: (n,), the bytes of their items.   classes: the large and the small ones."""
 
     chunks: Boxes
     lengths: torch.Tensor
-    rows: tuple[_Rows, ...]
+    classes: tuple[_SizeClass, ...]
 
     @classmethod
     def of(cls, each: Assigned) -> _Layout:
@@ -247,12 +247,12 @@ class _Layout(NamedTuple):
         entry, chunks = each.entry, each.chunks()
         assert entry.dtype is not None, "objects have no chunks"
         nbytes = chunks.sizes.prod(1) * entry.dtype.itemsize
-        lengths = item_lengths(entry.dtype, len(entry.shape), nbytes)
-        taken, found = (lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, list[_Rows]()
+        lengths = item_length(entry.dtype, len(entry.shape), nbytes)
+        taken, found = _aligned(lengths), list[_SizeClass]()
         for is_large in (True, False):
             at = ((nbytes >= LARGE) == is_large).nonzero().view(-1)
             if len(at):
-                found.append(_Rows(is_large, at, chunks.owner[at], _before(chunks.owner[at], taken[at]), taken[at]))
+                found.append(_SizeClass(is_large, at, chunks.owner[at], _before(chunks.owner[at], taken[at]), taken[at]))
         return cls(chunks, lengths, tuple(found))
 
 
@@ -264,8 +264,8 @@ class _Files:
         large, small = torch.zeros(ranks, dtype=torch.int64), torch.zeros(ranks, dtype=torch.int64)
         for each in assigned:
             if each.entry.dtype is not None and each.entry.tied is None:
-                for rows in self._layout(each).rows:
-                    (large if rows.is_large else small).index_add_(0, rows.rank, rows.taken)
+                for some in self._layout(each).classes:
+                    (large if some.is_large else small).index_add_(0, some.rank, some.taken)
         self._large = torch.full_like(large, MARK_NBYTES)
         self._small = self._large + large
         self._objects = self._small + small
@@ -274,10 +274,10 @@ class _Files:
         """Place the chunks of a tensor."""
         chunks, lengths, found = self._layout(each)
         start = torch.empty_like(lengths)
-        for rows in found:
-            cursor = self._large if rows.is_large else self._small
-            start[rows.at] = cursor[rows.rank] + rows.before
-            cursor.index_add_(0, rows.rank, rows.taken)
+        for some in found:
+            cursor = self._large if some.is_large else self._small
+            start[some.at] = cursor[some.rank] + some.before
+            cursor.index_add_(0, some.rank, some.taken)
         return Columns(chunks.offsets, chunks.sizes, chunks.owner, start, lengths)
 
     def place_object(self, each: Assigned) -> tuple[int, int]:

@@ -16,11 +16,14 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, reduce
 from math import prod
-from typing import NamedTuple
+from operator import xor
+from typing import NamedTuple, TypeVar
 
 import torch
+
+Number = TypeVar("Number", int, torch.Tensor)
 
 ALIGNMENT = 64  # of items in a file, and of the memory in an item
 BLOCK = 1 << 14  # bytes under one CRC-32
@@ -61,16 +64,10 @@ class _Record(NamedTuple):
     crc: int
 
 
-def item_length(dtype: torch.dtype, ndim: int, nbytes: int) -> int:
-    """The bytes of the item of a tensor with `ndim` dims and `nbytes` bytes of memory."""
+def item_length(dtype: torch.dtype, ndim: int, nbytes: Number) -> Number:
+    """The bytes of the item of a tensor with `ndim` dims and `nbytes` bytes of memory.   nbytes: int64 for many tensors."""
     blocks, (short, two) = -(-nbytes // BLOCK), _footer_lengths()
-    return header_length(dtype, ndim) + nbytes + (short if blocks < 2 else two + 4 * (blocks - 2))
-
-
-def item_lengths(dtype: torch.dtype, ndim: int, nbytes: torch.Tensor) -> torch.Tensor:
-    """`item_length` of many tensors.   nbytes: int64, any shape."""
-    blocks, (short, two) = (nbytes + BLOCK - 1) // BLOCK, _footer_lengths()
-    return header_length(dtype, ndim) + nbytes + torch.where(blocks < 2, short, two + 4 * (blocks - 2))
+    return header_length(dtype, ndim) + nbytes + short + (blocks > 1) * (two - short + 4 * (blocks - 2))
 
 
 @cache
@@ -198,10 +195,7 @@ def _block_tables() -> tuple[list[int], ...]:
 
 
 def _combination(columns: Sequence[int], byte: int) -> int:
-    crc = 0
-    for bit, column in enumerate(columns):
-        crc ^= column if byte >> bit & 1 else 0
-    return crc
+    return reduce(xor, (column for bit, column in enumerate(columns) if byte >> bit & 1), 0)
 
 
 # ---------------------------------------------------------------------- the archive and its pickle
