@@ -16,8 +16,8 @@ about twice as much as it needs.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from itertools import groupby, product
 from math import prod
 from typing import NamedTuple
@@ -101,7 +101,7 @@ def read_all(stored: Stored, wanted: Iterable[Fetch]) -> Read:
     Raises CheckpointError, which names file and tensor, for what is damaged, cut off, of another save, or cannot be read.
     """
     ordered = sorted(wanted, key=lambda fetch: (fetch.chunk.file, fetch.chunk.offset))
-    scratch, total, unverified = _Scratch(), 0, set[str]()
+    scratch, total, unverified = cache(_buffer), 0, set[str]()  # the buffers are freed when all is read
     for file, of_file in groupby(ordered, key=lambda fetch: fetch.chunk.file):
         with stored.open(file) as reader:
             reading = _FileReading(stored.format, reader, scratch, unverified)
@@ -117,30 +117,25 @@ def read_all(stored: Stored, wanted: Iterable[Fetch]) -> Read:
     return Read(total, unverified)
 
 
-class _Scratch:
-    """A buffer on the host, which is kept for later reads; pinned if its contents go to a GPU."""
-
-    def __init__(self) -> None:
-        self._kept: dict[bool, torch.Tensor] = {}
-
-    def of(self, device: torch.device) -> torch.Tensor:
-        """The buffer for what goes to `device`: (_SCRATCH,) uint8."""
-        pinned = device.type == "cuda"
-        if pinned not in self._kept:
-            self._kept[pinned] = torch.empty(_SCRATCH, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        return self._kept[pinned]
+def _buffer(is_pinned: bool) -> torch.Tensor:
+    """A buffer on the host: (_SCRATCH,) uint8."""
+    return torch.empty(_SCRATCH, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
 
 
 class _FileReading:
-    """Reads one file.   unverified: the names of tensors that are read unverified are added to it."""
+    """Reads one file.
 
-    def __init__(self, of: Format, reader: Reader, scratch: _Scratch, unverified: set[str]) -> None:
+    scratch: gives a buffer for what cannot be read into its place; a pinned one for what goes to a GPU.
+    unverified: the names of tensors that are read unverified are added to it.
+    """
+
+    def __init__(self, of: Format, reader: Reader, scratch: Callable[[bool], torch.Tensor], unverified: set[str]) -> None:
         self._format, self._reader, self._scratch, self._unverified = of, reader, scratch, unverified
 
     def read_small(self, batch: Sequence[Fetch]) -> None:
         """Read small items that lie one after the other."""
         begin, last = batch[0].chunk.offset, batch[-1].chunk
-        data = bytes_of(self._scratch.of(_CPU))[: last.offset + last.length - begin]
+        data = bytes_of(self._scratch(False))[: last.offset + last.length - begin]
         self._reader.read_into(begin, [data])
         for fetch in batch:
             own = data[fetch.chunk.offset - begin :][: fetch.chunk.length]
@@ -149,9 +144,7 @@ class _FileReading:
             check = Checksums(source, item.data_start, item.data_start + item.data_nbytes)
             check.feed(own[item.data_start :][: item.data_nbytes])
             # A copy, since items of other writers may lie at any byte, where an element would not be aligned.
-            elements = torch.frombuffer(bytearray(own[item.start :][: _extent(item) * item.dtype.itemsize]), dtype=item.dtype)
-            whole = elements.as_strided(item.sizes, item.strides)
-            fetch.memory.copy_(narrowed(TensorPart(fetch.chunk.box, whole), fetch.box))
+            _take(fetch, item, bytearray(own[item.start :][: _nbytes(item)]))
 
     def read(self, fetch: Fetch) -> None:
         """Read any part of an item."""
@@ -168,22 +161,22 @@ class _FileReading:
             self._unverified.add(fetch.name)
         stream = _Stream(source, found)
         if memory.device == _CPU and memory.dtype == item.dtype and _holds_runs(memory, found):
-            span, nbytes = _span(memory), found.numel * item.dtype.itemsize
+            whole, nbytes = _bytes_around(memory), found.numel * item.dtype.itemsize
             for place in _places(memory, found):
-                stream.fill(span[place : place + nbytes])
+                stream.fill(whole[place : place + nbytes])
             return
-        scratch = self._scratch.of(memory.device)
-        for block in _blocks(memory.permute(found.order), len(scratch) // item.dtype.itemsize):
-            values = scratch[: block.numel() * item.dtype.itemsize]
+        scratch = self._scratch(memory.is_cuda)
+        for piece in _pieces(memory.permute(found.order), len(scratch) // item.dtype.itemsize):
+            values = scratch[: piece.numel() * item.dtype.itemsize]
             stream.fill(bytes_of(values))
-            block.copy_(values.view(item.dtype).view(block.shape))
+            piece.copy_(values.view(item.dtype).view(piece.shape))
 
     def _verify(self, source: StoredItemBytes, first: int, last: int) -> None:
         """Read blocks of an item, and verify them."""
         item = source.item
         start, stop = item.data_start + first * BLOCK, item.data_start + min(last * BLOCK, item.data_nbytes)
         check = Checksums(source, start, stop)
-        window = bytes_of(self._scratch.of(_CPU))[: self._reader.window]
+        window = bytes_of(self._scratch(False))[: self._reader.window]
         for place in range(start, stop, len(window)):
             view = window[: stop - place]
             source.read_into(place, view)
@@ -192,10 +185,9 @@ class _FileReading:
     def _read_expanded(self, source: StoredItemBytes, fetch: Fetch) -> None:
         """Read an item in which several elements have one place."""
         item = source.item
-        data = source.read(item.start, _extent(item) * item.dtype.itemsize)
+        data = source.read(item.start, _nbytes(item))
         Checksums(source, item.start, item.start + len(data)).feed(memoryview(data))
-        whole = torch.frombuffer(data, dtype=item.dtype).as_strided(item.sizes, item.strides)
-        fetch.memory.copy_(narrowed(TensorPart(fetch.chunk.box, whole), fetch.box))
+        _take(fetch, item, data)
 
     def _source(self, fetch: Fetch, read: ReadBytes | None = None) -> StoredItemBytes:
         """The item of a fetch.   read: gives bytes of the item that are in memory; None: they are read from the file."""
@@ -282,30 +274,37 @@ def _places(memory: torch.Tensor, found: Runs) -> Iterator[int]:
         yield itemsize * sum(i * memory.stride(dim) for i, dim in zip(index, outer, strict=True))
 
 
-def _span(memory: torch.Tensor) -> memoryview:
+def _bytes_around(memory: torch.Tensor) -> memoryview:
     """The bytes from the first element to the last, with those of other tensors between them."""
     last = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
     nbytes = (last + 1) * memory.element_size()
     return memoryview((ctypes.c_char * nbytes).from_address(memory.data_ptr())).cast("B")
 
 
-def _blocks(memory: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
+def _pieces(memory: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
     """The tensor in pieces of at most `numel` elements that follow each other in row-major order."""
     if memory.numel() <= numel:
         yield memory
         return
     row = memory.numel() // memory.shape[0]
     for rows in memory.split(max(1, numel // row)):
-        yield from (rows,) if rows.numel() <= numel else _blocks(rows[0], numel)
+        yield from (rows,) if rows.numel() <= numel else _pieces(rows[0], numel)
 
 
 def _bytes_at(data: memoryview, offset: int, nbytes: int) -> bytes:
     return bytes(data[offset : offset + nbytes])
 
 
-def _extent(item: StoredItem) -> int:
-    """The number of elements from the item's first one to its last one in memory."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(item.sizes, item.strides, strict=True))
+def _nbytes(item: StoredItem) -> int:
+    """The bytes from the item's first element to its last one in memory."""
+    last = sum((size - 1) * stride for size, stride in zip(item.sizes, item.strides, strict=True))
+    return (last + 1) * item.dtype.itemsize
+
+
+def _take(fetch: Fetch, item: StoredItem, data: bytearray) -> None:
+    """Copy what is fetched out of the item's bytes."""
+    whole = torch.frombuffer(data, dtype=item.dtype).as_strided(item.sizes, item.strides)
+    fetch.memory.copy_(narrowed(TensorPart(fetch.chunk.box, whole), fetch.box))
 
 
 def on_any_rank(names: Sequence[str], comm: Communicator) -> list[str]:
