@@ -11,7 +11,7 @@ which file each tensor is. Format: https://github.com/huggingface/safetensors; f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,13 +138,6 @@ def split_into_files(tensors: Mapping[str, TensorInfo], max_nbytes: int) -> dict
     return {f"model-{index + 1:05d}-of-{len(files):05d}.safetensors": names for index, names in enumerate(files)}
 
 
-def encode_index(files: Mapping[str, Sequence[str]], total_nbytes: int, numel: int) -> bytes:
-    """The bytes of `model.safetensors.index.json`.   total_nbytes, numel: sums over all tensors."""
-    weight_map = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {"total_parameters": numel, "total_size": total_nbytes}, "weight_map": weight_map}
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-
-
 class FileLayout(NamedTuple):
     """What goes where in the files of a folder, or in one file.
 
@@ -165,9 +158,13 @@ class FileLayout(NamedTuple):
 
     def index_file(self) -> bytes | None:
         """The bytes of `model.safetensors.index.json`; None for a single file, which has no index."""
+        if len(self.names) == 1:
+            return None
         arrays = self.arrays.values()
         nbytes, numel = sum(array.nbytes for array in arrays), sum(array.shape.numel() for array in arrays)
-        return encode_index(self.names, nbytes, numel) if len(self.names) > 1 else None
+        weight_map = {name: file for file, names in self.names.items() for name in names}
+        index = {"metadata": {"total_parameters": numel, "total_size": nbytes}, "weight_map": weight_map}
+        return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
 def lay_out(
@@ -311,18 +308,15 @@ def _read_indexed(folder: Path) -> dict[str, Array]:
     weight_map = parsed.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"'{index}': expected a 'weight_map' from names of tensors to names of files")
-    found = dict(_indexed_arrays(folder, weight_map))
+    found = dict[str, Array]()
+    for file in dict.fromkeys(weight_map.values()):
+        # Hazard: the index is data from elsewhere; a path in it must not lead out of the folder.
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise CheckpointError(f"'{index}': {shown(file)} is no file of the folder")
+        found |= {name: array for name, array in read_file(folder / file).items() if weight_map.get(name) == file}
     if lacking := sorted(weight_map.keys() - found.keys()):
         raise CheckpointError(
             f"'{index}' says that {shown(lacking[0])} is in {shown(weight_map[lacking[0]])}, but it is not "
             f"({len(lacking)} such tensors)"
         )
     return found
-
-
-def _indexed_arrays(folder: Path, weight_map: Mapping[str, str]) -> Iterator[tuple[str, Array]]:
-    for file in dict.fromkeys(weight_map.values()):
-        # Hazard: the index is data from elsewhere; a path in it must not lead out of the folder.
-        if Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f"'{folder / INDEX_NAME}': {shown(file)} is no file of the folder")
-        yield from ((name, array) for name, array in read_file(folder / file).items() if weight_map.get(name) == file)
