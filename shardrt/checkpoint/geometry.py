@@ -170,7 +170,7 @@ def memory_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if local is tensor._local_tensor else DTensor(local, tensor.spec)
     if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return tensor
-    inner = [getattr(tensor, attribute) for attribute in _inner_names(tensor)]
+    inner = [*inner_tensors(tensor).values()]
     if len(inner) != 1 or inner[0].shape != tensor.shape:
         raise CheckpointError(
             f"tensor '{name}' is a {type(tensor).__name__} of {len(inner)} tensors: expected a tensor subclass with one inner "
@@ -179,6 +179,7 @@ def memory_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return memory_of(name, inner[0])
 
 
-def _inner_names(tensor: torch.Tensor) -> list[str]:
+def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that a tensor subclass consists of, by their attributes; none for a plain tensor."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    return [] if flatten is None else list(flatten()[0])
+    return {} if flatten is None else {name: getattr(tensor, name) for name in flatten()[0]}

@@ -30,7 +30,7 @@ from ...tensor.dtensor import DTensor
 from ..errors import CheckpointError, agreed
 from ..formats.stored import checked_keys, checked_name
 from ..geometry import memory_of
-from .names import ParameterNames, Path, cleaner, joined
+from .names import ParameterNames, Path, clean_state, joined
 from .objects import encode
 from .optimizers import Whole, optimizer_state
 from .stateful import PerRank, has_state, key_of_rank
@@ -84,12 +84,6 @@ def optimizers_of(state: Mapping[str, Any]) -> dict[str, Optimizer]:
     return {joined(path): value for path, value in members((), state) if isinstance(value, Optimizer)}
 
 
-def module_state(module: nn.Module) -> dict[str, Any]:
-    """The state dict of a module by clean names: sharded tensors, as they lie in memory, and extra state."""
-    clean = cleaner(module)
-    return {clean(name): value for name, value in module.state_dict().items()}
-
-
 def members(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     """The values in a state that have a `state_dict`, such as modules and optimizers, with their paths."""
     if has_state(value):
@@ -102,7 +96,7 @@ def members(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 def _tree(value: Any, path: Path, modules: Mapping[str, nn.Module]) -> Any:
     """The state with the state dicts of its members in their places."""
     if isinstance(value, nn.Module):
-        return module_state(value)
+        return clean_state(value)
     if isinstance(value, Optimizer):
         packed = optimizer_state(value, ParameterNames(joined(path), value, modules))
         for group in packed["param_groups"]:
@@ -147,12 +141,9 @@ def folder_and_state(call: str, given: Sequence[object], named: Mapping[str, obj
                 f"checkpoint_id='runs/a/step-100'); found {len(folders)} folders, {len(states)} states"
                 + (f", and {', '.join(others)}" if others else "")
             )
-        _check(call, folders[0], states[0])
-    return folders[0], states[0]  # type: ignore[return-value]
-
-
-def _check(call: str, folder: object, state: object) -> None:
-    if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"{call}: expected the folder as a string or path, found a {type(folder).__name__}: {folder!r}")
-    if not isinstance(state, Mapping):
-        raise TypeError(f"{call}: expected the state as a dict, found a {type(state).__name__}: as in {{'model': model}}")
+        (folder,), (state,) = folders, states
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"{call}: expected the folder as a string or path, found a {type(folder).__name__}: {folder!r}")
+        if not isinstance(state, Mapping):
+            raise TypeError(f"{call}: expected the state as a dict, found a {type(state).__name__}: as in {{'model': model}}")
+    return folder, state  # type: ignore[return-value]

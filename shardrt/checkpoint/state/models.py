@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ...fsdp.schedule.moves import buffers_on_meta
 from ..errors import CheckpointError, shown
-from .names import LoadedKeys, cleaner
+from .names import LoadedKeys, clean_state, cleaner
 
 
 class NamedTensor(NamedTuple):
@@ -33,13 +33,16 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
 
     Values that are not tensors, such as extra state, are left out.
     """
-    clean = cleaner(model)
-    state = {clean(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    clean, state = cleaner(model), clean_state(model, keep_vars=True)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
-    patterns = [re.compile(f"{clean(prefix)}.{key}" if prefix else key) for prefix, key in _tied_keys(model)]
+    patterns = [
+        re.compile(f"{clean(prefix)}.{key}" if prefix else key)
+        for prefix, module in model.named_modules()
+        for key in getattr(module, "_tied_weights_keys", None) or ()
+    ]
     made = []
     for same in names.values():
         kept = [name for name in same if not any(pattern.search(name) for pattern in patterns)]
@@ -95,11 +98,6 @@ def take_back(model: nn.Module, written: Iterable[NamedTensor]) -> None:
     if made := {name: tensor for name, tensor, _ in written if id(tensor) not in own}:
         clean = cleaner(model)
         model.load_state_dict({raw: made[clean(raw)] for raw in model.state_dict() if clean(raw) in made}, strict=False)
-
-
-def _tied_keys(model: nn.Module) -> Iterator[tuple[str, str]]:
-    for prefix, module in model.named_modules():
-        yield from ((prefix, key) for key in getattr(module, "_tied_weights_keys", None) or ())
 
 
 def materialise(module: nn.Module, device: torch.device, optimizers: Iterable[Optimizer] = ()) -> None:

@@ -44,6 +44,12 @@ def cleaner(module: nn.Module) -> Callable[[str], str]:
     return clean
 
 
+def clean_state(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """The module's state dict by clean names: sharded tensors, as they lie in memory, and extra state."""
+    clean = cleaner(module)
+    return {clean(name): value for name, value in module.state_dict(keep_vars=keep_vars).items()}
+
+
 def _unwrapped(name: str) -> tuple[str, ...]:
     # Some wrappers leave their part of a name out of state dicts, others do not.
     return tuple(key for key in name.split(".") if key and key not in _WRAPPERS)

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from ...comm import world
 from ...tensor.dtensor import DTensor
-from ..state.names import ParameterNames, cleaner
+from ..geometry import inner_tensors
+from ..state.names import ParameterNames, clean_state, cleaner
 from ..state.optimizers import Whole, flat_form, numbered, state_by_name
 from ..state.trees import mapped
 
@@ -35,7 +36,7 @@ def get_model_state_dict(
     nothing is gathered or moved: on one rank, and of tensors that are on the host already.
     """
     chosen, clean = StateDictOptions.of(options), cleaner(model)
-    state = {clean(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    state = clean_state(model, keep_vars=True)
     if chosen.ignore_frozen_params:
         frozen = {clean(name) for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
         state = {name: value for name, value in state.items() if name not in frozen}
@@ -146,30 +147,24 @@ def copied(value: Any, *, full: bool, offload: bool) -> Any:
     return _clone(made) if _addresses(made) & _addresses(value) else made
 
 
-def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that a tensor subclass consists of, by their attributes; none for a plain tensor."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    return {} if flatten is None else {name: getattr(tensor, name) for name in flatten()[0]}
-
-
 def _addresses(tensor: torch.Tensor) -> set[int]:
     """The addresses of the storages that the tensor consists of."""
     if isinstance(tensor, DTensor):
         return _addresses(tensor._local_tensor)
-    if parts := _parts(tensor):
-        return set[int]().union(*map(_addresses, parts.values()))
+    if inner := inner_tensors(tensor):
+        return set[int]().union(*map(_addresses, inner.values()))
     return {tensor.untyped_storage().data_ptr()}
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy. That of a tensor subclass is made of its parts: not every subclass has an operation `clone`."""
+    """A copy. That of a tensor subclass is made of its inner tensors: not every subclass has an operation `clone`."""
     if isinstance(tensor, DTensor):
         return DTensor(_clone(tensor._local_tensor), tensor.spec)
-    if not (parts := _parts(tensor)):
+    if not (inner := inner_tensors(tensor)):
         return tensor.clone()
     _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     made: torch.Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
-        {name: _clone(part) for name, part in parts.items()}, context, tensor.shape, tensor.stride()
+        {name: _clone(each) for name, each in inner.items()}, context, tensor.shape, tensor.stride()
     )
     return made
 
