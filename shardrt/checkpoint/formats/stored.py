@@ -25,8 +25,7 @@ _MOST_CHARACTERS, _MOST_KEYS = 4096, 256  # of a name; of a path
 _MOST_EMPTY = 10_000  # list items without an entry: stock torch stores no name for an empty dict
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(NamedTuple):
     """The chunks of a tensor of d dims, one row each; all int64 on the CPU.
 
     offsets, sizes: (chunks, d), of each chunk's box.   file: (chunks,), the index of its file in the list of files.
@@ -116,14 +115,10 @@ class StoredTensor:
         return self._at((after < before).all(1))
 
     def _at(self, chosen: slice | torch.Tensor) -> list[StoredChunk]:
-        columns = self.columns
-        boxes = zip(columns.offsets[chosen].tolist(), columns.sizes[chosen].tolist(), strict=True)
-        places = zip(
-            columns.file[chosen].tolist(), columns.start[chosen].tolist(), columns.length[chosen].tolist(), strict=True
-        )
+        rows = zip(*(column[chosen].tolist() for column in self.columns), strict=True)
         return [
             StoredChunk(Box(tuple(offsets), tuple(sizes)), self.files[file], start, length)
-            for (offsets, sizes), (file, start, length) in zip(boxes, places, strict=True)
+            for offsets, sizes, file, start, length in rows
         ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import chain
 from operator import setitem
 from typing import Any, overload
 from zlib import crc32
@@ -185,7 +186,8 @@ class _Loader:
     def _load_module(self, path: Keys, module: nn.Module) -> None:
         """Load a module: the memory of its parameters and buffers in place, everything else by `load_state_dict`."""
         clean, others, trees = cleaner(module), dict[str, Any](), list[str]()
-        own = {clean(name): tensor for name, tensor in _tensors(module)}
+        tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        own = {clean(name): tensor for name, tensor in tensors}
         saved = {clean(raw): (raw, value) for raw, value in module.state_dict().items()}
         aliases = _aliases(own, saved)
         for name, (raw, value) in saved.items():
@@ -225,11 +227,6 @@ class _Loader:
             self._contents.missing.append(joined(path))
         else:
             self._contents.read_into(name, target)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _aliases(tensors: Mapping[str, torch.Tensor], first: Container[str]) -> dict[str, list[str]]:

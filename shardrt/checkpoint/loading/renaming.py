@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -54,17 +54,11 @@ def renamer(key_map: KeyMap | None) -> Rename:
     return rename
 
 
-def new_names(names: Iterable[str], rename: Rename, where: str | os.PathLike[str]) -> dict[str, str]:
-    """The old names by the new ones, without those that become None. Raises CheckpointError if two become the same."""
-    made = dict[str, str]()
-    for name in names:
-        if (new := rename(name)) is not None and (other := made.setdefault(new, name)) != name:
-            raise CheckpointError(f"'{os.fspath(where)}': key_map gives '{other}' and '{name}' the same name '{new}'")
-    return made
-
-
 def with_new_names(stored: Stored, key_map: KeyMap | None) -> Renamed:
-    """Rename all entries. One that a rank saved for itself is renamed as if it had been saved once for all ranks."""
+    """Rename all entries. One that a rank saved for itself is renamed as if it had been saved once for all ranks.
+
+    Raises CheckpointError if two get the same name.
+    """
     if key_map is None:
         return Renamed(stored, {}, frozenset())
     rename = renamer(key_map)
@@ -75,7 +69,11 @@ def with_new_names(stored: Stored, key_map: KeyMap | None) -> Renamed:
             return rename(name)
         return None if (new := rename(base)) is None else f"{new}.{last}"
 
-    old = new_names((*stored.tensors, *stored.objects), rename_any, stored.folder)
+    old = dict[str, str]()  # by the new names
+    for name in (*stored.tensors, *stored.objects):
+        if (new := rename_any(name)) is not None and (other := old.setdefault(new, name)) != name:
+            where = os.fspath(stored.folder)
+            raise CheckpointError(f"'{where}': key_map gives '{other}' and '{name}' the same name '{new}'")
     tensors = Lazy({new: partial(stored.tensors.__getitem__, name) for new, name in old.items() if name in stored.tensors})
     objects = {new: stored.objects[name] for new, name in old.items() if name in stored.objects}
     paths = {new: _new_path(stored.paths[name], new) for new, name in old.items() if name in stored.paths}
