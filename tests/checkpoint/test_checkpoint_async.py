@@ -116,9 +116,9 @@ def test_the_second_save_allocates_nothing(world: World) -> None:
         assert memory("VmHWM") - resident < 0.05 * nbytes
 
 
-@pytest.mark.parametrize("chunk", [4096, sources._CHUNK])
+@pytest.mark.parametrize("nbytes", [4096, sources._BUFFER])
 @on_ranks(1)
-def test_tensors_of_any_memory_are_copied_into_one_buffer_or_several(world: World, chunk: int) -> None:
+def test_tensors_of_any_memory_are_copied_into_one_buffer_or_several(world: World, nbytes: int) -> None:
     many = torch.randn(40, 50)
     state = {
         "complex": torch.randn(777, dtype=torch.complex64),
@@ -133,14 +133,14 @@ def test_tensors_of_any_memory_are_copied_into_one_buffer_or_several(world: Worl
         "empty": torch.ones(0, 3),
     }
     expected = {name: tensor.resolve_conj().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
-    fresh = mock.patch.multiple(sources, _CHUNK=chunk), mock.patch.multiple(saving, _background=None)
+    fresh = mock.patch.multiple(sources, _BUFFER=nbytes), mock.patch.multiple(saving, _background=None)
     with shared_folder(world) as folder, fresh[0], fresh[1]:
         save(folder / "step-1", state)
         running = async_save(folder / "step-2", state)
         for name in state.keys() - {"conjugate", "columns", "expanded"}:
             state[name].zero_()
         running.wait()
-        assert len(buffers()) > 5 or chunk > 4096
+        assert len(buffers()) > 5 or nbytes > 4096
         close_thread()
         for found in (stock_load(folder / "step-1"), stock_load(folder / "step-2")):
             for name, tensor in expected.items():
@@ -305,7 +305,7 @@ def test_ranks_that_save_in_different_folders_are_refused(world: World) -> None:
 def buffers() -> list[int]:
     """The addresses of the copies' buffers."""
     assert saving._background is not None
-    return [chunk.data_ptr() for chunk in saving._background._copies._buffers[False]._chunks]
+    return [buffer.data_ptr() for buffer in saving._background._copies._buffers[False]._buffers]
 
 
 def close_thread() -> None:

@@ -33,11 +33,8 @@ class _Runs(NamedTuple):
     stop: torch.Tensor  # (n,)
     sizes: torch.Tensor  # (n, d), of the array whose elements the run counts
 
-    def of(self, rows: torch.Tensor) -> _Runs:
-        return _Runs(*(column[rows] for column in self))
 
-
-class _Pieces(NamedTuple):
+class _OrderedBoxes(NamedTuple):
     """Boxes that have the elements of runs."""
 
     owner: torch.Tensor
@@ -64,7 +61,7 @@ def boxes_of(
         is_flat = not dims or run is not None or isinstance(placement, FlatShard)
         dim, begin, end = run or (placement.dim, torch.zeros_like(owner), sizes.prod(1))
         total = end - begin if is_flat else sizes[:, placement.dim]
-        start, numel = _span(placement, total, extent, coordinates[owner, axis])
+        start, numel = _rows_of(placement, total, extent, coordinates[owner, axis])
         # Cost: in a large world, most ranks have nothing of most tensors; they are left out from here on.
         some = numel.nonzero().view(-1)
         owner, offsets, sizes, start, numel = owner[some], offsets[some], sizes[some], start[some], numel[some]
@@ -79,15 +76,15 @@ def boxes_of(
     return Boxes(owner[some], offsets[some], sizes[some])
 
 
-def _span(placement: Sharded, total: torch.Tensor, extent: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_of(placement: Sharded, total: torch.Tensor, extent: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the rows (elements) of these ranks begin among `total`, and how many they are."""
     if isinstance(placement, FlatShard | RaggedShard):
         given, ranks = torch.tensor(placement.counts.runs).view(-1, 2).unbind(1)
         counts = given.repeat_interleave(ranks)
         return (counts.cumsum(0) - counts)[at], counts[at]
-    chunk = (total + extent - 1).div(extent, rounding_mode="floor")
-    start = torch.minimum(at * chunk, total)
-    return start, torch.minimum(chunk, total - start)
+    most = (total + extent - 1).div(extent, rounding_mode="floor")
+    start = torch.minimum(at * most, total)
+    return start, torch.minimum(most, total - start)
 
 
 def _boxes_of_runs(
@@ -97,17 +94,17 @@ def _boxes_of_runs(
     dims = sizes.shape[1]
     order = [dim, *(axis for axis in range(dims) if axis != dim)] if dims else []
     places = [order.index(axis) for axis in range(dims)]
-    found = _pieces(_Runs(torch.arange(len(sizes)), torch.zeros_like(start), start, stop, sizes[:, order]))
+    found = _boxes_in(_Runs(torch.arange(len(sizes)), torch.zeros_like(start), start, stop, sizes[:, order]))
     by_place = found.at.argsort(stable=True)
     rows = by_place[found.owner[by_place].argsort(stable=True)]
     run = found.owner[rows]
     return Boxes(owner[run], offsets[run] + found.offsets[rows][:, places], found.sizes[rows][:, places])
 
 
-def _pieces(runs: _Runs) -> _Pieces:
+def _boxes_in(runs: _Runs) -> _OrderedBoxes:
     """Runs of a contiguous array as boxes: a part of a row, whole rows, a part of a row."""
     if not runs.sizes.shape[1]:
-        return _Pieces(runs.owner, runs.base + runs.start, runs.sizes, runs.sizes)
+        return _OrderedBoxes(runs.owner, runs.base + runs.start, runs.sizes, runs.sizes)
     row_numel = runs.sizes[:, 1:].prod(1)
     first = (runs.start + row_numel - 1).div(row_numel, rounding_mode="floor")
     last = runs.stop.div(row_numel, rounding_mode="floor")  # rows first:last are whole
@@ -117,23 +114,25 @@ def _pieces(runs: _Runs) -> _Pieces:
         head, tail = ~inside & (runs.start < first * row_numel), ~inside & (last * row_numel < runs.stop)
         for rows, row in ((inside, last), (head, first - 1), (tail, last)):
             found.append(_inside_of_rows(runs, row_numel, row, rows.nonzero().view(-1)))
-    return _Pieces(*(torch.cat(columns) for columns in zip(*found, strict=True)))
+    return _OrderedBoxes(*(torch.cat(columns) for columns in zip(*found, strict=True)))
 
 
-def _whole_rows(runs: _Runs, row_numel: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> _Pieces:
+def _whole_rows(runs: _Runs, row_numel: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> _OrderedBoxes:
     rows = (first < last).nonzero().view(-1)
     offsets, sizes = torch.zeros_like(runs.sizes[rows]), runs.sizes[rows]
     offsets[:, 0] = first[rows]
     sizes[:, 0] = (last - first)[rows]
-    return _Pieces(runs.owner[rows], (runs.base + first * row_numel)[rows], offsets, sizes)
+    return _OrderedBoxes(runs.owner[rows], (runs.base + first * row_numel)[rows], offsets, sizes)
 
 
-def _inside_of_rows(runs: _Runs, row_numel: torch.Tensor, row: torch.Tensor, rows: torch.Tensor) -> _Pieces:
-    """The pieces of runs that lie in one row: the part of each run that is in row `row`."""
+def _inside_of_rows(runs: _Runs, row_numel: torch.Tensor, row: torch.Tensor, rows: torch.Tensor) -> _OrderedBoxes:
+    """The boxes in one row: those of the part of each run that is in row `row`."""
     begin = (row * row_numel)[rows]
-    chosen = runs.of(rows)
+    chosen = _Runs(*(column[rows] for column in runs))
     start, stop = (chosen.start - begin).clamp(min=0), torch.minimum(chosen.stop - begin, row_numel[rows])
-    inner = _pieces(_Runs(torch.arange(len(rows)), chosen.base + begin, start, stop, chosen.sizes[:, 1:]))
+    inner = _boxes_in(_Runs(torch.arange(len(rows)), chosen.base + begin, start, stop, chosen.sizes[:, 1:]))
     outer = row[rows][inner.owner, None]
     ones = torch.ones_like(outer)
-    return _Pieces(chosen.owner[inner.owner], inner.at, torch.cat([outer, inner.offsets], 1), torch.cat([ones, inner.sizes], 1))
+    return _OrderedBoxes(
+        chosen.owner[inner.owner], inner.at, torch.cat([outer, inner.offsets], 1), torch.cat([ones, inner.sizes], 1)
+    )

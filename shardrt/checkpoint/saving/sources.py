@@ -29,7 +29,7 @@ from ...tensor.snapshots import Snapshot, address
 from ..disk.files import Bytes, Writer, bytes_of
 
 _PINNED = 32 << 20  # bytes of a pinned buffer that pieces pass through
-_CHUNK = 256 << 20  # bytes of a buffer for copies; a large state takes several
+_BUFFER = 256 << 20  # bytes of a buffer for copies; a large state takes several
 _ALIGNMENT = 64
 _PIECE = 4 << 20  # bytes that are checked and written at a time: what the caches hold
 
@@ -156,28 +156,26 @@ class _Buffers:
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
-        self._chunks: list[torch.Tensor] = []
-        self._chunk = 0  # the one that is handed out now
-        self._used = 0  # bytes of it
+        self._buffers: list[torch.Tensor] = []
+        self._used = 0  # bytes of all of them, which are handed out one after the other
 
     def restart(self) -> None:
-        self._chunk = self._used = 0
+        self._used = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
         """The next bytes of a buffer: (n,) uint8. n is nbytes, or what is left in the buffer if that is less."""
-        if self._chunk < len(self._chunks) and self._used == _CHUNK:
-            self._chunk, self._used = self._chunk + 1, 0
-        if self._chunk == len(self._chunks):
-            self._chunks.append(self._allocate())
-        here = self._chunks[self._chunk][self._used : self._used + nbytes]
+        index, start = divmod(self._used, _BUFFER)
+        if index == len(self._buffers):
+            self._buffers.append(self._allocate())
+        here = self._buffers[index][start : start + nbytes]
         self._used += -(-here.numel() // _ALIGNMENT) * _ALIGNMENT
         return here
 
     def _allocate(self) -> torch.Tensor:
         if self._is_pinned:
-            return torch.empty(_CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
+            return torch.empty(_BUFFER, dtype=torch.uint8, device="cpu", pin_memory=True)
         # Cost: memory is taken page by page when it is first written; large pages make that three times as fast.
-        memory = mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, _BUFFER, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8)

@@ -142,8 +142,8 @@ def _stored_tensor(path: Location, name: str, found: _TensorMetadata, places: di
         files = tuple(dict.fromkeys(info.relative_path for info in infos))
         numbers = {file: number for number, file in enumerate(files)}
         boxes = torch.tensor(rows, dtype=torch.int64).view(len(chunks), 2, len(shape))
-        spans = torch.tensor([integers((numbers[i.relative_path], i.offset, i.length)) for i in infos], dtype=torch.int64)
-        columns = Columns(boxes[:, 0], boxes[:, 1], *spans.view(-1, 3).unbind(1))
+        in_files = torch.tensor([integers((numbers[i.relative_path], i.offset, i.length)) for i in infos], dtype=torch.int64)
+        columns = Columns(boxes[:, 0], boxes[:, 1], *in_files.view(-1, 3).unbind(1))
         return checked_tensor(path, name, StoredTensor(shape, found.properties.dtype, columns, files))
 
 

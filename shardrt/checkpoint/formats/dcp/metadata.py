@@ -64,7 +64,7 @@ def read_stored(folder: str | os.PathLike[str]) -> Stored:
             index = source.index()
             if index is not None:
                 return _by_index(source, *index)
-            return stored_in(source.span(0, source.nbytes), path)
+            return stored_in(source.read(0, source.nbytes), path)
     except OSError as error:
         raise CheckpointError(
             f"{path}: {error.strerror or error}; a folder is a checkpoint once its save has ended and '{METADATA}' is in it"
@@ -80,7 +80,7 @@ class _Source:
             self.nbytes = reader.size()
             self._contents = bytes(reader.read(0, self.nbytes)) if self.nbytes <= SMALL else None
 
-    def span(self, start: int, nbytes: int) -> bytes:
+    def read(self, start: int, nbytes: int) -> bytes:
         """The `nbytes` bytes at `start`. Raises CheckpointError if the file has fewer."""
         found = b""
         if self._contents is not None:
@@ -95,8 +95,8 @@ class _Source:
         return found
 
     def checked(self, start: int, nbytes: int, crc: int, what: str) -> bytes:
-        """The bytes of `span`. Raises CheckpointError if they do not have this CRC-32.   what: their name in messages."""
-        found = self.span(start, nbytes)
+        """The bytes of `read`. Raises CheckpointError if they do not have this CRC-32.   what: their name in messages."""
+        found = self.read(start, nbytes)
         if zlib.crc32(found) != crc:
             raise DamagedCheckpointError(
                 f"{self.path}: {what}: expected CRC-32 {crc:08x}, found {zlib.crc32(found):08x}; it is damaged"
@@ -105,11 +105,11 @@ class _Source:
 
     def index(self) -> tuple[str, Any, Any] | None:
         """The id of the save, and what `MetadataWriter` wrote as the index; None if there is none."""
-        save_id = save_id_of(self.span(self.nbytes - ENDING_NBYTES, ENDING_NBYTES)) if self.nbytes >= ENDING_NBYTES else None
+        save_id = save_id_of(self.read(self.nbytes - ENDING_NBYTES, ENDING_NBYTES)) if self.nbytes >= ENDING_NBYTES else None
         end = self.nbytes - (len(LAST_OPCODES) if save_id is None else ENDING_NBYTES) - TRAILER.size
         if end < 0:
             return None
-        nbytes, crc, magic = TRAILER.unpack(self.span(end, TRAILER.size))
+        nbytes, crc, magic = TRAILER.unpack(self.read(end, TRAILER.size))
         if magic != MAGIC or nbytes > end:
             return None
         where = f"{self.path}: index"

@@ -68,13 +68,13 @@ class Archive:
         """The bytes of a small record, verified."""
         if record.nbytes > self._most:
             raise self.error(f"record {shown(record.name)} has {record.nbytes} bytes; expected {self._most} at most")
-        found = self._span(self.data_start(record), record.nbytes)
+        found = self._bytes(self.data_start(record), record.nbytes)
         self._compare(record, zlib.crc32(found))
         return found
 
     def data_start(self, record: ArchivedFile) -> int:
         """Where the bytes of a record begin in the archive. Raises if they are encrypted or compressed."""
-        signature, _, flags, method, *_, name_length, extra_length = LOCAL.unpack(self._span(record.offset, LOCAL.size))
+        signature, _, flags, method, *_, name_length, extra_length = LOCAL.unpack(self._bytes(record.offset, LOCAL.size))
         if signature != SIGNATURE:
             raise self.error(f"no record where the archive's directory has {shown(record.name)}; the file is damaged")
         if (record.flags | flags) & 1 or record.method or method:
@@ -105,7 +105,7 @@ class Archive:
                 "load an older checkpoint"
             )
 
-    def _span(self, offset: int, size: int) -> bytes:
+    def _bytes(self, offset: int, size: int) -> bytes:
         if offset < 0 or size < 0 or offset + size > self.length:
             raise self.error(
                 f"its archive refers to bytes {offset} to {offset + size} of {self.length}; the file is damaged or cut off"
@@ -130,14 +130,14 @@ class Archive:
             )
         *_, count, nbytes, start, _ = END.unpack_from(self._last, end)
         locator = self._last_start + end - LOCATOR.size
-        if locator >= 0 and self._span(locator, 4) == b"PK\6\7":
-            _, _, position, _ = LOCATOR.unpack(self._span(locator, LOCATOR.size))
-            signature, *_, count, nbytes, start = END64.unpack(self._span(position, END64.size))
+        if locator >= 0 and self._bytes(locator, 4) == b"PK\6\7":
+            _, _, position, _ = LOCATOR.unpack(self._bytes(locator, LOCATOR.size))
+            signature, *_, count, nbytes, start = END64.unpack(self._bytes(position, END64.size))
             if signature != b"PK\6\6" or position + END64.size != locator:
                 raise self.error("no Zip64 end of an archive lies before its locator; the file is damaged")
         if nbytes > self._most:
             raise self.error(f"an archive whose directory has {nbytes} bytes; expected {self._most} at most")
-        return self._records(self._span(start, nbytes), count)
+        return self._records(self._bytes(start, nbytes), count)
 
     def _records(self, directory: bytes, count: int) -> list[ArchivedFile]:
         found, place = list[ArchivedFile](), 0
