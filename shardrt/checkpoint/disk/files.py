@@ -7,10 +7,9 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -60,7 +59,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-class Writer:
+class Writer(AbstractContextManager["Writer"]):
     """One file, written in few large calls; `close` returns when its bytes have reached the disk.
 
     new: the file must not exist yet; False: it exists, and other ranks may write to other places of it.
@@ -121,9 +120,6 @@ class Writer:
         with explained("close", self.path):  # NFS reports errors of earlier writes here
             os.close(self._fd)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
@@ -131,7 +127,7 @@ class Writer:
             os.close(self._fd)
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """One file, read at any place straight into memory. `nbytes` counts what was read.
 
     Raises: CheckpointError with the system's reason, or if the file ends before what is asked for.
@@ -179,9 +175,6 @@ class Reader:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()

@@ -26,7 +26,7 @@ from ..stored import (
     checked_tensor,
     damage_of,
 )
-from ..torch_file.pickles import DTYPES, Ignored, PickledRecord, StandIn, integers, new_dict, restricted_load
+from ..torch_file.pickles import GLOBAL_DTYPES, Global, Ignored, PickledRecord, StandIn, integers, new_dict, restricted_load
 from .format import DCP
 
 
@@ -76,7 +76,8 @@ class _StorageMeta(PickledRecord):
 
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
-_GLOBALS: dict[tuple[str, str], object] = {
+_GLOBALS: dict[Global, object] = {  # what stands in for each
+    **GLOBAL_DTYPES,
     (_CLASSES, "Metadata"): _Metadata,
     (_CLASSES, "TensorStorageMetadata"): _TensorMetadata,
     (_CLASSES, "TensorProperties"): _Properties,
@@ -93,19 +94,12 @@ _GLOBALS: dict[tuple[str, str], object] = {
 }
 
 
-def _find(module: str, name: str) -> object:
-    """What stands in for a global of a checkpoint's metadata. Raises KeyError for a global that is not known."""
-    if module == "torch" and name in DTYPES:
-        return DTYPES[name]
-    return _GLOBALS[module, name]
-
-
 def stored_in(data: bytes, path: Location) -> Stored:
     """The contents of a checkpoint, by the bytes of its `.metadata`.   path: of that file; the other files lie beside it.
 
     Raises CheckpointError if it cannot be read, or refers to globals that no checkpoint needs.
     """
-    metadata = restricted_load(data, _find, str(path))
+    metadata = restricted_load(data, _GLOBALS.__getitem__, str(path))
     if not isinstance(metadata, _Metadata) or not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
         raise DamagedCheckpointError(
             f"{path}: expected the metadata of a checkpoint, found {type(metadata).__name__.lstrip('_')}"

@@ -31,7 +31,7 @@ from ..stored import (
     checked_tensor,
     damage_of,
 )
-from ..torch_file.pickles import DTYPES, integers, restricted_load
+from ..torch_file.pickles import DTYPES, Global, integers, restricted_load
 from .foreign_metadata import stored_in
 from .format import DCP
 from .metadata_pickle import (
@@ -113,7 +113,8 @@ class _Source:
         if magic != MAGIC or nbytes > end:
             return None
         where = f"{self.path}: index"
-        return save_id or "1", *restricted_load(self.checked(end - nbytes, nbytes, crc, "index"), _no_globals, where)
+        index = self.checked(end - nbytes, nbytes, crc, "index")
+        return save_id or "1", *restricted_load(index, dict[Global, object]().__getitem__, where)  # it refers to no globals
 
 
 def _by_index(source: _Source, save_id: str, files: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Stored:
@@ -163,7 +164,3 @@ class _IndexedTensor:
         offsets, sizes = (torch.stack(each, 1) if each else empty for each in (boxes[:dims], boxes[dims:]))
         columns = Columns(offsets, sizes, rows[-3] - FIRST_PLACE, rows[-2], rows[-1])
         return checked_tensor(source.path, self.name, StoredTensor(self.shape, self.dtype, columns, self.files))
-
-
-def _no_globals(module: str, name: str) -> object:
-    raise KeyError(module, name)

@@ -24,7 +24,7 @@ import torch
 from ...errors import CheckpointError
 from .archive import Archive
 from .items import LEGACY_STORAGES
-from .pickles import DTYPES, Ignored, StandIn, check_keys, restricted_load
+from .pickles import GLOBAL_DTYPES, Global, Ignored, StandIn, check_keys, restricted_load
 
 _GROWTH = 64  # bytes that calls may make for each byte of the file
 _SMALLEST = 1 << 16  # bytes that they may make in any case
@@ -96,14 +96,15 @@ class _Calls:
             "torch._utils._rebuild_qtensor": self._quantised,
         }
 
-    def find(self, module: str, name: str) -> object:
+    def find(self, found: Global) -> object:
         """What stands in for a global. Raises KeyError unless torch.save writes it, or the program vouches for it."""
+        module, name = found
         # Pickles of protocol 2 have the names of Python 2.
-        full = ".".join(NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name)))
+        full = ".".join(NAME_MAPPING.get(found, (IMPORT_MAPPING.get(module, module), name)))
         if full in self._known:
             return self._known[full]
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
+        if found in GLOBAL_DTYPES:
+            return GLOBAL_DTYPES[found]
         return Ignored if full in self._vouched else _NAMES[full]
 
     def storage(self, pid: Any) -> _Made:

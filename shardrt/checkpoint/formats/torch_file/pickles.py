@@ -13,7 +13,9 @@ from ...errors import DamagedCheckpointError, reason, shown
 
 # Not by getattr, which would import modules of torch that are not loaded yet.
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-FindGlobal = Callable[[str, str], object]  # (module, name) -> what stands in for it; raises KeyError for others
+Global = tuple[str, str]  # module, name
+GLOBAL_DTYPES: dict[Global, object] = {("torch", name): value for name, value in DTYPES.items()}
+FindGlobal = Callable[[Global], object]  # what stands in for a global; raises KeyError for one that is not known
 
 MOST_DIMS = 64
 _MOST_FIELDS = 64  # of an object
@@ -141,7 +143,7 @@ class Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return self._find(module, name)
+            return self._find((module, name))
         except KeyError:
             what = f"{shown(module)[1:-1]}.{shown(name)[1:-1]}"
             raise DamagedCheckpointError(

@@ -13,7 +13,7 @@ from ...errors import shown
 from ..stored import ReadBytes, StoredItem
 from .archive import Archive
 from .items import BLOCK, BLOCK_CRCS, LEGACY_STORAGES, LOCAL, item_header, item_length
-from .pickles import DTYPES, integers, new_dict, restricted_load
+from .pickles import GLOBAL_DTYPES, Global, integers, new_dict, restricted_load
 
 _LARGEST = 1 << 20  # the most bytes of the directory, and of the pickle, of one tensor
 _MOST_ARGUMENTS, _MOST_CHARACTERS = 8, 100  # of a tensor; of a storage's key
@@ -101,26 +101,14 @@ def item_in(archive: Archive) -> StoredItem:
 # ---------------------------------------------------------------------- the pickle
 
 
-_STORAGES = {name: dtype for dtype, name in LEGACY_STORAGES.items()}
-
-
 def _tensor(archive: Archive, data: bytes) -> _TensorPickle:
     where = archive.error("data.pkl").args[0]
-    found = restricted_load(data, _find, where, _storage)
+    found = restricted_load(data, _GLOBALS.__getitem__, where, _storage)
     if not isinstance(found, _TensorPickle):
         raise archive.error(f"expected a tensor in the archive, found {type(found).__name__}")
     if len(found.sizes) != len(found.strides) or min(found.offset, *found.sizes, *found.strides, 0) < 0:
         raise archive.error(f"expected sizes and strides of a tensor, found {found.sizes} and {found.strides}")
     return found
-
-
-def _find(module: str, name: str) -> object:
-    """What stands in for a global of a tensor's pickle. Raises KeyError for a global that is not known."""
-    if module == "torch" and name in _STORAGES:
-        return _STORAGES[name]
-    if module == "torch" and name in DTYPES:
-        return DTYPES[name]
-    return _GLOBALS[module, name]
 
 
 def _storage(pid: Any) -> _StoragePickle:
@@ -132,7 +120,9 @@ def _storage(pid: Any) -> _StoragePickle:
 
 
 _UNTYPED = "torch.UntypedStorage"
-_GLOBALS: dict[tuple[str, str], object] = {
+_GLOBALS: dict[Global, object] = {
+    **GLOBAL_DTYPES,
+    **{("torch", name): dtype for dtype, name in LEGACY_STORAGES.items()},
     ("torch._utils", "_rebuild_tensor_v2"): _TensorPickle.rebuilt,
     ("torch._utils", "_rebuild_tensor_v3"): _TensorPickle.rebuilt,
     ("torch._utils", "_rebuild_parameter"): _TensorPickle.of_parameter,
