@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ranks import DEADLINE_S, on_ranks, rank_environment, run_script, site
+from ranks import FRESH, on_ranks, rank_environment, run_job, run_script, site
 from shardrt.comm import World
 from shardrt.comm.binding import SharedGpuError, bind_device, locate
 from shardrt.comm.ending import processes
@@ -56,7 +55,7 @@ print(f"rank {world.rank} of {world.size}, local {world.local_rank}, on {world.d
     [*(pytest.param(size, "", marks=pytest.mark.all) for size in (1, 3)), (2, "shardrt.finalize(); shardrt.finalize()")],
 )
 def test_embedding_in_five_lines(size: int, leave: str) -> None:
-    done = run_script(FIVE_LINES + leave, size)
+    done = run_script(FIVE_LINES + leave, size, FRESH)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for rank in range(size):
@@ -84,15 +83,13 @@ parallelize_module(torch.nn.Linear(8, 4), mesh, ColwiseParallel())(torch.ones(2,
     assert done.stdout.count("mesh 2") == 2
 
 
-def run_alone(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_alone(source: str, fresh: bool = False, /, **environment: str) -> subprocess.CompletedProcess[str]:
     """Without a launcher."""
-    kept = {k: v for k, v in rank_environment().items() if not k.startswith(("PMI_", "OMPI_", "SLURM_"))}
-    command = [sys.executable, "-c", source]
-    return subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return run_job(["-c", source], 0, fresh, **environment)
 
 
 def test_without_a_launcher() -> None:
-    done = run_alone(FIVE_LINES)
+    done = run_alone(FIVE_LINES, FRESH)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "rank 0 of 1, local 0, on cpu, mesh 1\n"
 
@@ -133,7 +130,7 @@ time.sleep(600)
 )
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.all)])
 def test_an_exception_on_one_rank_ends_the_job(size: int, statement: str) -> None:
-    done = run_script(EXCEPTION.format(statement=statement), size)
+    done = run_script(EXCEPTION.format(statement=statement), size, statement == "fail()")
     assert done.returncode != 0
     assert "[1] rank 1: uncaught exception" in done.stderr
     assert "[1] ArithmeticError: wrong on purpose" in done.stderr
@@ -209,10 +206,10 @@ assert mesh.size() == shardrt.world().size == 1
 
 def test_import_starts_nothing() -> None:
     source = "import sys, shardrt, shardrt.comm, shardrt.kernels; print('mpi4py' in sys.modules, 'cupy' in sys.modules)"
-    assert run_alone(source).stdout == "False False\n"
+    assert run_alone(source, FRESH).stdout == "False False\n"
 
 
-def test_other_processes_are_read_only_where_the_kernel_permits_it() -> None:
+def test_other_processes_are_read_only_where_the_kernel_permits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that may not be dumped may not be read; a user's own setting stands."""
     script = """
 import ctypes, os, sys
@@ -223,11 +220,12 @@ print(may_read_other_processes())
 shardrt.init("cpu")
 print(os.environ.get("MPIR_CVAR_CH4_CMA_ENABLE"))
 """
-    environment = {key: value for key, value in rank_environment().items() if key != "MPIR_CVAR_CH4_CMA_ENABLE"}
+    monkeypatch.delenv("MPIR_CVAR_CH4_CMA_ENABLE", raising=False)
 
     def settings(dumpable: int, **variables: str) -> list[str]:
-        command = [sys.executable, "-c", script, str(dumpable)]
-        return subprocess.check_output(command, env=environment | variables, text=True, timeout=DEADLINE_S).split()
+        done = run_job(["-c", script, str(dumpable)], 0, **variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
 
     assert settings(0) == ["False", "None"]
     permitted, setting = settings(1)
@@ -443,7 +441,7 @@ def test_ranks_in_pid_namespaces_of_their_own() -> None:
     """They refuse to start, and write into no file of the program. Open MPI ends in its own first message."""
     if subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no right to make a PID namespace")
-    done = run_script(IN_A_NAMESPACE, 2)
+    done = run_script(IN_A_NAMESPACE, 2, FRESH)
     assert done.returncode != 0
     if site().mpi is Mpi.MPICH:
         assert done.stderr.count("rank 1 is in a PID namespace of its own") == 2, done.stderr

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import ranks
-from ranks import DEADLINE_S, rank_environment, start
+from ranks import DEADLINE_S, FRESH, rank_environment, start
+from shardrt.comm import merge_dumps
 
 FAULT = """
 import ctypes, os, signal, sys, threading, time
@@ -44,8 +45,8 @@ SLEEP = "time.sleep(600)"
 TIMING = "poll_s=0.05,lost_s=1.5,silent_s=1.5,settle_nodes_s=2,interval_s=0.5"
 
 
-def run_script(source: str, size: int, **environment: str) -> subprocess.CompletedProcess[str]:
-    return ranks.run_script(source, size, **{"SHARDRT_MONITOR_TIMING": TIMING, **environment})
+def run_script(source: str, size: int, fresh: bool = False, /, **environment: str) -> subprocess.CompletedProcess[str]:
+    return ranks.run_script(source, size, fresh, **{"SHARDRT_MONITOR_TIMING": TIMING, **environment})
 
 
 def reports(stderr: str, words: str) -> list[str]:
@@ -62,9 +63,11 @@ def reports(stderr: str, words: str) -> list[str]:
     ],
     ids=["stopped", "holds the GIL", "sleeps"],
 )
-def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, streams: str, state: str, stacks: str) -> None:
+def test_a_rank_that_does_not_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, streams: str, state: str, stacks: str
+) -> None:
     environment = {"SHARDRT_TIMEOUT": "3", "SHARDRT_DUMP": str(tmp_path), "SHARDRT_HOST_STREAMS": streams}
-    done = run_script(FAULT.format(fault=fault), 3, **environment)
+    done = run_script(FAULT.format(fault=fault), 3, fault == STOP, **environment)
     assert done.returncode == 17, done.stderr
     assert len(reports(done.stderr, "ending the job with exit code 17")) == 1, done.stderr
     assert re.search(r"\[0\] rank 0: waited [3-9] s in #1 all_reduce float32 4 max on 'world'", done.stderr), done.stderr
@@ -76,14 +79,12 @@ def test_a_rank_that_does_not_come(tmp_path: Path, fault: str, streams: str, sta
     assert stacks in of_rank_1, done.stderr
     assert "script.py" in done.stderr.split("stacks of rank 0:")[1]
     assert reports(done.stderr, "[2] rank 2: waits in #1 all_reduce float32 4 max on 'world'; last call: #1"), done.stderr
-    merged = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "shardrt.comm.recorder", "merge", str(tmp_path)],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-    ).stdout
+    if fault == STOP:
+        command = [sys.executable, "-W", "error", "-m", "shardrt.comm.recorder", "merge", str(tmp_path)]
+        merged = subprocess.check_output(command, env=rank_environment(), text=True, timeout=DEADLINE_S)
+    else:
+        assert merge_dumps.main(["merge", str(tmp_path)]) == 0
+        merged = capsys.readouterr().out
     assert "! 'world' of ranks 0, 1, 2: " in merged
     assert "at #1 all_reduce float32 4 max, under way" in merged
 
@@ -97,14 +98,14 @@ def test_a_rank_that_leaves_early() -> None:
 
 
 def test_a_rank_that_leaves_through_os_exit() -> None:
-    done = run_script(FAULT.format(fault="os._exit(0)"), 3)
+    done = run_script(FAULT.format(fault="os._exit(0)"), 3, FRESH)
     assert done.returncode == 17
     assert reports(done.stderr, "[1] rank 1: os._exit(0) before shardrt.finalize(), no communication under way")
     assert reports(done.stderr, 'script.py", line 15, in fail'), done.stderr
 
 
 def test_a_rank_that_is_killed() -> None:
-    done = run_script(FAULT.format(fault="os.kill(os.getpid(), signal.SIGKILL)"), 3)
+    done = run_script(FAULT.format(fault="os.kill(os.getpid(), signal.SIGKILL)"), 3, FRESH)
     assert done.returncode != 0
     (line,) = reports(done.stderr, "[1] rank 1: host")
     assert "signal 9" in line
@@ -146,7 +147,7 @@ ONE, ALL = ("1:2", "time.sleep(600)"), ("0:", "world.barrier()")
     ids=["SIGINT one", "SIGINT all", "SIGTERM one"],
 )
 def test_a_signal_to_a_rank_that_waits(name: str, code: int, message: str, to: str, then: str) -> None:
-    done = run_script(SIGNALS.format(signal=name, to=to, then=then, prepare=""), 3)
+    done = run_script(SIGNALS.format(signal=name, to=to, then=then, prepare=""), 3, name == "SIGTERM")
     assert done.returncode == code, done.stderr
     lines = reports(done.stderr, f": {message} ({name}), ")
     assert lines, done.stderr
@@ -164,7 +165,7 @@ def test_a_handler_of_the_programs_stays() -> None:
 
 def test_ranks_do_not_outlive_their_launcher() -> None:
     source = SIGNALS.format(signal="SIGUSR1", to=":0", then="world.barrier()", prepare="")
-    with start(2, ["-c", source], stdout=subprocess.PIPE) as process:
+    with start(2, ["-c", source], FRESH, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline().split()[3]) for _ in range(2)]
         process.kill()

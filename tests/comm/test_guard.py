@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks import DEADLINE_S, run_job, run_script, site
+from ranks import DEADLINE_S, FRESH, run_job, run_script, site
 from shardrt.comm.ending.processes import Process
 from shardrt.comm.guard.node import Neighbour, RankPhase, RankPlace
 from shardrt.comm.guard.watch import Election
@@ -315,7 +315,7 @@ if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
 import shardrt
 shardrt.init("cpu")
 """
-    done = run_script(source, 2, SHARDRT_START_TIMEOUT="2")
+    done = run_script(source, 2, FRESH, SHARDRT_START_TIMEOUT="2")
     assert done.returncode == (17 if site().mpi is Mpi.MPICH else 137), done.stderr
     assert re.search(r"^\[0\] rank 0: waited \d s in shardrt.init\(\) \(limit 2 s, SHARDRT_START_TIMEOUT\)", done.stderr, re.M)
     assert re.search(rf"^\[0\] missing rank 1: {PLACE}, asleep", done.stderr, re.M), done.stderr
@@ -336,7 +336,7 @@ world.comm.exchange(2)
 def test_all_ranks_hold_the_lock() -> None:
     fault = "mutex = ctypes.create_string_buffer(64); [ctypes.PyDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
     source = RUNNING.format(condition="True", fault=fault)
-    done = run_script(source, 2, SHARDRT_TIMEOUT="1", SHARDRT_MONITOR_TIMING=TIMING)
+    done = run_script(source, 2, FRESH, SHARDRT_TIMEOUT="1", SHARDRT_MONITOR_TIMING=TIMING)
     assert done.returncode == (17 if site().mpi is Mpi.MPICH else 137), done.stderr
     (line,) = re.findall(r"^\[\d\] rank \d: host \S+: no watchdog of .*", done.stderr, re.M)
     assert "ranks 0, 1 has been awake for" in line
@@ -346,7 +346,7 @@ def test_all_ranks_hold_the_lock() -> None:
 
 @pytest.mark.mpi
 def test_a_rank_that_leaves_through_c() -> None:
-    done = run_script(RUNNING.format(condition="world.rank == 1", fault="ctypes.CDLL(None)._exit(0)"), 2)
+    done = run_script(RUNNING.format(condition="world.rank == 1", fault="ctypes.CDLL(None)._exit(0)"), 2, FRESH)
     if site().mpi is Mpi.MPICH:
         assert done.returncode == 17, done.stderr
         expected = (
@@ -378,6 +378,6 @@ def test_it():
 def test_reports_of_tests(fault: str, says: str, tmp_path: Path) -> None:
     """pytest keeps what ranks write to their standard error in files that are lost with them."""
     (tmp_path / "test_ranks.py").write_text(UNDER_PYTEST.format(fault=fault))
-    done = run_job(["-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)], 2, SHARDRT_TIMEOUT="2")
+    done = run_job(["-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)], 2, FRESH, SHARDRT_TIMEOUT="2")
     assert done.returncode != 0
     assert says in done.stderr, done.stderr

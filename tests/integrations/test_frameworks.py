@@ -16,7 +16,7 @@ import torch.distributed
 from torch import nn
 
 import shardrt
-from ranks import on_ranks, run_script, skip_at_home
+from ranks import FRESH, on_ranks, run_script, skip_at_home
 from shardrt.comm import World
 
 
@@ -31,7 +31,7 @@ world = shardrt.init("cpu")
 test_frameworks.{body}(world, pathlib.Path({str(folder)!r}))
 shardrt.finalize()
 """
-    done = run_script(source, 2)
+    done = run_script(source, 2, FRESH)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -31,12 +31,14 @@ FLOAT64 = "--dtype float64 --steps 10"
 
 # Each rank writes to its own file, so that the launcher cannot mix their output.
 LAUNCH = """
-import os, sys
+import os, runpy, sys
 rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
 output = os.open(f"{folder}/output.{{rank}}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 os.dup2(output, 1)
 os.dup2(output, 2)
-os.execv(sys.executable, [sys.executable, *(flag.replace("RANK", rank) for flag in {command})])
+sys.argv = [flag.replace("RANK", rank) for flag in {command}]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 

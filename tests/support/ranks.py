@@ -25,10 +25,14 @@ from typing import Any, NoReturn
 
 import pytest
 
+import ask_forks
+import forks
 from shardrt import World, launch, stale_files
 
 DEADLINE_S = 240.0  # for a body or a script that hangs: where none does, a long one costs nothing
 MOST_BODIES = 300  # of a job, over its ranks: bodies leave communicators open, and MPICH makes 2048
+IMPORTS = {"PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH"}  # variables that change what a process imports
+FRESH = True  # of `start`, where how ranks start or end is what is tested
 AFTER_FAILURE_S = 5.0  # time for the other ranks to finish after one has failed
 
 
@@ -74,25 +78,76 @@ def site() -> launch.LaunchSite:
     return launch.find_site(launch.Launcher.MPIRUN, rank_environment())
 
 
-def start(size: int, arguments: list[str], **options: Any) -> subprocess.Popen[str]:
-    """Start `size` ranks of this Python with these arguments in a new process group, after removing what killed jobs left."""
-    subprocess.run(launch.isolated(Path(stale_files.__file__)), check=True)
-    command = launch.plan(launch.JobRequest([sys.executable, *arguments], size), site())
-    environment = {**site().environment, **command.variables, **options.pop("env", {})}
-    return subprocess.Popen(command.line, env=environment, text=True, start_new_session=True, **options)
+class Forks:
+    """A server of forks, which imports torch once for many jobs. It ends with this process."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="forks-")
+        self._address = os.path.join(self._folder.name, "socket")
+        with open(os.path.join(self._folder.name, "errors"), "w") as errors:
+            self._server = subprocess.Popen(
+                [sys.executable, forks.__file__, self._address],
+                env={**rank_environment(), **forks.PADDING},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        assert self._server.stdout is not None
+        assert self._server.stdout.readline() == b"ready\n", Path(errors.name).read_text()
+
+    def close(self) -> None:
+        """End the server."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
+        self._folder.cleanup()
+
+    def line(self, size: int, arguments: list[str]) -> list[str]:
+        """The command line in the place of `mpirun -n size python arguments`; with size 0, of `python arguments`."""
+        return [*launch.isolated(Path(ask_forks.__file__)), self._address, str(size), *arguments]
 
 
-def run_script(source: str, size: int, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python script as a separate job."""
+@functools.cache
+def the_forks() -> Forks:
+    """The server of this process; started by the first call."""
+    made = Forks()
+    atexit.register(made.close)
+    return made
+
+
+def start(size: int, arguments: list[str], fresh: bool = False, **options: Any) -> subprocess.Popen[str]:
+    """Start `size` ranks of this Python with these arguments in a new process group, after removing what killed jobs left.
+
+    size: 0 for one process without a launcher.   fresh: each rank starts its own interpreter, under mpirun. Otherwise, with
+    MPICH, ranks are forks of a process that has imported torch, unless they are to import something else.
+    """
+    given = options.pop("env", {})
+    environment = rank_environment()
+    if size:
+        subprocess.run(launch.isolated(Path(stale_files.__file__)), check=True)
+        command = launch.plan(launch.JobRequest([sys.executable, *arguments], size), site())
+        environment, line = {**site().environment, **command.variables}, command.line
+    else:
+        environment = {k: v for k, v in environment.items() if not k.startswith(("PMI_", "OMPI_", "SLURM_"))}
+        line = [sys.executable, *arguments]
+    own_imports = not IMPORTS.isdisjoint(given) or "FAKE_GPUS" in environment
+    if not fresh and not own_imports and (size == 0 or site().mpi is launch.Mpi.MPICH):
+        line = the_forks().line(size, arguments)
+    return subprocess.Popen(line, env={**environment, **given}, text=True, start_new_session=True, **options)
+
+
+def run_script(source: str, size: int, fresh: bool = False, /, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python script as a separate job, as `start` does."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(source)
-        return run_job([str(path)], size, **environment)
+        return run_job([str(path)], size, fresh, **environment)
 
 
-def run_job(arguments: list[str], size: int, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_job(arguments: list[str], size: int, fresh: bool = False, /, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run this Python with these arguments as a separate job; at the deadline it is killed, and the test fails."""
-    process = start(size, arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start(size, arguments, fresh, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         out, err = process.communicate(timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -112,7 +167,7 @@ class Job:
         worker = ["-m", "worker", address, self._folder.name]
         output = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": subprocess.STDOUT}
         with Listener(address, backlog=size) as listener:
-            self._process = start(size, worker, **output)
+            self._process = start(size, worker, FRESH, **output)
             listener._listener._socket.settimeout(DEADLINE_S)  # type: ignore[attr-defined]
             connections = [listener.accept() for _ in range(size)]
         self._ranks: dict[int, Connection] = {}
