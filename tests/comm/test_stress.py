@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from ranks import on_ranks, rank_environment, run_script
+from ranks import on_ranks, rank_environment, run_job, run_script
 from shardrt.comm import Communicator, PreMulSum, ReduceOp, Work, World
 from shardrt.comm.calls import Op
 from shardrt.comm.stress import report, soak, sweep
@@ -280,8 +280,8 @@ def test_entry_point(script: str) -> None:
     scripts = dict(line.strip().split(" = ") for line in config["options.entry_points"]["console_scripts"].split("\n") if line)
     module, function = scripts[script].split(":")
     code = f"import sys; from {module} import {function}; print('mpi4py.MPI' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env=rank_environment(), capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"  # shardrt.init() must be what starts MPI
+    done = run_job(["-c", code], 0)
+    assert done.stdout == "False\n", done.stderr  # shardrt.init() must be what starts MPI
 
 
 # ---------------------------------------------------------------------- soaks

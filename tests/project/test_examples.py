@@ -39,9 +39,8 @@ def run_original(path: Path, *options: str) -> list[float]:
     port, ranks = free_port(), []
     for rank in ("0", "1"):
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, os.fspath(path), *options]
-        environment = rank_environment() | variables
-        ranks.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        arguments = [os.fspath(path), *options]
+        ranks.append(start(0, arguments, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     outputs = [process.communicate(timeout=120.0) for process in ranks]
     found = losses(outputs[0][0])
     # Not the exit codes: gloo's threads may abort a process ("terminate called ...") when its program has ended.
@@ -94,8 +93,7 @@ def test_from_dcp_resumes_from_the_checkpoints_of_the_original(tmp_path: Path) -
 def test_from_one_process_trains_as_the_original(tmp_path: Path) -> None:
     """The same losses as printed, and weights that a plain process loads."""
     files = tmp_path / "alone.pt", tmp_path / "sharded.pt"
-    command = [sys.executable, os.fspath(ALONE), os.fspath(files[0])]
-    alone = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=120.0, check=True).stdout
+    alone = run_example(ALONE, os.fspath(files[0]), ranks=0)
     found = losses(run_example(FROM_ALONE, os.fspath(files[1])))
     assert found == pytest.approx(losses(alone), abs=2e-4)
     assert len(found) == 22
