@@ -6,6 +6,7 @@ Nothing is worked out here, and entries are plain tuples: `assembly.py` does the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from operator import methodcaller
@@ -26,7 +27,7 @@ from .clocks import Stamp
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _GRADIENTS = "gradients"  # a kind of memory that is no buffer's
 _SPANS = {Step.FORWARD: FORWARD, Step.BACKWARD: BACKWARD, Step.WAIT: "wait", Step.PACK: "pack"}  # the steps that are kept
-_LAUNCHES = {Step.GATHER, Step.LAUNCH, Step.REDUCE}  # collectives that are called in these are for their groups
+_LAUNCHES = {Step.GATHER, Step.LAUNCH, Step.REDUCE, Step.PUBLISH}  # collectives that are called in these are for their groups
 
 
 class Edge(Enum):
@@ -53,6 +54,13 @@ Entry = tuple[Edge, Stamp | None, Stream, str, Subject]  # the name of the span 
 Change = tuple[float, str, HasName, int]  # bytes of a kind that a group has from a time on; negative: has no longer
 
 
+class _Launches(threading.local):
+    """For which groups this thread launches collectives now: the newest counts. Hooks of the user's may call some in others."""
+
+    def __init__(self) -> None:
+        self.groups: list[Sequence[HasName]] = []
+
+
 class Recording(Hook, Observer):
     """Stamps of a rank. A hook of all communicators, and an observer of what happens to groups.
 
@@ -67,7 +75,7 @@ class Recording(Hook, Observer):
     _compute: Callable[[], Stream]
     _stamp: Callable[[Stream], Stamp | None]
     _now: Callable[[], float]
-    _launching: list[Sequence[HasName]]  # for which collectives are launched now; the newest counts
+    _launches: _Launches
     _gradients: dict[int, ref[torch.UntypedStorage]]  # by identity, which a storage keeps while it is alive
     _called: dict[int, Sequence[HasName]]  # by the id of a list of calls
 
@@ -79,7 +87,7 @@ class Recording(Hook, Observer):
         self._compute = lambda: current_stream(device)
         self._stamp = _event if self.on_gpu else methodcaller("now")
         self._now = (lambda: current_stream(device).now()) if device.type == "meta" else time
-        self._launching, self._gradients, self._called = [], {}, {}
+        self._launches, self._gradients, self._called = _Launches(), {}, {}
 
     @property
     def streams(self) -> list[Stream]:
@@ -90,7 +98,7 @@ class Recording(Hook, Observer):
 
     def begin(self, step: Step, groups: Sequence[HasName], stream: Stream | None) -> None:
         if step in _LAUNCHES:
-            self._launching.append(groups)
+            self._launches.groups.append(groups)
         elif (name := _SPANS.get(step)) is not None:
             stream = stream or self._compute()
             for group in groups:
@@ -98,7 +106,7 @@ class Recording(Hook, Observer):
 
     def end(self, step: Step, groups: Sequence[HasName], stream: Stream | None) -> None:
         if step in _LAUNCHES:
-            self._launching.pop()
+            self._launches.groups.pop()
         elif (name := _SPANS.get(step)) is not None:
             stream = stream or self._compute()
             for group in reversed(groups):
@@ -127,8 +135,8 @@ class Recording(Hook, Observer):
     # ------------------------------------------------------------------ the hook
 
     def called(self, calls: CallList, work: Work) -> None:
-        if self._launching:
-            self._called[id(calls)] = self._launching[-1]
+        if self._launches.groups:
+            self._called[id(calls)] = self._launches.groups[-1]
 
     def before(self, calls: CallList) -> None:
         stream, call = self._stream_of(calls), calls[0]

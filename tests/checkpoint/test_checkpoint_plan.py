@@ -265,6 +265,18 @@ def test_equal_memory_is_written_once_where_a_rank_has_none_of_it(world: World, 
         assert names == (set("abcd") if is_reordered and not counts[0] else set("ac"))
 
 
+@on_ranks(3)
+def test_memory_that_is_equal_on_some_ranks_only(world: World) -> None:
+    """A rank without elements, which cannot tell, does not speak for one whose tensors are two."""
+    mesh, full = DeviceMesh(world.comm), torch.arange(8.0).view(2, 4)
+    for counts, one in (((0, 1, 1), 1), ((1, 0, 1), 2), ((1, 1, 0), 0)):
+        spec = Spec.of(mesh, [RaggedShard(0, counts)], full.shape)
+        shard = spec.local_shard(full).clone()
+        other = shard if world.rank == one else shard.clone()
+        plans = check(world, [entry("a", DTensor(shard, spec)), entry("b", DTensor(other, spec))], {"a": full, "b": full})
+        assert {name for plan in plans for name, *_ in plan.items} == {"a", "b"}
+
+
 @on_ranks(2)
 def test_metadata_is_made_once_for_equal_states(world: World) -> None:
     tensor, longer = torch.ones(3), [entry("a", torch.ones(3)), entry("b", "y" * 1000 * (1 + world.rank))]

@@ -400,6 +400,11 @@ def test_files_of_torch_save(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert len(capsys.readouterr().err) < LONGEST
 
 
+def test_a_long_name_in_a_file_of_torch_save(tmp_path: Path) -> None:
+    torch.save({"state." * 50_000 + "\n": torch.ones(())}, tmp_path / "saved.pt")
+    assert main(["inspect", str(tmp_path / "saved.pt")]) == 0
+
+
 # ---------------------------------------------------------------------- safetensors
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -21,7 +20,6 @@ from ..saving.equal_values import as_ranges
 from .checkpoints import Checkpoint, open_checkpoint
 
 Place = tuple[str, int, int]  # file, offset, length
-_OPTIMIZER_STEP = re.compile(r"(.*\.)?state\..+\.step")
 
 
 # ---------------------------------------------------------------------- inspect
@@ -65,9 +63,14 @@ def step_of(checkpoint: Checkpoint) -> int | None:
     """The number of steps done, as a `Run` has counted them, or else as an optimizer has; None if neither is there."""
     if "run.step" in checkpoint.objects and isinstance(step := checkpoint.object("run.step"), int):
         return step
-    steps = (name for name, info in checkpoint.tensors.items() if _OPTIMIZER_STEP.fullmatch(name) and not info.shape)
-    name = next(steps, None)
+    name = next((name for name, info in checkpoint.tensors.items() if not info.shape and _is_step(name)), None)
     return None if name is None else int(checkpoint.tensor(name))
+
+
+def _is_step(name: str) -> bool:
+    """Whether it is the step of an optimizer: `[...].state.<parameter>.step`."""
+    *keys, last = name.split(".")
+    return last == "step" and "state" in keys[:-1]
 
 
 # ---------------------------------------------------------------------- verify

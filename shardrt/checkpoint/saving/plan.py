@@ -20,7 +20,7 @@ memory for layouts of two million chunks in all, and for that of one tensor. Lay
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
@@ -125,7 +125,19 @@ def agree(description: Description, objects: Mapping[str, bytes], comm: Communic
     numbers = {each: number for number, each in enumerate(sorted(firsts, key=firsts.__getitem__))}
     kinds = tuple(each for each, _ in given if each is not None)
     everyones = tuple(each for _, each in given)
-    return Agreed(kinds, torch.tensor([numbers[each] for each in marks]), (marks, _sizes(kinds), everyones), everyones)
+    untied = _untied(kinds, shared, comm)
+    kinds = tuple(tuple(each._replace(tied=None) if each.name in untied else each for each in kind) for kind in kinds)
+    key = marks, _sizes(kinds), everyones, sorted(untied)
+    return Agreed(kinds, torch.tensor([numbers[each] for each in marks]), key, everyones)
+
+
+def _untied(kinds: Iterable[Description], own: Description, comm: Communicator) -> Set[str]:
+    """The names that are tied on some ranks, but not on others that have elements of them. Collective if any is tied.
+
+    In one kind are ranks that cannot tell and ranks that say no.
+    """
+    tied = {each.name for kind in kinds for each in kind if each.tied}
+    return set[str]().union(*comm.exchange({each.name for each in own if each.tied is None} & tied)) if tied else tied
 
 
 def _sizes(kinds: Iterable[Description]) -> list[int]:
