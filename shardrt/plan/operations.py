@@ -30,7 +30,7 @@ class Cost(NamedTuple):
     spent: tuple[tuple[Bound, float], ...]
 
 
-class Observer(Protocol):
+class OperationObserver(Protocol):
     """Sees the operations of a run, in order."""
 
     def cost_of(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> Cost:
@@ -58,7 +58,7 @@ class Operations(TorchDispatchMode):
     Operations that read values raise what torch raises on meta tensors.
     """
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: OperationObserver) -> None:
         super().__init__()
         self._observer = observer
         self._kinds: dict[object, Kind] = {}
