@@ -33,6 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all"):
+        import ranks
+
+        ranks.may_fork = False
     if find_spec("hypothesis") is None:  # a machine with a GPU runs only the tests that need one, without it
         return
     import hypothesis

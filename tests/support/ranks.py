@@ -33,6 +33,7 @@ DEADLINE_S = 240.0  # for a body or a script that hangs: where none does, a long
 MOST_BODIES = 300  # of a job, over its ranks: bodies leave communicators open, and MPICH makes 2048
 IMPORTS = {"PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH"}  # variables that change what a process imports
 FRESH = True  # of `start`, where how ranks start or end is what is tested
+may_fork = True  # False with `--all`, where all ranks are an mpirun's; written by conftest.py
 AFTER_FAILURE_S = 5.0  # time for the other ranks to finish after one has failed
 
 
@@ -120,7 +121,7 @@ def start(size: int, arguments: list[str], fresh: bool = False, **options: Any) 
     """Start `size` ranks of this Python with these arguments in a new process group, after removing what killed jobs left.
 
     size: 0 for one process without a launcher.   fresh: each rank starts its own interpreter, under mpirun. Otherwise, with
-    MPICH, ranks are forks of a process that has imported torch, unless they are to import something else.
+    MPICH, ranks are forks of a process that has imported torch, unless they are to import something else, or with `--all`.
     """
     given = options.pop("env", {})
     environment = rank_environment()
@@ -132,7 +133,7 @@ def start(size: int, arguments: list[str], fresh: bool = False, **options: Any) 
         environment = {k: v for k, v in environment.items() if not k.startswith(("PMI_", "OMPI_", "SLURM_"))}
         line = [sys.executable, *arguments]
     own_imports = not IMPORTS.isdisjoint(given) or "FAKE_GPUS" in environment
-    if not fresh and not own_imports and (size == 0 or site().mpi is launch.Mpi.MPICH):
+    if may_fork and not fresh and not own_imports and (size == 0 or site().mpi is launch.Mpi.MPICH):
         line = the_forks().line(size, arguments)
     return subprocess.Popen(line, env={**environment, **given}, text=True, start_new_session=True, **options)
 
