@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 import torch
 
@@ -17,6 +17,9 @@ from .fingerprint import printable
 from .pool import Pool
 from .ranks import Ranks
 from .streams import Stream
+
+if TYPE_CHECKING:
+    from .backends.node_memory import NodeMemory
 
 T = TypeVar("T")
 
@@ -30,6 +33,7 @@ class Backend(ABC):
     library: ClassVar[str]  # the library's name in messages
     reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE  # the dtypes that it reduces
     has_pool: ClassVar[bool] = False  # `pool` has work to do, which blocks
+    has_node_memory: bool = False  # its ranks are on one node, and may map memory of it
     multiplies_terms: ClassVar[bool] = False  # for AVG and PreMulSum it multiplies each rank's values, rounded, and adds them
 
     ranks: Ranks
@@ -64,7 +68,7 @@ class Backend(ABC):
 
     @abstractmethod
     def stop_transfers(self) -> None:
-        """Make no more sends and receives until `rejoin`. Never blocks.
+        """Make no more sends and receives until `rejoin`, and read no node memory. Never blocks.
 
         Those that run raise Interrupted, and so do those of ranks that wait for this one.
         """
@@ -96,6 +100,10 @@ class Backend(ABC):
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
         """See `Communicator.empty`."""
+
+    def node_memory(self, nbytes: int) -> NodeMemory | None:
+        """See `Communicator.node_memory`, for a backend that `has_node_memory`. Collective."""
+        raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:

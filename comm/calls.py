@@ -49,7 +49,7 @@ class PreMulSum:
 Op = ReduceOp | PreMulSum
 
 # Control calls: they block the caller and run on its thread.
-BLOCKING = frozenset({"exchange", "split", "empty", "pool", "agree", "rejoin", "close", "finalize"})
+BLOCKING = frozenset({"exchange", "split", "empty", "node_memory", "pool", "agree", "rejoin", "close", "finalize", "wait"})
 
 
 class Counts(NamedTuple):
@@ -135,7 +135,7 @@ def _describe(call: CollectiveCall) -> Description:
         assert isinstance(dtype, torch.dtype)
         assert isinstance(numel, int)
         return describe_call(call.name, dtype, numel, ())
-    return describe_call(call.name, None, 0, ())
+    return describe_call(call.name, None, 0, call.args if call.name in ("node_memory", "wait") else ())
 
 
 class Hook:

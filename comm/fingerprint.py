@@ -13,7 +13,7 @@ class Description(NamedTuple):
     """What a call is, or the calls of a group."""
 
     text: str  # such as "all_reduce float32 4096 sum"
-    shared: str  # the part that must be the same on every rank: of an all-to-all its name and dtype; "" for sends and receives
+    shared: str  # the part that must be the same on every rank: of an all-to-all its name and dtype; "" if not all call it
     fingerprint: int  # a hash of `shared`, of 63 bits
 
 
@@ -21,7 +21,7 @@ class Description(NamedTuple):
 def describe_call(name: str, dtype: torch.dtype | None, numel: int, args: tuple[object, ...]) -> Description:
     """Describe one call. dtype: None for a call without a tensor.   args: an op, a root, a peer, counts."""
     text = _text(name, dtype, numel, args)
-    if name in ("send", "recv"):
+    if name in ("send", "recv", "wait"):
         return Description(text, "", 0)
     shared = text if name != "all_to_all" or args[0] is None else f"{name} {_short(dtype)} with counts"
     return Description(text, shared, fingerprint_of(shared))
@@ -47,8 +47,10 @@ def fingerprint_of(text: str) -> int:
 
 
 def _text(name: str, dtype: torch.dtype | None, numel: int, args: tuple[object, ...]) -> str:
+    if name == "wait":
+        return f"wait, to write what rank {args[0]} reads"
     if dtype is None:
-        return name
+        return " ".join(map(str, (name, *args)))
     words = [name, _short(dtype), str(numel)]
     for arg in args:
         if isinstance(arg, int):

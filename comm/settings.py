@@ -67,6 +67,7 @@ class EnvironmentSettings:
     recorded_calls: int  # SHARDRT_RECORDER
     dumps: Path | None  # SHARDRT_DUMP; None: a folder among the temporary files
     host_streams: str | None  # SHARDRT_HOST_STREAMS, "inline" or "threaded"; None: by the number of nodes
+    node_memory: bool  # SHARDRT_NODE_MEMORY
     ranks_per_node: int | None  # SHARDRT_RANKS_PER_NODE; None: those that share memory
     progress: Path | None  # SHARDRT_PROGRESS: the file in which shardrt.launch looks how far this job is
     monitor_timing: str  # SHARDRT_MONITOR_TIMING, for tests: parsed by monitor/timing.py
@@ -85,6 +86,7 @@ class EnvironmentSettings:
             "SHARDRT_CHECK": f"{self.check:d}",
             "SHARDRT_CHECK_BATCHES": f"{self.check_batches:d}",
             "SHARDRT_HOST_STREAMS": self.host_streams or "not set",
+            "SHARDRT_NODE_MEMORY": f"{self.node_memory:d}",
             "SHARDRT_RANKS_PER_NODE": f"{self.ranks_per_node or 'not set'}",
             "SHARDRT_MONITOR_TIMING": self.monitor_timing or "not set",
         }
@@ -108,6 +110,7 @@ def read(
         recorded_calls=reader.number("SHARDRT_RECORDER", range(_MAX_CALLS + 1), 2000),
         dumps=reader.folder("SHARDRT_DUMP"),
         host_streams=reader.one_of("SHARDRT_HOST_STREAMS", ("inline", "threaded")),
+        node_memory=reader.flag("SHARDRT_NODE_MEMORY", default=True),
         ranks_per_node=reader.number("SHARDRT_RANKS_PER_NODE", range(1, _MAX_RANKS + 1), 0) or None,
         progress=reader.progress(),
         monitor_timing=reader.text("SHARDRT_MONITOR_TIMING"),

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from typing import ClassVar, TypeVar
+from weakref import WeakSet
 
 import torch
 from mpi4py import MPI
@@ -26,6 +27,7 @@ from .host_reduce import reduce_rows
 from .meeting import LEFT, QUIT, MessageMeeting
 from .messages import copy, flat, memory, message, messages, start_receiving, start_sending, swap
 from .node_algorithms import NodeAlgorithms
+from .node_memory import NodeMemory
 from .pairs import Pairs
 from .shared_memory import SharedMemoryExchange, aligned_size
 
@@ -56,6 +58,7 @@ class MpiBackend(Backend):
         super().__init__(name, comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
         self.ranks = evenly_spaced(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
         self._comm = comm
+        self._memories: WeakSet[NodeMemory] = WeakSet()
         self._was_cut_short = False  # an exception on this rank has taken it out of a call since the last `rejoin`
         with ExitStack() as made:  # what it holds is undone if something fails
             made.callback(lambda: self._comm.Free())
@@ -73,6 +76,7 @@ class MpiBackend(Backend):
                 made.callback(self._shared_memory.close)
                 if has_cores and _EXCHANGE_NBYTES // (self.size - 1) >= _MIN_SLOT_NBYTES:
                     self._algorithms.stage_in(self._shared_memory)
+            self.has_node_memory = self._shared_memory is not None
             self._meeting: SharedMemoryExchange | MessageMeeting
             if self._shared_memory is not None:
                 self._meeting = self._shared_memory
@@ -102,6 +106,8 @@ class MpiBackend(Backend):
         return received.tolist()
 
     def stop_transfers(self) -> None:
+        for each in self._memories:
+            each.end_reading()
         self._pairs.leave()
 
     def leave(self, *, in_call: bool = False) -> None:
@@ -143,7 +149,16 @@ class MpiBackend(Backend):
         shared = windows.allocate(numel * dtype.itemsize) if windows is not None else None
         return torch.empty(numel, dtype=dtype, device="cpu") if shared is None else shared.view(dtype)
 
+    def node_memory(self, nbytes: int) -> NodeMemory | None:
+        assert self._shared_memory is not None, "it has node memory"
+        made = NodeMemory.create(self._comm, nbytes, self._shared_memory.fence)
+        if made is not None:
+            self._memories.add(made)
+        return made
+
     def close(self) -> None:
+        for each in self._memories:
+            each.close()
         self._made.close()
         MpiBackend._open_count -= 1
 

@@ -171,7 +171,7 @@ class SharedMemoryExchange:
 
     def __init__(self, comm: MPI.Comm, windows: NodeWindows, capacity: int, label: str) -> None:
         self._comm, self._windows, self.capacity, self._label = comm, windows, capacity, label
-        self._fence = self._windows.fence
+        self.fence = self._windows.fence
         ranks = range(comm.Get_size())
         words = [_bytes_of(self._part(rank, 0, _WORDS_NBYTES)).cast("q") for rank in ranks]
         self._rank = comm.Get_rank()
@@ -200,13 +200,13 @@ class SharedMemoryExchange:
         self.reached = barrier = self.reached + 1
         turn = _turn(barrier)
         self._own[turn] = fingerprint
-        self._fence()
+        self.fence()
         self._own[0] = barrier
         same = True
         for words in self._others:
             if words[0] < barrier:
                 self._wait(words, barrier)
-            self._fence()
+            self.fence()
             same = words[turn] == fingerprint and same
         if not same and (left := self._who_left(turn)):
             # Hazard: this rank may have found it out one barrier early (see `leave`), and others wait for it in the next one.
@@ -227,7 +227,7 @@ class SharedMemoryExchange:
             if word == QUIT:
                 self._own[_turn(barrier)] = word
             self._own[_turn(barrier + 1)] = word
-            self._fence()
+            self.fence()
             self._own[0] = barrier + 1
             self._left = word
 

@@ -99,7 +99,7 @@ def _find_rule(func: Any) -> Rule:
         return rule
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if snapshots.current is not None:
+        if snapshots.current is not None or snapshots.read_elsewhere:
             wait_to_write(mutated_tensors(func, args, kwargs))
         return rule(func, args, kwargs)
 

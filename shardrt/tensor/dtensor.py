@@ -139,7 +139,7 @@ class DTensor(torch.Tensor):
         tensor, with `Replicate` in the place of `Partial`. Raises ValueError for those that do not fit the mesh or the shape,
         and for those that give this rank another shape than its local shard's.
         """
-        if snapshots.current is not None:
+        if snapshots.current is not None or snapshots.read_elsewhere:
             snapshots.wait_to_write([self._local_tensor])
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor
@@ -387,7 +387,7 @@ def _without_dispatcher(name: str) -> Callable[..., torch.Tensor]:
                 return method(self, *args, **kwargs)
         if spec.partial or is_grad_enabled():  # autograd records the operation on the DTensor
             return method(self, *args, **kwargs)
-        if in_place and snapshots.current is not None:
+        if in_place and (snapshots.current is not None or snapshots.read_elsewhere):
             snapshots.wait_to_write([self._local_tensor])
         out = method(self._local_tensor, *local_args, **kwargs)
         if not in_place:

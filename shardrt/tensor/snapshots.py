@@ -1,4 +1,6 @@
-"""Snapshots: tensors that a stream copies while training goes on. Only what writes them next waits for the copies.
+"""Tensors that others read while training goes on. Only what writes them next waits.
+
+A snapshot: a stream copies the tensors. Memory of the node: other ranks compute with the shards of this one.
 
 | what writes                                                    | waits in                                              |
 |----------------------------------------------------------------|-------------------------------------------------------|
@@ -15,7 +17,8 @@ not seen are writes to local tensors that were asked for earlier, and replays of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from weakref import WeakSet
+from typing import Protocol
+from weakref import WeakSet, ref
 
 import torch
 from torch.optim import Optimizer
@@ -55,6 +58,16 @@ class Snapshot:
             current = None
 
 
+class ReadElsewhere(Protocol):
+    """Memory of this rank that other ranks may read."""
+
+    def wait_for_readers(self) -> bool:
+        """Wait until they have read. False if this rank itself still reads what they do: then nobody can wait."""
+
+
+# By the address of the storage; those that nobody reads any more, as far as is known, are left out.
+read_elsewhere: dict[int, ref[ReadElsewhere]] = {}
+
 current: Snapshot | None = None  # the one under way; written by Snapshot, in any thread
 optimizers: WeakSet[Optimizer] = WeakSet()  # those that have stepped
 captured_a_step = False  # a CUDA graph contains a step, and its replays run no hook
@@ -66,10 +79,21 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def wait_to_write(tensors: Iterable[torch.Tensor] | None = None) -> None:
-    """Wait, on the current stream, for the snapshot under way if it copies one of these tensors. None: in any case."""
+    """Wait, on the current stream, for the snapshot under way if it copies one of these tensors. None: in any case.
+
+    Also until other ranks have read them.
+    """
     snapshot = current  # another thread may end it now
+    if snapshot is None and not read_elsewhere:
+        return
+    tensors = None if tensors is None else list(tensors)
     if snapshot is not None and (tensors is None or snapshot.has_any(tensors)):
         snapshot.wait()
+    places = list(read_elsewhere) if tensors is None else {address(each) for each in tensors if type(each) is torch.Tensor}
+    for place in places:
+        memory = found() if (found := read_elsewhere.get(place)) is not None else None
+        if memory is None or memory.wait_for_readers():
+            read_elsewhere.pop(place, None)
 
 
 def wait_to_step(optimizer: Optimizer) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import shardrt
 from observers import observing_gradients, observing_memory
-from ranks import on_ranks
+from ranks import on_ranks, with_copies
 from shardrt.comm import Communicator, Event, Pool, World
 from shardrt.comm.streams import InlineStream
 from shardrt.fsdp.base.events import BufferKind
@@ -45,6 +45,7 @@ def train(model: torch.nn.Module, world: World, steps: int = 3) -> None:
 @buckets_of(0)
 @overlapping()
 @uncompiled()
+@with_copies
 def test_peak_of_the_default_schedule(world: World) -> None:
     """The root stays gathered. Beside it, in forward: one block in use, two gathered ahead; in backward: one in use, one ahead,
     and the newest packed gradients. A rank alone computes with its shards.
@@ -91,6 +92,7 @@ def test_where_packed_gradients_lie_between_reductions(world: World) -> None:
 
 @on_ranks(1, 2, 3, 4)
 @overlapping()
+@with_copies
 def test_peak_in_buckets(world: World) -> None:
     """All groups of a bucket are gathered at once, and all their packed gradients are allocated at once."""
     model = OddMLP(layers=5).double()
@@ -121,6 +123,7 @@ class CountingPool(Pool):
 
 @on_ranks(2)
 @buckets_of(0)
+@with_copies
 def test_gathered_parameters_come_from_a_pool(world: World) -> None:
     """All buffers but packed gradients come from the runtime's pool; one block is set to use its communicator's pool."""
     model = OddMLP(layers=3).double()
@@ -313,6 +316,7 @@ def test_bytes_are_counted_and_observed() -> None:
 
 @on_ranks(2, 3)
 @buckets_of(0)
+@with_copies
 def test_peak_without_resharding(world: World) -> None:
     """All groups stay gathered through forward; the first packed gradients are allocated before any group is freed."""
     model = OddMLP(layers=5).double()
@@ -327,6 +331,7 @@ def test_peak_without_resharding(world: World) -> None:
 @on_ranks(2)
 @buckets_of(0)
 @overlapping()
+@with_copies
 def test_peak_with_bfloat16_compute(world: World) -> None:
     """Full buffers shrink with the compute dtype; packed gradients have the reduce dtype."""
     policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -339,6 +344,7 @@ def test_peak_with_bfloat16_compute(world: World) -> None:
 
 
 @on_ranks(2)
+@with_copies
 def test_a_gathered_block_has_its_storage_and_a_resharded_one_has_none(world: World) -> None:
     model = OddMLP()
     expected = [param.detach().clone() for param in model.parameters()]
@@ -373,6 +379,7 @@ def test_modifying_a_gathered_parameter_between_forward_and_backward_is_noticed(
 
 @on_ranks(2)
 @buckets_of(0)
+@with_copies
 def test_summary(world: World) -> None:
     """By hand: a block has the bytes of its layout; the root holds inp and out, 5 * 13 + 13 + 13 * 3 + 3 elements."""
     model = shard_blocks(OddMLP(layers=1).double())

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardrt
-from ranks import on_ranks, settings_of
+from ranks import on_ranks, settings_of, with_copies
 from shardrt.comm import Communicator, Stream, Work, World
 from shardrt.fsdp.api.fully_shard import _log_nothing_to_offload
 from subclasses import Narrow
@@ -273,6 +273,7 @@ def test_parameters_unused_on_some_ranks(world: World, bucket: int) -> None:
 @on_ranks(2)
 @uncompiled()
 @buckets_of(0)
+@with_copies
 def test_reductions_in_flight(world: World, in_flight: int) -> None:
     """The setting limits the packed buffers beside one that is filled: the peak of a model that stays gathered shows it."""
     with settings_of(world, host_streams="threaded"):
@@ -301,6 +302,7 @@ def check_reductions_in_flight(world: World, in_flight: int) -> None:
 @on_ranks(2)
 @uncompiled()
 @buckets_of(0)
+@with_copies
 def test_reductions_in_flight_by_group(world: World) -> None:
     """The maximum of the groups' settings holds for all groups of the root."""
     with settings_of(world, host_streams="threaded"):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardrt
-from ranks import on_ranks
+from ranks import on_ranks, with_copies
 from shardrt.comm import DeviceMesh, World
 from toys import OddBlock, OddMLP, batch, buckets_of, compare, loss_of, shard_blocks, train_side_by_side
 
@@ -63,6 +63,7 @@ def test_replicas_only(world: World) -> None:
 
 @pytest.mark.parametrize("kept", [1, 2, 4])
 @on_ranks(4)
+@with_copies
 def test_a_post_forward_shard_is_kept(world: World, kept: int) -> None:
     """Between forward and backward a subgroup of `kept` ranks holds all parameters; the backward gathers within it."""
 

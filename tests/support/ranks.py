@@ -68,6 +68,17 @@ def settings_of(world: World, **values: Any) -> Iterator[None]:
         object.__setattr__(world, "settings", before)
 
 
+def with_copies(body: Callable[..., None]) -> Callable[..., None]:
+    """In the body, each rank gathers copies of its own, as ranks of several nodes do. Between `on_ranks` and the body."""
+
+    @functools.wraps(body)
+    def run(world: World, **parameters: Any) -> None:
+        with settings_of(world, node_memory=False):
+            body(world, **parameters)
+
+    return run
+
+
 def rank_environment() -> dict[str, str]:
     """The environment of a job's ranks: this process's imports, one thread each."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}

@@ -9,23 +9,22 @@
 | release             | gather  | full is freed, after all that has read it        | no communication                         |
 
 Legend: N ranks; S bytes in a segment of the layout; k ranks that share a post-forward shard.
-A single rank fills the buffer by itself, or, where nothing is converted, computes with its shards (`ResidentBuffer`).
-A group is given one of three strategies: `FlatGather` here, `coded.QuantizedGather`, which sends codes, or
-`extension.ExtensionGather` for a parameter whose own methods define what is gathered.
+A single rank fills the buffer by itself.
+A group is given one of four strategies: `FlatGather` here, `mapped.MappedGather`, which copies nothing within a node,
+`coded.QuantizedGather`, which sends codes, or `extension.ExtensionGather` for a parameter whose own methods define what is
+gathered.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import ClassVar
 
 import torch
 
 from ...comm import Communicator, DeviceMesh, Pool, Stream, Work
-from ...comm.streams import PAST
 from ...kernels import pack_into
 from ...kernels.reference import BLOCK
 from ..base.events import BufferKind, HasName
@@ -91,7 +90,7 @@ class Gather(ABC):
     comm: Communicator
     layout: Layout
     offloads: bool  # the shards are on the host, the mesh on another device
-    resident: bool  # the modules compute with the shards' own memory: a step gathers and frees nothing; written by attach()
+    resident: bool  # the modules compute with the shards' own memory: a step copies and frees nothing; written by attach()
     full: FlatBuffer  # what is gathered; written by attach()
     post_forward_shard: PostForwardShard | None  # what the last forward has kept, if anything
     custom: AllGather | None  # what gathers instead of `comm.all_gather`; written by attach()
@@ -147,8 +146,17 @@ class Gather(ABC):
 
     @property
     def may_be_resident(self) -> bool:
-        """Whether this rank's shards are already what a gather would make, unless a custom all-gather makes something else."""
+        """Whether the modules may compute with the shards, unless a custom all-gather makes something else."""
         return False
+
+    def _become_resident(self) -> bool:
+        """Let the modules compute with the shards' own memory, if they can. Collective."""
+        return False
+
+    @property
+    def needs_launch(self) -> bool:
+        """Whether launch() does anything: something is gathered, or the ranks meet."""
+        return True
 
     @property
     def joint(self) -> bool:
@@ -179,7 +187,7 @@ class Gather(ABC):
         window: an all-gather through a symmetric window, if the group has one.   group: for its name.
         """
         self.custom = window or settings.all_gather
-        self.resident = self.may_be_resident and self.custom is None
+        self.resident = self.custom is None and self._become_resident()
         self._buffers = BufferMaker(self.mesh.device, context.memory, group)
         self._pool = (settings.comm_memory and self.comm.pool()) or context.pool
         self.full, self._pairs = self._make_full(settings)
@@ -241,6 +249,18 @@ class Gather(ABC):
         for reader in readers:
             stream.wait(reader.record())
         stream.submit(self.full.release)
+
+    def pause(self) -> None:
+        """What stays gathered is not read until resume(): the root's forward or backward is over."""
+        return None
+
+    def resume(self) -> None:
+        """What stays gathered is read from now on."""
+        return None
+
+    def wait_for_readers(self) -> bool:
+        """Wait until this rank's shards may be written: no other rank reads them. Returns: False if this one does."""
+        return True
 
     def reshard_to_subgroup(self, ranks: int, stream: Stream) -> None:
         """Keep a post-forward shard, from which this rank and its neighbours, `ranks` in all, gather next time."""
@@ -320,14 +340,8 @@ class FlatGather(Gather):
     def shard_nbytes(self) -> int:
         return self._flat_shard.numel()
 
-    @property
-    def may_be_resident(self) -> bool:
-        return self.mesh.size == 1 and not self._fills and self._policies.quantization.gather is None
-
     def _make_full(self, settings: StepSettings) -> tuple[FlatBuffer, list[Pair]]:
         nbytes, custom, device = self.layout.nbytes, settings.all_gather, self.mesh.device
-        if self.resident:
-            return ResidentBuffer(self._flat_shard, self._buffers), []
         if custom is None:
             full = self._buffers.make(BufferKind.GATHERED, nbytes, pool=self._pool)
         else:
@@ -347,46 +361,17 @@ class FlatGather(Gather):
         """Make what a gather needs beside `full`, which is not sealed yet."""
         self._own_views = [own_bytes for _, own_bytes in self._pairs]
         if self._casts:
-            first = self.mesh.rank * self.layout.segment_nbytes
-            self._own_views = [
-                self.full.view(dtype, first + self.layout.owned(index, self.mesh.rank).offset, local.shape, local.stride())
-                for index, (local, dtype) in enumerate(zip(self._locals, self._dtypes, strict=True))
-            ]
+            self._own_views = self._views_of_own(self.full, self.mesh.rank * self.layout.segment_nbytes)
+
+    def _views_of_own(self, buffer: FlatBuffer, first: int) -> list[torch.Tensor]:
+        """Where this rank's shards are gathered from, in a buffer that has its segment from byte `first` on."""
+        return [
+            buffer.view(dtype, first + self.layout.owned(index, self.mesh.rank).offset, local.shape, local.stride())
+            for index, (local, dtype) in enumerate(zip(self._locals, self._dtypes, strict=True))
+        ]
 
     def _fill_own(self) -> None:
         pack_into(self._own_views, self._locals if self._casts else [self._flat_shard])
 
     def fill_unsharded(self, stream: Stream) -> None:
         """No-op: the unsharded parameters are views of what was gathered."""
-
-
-# ---------------------------------------------------------------------- a single rank
-
-RESIDENT = Work(PAST)  # stands for the gather of a resident group, which is always done
-
-
-class ResidentBuffer(FlatBuffer):
-    """A buffer of gathered parameters that is the memory of shards which are whole already. It stays, and is not counted.
-
-    It is used where the parameters are sharded over a single rank (a world of one, `replicate`, HSDP with one shard rank), are
-    gathered in their own dtypes, to the device on which the shards are, and by no custom all-gather. Modules then compute with
-    the shards' own memory: nothing is gathered, nothing is freed.
-
-    Hazard: a backward under way sees at once what is written to the shards, by an optimizer for example. The views have version
-    counters of their own, so autograd notices writes to the gathered parameters only, as it does on several ranks. If an
-    optimizer steps a module's parameters inside a backward that uses the module several times, later uses read other values.
-    """
-
-    def __init__(self, shards: torch.Tensor, buffers: BufferMaker) -> None:
-        """shards: (bytes,) uint8, the beginning of its storage."""
-        count = partial(buffers.memory.count, BufferKind.GATHERED, buffers.group)
-        self._set_up(shards.numel(), shards.untyped_storage(), 0, count)
-
-    def seal(self) -> None:
-        """No-op: the memory is that of the shards."""
-
-    def allocate(self) -> None:
-        """No-op."""
-
-    def release(self) -> None:
-        """No-op."""

@@ -36,7 +36,8 @@ from ..base.autograd import BackwardProgress, ModuleCalls
 from ..base.events import Step, during
 from ..base.policy import MixedPrecisionPolicy, Policies, QuantizationPolicy, RootSettings, StepSettings
 from ..gather.coded import QuantizedGather
-from ..gather.gather import RESIDENT, AllGather, FlatGather, Gather, subgroup
+from ..gather.gather import AllGather, FlatGather, Gather, subgroup
+from ..gather.mapped import MappedGather
 from ..memory.buffers import BufferMaker
 from ..memory.context import Context, Streams
 from ..params.in_place import give_places
@@ -171,7 +172,7 @@ class ParamGroup:
         self.params = params
         self.quantization = self.policies.quantization.of_group([p.dtype for p in params], self.mp_policy, self.device_mesh)
         self.coded = None if self.quantization.reduce is None else self._coded
-        kind = self.gather_kind if self.quantization.gather is None else QuantizedGather
+        kind = self._kind_of_gather(params)
         self.gather = kind(params, self.device_mesh, self.mesh, self.policies._replace(quantization=self.quantization))
         self.layout = self.gather.layout
         self.nbytes = self.bucket_nbytes = self.layout.nbytes
@@ -180,6 +181,12 @@ class ParamGroup:
         self.visible = VisibleParams(params)
         for param in params:
             set_group(param.sharded, self)
+
+    def _kind_of_gather(self, params: Sequence[ShardedParam]) -> type[Gather]:
+        if self.quantization.gather is not None:
+            return QuantizedGather
+        is_mapped = self.gather_kind is FlatGather and MappedGather.suits(params, self.mesh, self.policies)
+        return MappedGather if is_mapped else self.gather_kind
 
     def rebuild(self, params: Sequence[ShardedParam]) -> None:
         """Plan anew for these of its parameters, with what is registered for them now. Collective if shards move."""
@@ -298,11 +305,9 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Gather the parameters. No-op if that is done or under way (prefetch)."""
-        if self.ready is not None or not self.params:
-            return
-        if self.gather.resident:
-            self.ready = RESIDENT
-        else:
+        if self.ready is not None:
+            self.gather.resume()
+        elif self.params:
             with during(Step.GATHER, self), outside_transforms():
                 self.ready = self.gather.launch(self._streams.gather)
 
@@ -327,11 +332,10 @@ class ParamGroup:
         if self.visible.exposed:
             self.visible.conceal()
         self.visible.show_sharded()
-        if not self.gather.resident:
-            # The current stream has waited for streams that were used inside of the modules.
-            self._readers[self._streams.compute] = None
-            with during(Step.FREE, self):
-                self.gather.release(self._streams.gather, self._readers)
+        # The current stream has waited for streams that were used inside of the modules.
+        self._readers[self._streams.compute] = None
+        with during(Step.FREE, self):
+            self.gather.release(self._streams.gather, self._readers)
         self._readers.clear()
         self.ready = None
 
@@ -366,6 +370,8 @@ class ParamGroup:
             self.visible.expose()
         else:
             self.visible.show_sharded()
+        if not self.settings.user_has_unsharded:
+            self.gather.pause()
 
     def finish_backward(self, *, is_needed: bool) -> None:
         """Reshard after the parameters' last use in a backward. If they are to stay gathered, only let the modules see shards.
@@ -379,6 +385,7 @@ class ParamGroup:
                 self.reshard()
             else:
                 self.visible.show_sharded()
+                self.gather.pause()
 
     # ------------------------------------------------------------------ gradients, in the order of a step
 

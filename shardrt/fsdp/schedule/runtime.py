@@ -296,6 +296,8 @@ class Runtime(context.Context):
         self.streams.packed_on.clear()
         if any(group.offloads for group in self.groups):
             self.streams.synchronize()  # the optimizer reads the gradients on the host, which waits for no stream
+        for group in self.groups:
+            group.gather.wait_for_readers()  # an optimizer writes the shards
 
     def reset(self) -> None:
         """Forget a failed iteration: wait for everything under way, and shard all groups again."""
