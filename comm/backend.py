@@ -7,8 +7,8 @@ the control calls need.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, Self, TypeVar
 
 import torch
 
@@ -18,10 +18,45 @@ from .pool import Pool
 from .ranks import Ranks
 from .streams import Stream
 
-if TYPE_CHECKING:
-    from .backends.node_memory import NodeMemory
-
 T = TypeVar("T")
+
+
+class NodeMemory(ABC):
+    """`nbytes` bytes of a node, zeros at first, that each rank maps twice.
+
+    What a rank writes to a `part`, all see. `private` shows the same bytes; what a rank writes there, no other sees, and from
+    then on it sees its own copy of that page, until `discard_writes`.
+    Each rank tells the others what it reads now, by a number that rises as its program goes on, and is the same on all ranks at
+    the same place. So a rank that is about to write knows whom it has to wait for: not for those that are ahead, which may wait
+    for this one (`Communicator.wait_for_readers`).
+    The memory is in no file system, and is freed when no rank has tensors in it any more.
+    """
+
+    private: torch.Tensor  # (nbytes,) uint8
+
+    @abstractmethod
+    def part(self, start: int, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8, the bytes from `start` on, with a storage of its own: to be written by one rank."""
+
+    @abstractmethod
+    def discard_writes(self) -> None:
+        """Let `private` show again what all ranks see. Cost: 0.1 us for each page, to find out whether any was written to."""
+
+    @abstractmethod
+    def begin_reading(self, number: int) -> None:
+        """This rank reads from now on. number: at least 1, and higher than before."""
+
+    @abstractmethod
+    def end_reading(self) -> None:
+        """This rank reads nothing now."""
+
+    @abstractmethod
+    def readers(self) -> Iterator[int]:
+        """The other ranks that read what this one has read last, or before, each again and again until it has ended."""
+
+    @abstractmethod
+    def wait_for(self, rank: int) -> None:
+        """Wait until this rank is not one of `readers`."""
 
 
 class Backend(ABC):

@@ -12,18 +12,15 @@ from threading import Event as Flag
 from threading import current_thread, get_ident
 from threading import enumerate as enumerate_threads
 from time import sleep
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeVar
+from typing import NamedTuple, NoReturn, Self, TypeVar
 
 import torch
 
-from .backend import Backend
+from .backend import Backend, NodeMemory
 from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes
 from .fingerprint import fingerprint_of
 from .pool import Pool
 from .streams import INLINE, PAST, Event, Stream
-
-if TYPE_CHECKING:
-    from .backends.node_memory import NodeMemory
 
 T = TypeVar("T")
 

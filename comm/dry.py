@@ -16,7 +16,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from .backend import Backend
+from .backend import Backend, NodeMemory
 from .bootstrap import World, inhabited
 from .calls import CollectiveCall
 from .communicator import Communicator
@@ -115,10 +115,12 @@ class DryBackend(Backend):
 
     library: ClassVar[str] = "a dry world"
 
-    def __init__(self, name: str, rank: int, ranks: Ranks, costs: CallCosts) -> None:
+    def __init__(self, name: str, rank: int, ranks: Ranks, costs: CallCosts, per_host: int) -> None:
+        """per_host: how many ranks share the memory of a host, by their numbers in the world."""
         super().__init__(name, rank, len(ranks), META)
         self.ranks = ranks
-        self._costs = costs
+        self.has_node_memory = len(ranks) > 1 and ranks[0] // per_host == ranks[-1] // per_host
+        self._costs, self._per_host = costs, per_host
 
     def launch(self, stream: Stream, calls: Sequence[CollectiveCall]) -> None:
         assert isinstance(stream, DryStream), "of the dry world"
@@ -143,18 +145,51 @@ class DryBackend(Backend):
         """Do nothing: nobody has left."""
 
     def split(self, color: int | None, key: int, name: str) -> DryBackend | None:
-        return None if color is None else DryBackend(name, self.rank, self.ranks, self._costs)
+        return None if color is None else DryBackend(name, self.rank, self.ranks, self._costs, self._per_host)
 
     def part(self, ranks: Sequence[int], name: str) -> DryBackend:
-        return DryBackend(name, ranks.index(self.rank), pick(self.ranks, ranks), self._costs)
+        return DryBackend(name, ranks.index(self.rank), pick(self.ranks, ranks), self._costs, self._per_host)
 
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
-        memory = torch.empty(0, dtype=dtype, device=META)
-        memory.untyped_storage().resize_(numel * dtype.itemsize)  # no operation makes it: the buffers in it count their bytes
-        return memory.as_strided((numel,), (1,))
+        return _uncounted(numel, dtype)
+
+    def node_memory(self, nbytes: int) -> DryMemory:
+        return DryMemory(nbytes)
 
     def close(self) -> None:
         """Do nothing: this backend holds nothing."""
+
+
+def _uncounted(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that no operation makes: who counts what operations make does not count it."""
+    memory = torch.empty(0, dtype=dtype, device=META)
+    memory.untyped_storage().resize_(numel * dtype.itemsize)
+    return memory.as_strided((numel,), (1,))
+
+
+class DryMemory(NodeMemory):
+    """Memory of a node whose other ranks do not exist."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.private = _uncounted(nbytes, torch.uint8)
+
+    def part(self, start: int, nbytes: int) -> torch.Tensor:
+        return _uncounted(nbytes, torch.uint8)
+
+    def discard_writes(self) -> None:
+        """Do nothing: nothing is written."""
+
+    def begin_reading(self, number: int) -> None:
+        """Do nothing: nobody waits for this rank."""
+
+    def end_reading(self) -> None:
+        """Do nothing: nobody waits for this rank."""
+
+    def readers(self) -> Iterator[int]:
+        return iter(())
+
+    def wait_for(self, rank: int) -> None:
+        """Do nothing: no other rank reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +228,7 @@ def dry_world(
     host = SimulatedClock()
     compute = DryStream("compute", host if inline else SimulatedClock(), host)
     recorder = Recorder(rank, ranks, DumpFolder(None, "dry", print), _RECORDED, compute.now)
-    backend = DryBackend("world", rank, range(ranks), costs or (lambda calls: 0.0))
+    backend = DryBackend("world", rank, range(ranks), costs or (lambda calls: 0.0), per_node if inline else 1)
     with inhabited(lambda: _make(backend, recorder, per_node, host, inline, compute)) as world:
         simulated.append(compute)
         try:

@@ -27,7 +27,7 @@ from .host_reduce import reduce_rows
 from .meeting import LEFT, QUIT, MessageMeeting
 from .messages import copy, flat, memory, message, messages, start_receiving, start_sending, swap
 from .node_algorithms import NodeAlgorithms
-from .node_memory import NodeMemory
+from .node_memory import MemoryFile
 from .pairs import Pairs
 from .shared_memory import SharedMemoryExchange, aligned_size
 
@@ -58,7 +58,7 @@ class MpiBackend(Backend):
         super().__init__(name, comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
         self.ranks = evenly_spaced(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
         self._comm = comm
-        self._memories: WeakSet[NodeMemory] = WeakSet()
+        self._memories: WeakSet[MemoryFile] = WeakSet()
         self._was_cut_short = False  # an exception on this rank has taken it out of a call since the last `rejoin`
         with ExitStack() as made:  # what it holds is undone if something fails
             made.callback(lambda: self._comm.Free())
@@ -149,9 +149,9 @@ class MpiBackend(Backend):
         shared = windows.allocate(numel * dtype.itemsize) if windows is not None else None
         return torch.empty(numel, dtype=dtype, device="cpu") if shared is None else shared.view(dtype)
 
-    def node_memory(self, nbytes: int) -> NodeMemory | None:
+    def node_memory(self, nbytes: int) -> MemoryFile | None:
         assert self._shared_memory is not None, "it has node memory"
-        made = NodeMemory.create(self._comm, nbytes, self._shared_memory.fence)
+        made = MemoryFile.create(self._comm, nbytes, self._shared_memory.fence)
         if made is not None:
             self._memories.add(made)
         return made
@@ -171,7 +171,8 @@ class MpiBackend(Backend):
             return
         sends = [(call.inp, _peer(call)) for call in calls if call.name == "send" and call.inp is not None]
         receives = [(call.out, _peer(call)) for call in calls if call.name == "recv" and call.out is not None]
-        collectives = [call for call in calls if call.name not in ("send", "recv")]
+        barriers = [call for call in calls if call.name == "barrier"]  # of which one is enough
+        collectives = [call for call in calls if call.name not in ("send", "recv") and call not in barriers[1:]]
         self._pairs.run(sends, receives, partial(self._run_batches, collectives))
 
     def _run_batches(self, calls: Sequence[CollectiveCall]) -> None:

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from mpi4py import MPI
 
+from ..backend import NodeMemory
 from .waiting import looks
 
 _PAGE = mmap.PAGESIZE
@@ -24,18 +25,9 @@ _NOT_WRITTEN = bytes(byte for byte in range(256) if byte >> 5 == 0 or byte & 1 <
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class NodeMemory:
-    """`nbytes` bytes, zeros at first, that each rank maps twice.
+class MemoryFile(NodeMemory):
+    """A file without a name, which one rank makes and the others open by its descriptor."""
 
-    What a rank writes to a `part`, all see. `private` shows the same bytes; what a rank writes there, no other sees, and from
-    then on it sees its own copy of that page, until `discard_writes`.
-    Each rank tells the others what it reads now, by a number that rises as its program goes on, and is the same on all ranks at
-    the same place. So a rank that is about to write knows whom it has to wait for: not for those that are ahead, which may wait
-    for this one.
-    The memory is in no file system, and is freed when no rank has tensors in it any more.
-    """
-
-    private: torch.Tensor  # (nbytes,) uint8
     _shared: torch.UntypedStorage  # the same bytes, and after them the words
     _comm: MPI.Comm
     _rank: int
@@ -44,7 +36,7 @@ class NodeMemory:
     _newest: int  # of what this rank has read last
 
     @classmethod
-    def create(cls, comm: MPI.Comm, nbytes: int, fence: Callable[[], object]) -> NodeMemory | None:
+    def create(cls, comm: MPI.Comm, nbytes: int, fence: Callable[[], object]) -> MemoryFile | None:
         """Memory of the ranks of `comm`, which are on one node. Collective; None, on every rank, where it cannot be had.
 
         Cost: 0.2 ms, and pages once they are written.
@@ -67,31 +59,26 @@ class NodeMemory:
         self._words = [words[at : at + 1] for at in range(0, len(words), _WORD_NBYTES // words.itemsize)]
 
     def part(self, start: int, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8, the bytes from `start` on, with a storage of its own: to be written by one rank."""
         return _tensor_in(self._shared, start, nbytes)
 
     # ------------------------------------------------------------------ who reads
 
     def begin_reading(self, number: int) -> None:
-        """This rank reads from now on. number: at least 1, and higher than before."""
         self._newest = number
         self._words[self._rank][0] = number
         self._fence()
 
     def end_reading(self) -> None:
-        """This rank reads nothing now."""
         self._fence()
         self._words[self._rank][0] = 0
 
     def readers(self) -> Iterator[int]:
-        """The other ranks that read what this one has read last, or before, each again and again until it has ended."""
         for rank, word in enumerate(self._words):
             while 0 < word[0] <= self._newest and rank != self._rank:
                 yield rank
         self._fence()
 
     def wait_for(self, rank: int) -> None:
-        """Wait until this rank is not one of `readers`."""
         word = self._words[rank]
         for _ in looks():
             if not 0 < word[0] <= self._newest:
@@ -107,7 +94,6 @@ class NodeMemory:
     # ------------------------------------------------------------------ what this rank has written for itself
 
     def discard_writes(self) -> None:
-        """Let `private` show again what all ranks see. Cost: 0.1 us for each page, to find out whether any was written to."""
         address, nbytes = self.private.data_ptr(), self.private.numel()
         if _has_writes(address, nbytes):
             _discard_writes(address, nbytes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import sys
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(1), default=9)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of compute; shards are float32")
     options = parser.parse_args()
+    os.environ.setdefault("SHARDRT_NODE_MEMORY", "0")  # ranks of one machine stand for nodes
     world = shardrt.init()
     torch.set_num_threads(1)
     dtype = getattr(torch, options.dtype)

@@ -51,7 +51,8 @@ class MemoryAccount:
     | packed, partial            | gradients on their way to a reduction; those reduced within a replica only                |
     | scratch, codes             | what a reduction writes before it is converted; quantised values                          |
     | activations                | all other tensors: activations, gradients before they are packed, batches                 |
-    | windows                    | shared memory that this process has touched: its own and that of other ranks of the node  |
+    | windows                    | shared memory that this process has touched: its own and that of other ranks of the node, |
+    |                            | above all the parameters, which the node has once and each rank sees                      |
     | held by the allocator      | freed memory that glibc, or torch's allocator on a GPU, keeps for what is allocated next  |
 
     model, optimizer: may also be assigned in the block, which then may begin before they are made; until then their tensors are

@@ -69,12 +69,17 @@ class HostMemory:
         pool = POOL.mappings()
         pooled = sum(process.resident_within(*mapping) for mapping in pool)
         parts[Use.HELD] = pooled
+        of_node = 0  # bytes of this rank's shards that are in memory of the node
         absent = mapped = outside = 0  # bytes of tensors: in the heap, not touched; with mappings of malloc's; these, touched
         for part, address, nbytes in claims:
-            if mappings.is_shared(address):  # a window, or a file
+            shared = mappings.is_shared(address)  # a window, or a file
+            if shared and part is not Use.SHARDS:
                 continue
             found = process.resident_within(address, nbytes)
             parts[part] += found
+            if shared:
+                of_node += found
+                continue
             if start <= address < end:
                 absent += nbytes - found
             elif any(first <= address < first + size for first, size in pool):
@@ -82,7 +87,7 @@ class HostMemory:
             else:
                 outside += found
                 mapped += nbytes
-        parts[Use.WINDOWS], parts[Use.PROCESS] = resident.shared, resident.files
+        parts[Use.WINDOWS], parts[Use.PROCESS] = resident.shared - of_node, resident.files
         if malloc is not None:
             heap = process.resident_within(start, end - start)
             heap += max(0, malloc.arenas - (end - start))  # arenas of threads, which are small

@@ -11,8 +11,8 @@ import torch
 
 from ranks import on_ranks, run_script
 from shardrt.comm import World
+from shardrt.comm.backend import NodeMemory
 from shardrt.comm.backends import node_memory
-from shardrt.comm.backends.node_memory import NodeMemory
 
 PAGE = node_memory._PAGE
 
@@ -151,11 +151,11 @@ def test_tensors_keep_it_and_nothing_else_does(world: World) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
     closed = world.comm.split(0, world.rank, "closed")
     assert closed is not None
-    memory = closed.node_memory(8)
-    assert memory is not None
-    memory.begin_reading(1)
+    last = closed.node_memory(8)
+    assert last is not None
+    last.begin_reading(1)
     closed.close()
-    closed.wait_for_readers(memory)
+    closed.wait_for_readers(last)
 
 
 @on_ranks(2, 3)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 from bench import quantized_gather
 from observers import observing_memory
-from ranks import on_ranks
+from ranks import on_ranks, with_copies
 from shardrt import MixedPrecisionPolicy, PrefetchPolicy, QuantizationPolicy, Shard, ShardPlacementResult
 from shardrt.comm import DeviceMesh, World
 from shardrt.comm.dry import dry_world
@@ -192,6 +192,7 @@ def test_what_is_not_finite_travels(world: World, value: float) -> None:
 
 
 @on_ranks(2, more=(3,))
+@with_copies
 def test_codes_are_counted_and_freed(world: World) -> None:
     """A byte and 4 / 256 per element, beside the gathered parameters while a gather runs; the same in a dry world."""
     counted: list[tuple[str, int]] = []
@@ -220,6 +221,7 @@ def test_codes_are_counted_and_freed(world: World) -> None:
 
 
 @on_ranks(2)
+@with_copies
 def test_the_benchmark_counts_bytes(world: World) -> None:
     for codes, expected in ((None, 2 * 65_536), (INT8, 65_536 + 4 * 256)):
         nbytes, times = quantized_gather.measure(world, 128, torch.bfloat16, codes, rounds=1)

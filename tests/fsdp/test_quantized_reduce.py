@@ -30,7 +30,7 @@ from codes import (
     single,
 )
 from observers import observing_memory
-from ranks import on_ranks, settings_of
+from ranks import on_ranks, settings_of, with_copies
 from shardrt import DTensor, QuantizationPolicy, Replicate, ShardPlacementResult
 from shardrt.comm import Communicator, DeviceMesh, ReduceOp, Stream, World, current_stream
 from shardrt.comm.dry import dry_world
@@ -525,9 +525,10 @@ def observed_step(
 
 
 @on_ranks(4)
+@with_copies
 def test_a_dry_world_makes_the_same_calls_and_buffers(world: World) -> None:
     for shape in ((4,), (2, 2)):
-        with dry_world(4, rank=world.rank, ranks_per_node=2, inline=True) as dry:
+        with dry_world(4, rank=world.rank, ranks_per_node=2, inline=True) as dry, settings_of(dry, node_memory=False):
             buffers, calls = observed_step(dry, shape)
         with nodes_of(world, 2):
             real_buffers, real_calls = observed_step(world, shape)

@@ -1,6 +1,6 @@
 """Gathers that copy nothing: the modules compute with the shards' own memory, this rank's and the others'.
 
-The ranks of a node keep their shards side by side, in memory that all of them map (`comm.NodeMemory`). It has the layout of the
+The ranks of a node keep their shards side by side, in memory that all of them map (`NodeMemory`). It has the layout of the
 gathered buffer, so the unsharded parameters are views of it. A single rank has all of it anyway, on any device.
 
 | step    | before -> after                                                          | cost                            |
@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 
 from ... import comm
 from ...comm import DeviceMesh, Stream, Work
+from ...comm.backend import NodeMemory
 from ...comm.streams import PAST
 from ...tensor import snapshots
 from ...torch_internals import in_backward, no_swap_memory, swap_memory
@@ -37,9 +37,6 @@ from ..base.policy import Policies, StepSettings
 from ..memory.buffers import BufferMaker, FlatBuffer
 from ..params.param import ShardedParam
 from .gather import FlatGather, Pair
-
-if TYPE_CHECKING:
-    from ...comm.backends.node_memory import NodeMemory
 
 _DONE = Work(PAST)  # the gather of a single rank
 _RESUMES = 24  # bits for the times that what is gathered is used again without a launch

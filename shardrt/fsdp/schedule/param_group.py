@@ -31,7 +31,7 @@ from torch import nn
 from ...comm import Communicator, DeviceMesh, Stream, Work
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import set_group
-from ...torch_internals import outside_transforms
+from ...torch_internals import in_backward, outside_transforms
 from ..base.autograd import BackwardProgress, ModuleCalls
 from ..base.events import Step, during
 from ..base.policy import MixedPrecisionPolicy, Policies, QuantizationPolicy, RootSettings, StepSettings
@@ -304,7 +304,9 @@ class ParamGroup:
     # ------------------------------------------------------------------ full parameters, in the order of a step
 
     def unshard(self) -> None:
-        """Gather the parameters. No-op if that is done or under way (prefetch)."""
+        """Gather the parameters. No-op if that is done or under way (prefetch), unless shards were written in forward since."""
+        if self.ready is not None and not self.visible.unsharded and not in_backward():
+            self.invalidate_stale()
         if self.ready is not None:
             self.gather.resume()
         elif self.params:
