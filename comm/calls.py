@@ -49,7 +49,9 @@ class PreMulSum:
 Op = ReduceOp | PreMulSum
 
 # Control calls: they block the caller and run on its thread.
-BLOCKING = frozenset({"exchange", "split", "empty", "node_memory", "pool", "agree", "rejoin", "close", "finalize", "wait"})
+BLOCKING = frozenset(
+    {"exchange", "split", "empty", "node_memory", "pool", "agree", "rejoin", "close", "finalize", "wait_to_write"}
+)
 
 
 class Counts(NamedTuple):
@@ -135,7 +137,7 @@ def _describe(call: CollectiveCall) -> Description:
         assert isinstance(dtype, torch.dtype)
         assert isinstance(numel, int)
         return describe_call(call.name, dtype, numel, ())
-    return describe_call(call.name, None, 0, call.args if call.name in ("node_memory", "wait") else ())
+    return describe_call(call.name, None, 0, call.args if call.name in ("node_memory", "wait_to_write") else ())
 
 
 class Hook:

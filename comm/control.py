@@ -156,7 +156,7 @@ class ControlPlane:
         Cost: 0.2 us for each rank if nobody does.
         """
         for rank in memory.readers():
-            with self.watched("wait", rank):
+            with self.watched("wait_to_write", rank):
                 memory.wait_for(rank)
 
     def pool(self) -> Pool | None:
@@ -263,7 +263,7 @@ class ControlPlane:
             self._raise_in_use(name)
         self._thread = thread  # Python changes threads only in calls and loops: not since the line before
         try:
-            self._number += name != "wait"
+            self._number += name != "wait_to_write"
             self._begin(calls)
             yield
         finally:

@@ -17,6 +17,7 @@ from .waiting import looks
 
 _PAGE = mmap.PAGESIZE
 _WORD_NBYTES = 64  # each rank's word has a cache line for itself
+_SPINS = 200  # 20 us
 _ENTRY_NBYTES = 8  # of a page in /proc/self/pagemap
 _SCANNED_PAGES = 1 << 18  # at a time
 # The highest byte of such an entry: bit 7, the page is present; 6, it is swapped out; 5, it is the file's. A page of a private
@@ -74,8 +75,11 @@ class MemoryFile(NodeMemory):
 
     def readers(self) -> Iterator[int]:
         for rank, word in enumerate(self._words):
+            spins = _SPINS
             while 0 < word[0] <= self._newest and rank != self._rank:
-                yield rank
+                spins -= 1
+                if spins <= 0:
+                    yield rank
         self._fence()
 
     def wait_for(self, rank: int) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..fsdp.api.module import FSDPModule
 from ..fsdp.memory.buffers import allocated_buffers
+from ..fsdp.schedule.param_group import ParamGroup
 from .live import LiveBytes, storage_of
 
 
@@ -73,6 +74,9 @@ def _storages(
         yield from ((Use.SHARDS, storage) for storage in _own(param))
     for param in ours:
         yield from ((Use.GRADIENTS, storage) for storage in _own(param.grad))
+    for group in _groups(model):
+        if group.gather.resident:
+            yield Use.WINDOWS, group.gather.full.storage  # memory of the node, unless it is that of the shards
     for buffer in allocated_buffers(device):
         yield Use(buffer.kind.value), buffer.storage
     for _, state in stepped:
@@ -84,10 +88,13 @@ def _storages(
 
 def _sharded(model: nn.Module | None) -> Iterator[nn.Parameter]:
     """The sharded parameters of the model's groups, whatever its modules see now."""
-    if model is not None:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                yield from (param.sharded for group in module.param_groups for param in group.params)
+    return (param.sharded for group in _groups(model) for param in group.params)
+
+
+def _groups(model: nn.Module | None) -> Iterator[ParamGroup]:
+    for module in () if model is None else model.modules():
+        if isinstance(module, FSDPModule):
+            yield from module.param_groups
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

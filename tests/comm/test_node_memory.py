@@ -203,7 +203,7 @@ world.comm.wait_for_readers(memory)
 def test_a_reader_that_hangs_is_named() -> None:
     done = run_script(HANGS, 2, SHARDRT_TIMEOUT="2", SHARDRT_PATIENCE="4")
     assert done.returncode != 0
-    assert "wait, to write what rank 1 reads" in done.stderr
+    assert "wait_to_write what rank 1 reads" in done.stderr
 
 
 def test_a_reader_that_dies_ends_the_job() -> None:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import shardrt
 import toys
 from checkpoints import shared_folder
-from ranks import on_ranks, settings_of
+from ranks import on_ranks, settings_of, with_copies
 from shardrt import World
 from shardrt.comm import Communicator, DeviceMesh, RemoteError, Work
 from shardrt.comm.calls import CallList, CollectiveCall
@@ -158,6 +158,7 @@ def last_values(counters: Sequence[Counter]) -> dict[str, dict[str, float]]:
 
 @on_ranks(2, more=(3,))
 @toys.overlapping()
+@with_copies
 def test_a_step_shows_groups_streams_memory_and_arrows(world: World) -> None:
     with shared_folder(world) as folder:
         made = training(world)
@@ -201,6 +202,7 @@ def test_a_gather_takes_as_long_as_its_caller_waits_for_a_late_rank(world: World
 
 
 @on_ranks(2)
+@with_copies
 def test_gathers_run_beside_compute_on_threaded_streams(world: World) -> None:
     with settings_of(world, host_streams="threaded"):
         made = training(world)
@@ -311,7 +313,8 @@ def test_a_dry_run_has_the_events_of_the_real_one(world: World) -> None:
         with shardrt.Timeline(folder) as forecast:
             simulated.step()
         content = read(folder / f"rank-{world.rank}-forecast.json")
-    assert [plain(span) for span in forecast.events.spans] == [plain(span) for span in real.events.spans]
+    found = [plain(span) for span in real.events.spans if span.name != "wait_to_write"]  # which depends on the moment
+    assert [plain(span) for span in forecast.events.spans] == found
     assert changes(forecast.events) == changes(real.events)
     assert content["otherData"]["processes"][0]["forecast"]
 
