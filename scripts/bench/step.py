@@ -16,9 +16,13 @@ they do the arithmetic of a step and nothing else; `by lone` is what a step of s
 A lone process holds the whole model and all gradients of a step, which a rank of several does not.
 
 A step is forward, backward and optimizer; batches are made before. The time of a step is the mean over the ranks; the result is
-the median over the steps of all rounds. Peak memory is the maximum resident memory of any rank; on a GPU, the maximum that
-torch's allocator held for tensors in the steps, plus the memory in use outside it (no other process may use the GPU). The peer
-runs on gloo, on GPUs on NCCL.
+the median over the steps of all rounds. The peer runs on gloo, on GPUs on NCCL.
+
+Peak memory on the CPU is that of the node, divided by the ranks: a page of shared memory counts once, also if several ranks map
+it, or one rank maps it twice. It is the mean over the ranks of VmHWM - (RssShmem - Pss_Shmem), the latter two at the end of the
+steps; where the kernel has no Pss_Shmem, it is VmHWM. Pages of libraries count in every rank. On a GPU, peak memory is the
+maximum over the ranks of what torch's allocator held for tensors in the steps, plus the memory in use outside it (no other
+process may use the GPU).
 
 --parts says what bounds a step: its forward, backward and optimizer on each side, and of shardrt's the time inside collectives,
 where ranks wait until the last one has come, and then move and add (on a GPU, parts are of the host, and collectives are not
@@ -68,7 +72,7 @@ def measure(model: str, ranks: int, options: Options, bar: Bar) -> Result:
             written = run_worker(worker, ranks, model, options)
             rounds[-1][worker] = [Timing(**json.loads(text)) for text in written]
             bar.update()
-    return summarize(model, ranks, options.tp, rounds)
+    return summarize(model, ranks, options.tp, options.device, rounds)
 
 
 def run_worker(worker: str, ranks: int, model: str, options: Options) -> list[str]:

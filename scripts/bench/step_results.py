@@ -48,7 +48,7 @@ class Result:
     best_ms: dict[str, float]  # the fastest step, which other load disturbs least
     parts_ms: dict[str, Parts]
     host_ms: dict[str, float]  # per step, median, host time of forward and backward
-    peak_mb: dict[str, float]  # MiB, maximum over the ranks
+    peak_mb: dict[str, float]  # MiB, maximum over the rounds; of a rank: on the CPU the mean, on GPUs the maximum
     grown_mb: dict[str, float]  # peak_mb less the memory in use before the model was built
     reserved_mb: dict[str, float]  # as peak_mb; on a GPU with the memory that torch's allocator cached
     loss: dict[str, float]  # of the last step, mean over the ranks
@@ -56,11 +56,16 @@ class Result:
     ratios: dict[str, Ratios]  # to each other worker
 
 
-def summarize(model: str, ranks: int, tp: int, rounds: list[Round]) -> Result:
+def summarize(model: str, ranks: int, tp: int, device: str, rounds: list[Round]) -> Result:
     """rounds: of each, timings of `shardrt`, its peer, and `lone` if that has run, in this order."""
     workers = tuple(rounds[0])
     every = {worker: [timing for one in rounds for timing in one[worker]] for worker in workers}
-    peak = {worker: max(timing.peak_mb for timing in every[worker]) for worker in workers}
+
+    def most_mb(measured: Callable[[Timing], float]) -> dict[str, float]:
+        of_ranks = fmean if device == "cpu" else max  # ranks on the CPU share one memory, and have parts of it
+        return {worker: max(of_ranks(list(map(measured, one[worker]))) for one in rounds) for worker in workers}
+
+    peak = most_mb(lambda timing: timing.peak_mb)
     return Result(
         model=model,
         ranks=ranks,
@@ -71,8 +76,8 @@ def summarize(model: str, ranks: int, tp: int, rounds: list[Round]) -> Result:
         parts_ms={worker: parts(rounds, worker) for worker in workers},
         host_ms={worker: host_ms(every[worker]) for worker in workers},
         peak_mb=peak,
-        grown_mb={w: max(timing.peak_mb - timing.start_mb for timing in every[w]) for w in workers},
-        reserved_mb={w: max(timing.reserved_mb for timing in every[w]) for w in workers},
+        grown_mb=most_mb(lambda timing: timing.peak_mb - timing.start_mb),
+        reserved_mb=most_mb(lambda timing: timing.reserved_mb),
         loss={w: fmean(timing.losses[-1] for timing in rounds[0][w]) for w in workers},
         agreement=compare(every["shardrt"], every[workers[1]], TOLERANCES[CASES[model].param_dtype]),
         ratios={worker: ratios(rounds, worker, peak["shardrt"] / peak[worker]) for worker in workers[1:]},

@@ -28,6 +28,6 @@ class Timing:
     optimizer: list[float]  # with the wait for the end of the step
     calls: list[list[Call]]  # of shardrt's collectives on the host; otherwise none
     losses: list[float]  # per step, warm-up included
-    start_mb: float  # in use before the model was built
+    start_mb: float  # in use before the model was built; this and the next are of `memory.py`
     peak_mb: float
     reserved_mb: float  # on a GPU with the memory that torch's allocator cached; otherwise peak_mb

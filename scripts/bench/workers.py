@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Protocol, cast
 
 import torch
 from torch import nn
 
+from bench.memory import held_mb, peaks_mb
 from bench.timing import Call, Run, Timing
 from common.models import Case, next_byte_loss, shard
 from common.parallel import gpt_plan
@@ -99,31 +99,6 @@ def build(case: Case, device: str) -> nn.Module:
         return case.build()
 
 
-def held_mb(device: str) -> float:
-    """This process's resident memory in MiB; with CUDA, the memory in use on the GPU."""
-    if device == "cpu":
-        return _status_mb("VmRSS")
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**20
-
-
-def peaks_mb(device: str) -> tuple[float, float]:
-    """Peak memory in MiB; the second figure includes the memory that torch's allocator cached, since a pool keeps its blocks.
-
-    With CUDA, the memory outside torch's allocator is measured now, not at the peak.
-    """
-    if device == "cpu":
-        return (_status_mb("VmHWM"),) * 2
-    free, total = torch.cuda.mem_get_info()
-    outside = total - free - torch.cuda.memory_reserved()
-    most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return (most[0] + outside) / 2**20, (most[1] + outside) / 2**20
-
-
-def _status_mb(field: str) -> float:
-    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
-
-
 def shardrt_worker(case: Case, run: Run) -> tuple[int, Timing]:
     import shardrt
     from bench.calls import CallTimes
@@ -148,6 +123,7 @@ def shardrt_worker(case: Case, run: Run) -> tuple[int, Timing]:
             timing = job.train(run, calls.take)
     else:
         timing = job.train(run)
+    world.barrier()  # finalize() unmaps shared memory, which every rank has counted now
     shardrt.finalize()
     return world.rank, timing
 

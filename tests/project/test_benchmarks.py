@@ -1,6 +1,7 @@
 """The step benchmark runs and its losses agree; the feature table names existing tests."""
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import parity
 from bench import forecast, published, step
 from bench.checkpoint_metadata import simulate
 from bench.host_time import HostTime, per_group
+from bench.memory import held_mb, part_of_node_mb
 from bench.step_results import Round, header, host_line, inside_and_waiting, part_rows, row, summarize
 from bench.timing import Call, Run, Timing
 from bench.workers import AdamWOfShare, Optimizer, adamw
@@ -86,14 +88,15 @@ def test_figures_of_a_benchmark_are_medians_over_steps_and_means_over_ranks() ->
         "lone": [timing([0.2, 0.2], 320.0, [], [])] * 2,
     }
     quick = replace(first["shardrt"][0], seconds=[0.1, 0.1])
-    result = summarize("tiny", 2, 1, [first, first | {"shardrt": [quick, quick]}])
+    result = summarize("tiny", 2, 1, "cpu", [first, first | {"shardrt": [quick, quick]}])
     assert result.peer == "fsdp2"
     assert result.ms == pytest.approx({"shardrt": 150, "fsdp2": 600, "lone": 200})  # of 200, 400, 100, 100
     assert result.best_ms["shardrt"] == pytest.approx(100)
-    assert result.peak_mb == {"shardrt": 400, "fsdp2": 500, "lone": 320}
-    assert result.grown_mb["shardrt"] == 300
+    assert result.peak_mb == {"shardrt": 350, "fsdp2": 500, "lone": 320}, "of the first round"
+    assert result.grown_mb["shardrt"] == 250
+    assert summarize("tiny", 2, 1, "cuda", [first]).peak_mb["shardrt"] == 400, "each rank has a GPU"
     assert result.ratios["lone"].ms == pytest.approx(0.75)
-    assert result.ratios["lone"].peak_mb == pytest.approx(1.25)
+    assert result.ratios["lone"].peak_mb == pytest.approx(350 / 320)
     assert result.ratios["fsdp2"].ms_by_round == pytest.approx([0.5, 1 / 6])
     assert result.host_ms["lone"] == pytest.approx(150)
     lone = result.parts_ms["lone"]
@@ -104,7 +107,7 @@ def test_figures_of_a_benchmark_are_medians_over_steps_and_means_over_ranks() ->
     assert len(others) == 2
     cells = row(result).split()
     assert cells[:7] == ["tiny", "2", "150.0", "600.0", "200.0", "0.25", "0.75"]
-    assert cells[7:13] == ["400", "500", "320", "0.80", "1.25", "bitwise"]
+    assert cells[7:13] == ["350", "500", "320", "0.70", "1.09", "bitwise"]
     assert len(header("fsdp2").splitlines()[1].split()) == 2 + 5 + 2 + 5 + 2 + 1, "two columns have names of two words"
 
 
@@ -128,6 +131,25 @@ def test_calls_have_the_same_names_on_all_ranks(world: World) -> None:
         assert calls.take() == []
     assert came < left
     assert world.comm.differing(name) is None
+
+
+def test_shared_pages_count_once(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  10240 kB\nVmRSS:\t  9216 kB\nRssShmem:\t  6144 kB\n")
+    assert part_of_node_mb("VmHWM", tmp_path) == 10, "a kernel without Pss_Shmem"
+    (tmp_path / "smaps_rollup").write_text("7f0000000000-7fff00000000 ---p 00000000 00:00 0 [rollup]\nPss_Shmem:  2048 kB\n")
+    assert part_of_node_mb("VmHWM", tmp_path) == 6
+    assert part_of_node_mb("VmRSS", tmp_path) == 5
+
+
+def test_a_page_that_is_mapped_twice_counts_once() -> None:
+    megabytes, file = 16, os.memfd_create("twice")
+    os.ftruncate(file, megabytes << 20)
+    before = held_mb("cpu")
+    with mmap.mmap(file, 0) as first, mmap.mmap(file, 0) as second:
+        os.close(file)
+        first.write(bytes(megabytes << 20))
+        assert second.read() == bytes(megabytes << 20)
+        assert held_mb("cpu") - before == pytest.approx(megabytes, abs=4)
 
 
 def test_host_time_is_what_a_sharded_step_takes_longer() -> None:
