@@ -7,8 +7,12 @@
 
 Each measurement is a separate job: `mpirun` for shardrt and the lone processes, torch's launcher for the peer, FSDP2 or, with
 --replicate, DistributedDataParallel beside `shardrt.replicate`. The jobs alternate in rounds, so that other load of the machine
-affects all of them. Both sides shard the same modules of the same model and get the same batches; their losses are compared for
+affects all of them. All sides shard the same modules of the same model and get the same batches; their losses are compared for
 every step. All sides use torch's AdamW, foreach unless --fused is given.
+
+On several ranks on the CPU, without --tp and --replicate, FSDP2 runs a second time, as `fsdp2-comm`: its own code, launched as
+shardrt is, on shardrt's communicators. What it gains on FSDP2 comes from the transport, and from what else `shardrt.init` sets,
+above all malloc; what shardrt gains on it comes from the runtime.
 
 There are as many lone processes as ranks, so that the cores are as busy. Each trains a whole model on its own, and its
 optimizer steps on as many elements as a rank's: a part of each parameter, or all of it with --replicate and on one rank. So
@@ -27,7 +31,7 @@ process may use the GPU).
 --parts says what bounds a step: its forward, backward and optimizer on each side, and of shardrt's the time inside collectives,
 where ranks wait until the last one has come, and then move and add (on a GPU, parts are of the host, and collectives are not
 measured). What forward and backward take beyond those of lone processes is collectives, copies around them, and host time. Host
-time is also measured alone, at one rank, beside FSDP2's: `host_time.py`.
+time is also measured alone, at one rank, beside FSDP2's: `host_time.py`. Of fsdp2-comm, collectives are measured as well.
 
 With --tp both sides run a GPT of 512 channels on that many tensor-parallel ranks, with sequence parallelism and the loss on
 parts of the vocabulary, by one plan; the peer is torch's tensor parallelism. On more ranks, both shard the parts as well, over
@@ -67,7 +71,7 @@ def measure(model: str, ranks: int, options: Options, bar: Bar) -> Result:
     rounds: list[Round] = []
     for _ in range(options.rounds):
         rounds.append({})
-        for worker in options.workers:
+        for worker in options.workers(ranks):
             bar.set_description(f"{model}, {ranks} ranks, {worker}")
             written = run_worker(worker, ranks, model, options)
             rounds[-1][worker] = [Timing(**json.loads(text)) for text in written]
@@ -114,9 +118,10 @@ class Options:
     model: str
     results: Path
 
-    @property
-    def workers(self) -> list[str]:
-        return ["shardrt", self.peer] if self.tp > 1 else ["shardrt", self.peer, "lone"]
+    def workers(self, ranks: int) -> list[str]:
+        """Those that run on so many ranks."""
+        on_comm = ranks > 1 and self.device == "cpu" and self.peer == "fsdp2" and self.tp == 1
+        return ["shardrt", self.peer, *(["fsdp2-comm"] if on_comm else []), *(["lone"] if self.tp == 1 else [])]
 
     @property
     def peer(self) -> str:
@@ -202,13 +207,14 @@ def make_bar(total: int) -> Bar:
 def bench(options: Options) -> None:
     cells = [(model, ranks) for model in options.models for ranks in options.ranks]
     results = []
-    with make_bar(len(cells) * options.rounds * len(options.workers)) as bar:
+    others = options.workers(max(options.ranks))[1:]
+    with make_bar(options.rounds * sum(len(options.workers(ranks)) for _, ranks in cells)) as bar:
         if options.tp > 1:
             bar.write(f"{options.tp} tensor-parallel ranks; fsdp2 stands for torch's tensor parallelism, and FSDP2 over it")
-        bar.write(header(options.peer))
+        bar.write(header(others))
         for model, ranks in cells:
             results.append(measure(model, ranks, options, bar))
-            bar.write(row(results[-1]) + (f"\n{part_rows(results[-1])}" if options.parts else ""))
+            bar.write(row(results[-1], others) + (f"\n{part_rows(results[-1])}" if options.parts else ""))
     summary: dict[str, object] = {
         "cores": os.cpu_count(),
         "device": options.device,

@@ -13,6 +13,8 @@ from bench.timing import Call, Timing
 from common.models import CASES
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative, of losses: the order of sums differs
+NO_PEER = ("shardrt", "lone")  # workers; with the losses of the others, shardrt's are compared
+ONLY_TIMES = ("fsdp2-comm",)  # have no column for memory
 Round = dict[str, list[Timing]]  # by worker, then by rank
 
 
@@ -43,7 +45,7 @@ class Result:
     model: str
     ranks: int
     tp: int  # of them, ranks with parts of the same matrices
-    peer: str  # the worker that shardrt's losses are compared with
+    peer: str  # the one that is launched and communicates without shardrt
     ms: dict[str, float]  # per step, median
     best_ms: dict[str, float]  # the fastest step, which other load disturbs least
     parts_ms: dict[str, Parts]
@@ -52,14 +54,15 @@ class Result:
     grown_mb: dict[str, float]  # peak_mb less the memory in use before the model was built
     reserved_mb: dict[str, float]  # as peak_mb; on a GPU with the memory that torch's allocator cached
     loss: dict[str, float]  # of the last step, mean over the ranks
-    agreement: str  # of the losses of shardrt and its peer over all steps
+    agreement: dict[str, str]  # by peer: of its losses and shardrt's, over all steps
     ratios: dict[str, Ratios]  # to each other worker
 
 
 def summarize(model: str, ranks: int, tp: int, device: str, rounds: list[Round]) -> Result:
-    """rounds: of each, timings of `shardrt`, its peer, and `lone` if that has run, in this order."""
+    """rounds: of each, timings of `shardrt`, its peer, and the other workers that have run, in this order."""
     workers = tuple(rounds[0])
     every = {worker: [timing for one in rounds for timing in one[worker]] for worker in workers}
+    tolerance = TOLERANCES[CASES[model].param_dtype]
 
     def most_mb(measured: Callable[[Timing], float]) -> dict[str, float]:
         of_ranks = fmean if device == "cpu" else max  # ranks on the CPU share one memory, and have parts of it
@@ -79,7 +82,7 @@ def summarize(model: str, ranks: int, tp: int, device: str, rounds: list[Round])
         grown_mb=most_mb(lambda timing: timing.peak_mb - timing.start_mb),
         reserved_mb=most_mb(lambda timing: timing.reserved_mb),
         loss={w: fmean(timing.losses[-1] for timing in rounds[0][w]) for w in workers},
-        agreement=compare(every["shardrt"], every[workers[1]], TOLERANCES[CASES[model].param_dtype]),
+        agreement={w: compare(every["shardrt"], every[w], tolerance) for w in workers if w not in NO_PEER},
         ratios={worker: ratios(rounds, worker, peak["shardrt"] / peak[worker]) for worker in workers[1:]},
     )
 
@@ -144,24 +147,42 @@ def compare(ours: list[Timing], theirs: list[Timing], tolerance: float) -> str:
 # ---------------------------------------------------------------------- the table
 
 
-def header(peer: str) -> str:
-    """Two lines."""
-    group = f"{'shardrt':>8}{peer:>8}{'lone':>8}{'by ' + peer:>9}{'by lone':>9}"
-    return f"{'':16}{' ms per step ':-^42}  {' peak MiB ':-^42}\n{'model':10}{'ranks':>6}{group}  {group}  losses"
+def header(others: Sequence[str]) -> str:
+    """Two lines. others: the workers beside shardrt that have columns, whether or not they run for every row."""
+    ms, peak = (_names(some) for some in (others, with_memory(others)))
+    titles = f"{'':16}{' ms per step ':-^{len(ms)}}  {' peak MiB ':-^{len(peak)}}"
+    return f"{titles}\n{'model':10}{'ranks':>6}{ms}  {peak}  losses"
 
 
-def row(result: Result) -> str:
-    """A line of the table below `header`."""
-    ms = _columns(result, result.ms, 1, lambda ratios: ratios.ms)
-    peak = _columns(result, result.peak_mb, 0, lambda ratios: ratios.peak_mb)
+def row(result: Result, others: Sequence[str]) -> str:
+    """A line of the table below `header(others)`."""
+    ms = _columns(result.ms, {worker: each.ms for worker, each in result.ratios.items()}, others, 1)
+    ratios_of_peaks = {worker: each.peak_mb for worker, each in result.ratios.items()}
+    peak = _columns(result.peak_mb, ratios_of_peaks, with_memory(others), 0)
+    agreement = ", ".join(f"{peer} {found}" for peer, found in result.agreement.items())
     losses = f"{result.loss['shardrt']:.6f}, {result.loss[result.peer]:.6f}"
-    return f"{result.model:10}{result.ranks:6}{ms}  {peak}  {result.agreement} ({losses})"
+    return f"{result.model:10}{result.ranks:6}{ms}  {peak}  {agreement} ({losses})"
 
 
-def _columns(result: Result, values: dict[str, float], digits: int, ratio: Callable[[Ratios], float]) -> str:
-    cells = [f"{values[worker]:.{digits}f}" if worker in values else "-" for worker in ("shardrt", result.peer, "lone")]
-    by = [f"{ratio(result.ratios[worker]):.2f}" if worker in values else "-" for worker in (result.peer, "lone")]
-    return "".join(f"{cell:>8}" for cell in cells) + "".join(f"{cell:>9}" for cell in by)
+def with_memory(workers: Sequence[str]) -> list[str]:
+    return [worker for worker in workers if worker not in ONLY_TIMES]
+
+
+def _names(others: Sequence[str]) -> str:
+    return "".join(f"{name:>{_width(name)}}" for name in ["shardrt", *others, *(f"by {name}" for name in others)])
+
+
+def _columns(values: dict[str, float], ratios: dict[str, float], others: Sequence[str], digits: int) -> str:
+    cells = [(worker, worker, values, digits) for worker in ("shardrt", *others)]
+    cells += [(f"by {worker}", worker, ratios, 2) for worker in others]
+    return "".join(
+        f"{f'{found[worker]:.{places}f}' if worker in found else '-':>{_width(name)}}" for name, worker, found, places in cells
+    )
+
+
+def _width(name: str) -> int:
+    """Of a column with this name."""
+    return max(8, len(name) + 1)
 
 
 def part_rows(result: Result) -> str:

@@ -26,7 +26,7 @@ class Timing:
     forward: list[float]  # seconds, as are the next two; on a GPU of the host, which does not wait for the device
     backward: list[float]
     optimizer: list[float]  # with the wait for the end of the step
-    calls: list[list[Call]]  # of shardrt's collectives on the host; otherwise none
+    calls: list[list[Call]]  # of collectives of shardrt.comm on the host; otherwise none
     losses: list[float]  # per step, warm-up included
     start_mb: float  # in use before the model was built; this and the next are of `memory.py`
     peak_mb: float

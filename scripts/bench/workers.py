@@ -101,8 +101,6 @@ def build(case: Case, device: str) -> nn.Module:
 
 def shardrt_worker(case: Case, run: Run) -> tuple[int, Timing]:
     import shardrt
-    from bench.calls import CallTimes
-    from shardrt.comm.control import hooked
 
     world = shardrt.init(run.device)
     start_mb = held_mb(run.device)
@@ -117,15 +115,20 @@ def shardrt_worker(case: Case, run: Run) -> tuple[int, Timing]:
         shard(model, partial(make, mesh=mesh["dp"], mp_policy=policy))
     job = Job(case, model, adamw(model.parameters(), run), mesh["dp"].rank, start_mb)
     world.barrier()
-    if run.device == "cpu":
-        calls = CallTimes()
-        with hooked(calls):
-            timing = job.train(run, calls.take)
-    else:
-        timing = job.train(run)
+    timing = train_with_calls(job, run) if run.device == "cpu" else job.train(run)
     world.barrier()  # finalize() unmaps shared memory, which every rank has counted now
     shardrt.finalize()
     return world.rank, timing
+
+
+def train_with_calls(job: Job, run: Run) -> Timing:
+    """Train, and note when shardrt's collectives on the host begin and end."""
+    from bench.calls import CallTimes
+    from shardrt.comm.control import hooked
+
+    calls = CallTimes()
+    with hooked(calls):
+        return job.train(run, calls.take)
 
 
 @contextmanager
@@ -163,6 +166,28 @@ def fsdp2_worker(case: Case, run: Run) -> tuple[int, Timing]:
         return rank, job.train(run)
 
 
+def fsdp2_comm_worker(case: Case, run: Run) -> tuple[int, Timing]:
+    """FSDP2 on shardrt's communicators; CPU only."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    import shardrt
+    from bench.comm_group import comm_process_group
+
+    world = shardrt.init(run.device)
+    with comm_process_group(world):
+        mesh = init_device_mesh(run.device, (world.size,))
+        start_mb = held_mb(run.device)
+        model = build(case, run.device)
+        shard(model, partial(fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(case.param_dtype, torch.float32)))
+        job = Job(case, model, adamw(model.parameters(), run), world.rank, start_mb)
+        world.barrier()
+        timing = train_with_calls(job, run)
+        world.barrier()
+    shardrt.finalize()
+    return world.rank, timing
+
+
 def ddp_worker(case: Case, run: Run) -> tuple[int, Timing]:
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
@@ -191,5 +216,11 @@ def lone_worker(case: Case, run: Run) -> tuple[int, Timing]:
     return rank, job.train(run)
 
 
-WORKERS = {"shardrt": shardrt_worker, "fsdp2": fsdp2_worker, "ddp": ddp_worker, "lone": lone_worker}
+WORKERS = {
+    "shardrt": shardrt_worker,
+    "fsdp2": fsdp2_worker,
+    "fsdp2-comm": fsdp2_comm_worker,
+    "ddp": ddp_worker,
+    "lone": lone_worker,
+}
 TORCHRUN = ("fsdp2", "ddp", "host-fsdp2")  # started by torch's launcher

@@ -49,10 +49,12 @@ def test_last_line_is_json_and_the_losses_agree() -> None:
     summary = run_script(BENCH, "--models", "tiny", "--ranks", "1", "2", "--rounds", "1", "--steps", "2")
     for ranks, result in enumerate(summary["results"], start=1):
         assert (result["model"], result["ranks"], result["peer"]) == ("tiny", ranks, "fsdp2")
-        assert result["agreement"] == "bitwise"
+        assert result["agreement"] == dict.fromkeys(["fsdp2", "fsdp2-comm"][:ranks], "bitwise")
+        assert set(result["ratios"]) == {*result["agreement"], "lone"}
         assert result["ratios"]["fsdp2"]["ms"] == result["ms"]["shardrt"] / result["ms"]["fsdp2"]
         assert min(*result["ms"].values(), *result["peak_mb"].values(), result["ratios"]["lone"]["peak_mb"]) > 0
-    assert summary["results"][1]["parts_ms"]["shardrt"]["collectives"] > 0
+    parts_ms = summary["results"][1]["parts_ms"]
+    assert min(parts_ms["shardrt"]["collectives"], parts_ms["fsdp2-comm"]["collectives"]) > 0
     assert 0 < summary["host"]["shardrt"]["median_us"] < summary["host"]["fsdp2"]["median_us"]
 
 
@@ -60,7 +62,7 @@ def test_last_line_is_json_and_the_losses_agree() -> None:
 def test_replicas_beside_those_of_torch() -> None:
     summary = run_script(BENCH, "--replicate", "--models", "tiny", "--no-host-time", "--rounds", "1", "--steps", "1")
     (result,) = summary["results"]
-    assert (result["ranks"], result["peer"], result["agreement"]) == (2, "ddp", "bitwise")
+    assert (result["ranks"], result["peer"], result["agreement"]) == (2, "ddp", {"ddp": "bitwise"})
     assert set(result["ratios"]) == {"ddp", "lone"}
 
 
@@ -69,7 +71,7 @@ def test_tensor_parallel_losses_agree_with_those_of_torch() -> None:
     summary = run_script(BENCH, "--tp", "2", "--rounds", "1", "--steps", "1")
     (result,) = summary["results"]
     assert (result["model"], result["ranks"], result["tp"], set(result["ratios"])) == ("gpt-512", 2, 2, {"fsdp2"})
-    assert not result["agreement"].startswith("DIFFER"), result["agreement"]
+    assert not result["agreement"]["fsdp2"].startswith("DIFFER"), result["agreement"]
 
 
 def timing(seconds: list[float], peak: float, *calls: list[Call]) -> Timing:
@@ -85,14 +87,16 @@ def test_figures_of_a_benchmark_are_medians_over_steps_and_means_over_ranks() ->
     first: Round = {
         "shardrt": [timing([0.1, 0.4], 300.0, *late), timing([0.3, 0.4], 400.0, *later)],
         "fsdp2": [timing([0.4, 0.8], 500.0, [], [])] * 2,
+        "fsdp2-comm": [replace(timing([0.3, 0.3], 450.0, [], []), losses=[1.0, 1.0])] * 2,
         "lone": [timing([0.2, 0.2], 320.0, [], [])] * 2,
     }
     quick = replace(first["shardrt"][0], seconds=[0.1, 0.1])
     result = summarize("tiny", 2, 1, "cpu", [first, first | {"shardrt": [quick, quick]}])
     assert result.peer == "fsdp2"
-    assert result.ms == pytest.approx({"shardrt": 150, "fsdp2": 600, "lone": 200})  # of 200, 400, 100, 100
+    assert result.ms == pytest.approx({"shardrt": 150, "fsdp2": 600, "fsdp2-comm": 300, "lone": 200})  # of 200, 400, 100, 100
     assert result.best_ms["shardrt"] == pytest.approx(100)
-    assert result.peak_mb == {"shardrt": 350, "fsdp2": 500, "lone": 320}, "of the first round"
+    assert result.agreement == {"fsdp2": "bitwise", "fsdp2-comm": "DIFFER by 5e-01"}
+    assert result.peak_mb == {"shardrt": 350, "fsdp2": 500, "fsdp2-comm": 450, "lone": 320}, "of the first round"
     assert result.grown_mb["shardrt"] == 250
     assert summarize("tiny", 2, 1, "cuda", [first]).peak_mb["shardrt"] == 400, "each rank has a GPU"
     assert result.ratios["lone"].ms == pytest.approx(0.75)
@@ -104,11 +108,17 @@ def test_figures_of_a_benchmark_are_medians_over_steps_and_means_over_ranks() ->
     assert lone.collectives is lone.waiting is None
     first_line, *others = part_rows(result).splitlines()
     assert first_line.endswith("waiting for other ranks 0.0 of them")
-    assert len(others) == 2
-    cells = row(result).split()
-    assert cells[:7] == ["tiny", "2", "150.0", "600.0", "200.0", "0.25", "0.75"]
-    assert cells[7:13] == ["350", "500", "320", "0.70", "1.09", "bitwise"]
-    assert len(header("fsdp2").splitlines()[1].split()) == 2 + 5 + 2 + 5 + 2 + 1, "two columns have names of two words"
+    assert len(others) == 3
+    columns = ["fsdp2", "fsdp2-comm", "lone"]
+    cells = row(result, columns).split()
+    assert cells[:9] == ["tiny", "2", "150.0", "600.0", "300.0", "200.0", "0.25", "0.50", "0.75"]
+    assert cells[9:14] == ["350", "500", "320", "0.70", "1.09"], "fsdp2-comm has no column for memory"
+    assert cells[14:19] == ["fsdp2", "bitwise,", "fsdp2-comm", "DIFFER", "by"]
+    names = header(columns).splitlines()[1]
+    assert len(names.split()) == 2 + 7 + 3 + 5 + 2 + 1, "'by' is a word of its own"
+    assert names.index("by lone") + len("by lone") == row(result, columns).index("0.75") + len("0.75")
+    alone = summarize("tiny", 1, 1, "cpu", [{worker: first[worker] for worker in ("shardrt", "fsdp2", "lone")}])
+    assert row(alone, columns).split()[4] == "-"
 
 
 def test_ranks_wait_in_a_collective_until_the_last_one_has_come() -> None:
@@ -150,6 +160,28 @@ def test_a_page_that_is_mapped_twice_counts_once() -> None:
         first.write(bytes(megabytes << 20))
         assert second.read() == bytes(megabytes << 20)
         assert held_mb("cpu") - before == pytest.approx(megabytes, abs=4)
+
+
+@on_ranks(2)
+def test_a_process_group_of_torch_on_communicators_of_shardrt(world: World) -> None:
+    from torch.distributed.distributed_c10d import ReduceOp as TorchOp
+    from torch.distributed.distributed_c10d import ReduceScatterOptions
+
+    from bench.comm_group import CommGroup
+
+    group, options = CommGroup(world), ReduceScatterOptions()
+    own, whole = torch.full((2,), float(world.rank), device=world.device), torch.empty(4, device=world.device)
+    assert group.all_gather_single(whole, own).wait()
+    assert whole.tolist() == [0, 0, 1, 1]
+    options.reduceOp = TorchOp(TorchOp.AVG)
+    assert group.reduce_scatter_single(own, whole + world.rank, options).is_completed()
+    assert own.tolist() == [world.rank + 0.5] * 2
+    assert group.barrier().wait()
+    with pytest.raises(ValueError, match="found 3 against 2 elements"):
+        group.all_gather_single(whole[:3], own)
+    options.reduceOp = TorchOp(TorchOp.MAX)
+    with pytest.raises(ValueError, match=r"expected RedOpType\.SUM or RedOpType\.AVG, found RedOpType\.MAX"):
+        group.reduce_scatter_single(own, whole, options)
 
 
 def test_host_time_is_what_a_sharded_step_takes_longer() -> None:
