@@ -17,7 +17,8 @@ above all malloc; what shardrt gains on it comes from the runtime.
 There are as many lone processes as ranks, so that the cores are as busy. Each trains a whole model on its own, and its
 optimizer steps on as many elements as a rank's: a part of each parameter, or all of it with --replicate and on one rank. So
 they do the arithmetic of a step and nothing else; `by lone` is what a step of shardrt takes beside it, in time and in memory.
-A lone process holds the whole model and all gradients of a step, which a rank of several does not.
+Their malloc keeps freed memory, as shardrt's does. A lone process holds the whole model and all gradients of a step, which a
+rank of several does not.
 
 A step is forward, backward and optimizer; batches are made before. The time of a step is the mean over the ranks; the result is
 the median over the steps of all rounds. The peer runs on gloo, on GPUs on NCCL.
