@@ -176,8 +176,8 @@ class DryMemory(NodeMemory):
     def part(self, start: int, nbytes: int) -> torch.Tensor:
         return _uncounted(nbytes, torch.uint8)
 
-    def discard_writes(self) -> None:
-        """Do nothing: nothing is written."""
+    def discard_writes(self, at: Sequence[int] | None = None) -> bool:
+        return False
 
     def begin_reading(self, number: int) -> None:
         """Do nothing: nobody waits for this rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 
@@ -20,6 +20,7 @@ _WORD_NBYTES = 64  # each rank's word has a cache line for itself
 _SPINS = 200  # 20 us
 _ENTRY_NBYTES = 8  # of a page in /proc/self/pagemap
 _SCANNED_PAGES = 1 << 18  # at a time
+_FEW_PAGES = 64  # Cost: these take as long as 10 single pages
 # The highest byte of such an entry: bit 7, the page is present; 6, it is swapped out; 5, it is the file's. A page of a private
 # mapping that was written to is present or swapped out, and not the file's any more.
 _NOT_WRITTEN = bytes(byte for byte in range(256) if byte >> 5 == 0 or byte & 1 << 5)
@@ -97,10 +98,15 @@ class MemoryFile(NodeMemory):
 
     # ------------------------------------------------------------------ what this rank has written for itself
 
-    def discard_writes(self) -> None:
+    def discard_writes(self, at: Sequence[int] | None = None) -> bool:
         address, nbytes = self.private.data_ptr(), self.private.numel()
-        if _has_writes(address, nbytes):
+        if at is None or nbytes <= _FEW_PAGES * _PAGE:
+            found = _has_writes(address, nbytes)
+        else:
+            found = any(_has_writes(address + place, 1) for place in at)
+        if found:
             _discard_writes(address, nbytes)
+        return found
 
 
 def _nothing() -> None:

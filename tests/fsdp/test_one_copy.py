@@ -122,17 +122,24 @@ def test_training_as_one_process(world: World, kind: type[nn.Module]) -> None:
 
 
 @on_ranks(2)
-def test_a_bucket_meets_once(world: World) -> None:
-    """The groups of a bucket are launched together."""
-    model = shard_blocks(OddMLP())
-    with torch.no_grad():
-        model(rows(world, 0).float())
-        exchange = world.mesh.communicator("gather").backend._shared_memory
-        before = exchange.reached
-        with calls() as names:
-            model(rows(world, 0).float())
-    assert names == ["barrier"] * len(groups_of(model))
-    assert exchange.reached - before == 2 * 2  # the root's and its bucket, each after a comparison of the calls
+@pytest.mark.parametrize("bucket", [0, 1 << 20])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_how_often_the_ranks_meet(world: World, bucket: int, dtype: torch.dtype | None) -> None:
+    """Once in a forward; where parameters are cast, after each cast, for all groups of a bucket at once."""
+    model = shard_blocks(OddMLP(), mp_policy=shardrt.MixedPrecisionPolicy(dtype))
+    exchange = world.mesh.communicator("gather").backend._shared_memory
+    groups = len(groups_of(model))
+    with buckets_of(bucket):
+        model(rows(world, 0).float()).sum().backward()
+        for training in (True, False):
+            before = exchange.reached
+            with torch.set_grad_enabled(training), calls() as names:
+                loss = model(rows(world, 0).float()).sum()
+                if training:
+                    loss.backward()
+            assert names.count("barrier") == (1 if dtype is None else groups)
+            times = 1 if dtype is None else groups if bucket == 0 else 2  # the root's, and its bucket's
+            assert exchange.reached - before == 2 * times  # each after a comparison of the calls
 
 
 # ---------------------------------------------------------------------- the order of reads and writes

@@ -211,8 +211,11 @@ class Gather(ABC):
         self.drop_post_forward_shard(stream)
         self._post_forward_shards.clear()
 
-    def launch(self, stream: Stream) -> Work:
-        """Gather the shards, or the post-forward shards if a forward has left any, into `full`."""
+    def launch(self, stream: Stream, *, written: bool) -> Work:
+        """Gather the shards, or the post-forward shards if a forward has left any, into `full`.
+
+        written: the shards were written to since the iteration began.
+        """
         stream.submit(self.full.allocate)
         if self.post_forward_shard is not None:
             work = self.post_forward_shard.gather(stream)

@@ -6,16 +6,18 @@ gathered buffer, so the unsharded parameters are views of it. A single rank has 
 | step    | before -> after                                                          | cost                            |
 |---------|--------------------------------------------------------------------------|---------------------------------|
 | attach  | this rank's shards move to their place in the memory of the node         | shards copied, once             |
-| launch  | all ranks have come here: what each has written, all may read            | a barrier; nothing is copied    |
+| launch  | all ranks have begun this forward: what each has written, all may read   | a barrier in each forward       |
 | release | this rank has read: others that write their shards wait for it no more   | nothing                         |
 
-Where parameters are gathered in another dtype, the memory of the node has a copy in that dtype, and `launch` casts this rank's
-shards to their place in it: at each forward, and in a backward if they have changed since.
+In a backward the ranks do not meet: the shards are those of the forward. They do if a rank finds its own written since the
+iteration began, which all find alike.
+Where parameters are gathered in another dtype, the memory of the node has a copy in that dtype. `launch` casts this rank's
+shards to their place in it, at each forward and if they were written since, and the ranks meet afterwards.
 Invariant: a rank writes its shards only while no other reads them. Whoever writes asks (`tensor/snapshots.py`), and at the end
 of a backward the ranks wait for each other's, so that an optimizer may write by whatever means.
 
-Where one writes to gathered parameters, it is on pages of its own (copy on write), which a later forward's gather gives up; on
-a single rank these are the shards.
+Where one writes to gathered parameters, it is on pages of its own (copy on write), which the gather of a later forward gives
+up; on a single rank these are the shards.
 """
 
 from __future__ import annotations
@@ -32,22 +34,32 @@ from ...comm.backend import NodeMemory
 from ...comm.streams import PAST
 from ...tensor import snapshots
 from ...torch_internals import in_backward, no_swap_memory, swap_memory
-from ..base.events import BufferKind
+from ..base.events import BufferKind, HasName
 from ..base.policy import Policies, StepSettings
 from ..memory.buffers import BufferMaker, FlatBuffer
+from ..memory.context import Context
 from ..params.param import ShardedParam
-from .gather import FlatGather, Pair
+from .gather import AllGather, FlatGather, Pair
 
 _DONE = Work(PAST)  # the gather of a single rank
-_RESUMES = 24  # bits for the times that what is gathered is used again without a launch
+_RESUMES = 24  # bits for the times that what is gathered is used again without a meeting
+_LOOKS = 16  # forwards
 
 
 class MappedGather(FlatGather):
     """Gathers nothing where all ranks are on one node, or where there is one. Elsewhere, as a `FlatGather`."""
 
     _memory: NodeMemory | None = None  # of the node; written by _become_resident()
-    _number: int = 0  # that of the newest launch's call, and how often this rank has resumed since
-    _filled: Sequence[int] = ()  # the versions of the shards that were cast last; written by launch()
+    _number: int = 0  # that of the newest meeting's call, and how often this rank has begun to read since
+    _met: Work = _DONE  # when the ranks have met before they read; written by launch()
+    _filled: Sequence[int] = ()  # the versions of the shards that were cast last; written by _cast()
+    # Written by _discard_writes().
+    _forwards: int = 0
+    _unsharded: Sequence[int] = ()  # versions of the gathered parameters
+    _was_written: bool = False  # private pages were found, so there may be some after each forward
+    # Written by attach().
+    _context: Context
+    _middles: Sequence[int]  # of the parameters, in bytes from the beginning of the gathered buffer
     reads: bool = False  # this rank may read what it has launched; written by resume() and pause()
 
     @staticmethod
@@ -70,6 +82,10 @@ class MappedGather(FlatGather):
             if self._memory is not None and not self._casts:
                 self._move_shards(self._own_part(self._memory))
         return self.mesh.size == 1 or self._memory is not None
+
+    def attach(self, context: Context, settings: StepSettings, window: AllGather | None, group: HasName) -> None:
+        super().attach(context, settings, window, group)
+        self._context, self._middles = context, [placed.offset + placed.spec.nbytes // 2 for placed in self.layout.placed]
 
     def _own_part(self, memory: NodeMemory) -> torch.Tensor:
         size = self.layout.segment_nbytes
@@ -96,26 +112,51 @@ class MappedGather(FlatGather):
     def needs_launch(self) -> bool:
         return not self.resident or self._memory is not None
 
-    def launch(self, stream: Stream) -> Work:
+    def launch(self, stream: Stream, *, written: bool) -> Work:
         if not self.resident:
-            return super().launch(stream)
+            return super().launch(stream, written=written)
         if self._memory is None:
             return _DONE
         in_forward = not in_backward()
         if in_forward:
-            stream.submit(self._memory.discard_writes)
-        if self._casts:
-            self._cast(stream, anew=in_forward)
-        self._read(self.comm.number + 1 << _RESUMES)
-        return self.comm.barrier(stream=stream)
+            self._discard_writes(self._memory)
+        casts = self._casts and self._cast(stream, anew=in_forward)
+        met = self._context.met
+        if not casts and not written and (not in_forward or (met is not None and self.comm in met)):
+            number, self._met = (0, self._met) if met is None else met.get(self.comm, (0, self._met))
+            self._read(max(number, self._number + 1))
+            return self._met
+        number = self.comm.number + 1 << _RESUMES
+        self._read(number)
+        self._met = self.comm.barrier(stream=stream)
+        if met is not None and not casts:
+            met.setdefault(self.comm, (number, self._met))
+        return self._met
 
-    def _cast(self, stream: Stream, *, anew: bool) -> None:
-        """Cast the shards to where all ranks read them. anew: also if, as far as can be told, they have not changed."""
+    def _cast(self, stream: Stream, *, anew: bool) -> bool:
+        """Cast the shards to where all ranks read them. anew: also if, as far as can be told, they have not changed.
+
+        Returns: whether it does.
+        """
         versions = [local._version for local in self._locals]
-        if anew or versions != self._filled:
-            self.wait_for_readers()
-            stream.submit(self._fill_own)
-            self._filled = versions
+        if not anew and versions == self._filled:
+            return False
+        self.wait_for_readers()
+        stream.submit(self._fill_own)
+        self._filled = versions
+        return True
+
+    def _discard_writes(self, memory: NodeMemory) -> None:
+        """Give up what was written to gathered parameters. It is seen by their versions, or on their pages.
+
+        Cost: to look at all pages takes a tenth of a forward in which every weight is used once. Code that writes to parameters
+        so that no version shows it does so early, and to all of a parameter.
+        """
+        self._forwards += 1
+        versions = [param.unsharded._version for param in self.params]
+        all_pages = self._was_written or versions != self._unsharded or self._forwards <= _LOOKS or self._forwards % _LOOKS == 0
+        self._unsharded = versions
+        self._was_written |= memory.discard_writes(None if all_pages else self._middles)
 
     def release(self, stream: Stream, readers: Iterable[Stream]) -> None:
         if not self.resident:
@@ -123,7 +164,7 @@ class MappedGather(FlatGather):
         self.pause()
 
     def resume(self) -> None:
-        """This rank reads again what it has launched last. The others may do so at another time: they do not meet."""
+        """This rank reads again what it has launched last."""
         if self._memory is not None and not self.reads:
             self._read(self._number + 1)
 

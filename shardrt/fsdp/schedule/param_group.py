@@ -295,11 +295,14 @@ class ParamGroup:
 
     def invalidate_stale(self) -> None:
         """Free what is gathered, all or a part, if the shards have changed since, by an optimizer for example."""
-        versions = [param.sharded._version for param in self.params]
+        versions = self._shard_versions()
         if (self.ready is not None or self.gather.post_forward_shard is not None) and self._versions != versions:
             self.gather.drop_post_forward_shard(self._streams.gather)
             self.reshard()
         self._versions = versions
+
+    def _shard_versions(self) -> list[int]:
+        return [param.sharded._version for param in self.params]
 
     # ------------------------------------------------------------------ full parameters, in the order of a step
 
@@ -311,7 +314,7 @@ class ParamGroup:
             self.gather.resume()
         elif self.params:
             with during(Step.GATHER, self), outside_transforms():
-                self.ready = self.gather.launch(self._streams.gather)
+                self.ready = self.gather.launch(self._streams.gather, written=self._versions != self._shard_versions())
 
     def wait_unsharded(self) -> None:
         """Let compute wait for the gather, and let the modules see full parameters. No-op if both are done."""
