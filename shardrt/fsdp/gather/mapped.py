@@ -41,7 +41,7 @@ from ..memory.context import Context
 from ..params.param import ShardedParam
 from .gather import AllGather, FlatGather, Pair
 
-_DONE = Work(PAST)  # the gather of a single rank
+DONE = Work(PAST)  # the gather of a single rank
 _RESUMES = 24  # bits for the times that what is gathered is used again without a meeting
 _LOOKS = 16  # forwards
 
@@ -51,7 +51,8 @@ class MappedGather(FlatGather):
 
     _memory: NodeMemory | None = None  # of the node; written by _become_resident()
     _number: int = 0  # that of the newest meeting's call, and how often this rank has begun to read since
-    _met: Work = _DONE  # when the ranks have met before they read; written by launch()
+    reads: bool = False  # this rank may read what it has launched; written by _read() and pause()
+    _met: Work = DONE  # when the ranks have met before they read; written by launch()
     _filled: Sequence[int] = ()  # the versions of the shards that were cast last; written by _cast()
     # Written by _discard_writes().
     _forwards: int = 0
@@ -60,7 +61,6 @@ class MappedGather(FlatGather):
     # Written by attach().
     _context: Context
     _middles: Sequence[int]  # of the parameters, in bytes from the beginning of the gathered buffer
-    reads: bool = False  # this rank may read what it has launched; written by resume() and pause()
 
     @staticmethod
     def suits(params: Sequence[ShardedParam], mesh: DeviceMesh, policies: Policies) -> bool:
@@ -115,8 +115,7 @@ class MappedGather(FlatGather):
     def launch(self, stream: Stream, *, written: bool) -> Work:
         if not self.resident:
             return super().launch(stream, written=written)
-        if self._memory is None:
-            return _DONE
+        assert self._memory is not None, "a single rank needs no launch"
         in_forward = not in_backward()
         if in_forward:
             self._discard_writes(self._memory)
