@@ -308,15 +308,19 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Gather the parameters. No-op if that is done or under way (prefetch), unless shards were written in forward since."""
-        if self.ready is not None and not self.visible.unsharded and not in_backward():
+        if not self.params:
+            return
+        if not self.gather.needs_launch:  # Cost: what follows takes 5 us
+            self.ready = DONE
+            return
+        written = self._versions != self._shard_versions()
+        if written and self.ready is not None and not self.visible.unsharded and not in_backward():
             self.invalidate_stale()
         if self.ready is not None:
             self.gather.resume()
-        elif self.params and not self.gather.needs_launch:  # Cost: what follows takes 5 us
-            self.ready = DONE
-        elif self.params:
-            with during(Step.GATHER, self), outside_transforms():
-                self.ready = self.gather.launch(self._streams.gather, written=self._versions != self._shard_versions())
+            return
+        with during(Step.GATHER, self), outside_transforms():
+            self.ready = self.gather.launch(self._streams.gather, written=written)
 
     def wait_unsharded(self) -> None:
         """Let compute wait for the gather, and let the modules see full parameters. No-op if both are done."""
