@@ -24,7 +24,7 @@ from shardrt.comm.control import hooked
 from shardrt.fsdp.gather.gather import FlatGather
 from shardrt.fsdp.gather.mapped import MappedGather
 from shardrt.tensor import snapshots
-from toys import OddMLP, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens
+from toys import OddMLP, Skipping, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens
 
 
 class Calls(Hook):
@@ -249,6 +249,30 @@ def accumulate(world: World, model: nn.Module, optimizer: torch.optim.Optimizer,
     return losses
 
 
+def two_backwards(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[float]:
+    loss = model(rows(world, step)).square().mean()
+    loss.backward(retain_graph=True)
+    pauses(model)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item()]
+
+
+def two_forwards(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[float]:
+    first, second = (model(rows(world, step, turn)).square().mean() for turn in range(2))
+    (first + second).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [first.item(), second.item()]
+
+
+def leave_out(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[float]:
+    """A block is not used in some steps, and then is."""
+    model.skip = step % 2 == 1
+    return step_plainly(world, model, optimizer, step)
+
+
 def write_by_other_means(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[float]:
     """After a backward, to local tensors that were asked for before the first forward."""
     loss = model(rows(world, step)).square().mean()
@@ -273,6 +297,9 @@ ACTS: dict[str, Act] = {
     "evaluation": evaluate_and_write,
     "no backward": forward_without_backward,
     "accumulation": accumulate,
+    "two backwards": two_backwards,
+    "two forwards": two_forwards,
+    "unused": leave_out,
     "other means": write_by_other_means,
     "generation": generate,
 }
@@ -307,7 +334,7 @@ def run(world: World, case: str, seed: int | None, dtype: torch.dtype | None) ->
     """Train; seed: of the pauses, None for none."""
     random: Any = None if seed is None else Random(1000 * seed + world.rank)
     torch.manual_seed(3)
-    model: Any = paused(OddMLP().double(), random)
+    model: Any = paused((Skipping if case == "unused" else OddMLP)().double(), random)
     if case.startswith("momentum"):
         target = paused(OddMLP().double(), random).requires_grad_(False)
         shard_blocks(target, mp_policy=shardrt.MixedPrecisionPolicy(dtype))
@@ -360,6 +387,30 @@ def test_what_forward_writes_is_gathered(world: World, case: str, node_memory: b
             results.append(run(world, case, None, None))
     assert results[0][0] == results[1][0]
     assert same(results[0][1], results[1][1])
+
+
+@on_ranks(2, 3)
+def test_two_roots_that_take_turns(world: World) -> None:
+    """Each is the other's critic: its gradients flow through the other, whose parameters stay as they are."""
+
+    def play(seed: int | None) -> list[list[torch.Tensor]]:
+        random: Any = None if seed is None else Random(1000 * seed + world.rank)
+        torch.manual_seed(4)
+        players = [shard_blocks(paused(OddMLP().double(), random)) for _ in range(2)]
+        optimizers = [torch.optim.AdamW(player.parameters(), lr=1e-2) for player in players]
+        for step in range(4):
+            for turn, optimizer in enumerate(optimizers):
+                made = players[turn](rows(world, step))
+                players[1 - turn](torch.cat([made, made], 1)[:, :5]).square().mean().backward()
+                optimizer.step()
+                for each in optimizers:
+                    each.zero_grad()
+        return [full(player) for player in players]
+
+    with settings_of(world, node_memory=False):
+        expected = play(None)
+    for seed in range(3):
+        assert all(map(same, play(seed), expected))
 
 
 @on_ranks(2)
@@ -421,7 +472,7 @@ def test_a_write_to_a_gathered_parameter_counts_once(world: World) -> None:
     weight = model.blocks[0].up.weight
     expected = weight.full_tensor()
     x = batch(0)
-    for case in range(3):
+    for case in range(4):
         time.sleep(0.01 * ((world.rank + case) % world.size))
         if case == 0:
             model(x)
@@ -430,6 +481,9 @@ def test_a_write_to_a_gathered_parameter_counts_once(world: World) -> None:
         elif case == 1:
             with shardrt.unsharded(model), torch.no_grad():
                 model.blocks[0].up.weight.mul_(2)
+        elif case == 2:
+            model(x)
+            model.blocks[0].up.weight.data = 2 * model.blocks[0].up.weight.data
         else:
             model.blocks[0].unshard()
             with torch.no_grad():
