@@ -39,6 +39,10 @@ class NodeMemory(ABC):
         """(nbytes,) uint8, the bytes from `start` on, with a storage of its own: to be written by one rank."""
 
     @abstractmethod
+    def take_copy(self) -> None:
+        """Let `private` be this rank's own copy, until `discard_writes`. Cost: 4 us for each page."""
+
+    @abstractmethod
     def discard_writes(self, at: Sequence[int] | None = None) -> bool:
         """Let `private` show again what all ranks see, if it is found to have been written to. Returns: whether it was.
 

@@ -176,6 +176,9 @@ class DryMemory(NodeMemory):
     def part(self, start: int, nbytes: int) -> torch.Tensor:
         return _uncounted(nbytes, torch.uint8)
 
+    def take_copy(self) -> None:
+        """Do nothing: nobody writes."""
+
     def discard_writes(self, at: Sequence[int] | None = None) -> bool:
         return False
 

@@ -98,6 +98,9 @@ class MemoryFile(NodeMemory):
 
     # ------------------------------------------------------------------ what this rank has written for itself
 
+    def take_copy(self) -> None:
+        self.private[::_PAGE].add_(0)  # a page that is written to is copied
+
     def discard_writes(self, at: Sequence[int] | None = None) -> bool:
         address, nbytes = self.private.data_ptr(), self.private.numel()
         if at is None or nbytes <= _FEW_PAGES * _PAGE:

@@ -89,6 +89,11 @@ def wait_to_write(tensors: Iterable[torch.Tensor] | None = None) -> None:
     tensors = None if tensors is None else list(tensors)
     if snapshot is not None and (tensors is None or snapshot.has_any(tensors)):
         snapshot.wait()
+    _wait_for_readers(tensors)
+
+
+def _wait_for_readers(tensors: Iterable[torch.Tensor] | None) -> None:
+    """Wait until other ranks have read these tensors. None: all."""
     places = list(read_elsewhere) if tensors is None else {address(each) for each in tensors if type(each) is torch.Tensor}
     for place in places:
         memory = found() if (found := read_elsewhere.get(place)) is not None else None
@@ -101,4 +106,8 @@ def wait_to_step(optimizer: Optimizer) -> None:
     global captured_a_step
     optimizers.add(optimizer)
     captured_a_step |= is_capturing()
-    wait_to_write()
+    if (snapshot := current) is not None:
+        snapshot.wait()
+    if read_elsewhere:
+        params = (getattr(param, "_local_tensor", param) for group in optimizer.param_groups for param in group["params"])
+        _wait_for_readers(params)

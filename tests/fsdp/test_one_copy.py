@@ -23,7 +23,6 @@ from shardrt.comm.calls import CallList, Hook
 from shardrt.comm.control import hooked
 from shardrt.fsdp.gather.gather import FlatGather
 from shardrt.fsdp.gather.mapped import MappedGather
-from shardrt.tensor import snapshots
 from toys import OddMLP, Skipping, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens
 
 
@@ -125,21 +124,19 @@ def test_training_as_one_process(world: World, kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize("bucket", [0, 1 << 20])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_how_often_the_ranks_meet(world: World, bucket: int, dtype: torch.dtype | None) -> None:
-    """Once in a forward; where parameters are cast, after each cast, for all groups of a bucket at once."""
+    """For each group, or for all groups of a bucket at once."""
     model = shard_blocks(OddMLP(), mp_policy=shardrt.MixedPrecisionPolicy(dtype))
     exchange = world.mesh.communicator("gather").backend._shared_memory
     groups = len(groups_of(model))
     with buckets_of(bucket):
-        model(rows(world, 0).float()).sum().backward()
-        for training in (True, False):
+        with torch.no_grad():
+            model(rows(world, 0).float())
             before = exchange.reached
-            with torch.set_grad_enabled(training), calls() as names:
-                loss = model(rows(world, 0).float()).sum()
-                if training:
-                    loss.backward()
-            assert names.count("barrier") == (1 if dtype is None else groups)
-            times = 1 if dtype is None else groups if bucket == 0 else 2  # the root's, and its bucket's
-            assert exchange.reached - before == 2 * times  # each after a comparison of the calls
+            with calls() as names:
+                model(rows(world, 0).float())
+        assert names == ["barrier"] * groups
+        times = groups if bucket == 0 else 2  # the root's, and its bucket's
+        assert exchange.reached - before == 2 * times  # each after a comparison of the calls
 
 
 # ---------------------------------------------------------------------- the order of reads and writes
@@ -176,7 +173,7 @@ def paused(model: OddMLP, random: Random) -> OddMLP:
 
 
 def pauses(model: nn.Module) -> None:
-    getattr(model, "online", model).out.pause()
+    next(module for module in model.modules() if isinstance(module, Paused)).pause()
 
 
 class WithMomentum(nn.Module):
@@ -273,6 +270,35 @@ def leave_out(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, 
     return step_plainly(world, model, optimizer, step)
 
 
+def write_the_last_first(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[float]:
+    """After forwards, and after a backward that reduces nothing; none of these keeps the ranks together."""
+    params = list(model.parameters())[::-1]
+    losses = []
+    for turn in range(3):
+        with torch.no_grad():
+            losses.append(model(rows(world, step, turn)).sum().item())
+    with torch.no_grad():
+        for param in params:
+            param.mul_(1.01)
+    x = rows(world, step).requires_grad_()
+    model(x).square().sum().backward()
+    with torch.no_grad():
+        for param in params:
+            param.mul_(0.98)
+    optimizer.zero_grad()
+    return [*losses, x.grad.sum().item()]
+
+
+def normalise(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[float]:
+    """What is written to gathered parameters depends on all of them."""
+    losses = step_plainly(world, model, optimizer, step)
+    with torch.no_grad(), shardrt.unsharded(model):
+        for param in model.parameters():
+            pauses(model)
+            param.div_(param.norm() + 0.1)
+    return losses
+
+
 def write_by_other_means(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[float]:
     """After a backward, to local tensors that were asked for before the first forward."""
     loss = model(rows(world, step)).square().mean()
@@ -300,6 +326,9 @@ ACTS: dict[str, Act] = {
     "two backwards": two_backwards,
     "two forwards": two_forwards,
     "unused": leave_out,
+    "last first": write_the_last_first,
+    "last first, kept": write_the_last_first,
+    "normalised": normalise,
     "other means": write_by_other_means,
     "generation": generate,
 }
@@ -335,7 +364,13 @@ def run(world: World, case: str, seed: int | None, dtype: torch.dtype | None) ->
     random: Any = None if seed is None else Random(1000 * seed + world.rank)
     torch.manual_seed(3)
     model: Any = paused((Skipping if case == "unused" else OddMLP)().double(), random)
-    if case.startswith("momentum"):
+    if case.startswith("last first"):  # no parameters of the root come first, and none needs a gradient
+        layers = (model.inp, *(nn.Sequential(block.up, nn.GELU(), block.down) for block in model.blocks), model.out)
+        model = nn.Sequential(*layers).requires_grad_(False)
+        for layer in model:
+            shardrt.fully_shard(layer, mp_policy=shardrt.MixedPrecisionPolicy(dtype), reshard_after_forward="kept" not in case)
+        shardrt.fully_shard(model, mp_policy=shardrt.MixedPrecisionPolicy(dtype))
+    elif case.startswith("momentum"):
         target = paused(OddMLP().double(), random).requires_grad_(False)
         shard_blocks(target, mp_policy=shardrt.MixedPrecisionPolicy(dtype))
         model = WithMomentum(model, target, after=case == "momentum after")
@@ -347,7 +382,7 @@ def run(world: World, case: str, seed: int | None, dtype: torch.dtype | None) ->
             model, mp_policy=shardrt.MixedPrecisionPolicy(dtype), reshard_after_forward=False if case == "kept" else None
         )
     model.locals = [param.to_local() for param in model.parameters()]
-    trainable = [param for param in model.parameters() if param.requires_grad]
+    trainable = [param for param in model.parameters() if param.requires_grad] or [nn.Parameter(torch.zeros(1))]
     optimizer = in_backward(model) if case == "in backward" else torch.optim.AdamW(trainable, lr=1e-2)
     losses = []
     for step in range(4):
@@ -434,7 +469,7 @@ def test_an_optimizer_of_another_model_steps_between_forward_and_backward(world:
             time.sleep(0.05)
         other.step()
         loss.backward()
-    assert not any(found() is not None and found().reads for found in snapshots.read_elsewhere.values())
+    assert all(group.gather.wait_for_readers() for group in groups_of(model))
 
 
 # ---------------------------------------------------------------------- what users do with parameters

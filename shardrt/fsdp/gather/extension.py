@@ -257,7 +257,7 @@ class ExtensionGather(Gather):
         (param,), streams = self.params, context.streams
         streams.begin()  # outside of an iteration: the shard was written on the caller's stream
         with during(Step.GATHER, group):
-            gathered = self.launch(streams.gather, written=False)
+            gathered = self.launch(streams.gather, keeps=False)
         gathered.wait(streams.compute)
         made = self._extension.fsdp_post_all_gather(self._outputs, self._metadata, self._dtypes[0])
         if made is None or made[0].shape != param.shape:

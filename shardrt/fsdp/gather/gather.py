@@ -211,10 +211,10 @@ class Gather(ABC):
         self.drop_post_forward_shard(stream)
         self._post_forward_shards.clear()
 
-    def launch(self, stream: Stream, *, written: bool) -> Work:
+    def launch(self, stream: Stream, *, keeps: bool) -> Work:
         """Gather the shards, or the post-forward shards if a forward has left any, into `full`.
 
-        written: the shards were written to since the iteration began.
+        keeps: what is gathered is kept beyond the root's forward or backward.
         """
         stream.submit(self.full.allocate)
         if self.post_forward_shard is not None:
@@ -254,11 +254,11 @@ class Gather(ABC):
         stream.submit(self.full.release)
 
     def pause(self) -> None:
-        """What stays gathered is not read until resume(): the root's forward or backward is over."""
+        """What stays gathered is not read until resume()."""
         return None
 
-    def resume(self) -> None:
-        """What stays gathered is read from now on."""
+    def resume(self, stream: Stream) -> None:
+        """What has stayed gathered is read from now on."""
         return None
 
     def wait_for_readers(self) -> bool:

@@ -6,15 +6,18 @@ gathered buffer, so the unsharded parameters are views of it. A single rank has 
 | step    | before -> after                                                          | cost                            |
 |---------|--------------------------------------------------------------------------|---------------------------------|
 | attach  | this rank's shards move to their place in the memory of the node         | shards copied, once             |
-| launch  | all ranks have begun this forward: what each has written, all may read   | a barrier in each forward       |
+| launch  | all ranks have come here: what each has written, all may read            | a barrier; nothing is copied    |
 | release | this rank has read: others that write their shards wait for it no more   | nothing                         |
+| pause   | the same, but the modules see the parameters until they are used again   | nothing                         |
+| resume  | as launch                                                                | a barrier                       |
 
-In a backward the ranks do not meet: the shards are those of the forward. They do if a rank finds its own written since the
-iteration began, which all find alike.
+What is kept beyond a forward or backward of the root, and what the user asks for, is copied: ranks then use it at other times,
+without meeting, as they may use what they have gathered.
 Where parameters are gathered in another dtype, the memory of the node has a copy in that dtype. `launch` casts this rank's
 shards to their place in it, at each forward and if they were written since, and the ranks meet afterwards.
-Invariant: a rank writes its shards only while no other reads them. Whoever writes asks (`tensor/snapshots.py`), and at the end
-of a backward the ranks wait for each other's, so that an optimizer may write by whatever means.
+Invariant: a rank writes its shards only while no other reads them. All have said that they read before one of them begins to.
+Whoever writes asks (`tensor/snapshots.py`), and at the end of a backward the ranks wait for each other's, so that an optimizer
+may write by whatever means.
 
 Where one writes to gathered parameters, it is on pages of its own (copy on write), which the gather of a later forward gives
 up; on a single rank these are the shards.
@@ -23,6 +26,7 @@ up; on a single rank these are the shards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from functools import partial
 from weakref import ref
 
@@ -42,25 +46,29 @@ from ..params.param import ShardedParam
 from .gather import AllGather, FlatGather, Pair
 
 DONE = Work(PAST)  # the gather of a single rank
-_RESUMES = 24  # bits for the times that what is gathered is used again without a meeting
 _LOOKS = 16  # forwards
+
+
+class Reading(Enum):
+    """What the modules of this rank read."""
+
+    NOTHING = auto()
+    SHARED = auto()  # the memory of the node: others must not write theirs
+    COPY = auto()  # a copy of their own
 
 
 class MappedGather(FlatGather):
     """Gathers nothing where all ranks are on one node, or where there is one. Elsewhere, as a `FlatGather`."""
 
     _memory: NodeMemory | None = None  # of the node; written by _become_resident()
-    _number: int = 0  # that of the newest meeting's call, and how often this rank has begun to read since
-    reads: bool = False  # this rank may read what it has launched; written by _read() and pause()
-    _met: Work = DONE  # when the ranks have met before they read; written by launch()
+    _state: Reading = Reading.NOTHING  # written by _meet(), fill_unsharded(), pause() and release()
+    _keeps: bool = False  # what was launched is kept; written by launch()
     _filled: Sequence[int] = ()  # the versions of the shards that were cast last; written by _cast()
     # Written by _discard_writes().
     _forwards: int = 0
     _unsharded: Sequence[int] = ()  # versions of the gathered parameters
     _was_written: bool = False  # private pages were found, so there may be some after each forward
-    # Written by attach().
-    _context: Context
-    _middles: Sequence[int]  # of the parameters, in bytes from the beginning of the gathered buffer
+    _middles: Sequence[int]  # of the parameters, in bytes from the beginning of the gathered buffer; written by attach()
 
     @staticmethod
     def suits(params: Sequence[ShardedParam], mesh: DeviceMesh, policies: Policies) -> bool:
@@ -85,7 +93,8 @@ class MappedGather(FlatGather):
 
     def attach(self, context: Context, settings: StepSettings, window: AllGather | None, group: HasName) -> None:
         super().attach(context, settings, window, group)
-        self._context, self._middles = context, [placed.offset + placed.spec.nbytes // 2 for placed in self.layout.placed]
+        self._middles = [placed.offset + placed.spec.nbytes // 2 for placed in self.layout.placed]
+        self._unsharded = ()
 
     def _own_part(self, memory: NodeMemory) -> torch.Tensor:
         size = self.layout.segment_nbytes
@@ -103,7 +112,7 @@ class MappedGather(FlatGather):
         return LastingBuffer(self._flat_shard if self._memory is None else self._memory.private, self._buffers), []
 
     def _make_own_views(self) -> None:
-        if self._memory is None or not self._casts:
+        if not self.resident or self._memory is None or not self._casts:
             super()._make_own_views()
         else:
             self._own_views = self._views_of_own(LastingBuffer(self._own_part(self._memory), self._buffers), 0)
@@ -112,38 +121,41 @@ class MappedGather(FlatGather):
     def needs_launch(self) -> bool:
         return not self.resident or self._memory is not None
 
-    def launch(self, stream: Stream, *, written: bool) -> Work:
+    def launch(self, stream: Stream, *, keeps: bool) -> Work:
         if not self.resident:
-            return super().launch(stream, written=written)
+            return super().launch(stream, keeps=keeps)
         assert self._memory is not None, "a single rank needs no launch"
         in_forward = not in_backward()
         if in_forward:
             self._discard_writes(self._memory)
-        casts = self._casts and self._cast(stream, anew=in_forward)
-        met = self._context.met
-        if not casts and not written and (not in_forward or (met is not None and self.comm in met)):
-            number, self._met = (0, self._met) if met is None else met.get(self.comm, (0, self._met))
-            self._read(max(number, self._number + 1))
-            return self._met
-        number = self.comm.number + 1 << _RESUMES
-        self._read(number)
-        self._met = self.comm.barrier(stream=stream)
-        if met is not None and not casts:
-            met.setdefault(self.comm, (number, self._met))
-        return self._met
+        if self._casts:
+            self._cast(stream, anew=in_forward)
+        self._keeps = keeps
+        return self._meet(stream)
 
-    def _cast(self, stream: Stream, *, anew: bool) -> bool:
-        """Cast the shards to where all ranks read them. anew: also if, as far as can be told, they have not changed.
+    def _meet(self, stream: Stream) -> Work:
+        """Read, once all ranks have come here. A rank that comes later has not begun, but others know that it will."""
+        assert self._memory is not None, "it is resident"
+        self._memory.begin_reading(self.comm.number + 1)
+        self._state = Reading.SHARED
+        if not self._casts:
+            snapshots.read_elsewhere[snapshots.address(self._flat_shard)] = ref(self)
+        return self.comm.barrier(stream=stream)
 
-        Returns: whether it does.
-        """
+    def fill_unsharded(self, stream: Stream) -> None:
+        """Take a copy of what is kept, which others do not write."""
+        if self._memory is not None and self._keeps and self._state is Reading.SHARED:
+            self._memory.take_copy()
+            self._memory.end_reading()
+            self._state = Reading.COPY
+
+    def _cast(self, stream: Stream, *, anew: bool) -> None:
+        """Cast the shards to where all ranks read them. anew: also if, as far as can be told, they have not changed."""
         versions = [local._version for local in self._locals]
-        if not anew and versions == self._filled:
-            return False
-        self.wait_for_readers()
-        stream.submit(self._fill_own)
-        self._filled = versions
-        return True
+        if anew or versions != self._filled:
+            self.wait_for_readers()
+            stream.submit(self._fill_own)
+            self._filled = versions
 
     def _discard_writes(self, memory: NodeMemory) -> None:
         """Give up what was written to gathered parameters. It is seen by their versions, or on their pages.
@@ -160,30 +172,26 @@ class MappedGather(FlatGather):
     def release(self, stream: Stream, readers: Iterable[Stream]) -> None:
         if not self.resident:
             super().release(stream, readers)
-        self.pause()
-
-    def resume(self) -> None:
-        """This rank reads again what it has launched last."""
-        if self._memory is not None and not self.reads:
-            self._read(self._number + 1)
-
-    def _read(self, number: int) -> None:
-        """From now on the modules read. They run on the caller's thread, as all that computes on the host."""
-        assert self._memory is not None, "it is resident"
-        self._memory.begin_reading(number)
-        self._number, self.reads = number, True
-        if not self._casts:
-            snapshots.read_elsewhere[snapshots.address(self._flat_shard)] = ref(self)
+            return
+        assert self._memory is not None, "a single rank releases nothing"
+        if self._state is Reading.COPY:
+            stream.submit(self._memory.discard_writes)
+        self._memory.end_reading()
+        self._state = Reading.NOTHING
 
     def pause(self) -> None:
-        """This rank reads nothing until the next launch() or resume()."""
-        if self._memory is not None and self.reads:
+        if self._memory is not None and self._state is Reading.SHARED:
             self._memory.end_reading()
-            self.reads = False
+            self._state = Reading.NOTHING
+
+    def resume(self, stream: Stream) -> None:
+        """The ranks meet again: one that has paused longer than others would not be known to read."""
+        if self._memory is not None and self._state is Reading.NOTHING:
+            self._meet(stream).synchronize()
 
     def wait_for_readers(self) -> bool:
         """Wait until the other ranks have read what this one has read last. Returns: False if this one still does."""
-        if self.reads:
+        if self._state is Reading.SHARED:
             return False
         if self._memory is not None:
             self.comm.wait_for_readers(self._memory)

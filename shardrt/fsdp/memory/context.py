@@ -65,15 +65,13 @@ class Context:
     streams: Streams
     memory: MemoryCounter  # of all buffers of the groups
     pool: comm.Pool | None  # from which full parameters are allocated
-    # While the root's forward runs: where the ranks have met in it, and the number of that call; None else. Runtime writes it
-    met: dict[comm.Communicator, tuple[int, comm.Work]] | None
     _comm_buffer: CommBuffer | None  # written by make_comm_buffer()
 
     def __init__(self, device: torch.device, *, replicas: bool) -> None:
         self.memory = MemoryCounter()
         self.pool = comm.new_pool(device)
         self.streams = Streams(device, replicas=replicas)
-        self._comm_buffer, self.met = None, None
+        self._comm_buffer = None
 
     @staticmethod
     def is_large(nbytes: int) -> bool:

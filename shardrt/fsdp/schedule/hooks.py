@@ -95,6 +95,8 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
             _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
             if last and not used_next and not runtime.keeps_gathered:
                 group.finish_forward()
+        if last and group.ready is not None:
+            group.gather.pause()
         if group is runtime.root:
             runtime.end_forward()
         elif group.visible.unsharded and runtime.root.calls.phase is GroupPhase.IDLE:  # outside the root's forward

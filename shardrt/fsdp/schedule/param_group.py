@@ -21,6 +21,7 @@ reduced in `reduce/`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -32,7 +33,7 @@ from ...comm import Communicator, DeviceMesh, Stream, Work
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import set_group
 from ...torch_internals import in_backward, outside_transforms
-from ..base.autograd import BackwardProgress, ModuleCalls
+from ..base.autograd import BackwardProgress, GroupPhase, ModuleCalls
 from ..base.events import Step, during
 from ..base.policy import MixedPrecisionPolicy, Policies, QuantizationPolicy, RootSettings, StepSettings
 from ..gather.coded import QuantizedGather
@@ -295,14 +296,11 @@ class ParamGroup:
 
     def invalidate_stale(self) -> None:
         """Free what is gathered, all or a part, if the shards have changed since, by an optimizer for example."""
-        versions = self._shard_versions()
+        versions = [param.sharded._version for param in self.params]
         if (self.ready is not None or self.gather.post_forward_shard is not None) and self._versions != versions:
             self.gather.drop_post_forward_shard(self._streams.gather)
             self.reshard()
         self._versions = versions
-
-    def _shard_versions(self) -> list[int]:
-        return [param.sharded._version for param in self.params]
 
     # ------------------------------------------------------------------ full parameters, in the order of a step
 
@@ -313,14 +311,21 @@ class ParamGroup:
         if not self.gather.needs_launch:  # Cost: what follows takes 5 us
             self.ready = DONE
             return
-        written = self._versions != self._shard_versions()
-        if written and self.ready is not None and not self.visible.unsharded and not in_backward():
+        if self.ready is not None and not self.visible.unsharded and not in_backward():
             self.invalidate_stale()
-        if self.ready is not None:
-            self.gather.resume()
-            return
-        with during(Step.GATHER, self), outside_transforms():
-            self.ready = self.gather.launch(self._streams.gather, written=written)
+        with during(Step.GATHER, self) if self.ready is None else nullcontext(), outside_transforms():
+            if self.ready is None:
+                self.ready = self.gather.launch(self._streams.gather, keeps=self._keeps_gathered)
+            else:
+                self.gather.resume(self._streams.gather)
+
+    @property
+    def _keeps_gathered(self) -> bool:
+        """Whether what is gathered now is kept beyond the root's forward or backward, or is for the user."""
+        settings = self.settings
+        if settings.reshard_after_forward is False or not settings.reshard_after_backward or settings.user_has_unsharded:
+            return True
+        return not in_backward() and self.root.calls.phase is GroupPhase.IDLE
 
     def wait_unsharded(self) -> None:
         """Let compute wait for the gather, and let the modules see full parameters. No-op if both are done."""
@@ -382,8 +387,7 @@ class ParamGroup:
             self.visible.expose()
         else:
             self.visible.show_sharded()
-        if not self.settings.user_has_unsharded:
-            self.gather.pause()
+        self.gather.pause()
 
     def finish_backward(self, *, is_needed: bool) -> None:
         """Reshard after the parameters' last use in a backward. If they are to stay gathered, only let the modules see shards.

@@ -128,7 +128,6 @@ class Runtime(context.Context):
 
     def _begin_iteration(self) -> None:
         self._forwards += 1
-        self.met = {}
         if not malloc.keeps and self._has_allocated():
             malloc.trim()
             malloc.keep_freed_memory()
@@ -159,7 +158,6 @@ class Runtime(context.Context):
 
     def end_forward(self) -> None:
         """The root's forward is over: free what was gathered ahead and not used."""
-        self.met = None
         for group in self.groups:
             stays = self.keeps_gathered or torch.is_grad_enabled() or not group.reshards_after_forward
             if group.visible.unsharded and stays:
@@ -303,7 +301,7 @@ class Runtime(context.Context):
 
     def reset(self) -> None:
         """Forget a failed iteration: wait for everything under way, and shard all groups again."""
-        self._end, self.keeps_gathered, self.met = End.REACHED, False, None
+        self._end, self.keeps_gathered = End.REACHED, False
         events.end(Step.BACKWARD)
         self.prefetch = PrefetchQueue(self.streams.gather)  # what it has recorded may differ between ranks
         self.streams.recover()
