@@ -3,13 +3,14 @@
 The ranks of a node keep their shards side by side, in memory that all of them map (`NodeMemory`). It has the layout of the
 gathered buffer, so the unsharded parameters are views of it. A single rank has all of it anyway, on any device.
 
-| step    | before -> after                                                          | cost                            |
-|---------|--------------------------------------------------------------------------|---------------------------------|
-| attach  | this rank's shards move to their place in the memory of the node         | shards copied, once             |
-| launch  | all ranks have come here: what each has written, all may read            | a barrier; nothing is copied    |
-| release | this rank has read: others that write their shards wait for it no more   | nothing                         |
-| pause   | the same, but the modules see the parameters until they are used again   | nothing                         |
-| resume  | as launch                                                                | a barrier                       |
+| step           | before -> after                                                        | cost                         |
+|----------------|------------------------------------------------------------------------|------------------------------|
+| attach         | this rank's shards move to their place in the memory of the node       | shards copied, once          |
+| launch         | all ranks have come here: what each has written, all may read          | a barrier; nothing is copied |
+| fill_unsharded | what is kept becomes a copy of this rank's own                         | its pages copied             |
+| release        | this rank has read: others that write their shards wait for it no more | nothing                      |
+| pause          | the same, but the modules see the parameters until they are used again | nothing                      |
+| resume         | as launch                                                              | a barrier                    |
 
 What is kept beyond a forward or backward of the root, and what the user asks for, is copied: ranks then use it at other times,
 without meeting, as they may use what they have gathered.
