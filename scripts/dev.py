@@ -215,7 +215,8 @@ def run_pytest(venv: Venv, *arguments: str, **variables: str) -> int:
 def test_without_buckets() -> int:
     """Run tests of modules and training, on several ranks, with groups that are all large ones."""
     several = ("-k", "2ranks or 3ranks")
-    return run(MPICH, "pytest", *SIDE_BY_SIDE, *WITHOUT_BUCKETS, *several, SHARDRT_TEST_BUCKET_BYTES="1")
+    others = {"SHARDRT_TEST_BUCKET_BYTES": "1", "SHARDRT_NODE_MEMORY": "0"}
+    return run(MPICH, "pytest", *SIDE_BY_SIDE, *WITHOUT_BUCKETS, *several, **others)
 
 
 def test_on_stand_in() -> int:

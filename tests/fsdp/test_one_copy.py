@@ -424,6 +424,33 @@ def test_what_forward_writes_is_gathered(world: World, case: str, node_memory: b
     assert same(results[0][1], results[1][1])
 
 
+class WritesAndUnshards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor, pause: float) -> torch.Tensor:
+        time.sleep(pause)
+        with torch.no_grad():
+            self.inner.weight.mul_(0.5)
+        self.inner.unshard()
+        return self.inner(x)
+
+
+@on_ranks(2, 3)
+def test_a_forward_that_writes_and_then_unshards(world: World) -> None:
+    torch.manual_seed(5)
+    model = WritesAndUnshards().double()
+    weight, bias = model.inner.weight.detach().clone(), model.inner.bias.detach().clone()
+    shardrt.fully_shard(model.inner)
+    shardrt.fully_shard(model)
+    x = batch(0).repeat(1, 2)[:, :9]
+    for step in range(1, 5):
+        out = model(x, 0.02 * ((world.rank + step) % world.size))
+        assert torch.equal(out, nn.functional.linear(x, weight * 0.5**step, bias))
+        out.sum().backward()
+
+
 @on_ranks(2, 3)
 def test_two_roots_that_take_turns(world: World) -> None:
     """Each is the other's critic: its gradients flow through the other, whose parameters stay as they are."""
