@@ -253,12 +253,17 @@ class Gather(ABC):
             stream.wait(reader.record())
         stream.submit(self.full.release)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether what stays gathered has to be resumed before it is read."""
+        return False
+
     def pause(self) -> None:
         """What stays gathered is not read until resume()."""
         return None
 
     def resume(self, stream: Stream) -> None:
-        """What has stayed gathered is read from now on."""
+        """What has stayed gathered is read from now on. Only if it is paused."""
         return None
 
     def wait_for_readers(self) -> bool:

@@ -180,6 +180,10 @@ class MappedGather(FlatGather):
         self._memory.end_reading()
         self._state = Reading.NOTHING
 
+    @property
+    def is_paused(self) -> bool:
+        return self._memory is not None and self._state is Reading.NOTHING
+
     def pause(self) -> None:
         if self._memory is not None and self._state is Reading.SHARED:
             self._memory.end_reading()
@@ -187,8 +191,7 @@ class MappedGather(FlatGather):
 
     def resume(self, stream: Stream) -> None:
         """The ranks meet again: one that has paused longer than others would not be known to read."""
-        if self._memory is not None and self._state is Reading.NOTHING:
-            self._meet(stream).synchronize()
+        self._meet(stream).synchronize()
 
     def wait_for_readers(self) -> bool:
         """Wait until the other ranks have read what this one has read last. Returns: False if this one still does."""

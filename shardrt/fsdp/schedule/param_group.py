@@ -21,7 +21,6 @@ reduced in `reduce/`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -313,7 +312,9 @@ class ParamGroup:
             return
         if self.ready is not None and not self.visible.unsharded and not in_backward():
             self.invalidate_stale()
-        with during(Step.GATHER, self) if self.ready is None else nullcontext(), outside_transforms():
+        if self.ready is not None and not self.gather.is_paused:
+            return
+        with during(Step.GATHER, self), outside_transforms():
             if self.ready is None:
                 self.ready = self.gather.launch(self._streams.gather, keeps=self._keeps_gathered)
             else:
