@@ -171,8 +171,7 @@ class MpiBackend(Backend):
             return
         sends = [(call.inp, _peer(call)) for call in calls if call.name == "send" and call.inp is not None]
         receives = [(call.out, _peer(call)) for call in calls if call.name == "recv" and call.out is not None]
-        barriers = [call for call in calls if call.name == "barrier"]  # of which one is enough
-        collectives = [call for call in calls if call.name not in ("send", "recv") and call not in barriers[1:]]
+        collectives = [call for call in calls if call.name not in ("send", "recv")]
         self._pairs.run(sends, receives, partial(self._run_batches, collectives))
 
     def _run_batches(self, calls: Sequence[CollectiveCall]) -> None:
@@ -180,10 +179,14 @@ class MpiBackend(Backend):
             self._run_batch(batch)
 
     def _batches(self, calls: Sequence[CollectiveCall]) -> Iterator[list[CollectiveCall]]:
-        """Small calls that share an exchange, and each of the others by itself, in order."""
+        """Small calls that share an exchange, and each of the others by itself, in order. One barrier does for all."""
         batch: list[CollectiveCall] = []
-        taken = 0
+        taken, has_barrier = 0, False
         for call in calls:
+            if call.name == "barrier":
+                if has_barrier:
+                    continue
+                has_barrier = True
             small = self._shared_memory is not None and _takes_small_path(call)
             size = aligned_size(call.inp.nbytes) if small and call.inp is not None else _EXCHANGE_NBYTES + 1
             if batch and taken + size > _EXCHANGE_NBYTES:

@@ -65,7 +65,7 @@ class ReadElsewhere(Protocol):
         """Wait until they have read. False if this rank itself still reads what they do: then nobody can wait."""
 
 
-# By the address of the storage; those that nobody reads any more, as far as is known, are left out.
+# By the address of the storage; without those that are known to be read by nobody. Written by the readers.
 read_elsewhere: dict[int, ref[ReadElsewhere]] = {}
 
 current: Snapshot | None = None  # the one under way; written by Snapshot, in any thread
@@ -96,9 +96,12 @@ def _wait_for_readers(tensors: Iterable[torch.Tensor] | None) -> None:
     """Wait until other ranks have read these tensors. None: all."""
     places = list(read_elsewhere) if tensors is None else {address(each) for each in tensors if type(each) is torch.Tensor}
     for place in places:
-        memory = found() if (found := read_elsewhere.get(place)) is not None else None
-        if memory is None or memory.wait_for_readers():
-            read_elsewhere.pop(place, None)
+        if (found := read_elsewhere.get(place)) is None:
+            continue
+        if (memory := found()) is None:
+            del read_elsewhere[place]  # its model is gone
+        else:
+            memory.wait_for_readers()
 
 
 def wait_to_step(optimizer: Optimizer) -> None:

@@ -3,11 +3,11 @@
 import copy
 import io
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,30 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import shardrt
-from observers import observing_memory
+from observers import observing_calls, observing_memory
 from ranks import on_ranks, run_script, settings_of
 from shardrt.comm import Work, World
-from shardrt.comm.calls import CallList, Hook
-from shardrt.comm.control import hooked
 from shardrt.fsdp.gather.gather import FlatGather
 from shardrt.fsdp.gather.mapped import MappedGather
 from toys import OddMLP, Skipping, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens
-
-
-class Calls(Hook):
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def called(self, calls: CallList, work: Work) -> None:
-        self.names += [call.name for call in calls]
-
-
-@contextmanager
-def calls() -> Iterator[list[str]]:
-    """The names of the collectives of the block."""
-    watch = Calls()
-    with hooked(watch):
-        yield watch.names
 
 
 def groups_of(model: nn.Module) -> list[Any]:
@@ -64,7 +46,7 @@ def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 # ---------------------------------------------------------------------- what is gathered: nothing
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, more=(4,))
 @pytest.mark.parametrize("dtypes", [(None, None), (torch.bfloat16, torch.float32), (torch.float64, None)])
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}])
 def test_the_bits_of_ranks_with_copies(
@@ -81,7 +63,7 @@ def test_the_bits_of_ranks_with_copies(
             settings_of(world, node_memory=node_memory),
             buckets_of(0),
             observing_memory(lambda kind, _, nbytes, seen=gathered: seen.append(nbytes) if kind.value == "gathered" else None),
-            calls() as names,
+            observing_calls() as names,
         ):
             shard_blocks(model, mp_policy=policy, **options)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -132,7 +114,7 @@ def test_how_often_the_ranks_meet(world: World, bucket: int, dtype: torch.dtype 
         with torch.no_grad():
             model(rows(world, 0).float())
             before = exchange.reached
-            with calls() as names:
+            with observing_calls() as names:
                 model(rows(world, 0).float())
         assert names == ["barrier"] * groups
         times = groups if bucket == 0 else 2  # the root's, and its bucket's
@@ -393,9 +375,8 @@ def run(world: World, case: str, seed: int | None, dtype: torch.dtype | None) ->
 CASES = [*ACTS, "kept", "recomputation", "frozen", "in backward", "momentum before", "momentum after"]
 
 
-@on_ranks(2, 3, more=(4,))
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-@pytest.mark.parametrize("bucket", [0, 1 << 20])
+@on_ranks(2, more=(3, 4))
+@pytest.mark.parametrize(("bucket", "dtype"), [(0, None), (1 << 20, None), (0, torch.float32)])
 @pytest.mark.parametrize("case", CASES)
 def test_under_a_random_schedule(world: World, case: str, bucket: int, dtype: torch.dtype | None) -> None:
     """Ranks stand still at any moment, for any time: losses and parameters are those of ranks with copies, to the bit.
@@ -476,12 +457,12 @@ def test_two_roots_that_take_turns(world: World) -> None:
 
 
 @on_ranks(2)
-def test_what_happens_where_nobody_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_happens_where_nobody_waits(world: World) -> None:
     """Without the waits the test above fails, so its pauses are long enough."""
     with settings_of(world, node_memory=False):
         expected = run(world, "evaluation", None, None)
-    monkeypatch.setattr(MappedGather, "wait_for_readers", lambda self: True)
-    found = [run(world, "evaluation", seed, None)[0] == expected[0] for seed in range(5)]
+    with mock.patch.object(MappedGather, "wait_for_readers", return_value=True):
+        found = [run(world, "evaluation", seed, None)[0] == expected[0] for seed in range(5)]
     assert not all(all(of_rank) for of_rank in world.comm.exchange(found))
 
 
@@ -638,22 +619,31 @@ def test_a_custom_all_gather_gathers(world: World) -> None:
             self.used += 1
             return comm.all_gather(out, inp, stream=stream)
 
-    model, gathers = shard_blocks(OddMLP()), Gathers()
-    model.set_custom_all_gather(gathers)
-    loss_of(model, batch(0).float()).backward()
-    assert gathers.used
-    assert not model.param_group.gather.resident
+    whole = OddMLP()
+    model, gathers = shard_blocks(copy.deepcopy(whole)), Gathers()
+    for custom in (False, True, False):  # groups that keep their parameters leave the runtime, and come again
+        model.blocks[0].double().float()
+        model.set_custom_all_gather(gathers if custom else None)
+        used = gathers.used
+        for _ in range(2):
+            loss_of(model, rows(world, 0).float()).backward()
+        assert (gathers.used > used) is custom
+        assert model.param_group.gather.resident is not custom
+        with torch.no_grad():
+            for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+                param.add_(1)
+                expected.add_(1)
+    for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), expected)
 
 
 @on_ranks(2)
-def test_where_the_node_has_no_such_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_node_has_no_such_memory(world: World) -> None:
     """Ranks gather copies: also if only one of them cannot map it."""
     from shardrt.comm.backends import node_memory
 
-    if world.rank == 1:
-        monkeypatch.setattr(node_memory, "_shows_writes", lambda: False)
     model = shard_blocks(OddMLP())
-    with calls() as names:
+    with mock.patch.object(node_memory, "_shows_writes", return_value=world.rank == 0), observing_calls() as names:
         loss_of(model, rows(world, 0).float()).backward()
     assert "all_gather" in names
     assert not any(group.gather.resident for group in groups_of(model))

@@ -15,37 +15,25 @@ from torch.utils.checkpoint import checkpoint
 
 import shardrt
 import toys_tp
-from observers import observing_memory
+from observers import observing_calls, observing_memory
 from ranks import on_ranks
 from shardrt.comm import Communicator, Event, Stream, Work, World
-from shardrt.comm.calls import CallList, Hook
-from shardrt.comm.control import hooked
 from shardrt.fsdp.base.events import BufferKind
 from shardrt.parallel import parallelize_module
 from toys import OddMLP, TiedGPT, UsedTwice, batch, buckets_of, loss_of, shard_blocks, tokens, warns_of_create_graph
 
 
-class Calls(Hook):
-    """The names of the collectives that are called."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def called(self, calls: CallList, work: Work) -> None:
-        self.names += [call.name for call in calls]
-
-
 @contextmanager
 def watched() -> Iterator[tuple[list[str], dict[BufferKind, int]]]:
     """The collectives of the block, and the most bytes that buffers of each kind have had at a time."""
-    calls, now, most = Calls(), dict.fromkeys(BufferKind, 0), dict.fromkeys(BufferKind, 0)
+    now, most = dict.fromkeys(BufferKind, 0), dict.fromkeys(BufferKind, 0)
 
     def changed(kind: BufferKind, group: object, nbytes: int) -> None:
         now[kind] += nbytes
         most[kind] = max(most[kind], now[kind])
 
-    with observing_memory(changed), hooked(calls):
-        yield calls.names, most
+    with observing_memory(changed), observing_calls() as names:
+        yield names, most
 
 
 def train(model: nn.Module, rows: Callable[[int], torch.Tensor], microbatches: int = 1) -> None:

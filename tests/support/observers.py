@@ -1,12 +1,15 @@
-"""Functions that are told of what happens to groups."""
+"""What happens to groups, and which collectives are called."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from shardrt.comm import Work
+from shardrt.comm.calls import CallList, Hook
+from shardrt.comm.control import hooked
 from shardrt.fsdp.base.events import BufferKind, HasName, Observer, observing
 
 
@@ -23,3 +26,19 @@ def observing_gradients(told: Callable[[HasName, torch.UntypedStorage], object])
     observer = Observer()
     observer.gradients_made = told  # type: ignore[method-assign,assignment]
     return observing(observer)
+
+
+class _Names(Hook):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def called(self, calls: CallList, work: Work) -> None:
+        self.names += [call.name for call in calls]
+
+
+@contextmanager
+def observing_calls() -> Iterator[list[str]]:
+    """The names of the collectives that are called in the block."""
+    watch = _Names()
+    with hooked(watch):
+        yield watch.names

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Client
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -43,13 +44,24 @@ def main() -> None:
                 return
             torch.manual_seed(0)
             try:
-                with tensors_on(world.device):
+                with patches_undone(parameters), tensors_on(world.device):
                     getattr(importlib.import_module(module), body).__wrapped__(world, **parameters)
                 if races := take_races():
                     raise AssertionError(f"streams have raced:\n{races}")
                 connection.send(None)
             except BaseException:
                 connection.send(traceback.format_exc() + take_races())
+
+
+@contextmanager
+def patches_undone(parameters: dict[str, Any]) -> Iterator[None]:
+    """Undo at the end of a body what it patches with its copy of the `monkeypatch` fixture: other bodies follow."""
+    try:
+        yield
+    finally:
+        for value in parameters.values():
+            if isinstance(value, pytest.MonkeyPatch):
+                value.undo()
 
 
 @contextmanager

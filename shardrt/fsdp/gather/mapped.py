@@ -69,7 +69,9 @@ class MappedGather(FlatGather):
     _forwards: int = 0
     _unsharded: Sequence[int] = ()  # versions of the gathered parameters
     _was_written: bool = False  # private pages were found, so there may be some after each forward
-    _middles: Sequence[int]  # of the parameters, in bytes from the beginning of the gathered buffer; written by attach()
+    # Written by attach().
+    _address: int  # of the shards' storage
+    _middles: Sequence[int]  # of the parameters, in bytes from the beginning of the gathered buffer
 
     @staticmethod
     def suits(params: Sequence[ShardedParam], mesh: DeviceMesh, policies: Policies) -> bool:
@@ -94,6 +96,9 @@ class MappedGather(FlatGather):
 
     def attach(self, context: Context, settings: StepSettings, window: AllGather | None, group: HasName) -> None:
         super().attach(context, settings, window, group)
+        if not self.resident:
+            self._memory = None  # a custom all-gather came later; the shards stay where they are
+        self._address = snapshots.address(self._flat_shard)
         self._middles = [placed.offset + placed.spec.nbytes // 2 for placed in self.layout.placed]
         self._unsharded = ()
 
@@ -140,7 +145,7 @@ class MappedGather(FlatGather):
         self._memory.begin_reading(self.comm.number + 1)
         self._state = Reading.SHARED
         if not self._casts:
-            snapshots.read_elsewhere[snapshots.address(self._flat_shard)] = ref(self)
+            snapshots.read_elsewhere[self._address] = ref(self)
         return self.comm.barrier(stream=stream)
 
     def fill_unsharded(self, stream: Stream) -> None:
@@ -199,6 +204,7 @@ class MappedGather(FlatGather):
             return False
         if self._memory is not None:
             self.comm.wait_for_readers(self._memory)
+            snapshots.read_elsewhere.pop(self._address, None)
         return True
 
 
