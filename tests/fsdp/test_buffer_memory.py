@@ -399,6 +399,7 @@ def test_summary(world: World) -> None:
 
 
 @on_ranks(2)
+@with_copies
 def test_a_summary_tells_what_is_in_use_from_what_the_allocator_holds(world: World) -> None:
     def held() -> float:
         found = re.search(r"of it ([\d.]+) (B|KiB|MiB|GiB) held", shardrt.memory_summary(model))
