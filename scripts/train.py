@@ -216,7 +216,7 @@ class Trainer:
         )
         parameters = self.model.parameters()
         decay = options.weight_decay
-        self.optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=decay)
+        self.optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=decay, fused=True)
 
     def step(self, step: int) -> Step:
         """One optimizer step on global batch `step`."""

@@ -151,7 +151,7 @@ class MpiBackend(Backend):
 
     def node_memory(self, nbytes: int) -> MemoryFile | None:
         assert self._shared_memory is not None, "it has node memory"
-        made = MemoryFile.create(self._comm, nbytes, self._shared_memory.fence)
+        made = MemoryFile.create(self._comm, nbytes)
         if made is not None:
             self._memories.add(made)
         return made

@@ -6,13 +6,14 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 
 import torch
 from mpi4py import MPI
 
 from ..backend import NodeMemory
+from .memory_files import bytes_in, fence, map_file, opened, tensor_in
 from .waiting import looks
 
 _PAGE = mmap.PAGESIZE
@@ -38,30 +39,30 @@ class MemoryFile(NodeMemory):
     _newest: int  # of what this rank has read last
 
     @classmethod
-    def create(cls, comm: MPI.Comm, nbytes: int, fence: Callable[[], object]) -> MemoryFile | None:
+    def create(cls, comm: MPI.Comm, nbytes: int) -> MemoryFile | None:
         """Memory of the ranks of `comm`, which are on one node. Collective; None, on every rank, where it cannot be had.
 
         Cost: 0.2 ms, and pages once they are written.
         """
         made = None
-        with _opened(comm, _words_at(nbytes) + comm.Get_size() * _WORD_NBYTES) as path:
+        with opened(comm, _words_at(nbytes) + comm.Get_size() * _WORD_NBYTES) as path:
             if path is not None and _shows_writes():
                 with suppress(OSError, RuntimeError):  # where address space is limited
-                    made = cls(comm, path, nbytes, fence)
+                    made = cls(comm, path, nbytes)
             everywhere = min(comm.allgather(made is not None))
         return made if everywhere else None
 
-    def __init__(self, comm: MPI.Comm, path: str, nbytes: int, fence: Callable[[], object]) -> None:
+    def __init__(self, comm: MPI.Comm, path: str, nbytes: int) -> None:
         """path: that of the file, which is large enough."""
-        self._comm, self._rank, self._fence, self._newest = comm, comm.Get_rank(), fence, 0
+        self._comm, self._rank, self._fence, self._newest = comm, comm.Get_rank(), fence(), 0
         start, ranks = _words_at(nbytes), comm.Get_size()
-        self._shared = _map(path, start + ranks * _WORD_NBYTES, shared=True)
-        self.private = _tensor_in(_map(path, start, shared=False), 0, nbytes)
-        words = memoryview(_bytes_in(self._shared, start, ranks * _WORD_NBYTES)).cast("B").cast("q")
+        self._shared = map_file(path, start + ranks * _WORD_NBYTES, shared=True)
+        self.private = tensor_in(map_file(path, start, shared=False), 0, nbytes)
+        words = memoryview(bytes_in(self._shared, start, ranks * _WORD_NBYTES)).cast("B").cast("q")
         self._words = [words[at : at + 1] for at in range(0, len(words), _WORD_NBYTES // words.itemsize)]
 
     def part(self, start: int, nbytes: int) -> torch.Tensor:
-        return _tensor_in(self._shared, start, nbytes)
+        return tensor_in(self._shared, start, nbytes)
 
     # ------------------------------------------------------------------ who reads
 
@@ -94,7 +95,7 @@ class MemoryFile(NodeMemory):
     def close(self) -> None:
         """Nobody waits for anybody any more: the communicator is about to be freed. Collective."""
         self.end_reading()
-        self._newest, self._fence = 0, _nothing
+        self._newest = 0
 
     # ------------------------------------------------------------------ what this rank has written for itself
 
@@ -112,55 +113,9 @@ class MemoryFile(NodeMemory):
         return found
 
 
-def _nothing() -> None:
-    """The fence of ranks that communicate no more."""
-
-
 def _words_at(nbytes: int) -> int:
     """Where the words begin, after `nbytes` bytes: on a page of their own."""
     return -(-nbytes // _PAGE) * _PAGE
-
-
-@contextmanager
-def _opened(comm: MPI.Comm, nbytes: int) -> Iterator[str | None]:
-    """A path to a new file of zeros, the same file on every rank, in the block; None where this rank cannot open it."""
-    own, file = -1, None
-    try:
-        if comm.Get_rank() == 0:
-            with suppress(OSError, AttributeError):  # a kernel, or a Python, without memory files
-                own = os.memfd_create("shardrt", os.MFD_CLOEXEC)
-                os.ftruncate(own, nbytes)
-                file = (os.getpid(), own, *_identity(own))
-        file = comm.bcast(file)
-        if file is not None and own < 0:
-            with suppress(OSError):  # processes that may not look at each other
-                own = os.open(f"/proc/{file[0]}/fd/{file[1]}", os.O_RDWR | os.O_CLOEXEC)
-        # Hazard: in another PID namespace, the number of the process is that of another one.
-        yield f"/proc/self/fd/{own}" if own >= 0 and file is not None and _identity(own) == file[2:] else None
-    finally:
-        if own >= 0:
-            os.close(own)
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
-
-
-def _map(path: str, nbytes: int, *, shared: bool) -> torch.UntypedStorage:
-    mapped = torch.UntypedStorage.from_file(path, shared=shared, nbytes=nbytes)
-    assert isinstance(mapped, torch.UntypedStorage), "of that class"
-    return mapped
-
-
-def _bytes_in(storage: torch.UntypedStorage, start: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
-    found = (ctypes.c_uint8 * nbytes).from_address(storage.data_ptr() + start)
-    found.storage = storage  # type: ignore[attr-defined]  # which has to live as long
-    return found
-
-
-def _tensor_in(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer(_bytes_in(storage, start, nbytes), dtype=torch.uint8)
 
 
 # ---------------------------------------------------------------------- pages of private mappings
@@ -197,7 +152,7 @@ def _shows_writes() -> bool:
         descriptor = os.memfd_create("shardrt", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _PAGE)
         os.pwrite(descriptor, b"\1", 0)
-        page = _map(f"/proc/self/fd/{descriptor}", _PAGE, shared=False)
+        page = map_file(f"/proc/self/fd/{descriptor}", _PAGE, shared=False)
         address, seen = page.data_ptr(), page[0]
         before = _has_writes(address, _PAGE)
         page[0] = 2

@@ -1,15 +1,14 @@
-"""MPI's shared windows, in which the ranks of one node access each other's memory: buffers, barrier and small messages."""
+"""Windows, in which the ranks of one node access each other's memory: buffers, barrier and small messages."""
 
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import socket
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ from mpi4py import MPI
 
 from ..calls import Interrupted
 from .meeting import LEFT, QUIT
+from .memory_files import fence, map_file, opened, tensor_in
 from .waiting import looks
 
 T = TypeVar("T")
@@ -24,7 +24,6 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
-_SHARED_MEMORY = Path("/dev/shm")
 _WORDS_NBYTES = 64
 _SIZE_NBYTES = 8
 _SPINS = 200  # 15 us
@@ -48,47 +47,37 @@ def aligned_down(nbytes: int) -> int:
 
 
 class NodeWindows:
-    """The shared windows of one node, each with a part for every rank; the newest is freed first."""
-
-    fence: Callable[[], None]  # a memory fence: makes writes of this rank visible to the others, and theirs to this one
+    """The shared memory of one node: windows, each with a part for every rank."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
-        self._windows: list[MPI.Win] = []
         self._parts: list[list[torch.Tensor]] = []  # each rank's part of each window, as bytes
         self._starts: list[tuple[int, int, int]] = []  # address, bytes and window of this rank's parts, sorted
+        self.fence = fence()
 
     def __bool__(self) -> bool:
-        return bool(self._windows)
+        return bool(self._parts)
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """This rank's part of a new window, as bytes; None, on every rank, if there is too little memory.
 
         Collective, with the same size. Cost: 0.6 to 0.8 ms a MB, for the pages.
         """
-        if not self._everywhere(_has_space(nbytes * self._comm.Get_size())):
+        parts, each = None, aligned_size(max(nbytes, 1))
+        with opened(self._comm, self._comm.Get_size() * each) as path:
+            if path is not None:
+                with suppress(OSError, RuntimeError):  # where address space is limited
+                    mapped = map_file(path, self._comm.Get_size() * each, shared=True)
+                    parts = [tensor_in(mapped, rank * each, each) for rank in range(self._comm.Get_size())]
+            mine = None if parts is None else parts[self._comm.Get_rank()]
+            everywhere = min(self._comm.allgather(mine is not None and reserve(_bytes_of(mine))))
+        if not everywhere or parts is None or mine is None:
+            if self._comm.Get_rank() == 0:
+                _warn_of_no_space()
             return None
-        # Hazard: where MPI makes no more communicators, MPICH aborts in creating a window, but raises an exception here.
-        self._comm.Dup().Free()
-        window = MPI.Win.Allocate_shared(aligned_size(max(nbytes, 1)), 1, comm=MPI.Intracomm(self._comm))
-        memory = [window.Shared_query(rank)[0] for rank in range(self._comm.Get_size())]
-        parts = [torch.frombuffer(part, dtype=torch.uint8) for part in memory]
-        mine = parts[self._comm.Get_rank()]
-        if not self._everywhere(reserve(_bytes_of(mine))):
-            window.Free()
-            return None
-        window.Lock_all(MPI.MODE_NOCHECK)  # MPI's fences require memory that is locked
-        self._starts = sorted([*self._starts, (mine.data_ptr(), mine.numel(), len(self._windows))])
-        self._windows.append(window)
-        self.fence = window.Sync
+        self._starts = sorted([*self._starts, (mine.data_ptr(), mine.numel(), len(self._parts))])
         self._parts.append(parts)
         return mine[:nbytes]
-
-    def _everywhere(self, has_space: bool) -> bool:
-        everywhere = min(self._comm.allgather(has_space))
-        if not everywhere and self._comm.Get_rank() == 0:
-            _warn_of_no_space()
-        return everywhere
 
     def use(self, comm: MPI.Comm) -> None:
         """Allocate over `comm`, which has the same ranks, from now on."""
@@ -109,21 +98,9 @@ class NodeWindows:
         return self._parts[start.window][rank][begin : begin + numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
-        """Free the windows. Collective. Tensors in them must not be touched any more."""
+        """Let the windows go. Their memory is freed when no rank has tensors in it any more."""
         self._parts.clear()
         self._starts.clear()
-        while self._windows:
-            window = self._windows.pop()
-            window.Unlock_all()
-            window.Free()
-
-
-def _has_space(nbytes: int) -> bool:
-    """True if this node's shared memory has space for twice as much."""
-    if not _SHARED_MEMORY.is_dir():
-        return True
-    free = os.statvfs(_SHARED_MEMORY)
-    return 2 * nbytes <= free.f_bavail * free.f_frsize
 
 
 def reserve(mapping: memoryview) -> bool:
@@ -145,10 +122,9 @@ def reserve(mapping: memoryview) -> bool:
 def _warn_of_no_space() -> None:
     """Warn, once in a process."""
     _log.warning(
-        "host %s has too little shared memory (%s): collectives of communicators and buffers made from now on copy; mount it "
-        "larger, or start containers with a larger --shm-size",
+        "host %s has too little memory for what its ranks share: collectives of communicators and buffers made from now on "
+        "copy",
         socket.gethostname(),
-        _SHARED_MEMORY,
     )
 
 
@@ -297,7 +273,12 @@ class SharedMemoryExchange:
         return self._addresses[self.reached & 1][rank]
 
     def close(self) -> None:
-        """Free the memory. Collective."""
+        """Let the memory go, also if something still refers to a communicator that is closed."""
+        for views in (self._others, self._outgoing, *self._buffers):
+            views.clear()
+        self._own = memoryview(b"")
+        self._views.cache_clear()
+        self._view.cache_clear()
         self._windows.close()
 
     def _make_views(self, turn: int, dtype: torch.dtype, first: int, numel: int) -> Sequence[torch.Tensor]:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import Communicator, ReduceOp, Stream, World, world
+from .. import Communicator, ReduceOp, Stream, World
 
 SLEEP_S = 1.0  # that a slow rank sleeps
 FAR_S = 40.0  # that a rank sleeps which does not come in time
 NOBODY_READS_S = 0.5  # after which a full pipe counts as unread
 MOST_NBYTES = 16 << 20  # to write until it is full; Open MPI's mpirun keeps in memory what nobody reads
-SHM_NBYTES = 64 << 20  # more than /dev/shm has
 
 
 def fail(message: str = "injected") -> None:
@@ -62,10 +61,6 @@ def set_variable(name: str, value: str) -> Callable[[], None]:
 
 def set_torch_version() -> None:
     torch.__version__ = torch.torch_version.TorchVersion("0.0.1")
-
-
-def fill_shm() -> None:
-    world().comm.empty(SHM_NBYTES, torch.uint8).fill_(1)
 
 
 # ---------------------------------------------------------------------- acts of When.CALL

@@ -26,7 +26,7 @@ def run(options: StressOptions) -> int:
     table = FaultTable({}, []) if options.report in (None, PRINT) else FaultTable.read(options.report)
     site, held = Installation.find(), True
     ways = [Way.LAUNCH] if options.report is None else list(Way)
-    groups = _share_jobs(_possible(options.faults, site))
+    groups = _share_jobs([FAULTS[name] for name in options.faults])
     jobs = [(faults, way) for faults in groups for way in ways if way is Way.LAUNCH or not faults[0].is_unread]
     with ThreadPoolExecutor(AT_ONCE, "fault") as pool:
         running = [pool.submit(_run_job, site, way, faults, victim, options) for faults, way in jobs]
@@ -40,15 +40,6 @@ def run(options: StressOptions) -> int:
     if options.report is not None:
         table.write(options.report)
     return 0 if held else 1
-
-
-def _possible(names: Sequence[str], site: Installation) -> list[Fault]:
-    """The faults of these names; those that cannot be had here are left out, with a line."""
-    why_not = {name: site.why_not(FAULTS[name]) for name in names}
-    for name, why in why_not.items():
-        if why is not None:
-            print(f"{name}: not run: {why}")
-    return [FAULTS[name] for name, why in why_not.items() if why is None]
 
 
 def _share_jobs(faults: Sequence[Fault]) -> list[list[Fault]]:

@@ -56,7 +56,6 @@ class Fault:
     bare: tuple[int, ...] | None = None  # the codes without shardrt.launch, where they differ
     guard_says: str = ""  # under MPICH, the rest of the line: other launchers may collect the rank before its guard can
     is_unread: bool = False  # nobody reads the job's stderr, its dumps are read instead. A bare launcher waits for a reader
-    shm: str | None = None  # the size of /dev/shm
     program: str = "shardrt.comm.stress"  # the module that knows this fault
 
 
@@ -168,16 +167,6 @@ _ROWS = (
         _ON_EVERY_RANK.format("RemoteError") + "the traceback",
         acts.fail_in_agree,
         says="RemoteError.*rank VICTIM raised ValueError: injected",
-    ),
-    Fault(
-        "shm",
-        "`/dev/shm` is full",
-        "warns, and goes on without shared buffers",
-        acts.fill_shm,
-        (0,),
-        "too little shared memory",
-        When.EVERYWHERE,
-        shm="24m",
     ),
 )
 

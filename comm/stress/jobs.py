@@ -35,7 +35,6 @@ SETTINGS = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 _TOKEN = "STRESS_JOB"  # by this variable, the processes of a job are found
-_SMALL_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size="$0" tmpfs /dev/shm && exec "$@"')
 
 
 class Way(Enum):
@@ -75,15 +74,6 @@ class Installation:
             return [sys.executable, "-m", "shardrt.launch", "--launcher", self.launcher, "-n", str(ranks), "-m", program]
         return [*self.bare, str(ranks), sys.executable, "-m", program]
 
-    def why_not(self, fault: Fault) -> str | None:
-        """Why the fault cannot be had here; None if it can."""
-        if fault.shm is None:
-            return None
-        if self.launcher == "srun":
-            return "Slurm's daemon starts the ranks in its own mount namespace"
-        tried = subprocess.run([*_SMALL_SHM, fault.shm, "true"], capture_output=True, text=True, check=False)
-        return f"no /dev/shm of its own: {tried.stderr.strip()}" if tried.returncode else None
-
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -98,7 +88,6 @@ class Ending:
 def run_job(command: list[str], fault: Fault, ranks: int) -> Ending:
     """Run the job of a fault, and kill what is left of it."""
     token = uuid.uuid4().hex
-    prefix = [] if fault.shm is None else [*_SMALL_SHM, fault.shm]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as file,
         tempfile.TemporaryDirectory() as dumps,
@@ -106,7 +95,7 @@ def run_job(command: list[str], fault: Fault, ranks: int) -> Ending:
     ):
         of_job = {_TOKEN: token, "SHARDRT_START_TIMEOUT": str(_start_timeout(fault)), "SHARDRT_DUMP": dumps}
         job = subprocess.Popen(
-            [*prefix, *command],
+            command,
             env=os.environ | SETTINGS | of_job,
             stdin=subprocess.DEVNULL,
             stdout=file,

@@ -12,7 +12,7 @@ import torch
 from ranks import on_ranks, run_script
 from shardrt.comm import World
 from shardrt.comm.backend import NodeMemory
-from shardrt.comm.backends import node_memory
+from shardrt.comm.backends import memory_files, node_memory
 
 PAGE = node_memory._PAGE
 
@@ -168,8 +168,8 @@ def test_where_it_cannot_be_had(world: World, what: str, at: str) -> None:
         "memfd_create": mock.patch.object(os, "memfd_create", side_effect=OSError),
         "open": mock.patch.object(os, "open", side_effect=PermissionError),
         "shows_writes": mock.patch.object(node_memory, "_shows_writes", return_value=False),
-        "map": mock.patch.object(node_memory, "_map", side_effect=RuntimeError),
-        "another file": mock.patch.object(node_memory, "_identity", return_value=(world.rank, 1)),
+        "map": mock.patch.object(node_memory, "map_file", side_effect=RuntimeError),
+        "another file": mock.patch.object(memory_files, "_identity", return_value=(world.rank, 1)),
     }
     node_memory._shows_writes()
     with patches[what] if broken else mock.MagicMock():
@@ -180,7 +180,7 @@ def test_where_it_cannot_be_had(world: World, what: str, at: str) -> None:
 @on_ranks(1)
 def test_a_kernel_that_does_not_tell_what_was_written(world: World) -> None:
     assert node_memory._shows_writes()
-    for name in ("_has_writes", "_map"):
+    for name in ("_has_writes", "map_file"):
         with mock.patch.object(node_memory, name, side_effect=OSError):
             assert not node_memory._shows_writes.__wrapped__()
     with mock.patch.object(node_memory, "_has_writes", return_value=True):

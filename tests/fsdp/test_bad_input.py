@@ -392,7 +392,7 @@ def test_no_communicators_are_left(world: World) -> None:
         if len(taken) < 2100:
             # which of the two MPICH says depends on how many each rank has left
             expected = r"MPI makes no more communicators \(ranks 0, 1: .*(Too many communicators|Cannot allocate context ID)"
-            for _ in range(3):
+            for _ in range(2):
                 refused(expected, lambda: world.comm.split(0, world.rank, "more"), RuntimeError)
                 taken.pop().Free()
     finally:
@@ -438,7 +438,7 @@ def test_too_little_shared_memory(world: World) -> None:
         assert total.unique().tolist() == [sum(range(world.size))]
     comm.close()
     assert len(records) == (world.rank == 0)
-    assert all("has too little shared memory (/dev/shm)" in record for record in records)
+    assert all("has too little memory for what its ranks share" in record for record in records)
 
 
 def test_memory_that_cannot_be_reserved() -> None:
