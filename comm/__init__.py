@@ -4,6 +4,7 @@ from .bootstrap import World, finalize, init, init_device_mesh, world
 from .calls import MismatchError, Op, PreMulSum, ReduceOp, RemoteError, Work
 from .communicator import Communicator
 from .environment import without_launcher_variables
+from .members import RankLost
 from .mesh import DeviceMesh, current_mesh
 from .nccl_policy import NcclPolicy
 from .pool import Pool, new_pool
@@ -18,6 +19,7 @@ __all__ = [
     "Op",
     "Pool",
     "PreMulSum",
+    "RankLost",
     "ReduceOp",
     "RemoteError",
     "Stream",

@@ -13,18 +13,22 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch
 
+from . import members
 from .backend import Backend
 from .backends.cuda_builds import CudaBuildError, check_builds, own_builds
 from .binding import Location, SharedGpuError, bind_device, locate
 from .communicator import Communicator
-from .control import apart
+from .control import abandon_all, apart
+from .ending.report import log, tell_launcher_of_end
+from .ending.words import name_ranks
 from .malloc import keep_freed_memory
+from .members import Limit, Members, check_lost, check_ulfm, end_this_process
 from .memory_access import may_read_other_processes
 from .mesh import DeviceMesh, positional_names
 from .monitor.guarding import RankGuard
@@ -85,6 +89,17 @@ class World:
         takes longer than SHARDRT_PATIENCE. Not collective.
         """
         return nullcontext() if _monitor is None else _monitor.patience(seconds)
+
+    def recover(self) -> World:
+        """The world of the ranks that are left, in their old order, when a call has raised `RankLost`. Collective over them.
+
+        Needs `shardrt.launch --survive`. `world()` returns the new world from now on. Communicators, meshes and streams of the
+        old one refuse calls; so do modules sharded on its meshes: drop them first, since their memory is needed, and make new
+        ones. Ranks and nodes are numbered anew. If more ranks are lost meanwhile, it begins again.
+        Raises: RuntimeError if no rank of this world is lost, or it was recovered already.
+        Cost: 0.1 to 0.5 s.
+        """
+        return _recover(self)
 
     def barrier(self) -> None:
         """Block until every rank is here and this rank's device has run the work submitted to it."""
@@ -232,6 +247,7 @@ def finalize() -> None:
     """
     if _world is None or _monitor is None or _monitor.is_forked():
         return
+    check_lost()
     try:
         while _streams:
             _streams.popitem()[1].close()
@@ -260,6 +276,11 @@ def _end(world: World, monitor: Monitor) -> None:
     world.mesh.close()
     world.comm.close()
     _world = None
+    if members.current is not None:
+        members.current.stop()
+        members.current = None
+        if world.rank == 0:
+            tell_launcher_of_end()
     _end_mpi()
 
 
@@ -292,18 +313,22 @@ def _start(requested: str | torch.device | None, policy: NcclPolicy) -> World:
             agree(comm, settings, problems)
             place = locate(comm, settings.ranks_per_node)
             check_namespaces(comm, place.node)
+            if settings.survive:
+                check_ulfm(comm)
+                members.current = Members(comm)
             device = bind_device(comm, settings.device, place)
             if device.type == "cuda":
                 check_builds(comm.allgather(own_builds()))
         except (SettingsError, NamespaceError, SharedGpuError, CudaBuildError):
             _end_mpi()  # every rank is here, and each leaves with the error
             raise
+        keep_freed_memory()
+        atexit.register(_finalize_at_exit)
         return _make_world(comm, settings, place, device)
 
 
 def _make_world(comm: MPI.Intracomm, settings: EnvironmentSettings, place: Location, device: torch.device) -> World:
     global _monitor
-    keep_freed_memory()
     from .backends.mpi import MpiBackend
     from .backends.waiting import share_cores
     from .monitor.install import Monitor
@@ -311,9 +336,10 @@ def _make_world(comm: MPI.Intracomm, settings: EnvironmentSettings, place: Locat
     if not place.has_cores:
         share_cores()
     _monitor = Monitor(comm, place.node, device, settings, _guard)
-    host = MpiBackend(comm.Dup(), "world", place.node, place.has_cores)
+    if members.current is not None:
+        members.current.under_way = _monitor.under_way
+    host = MpiBackend(comm.Dup(), "world", place.node, place.has_cores, comm)
     data = Communicator(_backend_for(device, host, settings.nccl), _monitor.hooks)
-    atexit.register(_finalize_at_exit)
     return World(
         rank=data.rank,
         size=data.size,
@@ -327,6 +353,58 @@ def _make_world(comm: MPI.Intracomm, settings: EnvironmentSettings, place: Locat
         recorder=_monitor.recorder,
         settings=settings,
     )
+
+
+def _recover(world: World) -> World:
+    """See `World.recover`. Whatever goes wrong with it ends this rank, which the others then lose: none waits for it."""
+    global _world
+    lost = members.current
+    if lost is None:
+        raise RuntimeError("world.recover() in a job that ends when it loses a rank: start it with shardrt.launch --survive")
+    if world is not _world:
+        raise RuntimeError("world.recover() of a world that was recovered before: shardrt.comm.world() is the one to use")
+    if not lost.has_lost:
+        raise RuntimeError(f"world.recover() on rank {world.rank}: no rank is lost; call it when a call has raised RankLost")
+    why = f"is of a world that has lost {name_ranks(lost.ranks)}: use that of world.recover()"
+    limit = Limit(world.settings.start_timeout_s, f"rank {world.rank}: world.recover() takes longer than SHARDRT_START_TIMEOUT")
+    try:
+        _world = None
+        while _world is None:
+            _abandon(why)
+            _world = _make_world_of(lost.shrink(), world)
+    except BaseException as error:
+        log(world.rank, "world.recover() failed; ending this rank", *traceback.format_exception(error))
+        end_this_process()
+    limit.cancel()
+    return _world
+
+
+def _abandon(why: str) -> None:
+    """Leave a world that has lost ranks, or what has been made of one: nothing waits for another rank."""
+    global _monitor
+    abandon_all(why)
+    while _streams:
+        with suppress(RuntimeError):  # what was submitted has failed
+            _streams.popitem()[1].close()
+    _ends.clear()
+    if _monitor is not None:
+        _monitor.abandon()
+        _monitor = None
+
+
+def _make_world_of(comm: MPI.Intracomm, before: World) -> World | None:
+    """The world of the ranks of `comm`; None, on every rank, if more of them are lost meanwhile."""
+    made = None
+    members.current = found = Members(comm)
+    try:
+        made = _make_world(comm, before.settings, locate(comm, before.settings.ranks_per_node), before.device)
+    except Exception as error:
+        log(before.rank, f"world.recover() begins again: {type(error).__name__}: {error}")
+        found.revoke()
+    if found.agree(made is not None):
+        return made
+    found.stop()
+    return None
 
 
 def _start_mpi() -> MPI.Intracomm:

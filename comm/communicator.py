@@ -23,6 +23,7 @@ from .backend import Backend
 from .calls import FLOATS, CallList, CollectiveCall, Counts, Hook, Op, ReduceOp, Work
 from .checks import check_peer, check_rank, check_reducible, checked_counts, raise_bad_size, raise_bad_tensors, tensor_of_root
 from .control import ControlPlane
+from .members import check_lost
 from .streams import PAST, Event, Stream
 
 
@@ -224,6 +225,7 @@ class Communicator(ControlPlane):
         return work
 
     def _run(self, calls: CallList, work: Work) -> None:
+        check_lost()
         thread = get_ident()
         if self._thread:
             self._raise_in_use(calls[0].name)

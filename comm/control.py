@@ -19,6 +19,7 @@ import torch
 from .backend import Backend, NodeMemory
 from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes
 from .fingerprint import fingerprint_of
+from .members import check_lost, raise_lost
 from .pool import Pool
 from .streams import INLINE, PAST, Event, Stream
 
@@ -60,6 +61,7 @@ class ControlPlane:
         self._depth = 0  # how many blocks of `agree()` this rank is in
         self._thread = 0  # the thread that makes a call now; 0 for none
         self._is_aborted = False
+        self._ended = "is closed"  # why calls are refused, if they are
         self._newest: tuple[Stream, Event] | None = None  # the newest call's
         self._newest_collective: Event = PAST
         self._pool: Pool | None = None
@@ -196,6 +198,7 @@ class ControlPlane:
             if self._newest is not None:
                 self._newest[1].synchronize()
         except Exception as raised:
+            raise_lost(raised)  # nobody waits at the end of the block
             error, failure, newest = raised, Failure.of(raised, self.rank), self._newest
             self._tell_hooks(failure)
             self._leave_parts()
@@ -257,6 +260,7 @@ class ControlPlane:
         It takes the next number, as a collective does, unless only this rank calls it.
         """
         self.check_open(name)
+        check_lost()
         calls = CallList((CollectiveCall(self, self._number, name, None, None, args, INLINE),)).describe()
         thread = get_ident()
         if self._thread:
@@ -266,12 +270,16 @@ class ControlPlane:
             self._number += name != "wait_to_write"
             self._begin(calls)
             yield
+        except Exception as error:
+            raise_lost(error)
+            raise
         finally:
             self._thread = 0
             for after in self._after:
                 after(calls)
 
     def _raise_in_use(self, name: str) -> NoReturn:
+        check_lost()
         if self._is_aborted:
             Flag().wait()  # the process ends
         names = {thread.ident: thread.name for thread in enumerate_threads()}
@@ -323,7 +331,7 @@ class ControlPlane:
     def check_open(self, name: str) -> None:
         """Raise RuntimeError after close(). name: of the call, for the message."""
         if self.is_closed:
-            raise RuntimeError(f"{name} on {self}: the communicator is closed")
+            raise RuntimeError(f"{name} on {self}: the communicator {self._ended}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}('{self.name}', rank {self.rank} of {self.size}, {self.device})"
@@ -359,7 +367,9 @@ class ControlPlane:
         """An exception has taken this rank out of a call. It leaves, unless other ranks are the cause.
 
         Hazard: otherwise its next call would meet the one that the others are in, and they would take what it sends for that.
+        Raises: RankLost, if a loss is the cause.
         """
+        raise_lost(error)
         if isinstance(error, (Interrupted, SharedError)):
             sleep(_SIGNAL_S)
         elif self.size > 1:
@@ -450,6 +460,14 @@ def apart() -> Iterator[None]:
     finally:
         _open.clear()
         _open.update(before)
+
+
+def abandon_all(why: str) -> None:
+    """Make no more calls on the communicators that are open, whose ranks cannot close them. why: what refused calls say."""
+    for comm in _open:
+        comm.is_closed, comm._ended = True, why
+    _open.clear()
+    _left.clear()
 
 
 def abort_all() -> None:

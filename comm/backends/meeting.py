@@ -7,6 +7,7 @@ from array import array
 from mpi4py import MPI
 
 from ..calls import Interrupted
+from ..members import revocable
 
 # What a rank gives in the place of a fingerprint when it has left; when an exception has taken it out of a call as well.
 LEFT, QUIT = -1, -2
@@ -25,7 +26,7 @@ class MessageMeeting:
 
     def __init__(self, comm: MPI.Comm, label: str) -> None:
         # It has a communicator of its own: a rank may leave while the others are in a collective call of `comm`.
-        self._comm, self._label = comm.Dup(), label
+        self._comm, self._label = revocable(comm.Dup()), label
         self.reached = 0
         self._left = 0
         self._leaving = MPI.REQUEST_NULL

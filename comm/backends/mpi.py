@@ -21,6 +21,7 @@ from mpi4py import MPI
 from ..backend import Backend
 from ..calls import CollectiveCall, Counts, Op
 from ..ending.words import name_ranks
+from ..members import revocable
 from ..ranks import evenly_spaced
 from ..streams import Stream
 from .host_reduce import reduce_rows
@@ -46,7 +47,7 @@ _SMALL_COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "r
 class MpiBackend(Backend):
     """A backend over an `mpi4py` communicator, which it owns. Creating is collective. `node` is the number of this rank's node.
 
-    has_cores: each rank of the node has a core for itself.
+    has_cores: each rank of the node has a core for itself.   world: the ranks that `ranks` are numbers of.
     nodes: how many nodes the ranks are on.
     ranks_per_node: if they are numbered node by node, equally many on each; else None.
     """
@@ -54,15 +55,18 @@ class MpiBackend(Backend):
     library = "MPI"
     _open_count: ClassVar[int] = 0  # communicators that are open in this process
 
-    def __init__(self, comm: MPI.Comm, name: str, node: int, has_cores: bool = True) -> None:
+    def __init__(
+        self, comm: MPI.Comm, name: str, node: int, has_cores: bool = True, world: MPI.Intracomm = MPI.COMM_WORLD
+    ) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
-        self.ranks = evenly_spaced(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))
-        self._comm = comm
+        self.ranks = evenly_spaced(comm.group.Translate_ranks(None, world.group))
+        self._comm, self._world = revocable(comm), world
         self._memories: WeakSet[MemoryFile] = WeakSet()
         self._was_cut_short = False  # an exception on this rank has taken it out of a call since the last `rejoin`
         with ExitStack() as made:  # what it holds is undone if something fails
             made.callback(lambda: self._comm.Free())
-            self._control = comm.Dup()  # apart, so that the caller may use it while a stream's thread sends or receives
+            # Apart, so that the caller may use it while a stream's thread sends or receives.
+            self._control = revocable(comm.Dup())
             made.callback(self._control.Free)
             self._pairs = Pairs(self._control, name)  # its messages and control calls do not meet
             self._node, self._has_cores = node, has_cores
@@ -122,7 +126,7 @@ class MpiBackend(Backend):
         if any(cut_short):
             # Hazard: a message of a call that was cut short may still come. MPI would take it for one of a later call, or of
             # another communicator that gets the number of one that is freed: those that were used stay open.
-            self._comm = self._control.Dup()
+            self._comm = revocable(self._control.Dup())
             self._algorithms.use(self._comm)
             self._was_cut_short = False
 
@@ -130,7 +134,7 @@ class MpiBackend(Backend):
         made, problem = None, ""
         try:
             comm = self._control.Split(MPI.UNDEFINED if color is None else color, key)
-            made = None if comm == MPI.COMM_NULL else MpiBackend(comm, name, self._node, self._has_cores)
+            made = None if comm == MPI.COMM_NULL else MpiBackend(comm, name, self._node, self._has_cores, self._world)
         except MPI.Exception as error:
             problem = str(error).splitlines()[-1]
         failed = {rank: found for rank, found in enumerate(self._control.allgather(problem)) if found}

@@ -27,6 +27,7 @@ import torch
 from mpi4py import MPI
 
 from ..calls import Op
+from ..members import revocable
 from .host_reduce import reduce_rows, wide
 from .messages import copy, message, swap
 from .shared_memory import NodeWindows, SharedMemoryExchange, WindowOffset
@@ -73,9 +74,9 @@ class NodeAlgorithms:
         self._local, self._across = comm, None
         with ExitStack() as made:  # what it holds is undone if something fails
             if self._node is not None:
-                self._local = comm.Split(self._node, self._rank)
+                self._local = revocable(comm.Split(self._node, self._rank))
                 made.callback(self._local.Free)
-                self._across = comm.Split(self._local.Get_rank(), self._rank)
+                self._across = revocable(comm.Split(self._local.Get_rank(), self._rank))
                 made.callback(self._across.Free)
             self._made = made.pop_all()
         if self.windows is not None:

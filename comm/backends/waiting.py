@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from itertools import count
 from time import monotonic, sleep
 
+from ..members import check_lost
+
 _AWAKE_S, _NAP_S = 0.05, 0.0002
 _looks_alone = 1000  # 0.5 ms; written by share_cores()
 
@@ -21,10 +23,11 @@ def share_cores() -> None:
 
 
 def looks() -> Iterator[None]:
-    """One item for each look, without an end; between them, others may have the core."""
+    """One item for each look, without an end; between them, others may have the core. Raises: RankLost."""
     asleep_from = monotonic() + _AWAKE_S
     for turn in count():
         yield
+        check_lost()
         if turn > _looks_alone:  # Cost: on a busy machine, milliseconds until this rank runs again
             os.sched_yield()
             if monotonic() > asleep_from:  # Cost: a long wait ends so much later; meanwhile the core and the GIL are free

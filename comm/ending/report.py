@@ -14,6 +14,7 @@ from .processes import standard_error
 
 EXIT_CODE = 17  # of a job that hangs, or in which a rank has ended early with code 0
 REPORTS = "SHARDRT_REPORTS"  # the file in which shardrt.launch reads what guards report
+LOST, FINISHED = "lost:", "finished"  # in the place of an exit code: of a rank, and of a job that survives the loss of ranks
 PROGRESS = "SHARDRT_PROGRESS"  # the file in which a job that may be started again says how far it came
 _READ_S = 3.0  # for someone to read what a rank writes to its standard output or error
 
@@ -54,13 +55,27 @@ def _marked(rank: int, lines: Sequence[str]) -> list[str]:
 
 def tell_launcher(code: int | None, lines: Sequence[str]) -> bool:
     """Tell shardrt.launch, if it is on this machine, the job's exit code, and what to print. Whether it is."""
+    return _tell([f"{'-' if code is None else code} {line}" for line in lines])
+
+
+def _tell(lines: Sequence[str]) -> bool:
     try:
         fd = os.open(os.environ.get(REPORTS, ""), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
-    os.write(fd, _encoded([f"{'-' if code is None else code} {line}" for line in lines]))
+    os.write(fd, _encoded(lines))
     os.close(fd)
     return True
+
+
+def tell_launcher_of_lost(code: int) -> None:
+    """Tell shardrt.launch the exit code of a rank that has ended while the job goes on: that of the job, if no rank is left."""
+    _tell([f"{LOST}{code} "])
+
+
+def tell_launcher_of_end() -> None:
+    """Tell shardrt.launch that the ranks of a job that survives the loss of others have come to the end of their programs."""
+    _tell([f"{FINISHED} "])
 
 
 def _encoded(lines: Sequence[str]) -> bytes:

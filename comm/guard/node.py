@@ -10,6 +10,7 @@ from enum import Enum
 from ..ending.processes import Process, launcher_of, processes, variable_of
 from ..ending.status_table import StatusTable
 
+SURVIVE = "SHARDRT_SURVIVE"  # set to 1 by `shardrt.launch --survive`
 VARIABLE = "SHARDRT_GUARD"  # names the descriptor of the pipe to the guard, and the rank's process
 # Variables for the number of ranks, and for the rank.
 # Hazard: inside an allocation hydra's ranks all carry the SLURM variables of its own one-per-node step, so a launcher's own

@@ -14,7 +14,7 @@ from ..ending.processes import Process
 from ..ending.report import EXIT_CODE, code_of_job, report, tell_launcher
 from ..ending.stacks import stacks_of
 from ..ending.words import describe_end, describe_process, name_ranks, still_works
-from .node import Neighbour, Node, NodeStatus, RankPhase, RankPlace
+from .node import SURVIVE, Neighbour, Node, NodeStatus, RankPhase, RankPlace
 
 _POLL_S = 1.0
 _SCAN_S = 2.0  # between two looks at the ranks of the node
@@ -24,6 +24,7 @@ _GRACE_S = 1.0  # for the other ranks to fail as well: then nobody waits, and th
 _FLUSH_S = 0.5  # for the launcher to pass on the report, and for ranks to write their stacks
 _ABORT_S = 3.0  # for the launcher to end the rank
 _PASSED_ON = (-signal.SIGINT, -signal.SIGTERM)  # exit codes of ends by signals that launchers pass on to all ranks
+_STOPPED_S = 1.0  # for a rank to be stopped, where the others go on without it
 _ENDING_S = 15.0  # for the rank, or another guard, to end the job
 
 
@@ -75,6 +76,9 @@ class Guard:
         self._absent_s = 0.0  # how long it had waited when a rank was last seen not to have come
         self._told = 0  # how often it has said that it waits for ranks that work
         self._election = Election(place.rank)
+        self._survives = os.environ.get(SURVIVE) == "1"  # a lost rank does not end the job
+        self._stopped_s = 0.0
+        self._poll_s = _POLL_S / 4 if self._survives else _POLL_S
         self._scan_s, self._since_scan_s = _SCAN_S, 0.0
         self._ended_from_s = float("inf")  # the second of the wait in init() from which a rank is known to have ended
         self._set_phase(RankPhase.START)
@@ -86,7 +90,7 @@ class Guard:
         poll.register(0, select.POLLIN)
         before = time.monotonic()
         while self.phase is not RankPhase.DONE:
-            ready = [fd for fd, _ in poll.poll(None if self.phase is RankPhase.START else _POLL_S * 1000)]
+            ready = [fd for fd, _ in poll.poll(None if self.phase is RankPhase.START else self._poll_s * 1000)]
             if 0 in ready:
                 if not self._read():
                     poll.unregister(0)
@@ -95,7 +99,7 @@ class Guard:
                 return
             now = time.monotonic()
             # Hazard: a job that was suspended as a whole and resumed is not late: at most one second counts.
-            self._look(min(now - before, _POLL_S))
+            self._look(min(now - before, self._poll_s))
             before = now
 
     # ------------------------------------------------------------------ what the rank sends
@@ -147,7 +151,10 @@ class Guard:
     def _look(self, elapsed_s: float) -> None:
         with contextlib.suppress(OSError):
             if Process(self._pid).is_stopped:  # the whole job may be; if it is not, another rank's guard counts
+                if self._survives and self.phase is RankPhase.RUN:
+                    self._look_at_stopped(elapsed_s)
                 return
+        self._stopped_s = 0.0
         self._waited_s += elapsed_s
         if self.phase in (RankPhase.INIT, RankPhase.OVERDUE):
             self._look_at_start(elapsed_s)
@@ -155,6 +162,16 @@ class Guard:
             self._look_at_status(self._status)
         elif self.phase is RankPhase.ENDING and self._waited_s > _ENDING_S:
             self._end_job(self._code)
+
+    def _look_at_stopped(self, elapsed_s: float) -> None:
+        """Kill the rank if it is stopped for long while others of the node are not: it is then a lost rank."""
+        others = self._node.others()
+        self._stopped_s = 0.0 if all(other.is_stopped for other in others) else self._stopped_s + elapsed_s
+        if self._stopped_s >= _STOPPED_S:
+            report(
+                None, self._place.rank, [f"host {self._host}, pid {self._pid}: stopped for {self._stopped_s:.0f} s, and killed"]
+            )
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def _look_at_start(self, elapsed_s: float) -> None:
         self._since_scan_s += elapsed_s
@@ -291,6 +308,9 @@ class Guard:
     def _has_ended_in_run(self, code: int | None) -> None:
         last = "" if self._status is None else f"; {self._status.table.last_operation(self._place.rank)}"
         line = f"{self._describe(code)} before shardrt.finalize(){last}"
+        if self._survives:
+            report(None, self._place.rank, [f"{line}; the other ranks go on without it"])
+            return
         if code is None and self._pmi is None:  # if it is not 0, the launcher ends the job; else the ranks that wait do
             report(None, self._place.rank, [line])
         elif self._status is None or self._status.table.claim():

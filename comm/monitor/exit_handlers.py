@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from ..ending.report import EXIT_CODE, flush_output, is_read, log
+from ..ending.report import EXIT_CODE, flush_output, is_read, log, tell_launcher_of_lost
+from ..members import RankLost, end_this_process
 from .guarding import RankGuard
 from .timing import Timing
 
@@ -72,6 +73,11 @@ class Aborter:
         # Hazard: if another thread holds stdout or a lock of MPI's, the abort may never return.
         self._thread.join(self._timing.abort_s)
         _exit(code)
+
+    def end_rank(self) -> NoReturn:
+        """End this process alone: the other ranks lose it."""
+        self._guard.done()
+        end_this_process()
 
     def close(self) -> None:
         """End the threads."""
@@ -131,15 +137,24 @@ class ExitHandlers:
     """Handles exceptions and signals of this process until `close()`. Hooks and handlers are process-wide: create one only.
 
     under_way: describes this rank's operations.   dump: writes the flight recorder, with the reason that it is given.
+    survives: the job goes on without this rank, unless a signal or the loss of another rank ends it.
     """
 
     def __init__(
-        self, rank: int, aborter: Aborter, under_way: Callable[[], str], dump: Callable[[str], object], timing: Timing
+        self,
+        rank: int,
+        aborter: Aborter,
+        under_way: Callable[[], str],
+        dump: Callable[[str], object],
+        timing: Timing,
+        *,
+        survives: bool = False,
     ) -> None:
         global _installed
         _installed = self
         self._rank = rank
         self._timing = timing
+        self._survives = survives
         self._aborter = aborter
         self._under_way = under_way
         self._dump = dump
@@ -179,34 +194,43 @@ class ExitHandlers:
             if signal.getsignal(number) == self._ours[number]:
                 signal.signal(number, handler)
 
-    def end(self, code: int, title: str, trace: list[str]) -> NoReturn:
-        """Report, and end the job. Only the first thread that calls it does."""
+    def end(self, code: int, title: str, trace: list[str], *, is_own: bool = False) -> NoReturn:
+        """Report, and end the job; if it survives what is this rank's `own` fault, this rank. Only the first thread does."""
+        alone = is_own and self._survives
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()
-        lines = [f"{title}, {self._under_way()} under way; ending the job", *"".join(trace).splitlines()]
+        what = "this rank" if alone else "the job"
+        lines = [f"{title}, {self._under_way()} under way; ending {what}", *"".join(trace).splitlines()]
         try:
             self._dump("\n".join(lines))
         except Exception as error:
             lines.append(f"no dump: {error}")
         finally:
             log(self._rank, *lines)
+            if alone:
+                tell_launcher_of_lost(code)
+                self._aborter.end_rank()
             self._aborter.end_job(code)
 
     # ------------------------------------------------------------------ exceptions
 
     def _on_exception(self, kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> None:
-        code, title = (130, "interrupted (SIGINT)") if issubclass(kind, KeyboardInterrupt) else (1, "uncaught exception")
-        self.end(code, title, traceback.format_exception(kind, value, trace))
+        trace_lines = traceback.format_exception(kind, value, trace)
+        if issubclass(kind, KeyboardInterrupt):
+            self.end(130, "interrupted (SIGINT)", trace_lines)
+        if issubclass(kind, RankLost):  # nobody recovers
+            self.end(EXIT_CODE, "uncaught exception", trace_lines)
+        self.end(1, "uncaught exception", trace_lines, is_own=True)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         if args.exc_type is SystemExit:  # threads may end with it
             return
         name = args.thread.name if args.thread else "?"
         trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-        self.end(1, f"uncaught exception in thread '{name}'", trace)
+        self.end(1, f"uncaught exception in thread '{name}'", trace, is_own=True)
 
     def _on_exit(self, code: int) -> NoReturn:
-        self.end(code or EXIT_CODE, f"os._exit({code}) before shardrt.finalize()", traceback.format_stack())
+        self.end(code or EXIT_CODE, f"os._exit({code}) before shardrt.finalize()", traceback.format_stack(), is_own=True)
 
     # ------------------------------------------------------------------ signals
 

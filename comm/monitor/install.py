@@ -46,12 +46,21 @@ class Monitor:
         if size > 1 or device.type == "cuda":
             timing = Timing.from_settings(settings)
             self._aborter = Aborter(timing, guard, abort_all if device.type == "cuda" else None)
-            self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter, timing)
+            try:
+                self._watchdog = Watchdog(comm, node, device, self.recorder, self._aborter, timing, survives=settings.survive)
+            except BaseException:
+                self._aborter.close()
+                raise
             self._watchdog.share_table(guard)
             self.hooks.append(self._watchdog)
             if size > 1:
                 self._exit_handlers = ExitHandlers(
-                    rank, self._aborter, self._watchdog.under_way, lambda why: self.recorder.dump(why=why), timing
+                    rank,
+                    self._aborter,
+                    self._watchdog.under_way,
+                    lambda why: self.recorder.dump(why=why),
+                    timing,
+                    survives=settings.survive,
                 )
         if settings.check:  # last, so that the watchdog sees a rank that waits for another's fingerprint
             self.hooks.append(CallCheck())
@@ -60,6 +69,18 @@ class Monitor:
     def is_forked(self) -> bool:
         """True in a forked child of the process that installed them."""
         return os.getpid() != self._pid
+
+    def abandon(self) -> None:
+        """Stop monitoring a world that has lost ranks."""
+        if self._watchdog is not None:
+            self._watchdog.abandon()
+            if self._exit_handlers is not None:
+                self._exit_handlers.close()
+            self._aborter.close()
+
+    def under_way(self) -> str:
+        """Describe the operations that this rank is in."""
+        return "no communication" if self._watchdog is None else self._watchdog.under_way()
 
     def meet(self, comm: Communicator) -> None:
         """Wait until all ranks have reached their end. Collective over `comm`, which has all ranks."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -121,6 +123,11 @@ class Peers:
         if self._table.header(rank).phase in _LEFT or has_ended(self._process_state(rank)):
             return True
         return any(o.what == AFTER_EXCEPTION and o.ended != o.count for o in self._table.operations(rank))
+
+    def kill(self, rank: int) -> None:
+        """Kill the process of a rank of this node."""
+        with suppress(ProcessLookupError):
+            os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def idle(self, rank: int, heartbeats: Heartbeats) -> float:
         """Seconds since a rank, or one that it waits for, was seen to work; negative: that it is still given."""

@@ -46,13 +46,25 @@ if TYPE_CHECKING:
 
 
 class Watchdog(Hook):
-    """The hook and the thread of this rank. Creating and `close()` are collective over `comm`, which has all ranks."""
+    """The hook and the thread of this rank. Creating and `close()` are collective over `comm`, which has all ranks.
+
+    survives: a lost rank does not end the job, so that ranks which do not come to an operation are killed.
+    """
 
     def __init__(
-        self, comm: MPI.Intracomm, node: int, device: torch.device, recorder: Recorder, aborter: Aborter, timing: Timing
+        self,
+        comm: MPI.Intracomm,
+        node: int,
+        device: torch.device,
+        recorder: Recorder,
+        aborter: Aborter,
+        timing: Timing,
+        *,
+        survives: bool = False,
     ) -> None:
         self._rank = comm.Get_rank()
         self._timing = timing
+        self._survives = survives
         self._device = device
         self._recorder = recorder
         self._aborter = aborter
@@ -140,6 +152,12 @@ class Watchdog(Hook):
         finally:
             self._given_until = before
 
+    def abandon(self) -> None:
+        """End the thread: this world has lost ranks, and no other rank is waited for."""
+        self._stopping.set()
+        self._thread.join()
+        self._free()
+
     def close(self) -> None:
         """End the thread. All ranks have reached the end of their programs. Does not return if a rank is ending the job."""
         until = time.monotonic() + self._timing.report_s
@@ -147,6 +165,9 @@ class Watchdog(Hook):
             time.sleep(self._timing.poll_s)
         self._stopping.set()
         self._thread.join()
+        self._free()
+
+    def _free(self) -> None:
         self._stacks.close()
         self._table.close()
         if self._channel is not None:
@@ -165,6 +186,8 @@ class Watchdog(Hook):
             overdue = self._overdue(elapsed)
             self._tick(elapsed)
             move = self._decision.look(elapsed, overdue, self._heartbeats.is_silent(0))
+            if move is Move.COMMIT and self._survives and self._has_killed(overdue):
+                move = Move.WITHDRAW
             if (done := self._decision.act(move, overdue)) in (Move.COMMIT, Move.FOLLOW):
                 self._end(done, overdue)
 
@@ -269,6 +292,18 @@ class Watchdog(Hook):
             return ["an operation of another rank never completed"]
         reason = "" if overdue.error is None else f", in which NCCL failed: {overdue.error}"
         return [f"waits in {overdue.wait}{reason}; last call: {self._recorder.last_call()}"]
+
+    def _has_killed(self, overdue: OverdueWait | None) -> bool:
+        """Kill the ranks of this node that do not come, so that they are lost ranks. Returns: whether there were some."""
+        assert overdue is not None, "an operation"
+        alive = [rank for rank in overdue.missing if rank in self._peers.here and not self._peers.is_lost(rank)]
+        if alive:
+            log(
+                self._rank, *self._report(overdue)[1:], f"{self._reason(overdue)}; {name_ranks(alive)} killed: the others go on"
+            )
+        for rank in alive:
+            self._peers.kill(rank)
+        return bool(alive)
 
     def _report(self, overdue: OverdueWait | None) -> list[str]:
         assert overdue is not None, "an operation"

@@ -1,0 +1,228 @@
+"""The ranks of a world that survives the loss of some of them (`shardrt.launch --survive`), and the error of a loss.
+
+It stands on ULFM, MPI's user-level failure mitigation: MPI tells which processes have ended (`Get_failed`), makes every rank's
+calls of a communicator fail (`Revoke`), and makes a communicator of the ranks that are left (`Shrink`).
+
+A loss is noticed where a call of MPI fails, or by a thread that asks MPI several times a second. Who notices it revokes every
+communicator of the world. So each rank's call raises `RankLost`: what waits in MPI, since the call fails; what waits in shared
+memory or looks for messages, since it asks `check_lost` (`backends/waiting.py`); and every later call, before it begins.
+A world that has lost a rank stays so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from .ending.report import flush_output, log
+from .ending.words import name_ranks
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_LOOK_S = 0.05
+_TOLD_S = 2.0  # for MPI to say who has ended, when another rank has revoked a communicator
+
+
+class RankLost(RuntimeError):
+    """Processes of ranks have ended, and the job survives that: every other rank raises it, in its current or next call.
+
+    All calls of the world's communicators raise it from now on. `World.recover()` makes a world of the ranks that are left.
+    hosts: of each lost rank, by its number in this world.   where: what this rank was in.
+    """
+
+    def __init__(self, hosts: Mapping[int, str], rank: int, where: str) -> None:
+        self.hosts, self.rank, self.where = dict(hosts), rank, where
+        lost = ", ".join(f"{name_ranks([each])} (host {host})" for each, host in sorted(self.hosts.items()))
+        super().__init__(f"lost {lost or 'a rank'}; rank {rank} was in {where}; world.recover() makes a world of the others")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The lost ranks, by their numbers in the world that has lost them."""
+        return tuple(sorted(self.hosts))
+
+
+class Members:
+    """The ranks of one world, which are those of `comm`. Creating is collective over them."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.under_way: Callable[[], str] = lambda: "the start of the world"
+        self.abort: Callable[[], None] = lambda: None  # ends what runs on the GPU
+        self._lost: RankLost | None = None
+        self._revocable: list[MPI.Comm] = [comm]
+        self._hosts: list[str] = []
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardrt-members", daemon=True)
+        self._thread.start()
+        self._hosts = comm.allgather(socket.gethostname())
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank has been lost, as far as this one knows."""
+        return self._lost is not None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are lost."""
+        return () if self._lost is None else self._lost.ranks
+
+    def check(self) -> None:
+        """Raise RankLost if a rank has been lost."""
+        if (lost := self._lost) is not None:
+            raise RankLost(lost.hosts, lost.rank, lost.where)
+
+    def add(self, comm: MPI.Comm) -> None:
+        """Revoke this communicator as well when a rank is lost."""
+        with self._lock:
+            self._revocable.append(comm)
+            if self._lost is not None:
+                _revoke(comm)
+
+    def notice(self) -> None:
+        """A rank is lost: let the calls of all ranks fail."""
+        with self._lock:
+            if self._lost is None:
+                until = time.monotonic() + _TOLD_S
+                while not (failed := self._failed()) and time.monotonic() < until:
+                    time.sleep(_LOOK_S / 10)
+                hosts = {rank: self._hosts[rank] if self._hosts else "?" for rank in failed}
+                self._lost = RankLost(hosts, self.comm.Get_rank(), self.under_way())
+                for comm in self._revocable:
+                    _revoke(comm)
+                self.abort()
+
+    def revoke(self) -> None:
+        """Let the calls of all ranks fail, and theirs after this one's, since this rank has failed to make the world."""
+        with self._lock:
+            for comm in self._revocable:
+                _revoke(comm)
+
+    def shrink(self) -> MPI.Intracomm:
+        """A communicator of the ranks that are left, in their old order. Collective over them; more may be lost meanwhile."""
+        self.stop()
+        found = self.comm.Shrink()
+        assert isinstance(found, type(self.comm)), "of that class"
+        return found
+
+    def agree(self, has_made: bool) -> bool:
+        """Whether every rank is there and has made the world: the same on all of them. Collective."""
+        from mpi4py import MPI
+
+        try:
+            return bool(self.comm.Agree(has_made)) and has_made
+        except MPI.Exception:  # a rank is lost, on all of the others alike
+            return False
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _failed(self) -> list[int]:
+        from mpi4py import MPI
+
+        MPI.COMM_SELF.Iprobe()  # so that MPI hears of ended processes
+        failed, everyone = self.comm.Get_failed(), self.comm.group
+        try:
+            found: list[int] = list(failed.Translate_ranks(None, everyone))
+        finally:
+            failed.Free()
+            everyone.Free()
+        return found
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_LOOK_S):
+            if self._lost is not None or self._failed():
+                self.notice()
+                return
+
+
+def check_ulfm(comm: MPI.Intracomm) -> None:
+    """Raise RuntimeError where this MPI does not survive the loss of processes."""
+    from mpi4py import MPI
+
+    try:
+        comm.Get_failed().Free()
+        found = MPI.get_vendor()[0] == "Open MPI"  # MPICH ends the others
+    except (MPI.Exception, NotImplementedError):
+        found = False
+    if not found:
+        raise RuntimeError(
+            f"SHARDRT_SURVIVE=1 under {MPI.Get_library_version().splitlines()[0].strip()}: ranks cannot outlive others here; "
+            "start the job with shardrt.launch --survive, in an environment with Open MPI 5"
+        )
+
+
+class Limit(threading.Timer):
+    """Ends this rank, as a lost one, if it is not cancelled in time."""
+
+    def __init__(self, seconds: float, why: str) -> None:
+        super().__init__(min(seconds, threading.TIMEOUT_MAX), self._end)
+        self.name, self.daemon, self._why = "shardrt-limit", True, why
+        self.start()
+
+    def _end(self) -> None:
+        log(0, self._why)
+        end_this_process()
+
+
+def end_this_process() -> NoReturn:
+    """End this process so that the other ranks lose it.
+
+    Hazard: of a process that ends with a code, Open MPI's launcher tells the others nothing.
+    """
+    flush_output()
+    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+    raise AssertionError("killed")
+
+
+def _revoke(comm: MPI.Comm) -> None:
+    from mpi4py import MPI
+
+    with suppress(MPI.Exception):  # it has been freed
+        comm.Revoke()
+
+
+current: Members | None = None  # of the world; None where a lost rank ends the job. Written by `comm/bootstrap.py`
+Comm = TypeVar("Comm", bound="MPI.Comm")
+
+
+def check_lost() -> None:
+    """Raise RankLost if the world has lost a rank."""
+    if current is not None:
+        current.check()
+
+
+def raise_lost(error: BaseException) -> None:
+    """Raise RankLost from an exception that a loss has caused."""
+    if current is None or isinstance(error, RankLost) or not isinstance(error, Exception):
+        return
+    from mpi4py import MPI
+
+    if isinstance(error, MPI.Exception) and error.Get_error_class() in (
+        MPI.ERR_PROC_FAILED,
+        MPI.ERR_PROC_FAILED_PENDING,
+        MPI.ERR_REVOKED,
+    ):
+        current.notice()
+    try:
+        current.check()
+    except RankLost as lost:
+        raise lost from error
+
+
+def revocable(comm: Comm) -> Comm:
+    """`comm`, whose calls fail when a rank is lost."""
+    if current is not None:
+        current.add(comm)
+    return comm
