@@ -158,7 +158,7 @@ _guard = RankGuard()
 _streams: dict[tuple[str, str], Stream] = {}  # by role and kind; closed by finalize()
 # Compute waits for these: without priority, their copies and collectives begin only where a GPU busy with compute has a gap.
 _PRIORITIES = {"gather": -1, "reduce": -1}
-_ends: list[Callable[[], None]] = []  # what finalize() calls first
+_ends: list[tuple[Callable[[], None], Callable[[], None]]] = []  # what finalize() calls first, and recover()
 
 
 def world() -> World:
@@ -231,13 +231,15 @@ def init_device_mesh(
     return here.mesh.unflatten(tuple(mesh_shape), tuple(names))
 
 
-def at_finalize(end: Callable[[], None]) -> None:
+def at_finalize(end: Callable[[], None], abandon: Callable[[], None]) -> None:
     """Call `end` in finalize(), when all ranks are there and can still communicate; what was registered last comes first.
+
+    abandon: called instead of it by `World.recover()`, when ranks are lost: it neither communicates nor waits.
 
     It serves what is under way beside the program, and has to end with it. The ranks register the same, in the same order. What
     `end` raises, finalize() raises when it is done.
     """
-    _ends.append(end)
+    _ends.append((end, abandon))
 
 
 def finalize() -> None:
@@ -254,7 +256,7 @@ def finalize() -> None:
         if _ends:
             _monitor.meet(_world.comm)
         while _ends:
-            _ends.pop()()
+            _ends.pop()[0]()
     finally:
         _end(_world, _monitor)
 
@@ -386,7 +388,8 @@ def _abandon(why: str) -> None:
     while _streams:
         with suppress(RuntimeError):  # what was submitted has failed
             _streams.popitem()[1].close()
-    _ends.clear()
+    while _ends:
+        _ends.pop()[1]()
     if _monitor is not None:
         _monitor.abandon()
         _monitor = None

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LOOK_S = 0.05
+_FT_ENABLE = "OMPI_MCA_mpi_ft_enable"
 _TOLD_S = 2.0  # for MPI to say who has ended, when another rank has revoked a communicator
 
 
@@ -46,6 +47,14 @@ class RankLost(RuntimeError):
     def ranks(self) -> tuple[int, ...]:
         """The lost ranks, by their numbers in the world that has lost them."""
         return tuple(sorted(self.hosts))
+
+
+class NotRecovered(RankLost):
+    """A loss that nothing covers: too few ranks are left, or nothing is there to go on from. It ends the job."""
+
+    def __init__(self, why: str) -> None:
+        RuntimeError.__init__(self, f"ranks are lost, and the run cannot go on: {why}")
+        self.hosts, self.rank, self.where = {}, -1, ""
 
 
 class Members:
@@ -152,7 +161,7 @@ def check_ulfm(comm: MPI.Intracomm) -> None:
 
     try:
         comm.Get_failed().Free()
-        found = MPI.get_vendor()[0] == "Open MPI"  # MPICH ends the others
+        found = os.environ.get(_FT_ENABLE) == "1"  # by mpirun --with-ft ulfm; MPICH ends the others
     except (MPI.Exception, NotImplementedError):
         found = False
     if not found:

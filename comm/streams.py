@@ -177,6 +177,10 @@ class ThreadedStream(Stream):
             self._thread.join()
         self.raise_failure()
 
+    def close_later(self) -> None:
+        """End the thread once it has run what was submitted. Does not wait for it."""
+        self._queue.put(None)
+
     def raise_failure(self) -> None:
         """Raise RuntimeError if a submitted function has raised; RankLost if that did."""
         if isinstance(self._failure, RankLost):

@@ -4,7 +4,7 @@ from . import checkpoint as checkpoint
 from . import parallel as parallel
 from . import tensor as tensor
 from .batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from .checkpoint import Run
+from .checkpoint import Run, Survival
 from .comm import DeviceMesh, World, finalize, init, init_device_mesh, without_launcher_variables, world
 from .comm.version import __version__ as __version__
 from .fsdp.api.fully_shard import fully_shard, replicate
@@ -60,6 +60,7 @@ __all__ = [
     "Run",
     "Shard",
     "ShardPlacementResult",
+    "Survival",
     "SyncBatchNorm",
     "Timeline",
     "UnshardHandle",

@@ -5,7 +5,7 @@ from .errors import CheckpointError, DamagedCheckpointError
 from .loading.load import load
 from .loading.safetensors import load_safetensors
 from .run.random_state import RandomState
-from .run.run import Run
+from .run.run import Run, Survival
 from .saving.safetensors import async_save_safetensors, save_safetensors
 from .saving.save import AsyncSave, async_save, save
 from .state.stateful import PerRank
@@ -20,6 +20,7 @@ __all__ = [
     "RandomState",
     "Run",
     "StateDictOptions",
+    "Survival",
     "async_save",
     "async_save_safetensors",
     "get_model_state_dict",

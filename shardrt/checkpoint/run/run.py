@@ -17,23 +17,27 @@ entry `run`: the number of steps, and the random numbers of all ranks. Checkpoin
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ...comm import world
+from ...comm import RankLost, World, world
+from ...comm.members import NotRecovered
 from ..disk.remote_path import Location
 from ..disk.storage import located, storage_of
 from ..errors import CheckpointError, DamagedCheckpointError, agreed
 from ..formats.dcp.metadata import read_stored
 from ..loading.load import load
 from ..saving.save import AsyncSave, async_save, end_previous, save
+from .copies import Copies
 from .random_state import RandomState
 from .stop import DUE, Noted, StopSignals
 
@@ -44,6 +48,23 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _noted = Noted()
 _log = logging.getLogger("shardrt")
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """How a run goes on when ranks are lost.
+
+    copies_every: the steps between two copies of the state in the node's memory, from which it goes on; None: none are made,
+        and it goes on from the newest checkpoint.   min_ranks: with fewer, the job ends.
+    Memory: twice the state, in /dev/shm.
+    """
+
+    copies_every: int | None = 10
+    min_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.copies_every is not None and self.copies_every < 1) or self.min_ranks < 1:
+            raise ValueError(f"{self}: expected numbers of at least 1")
 
 
 class Run:
@@ -69,24 +90,30 @@ class Run:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        state: dict[str, Any],
+        state: dict[str, Any] | Callable[[World], dict[str, Any]],
         every: int | str = 100,
         keep: int = 3,
         on_damage: Literal["older", "raise"] = "older",
         *,
         keep_every: int | None = None,
+        survive: Survival | None = None,
     ) -> None:
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"Run(keep={keep}, keep_every={keep_every}): expected both to be at least 1")
         if on_damage not in ("older", "raise"):
             raise ValueError(f"Run(on_damage={on_damage!r}): expected 'older' or 'raise'")
         self._every, self._every_s = _steps_and_seconds(every)
-        if _KEY in state:
-            raise ValueError(f"Run: the key {_KEY!r} of the state is taken by the run itself; use another")
+        self._build = state if callable(state) else None
+        if survive is not None and self._build is None:
+            raise ValueError("Run(survive=...): expected a function that makes the state, as Run(folder, build, survive=...)")
+        if survive is not None and not world().settings.survive:
+            raise RuntimeError("Run(survive=...): this job ends when it loses a rank; start it with shardrt.launch --survive")
         with agreed(world().comm):
             self.folder = located(folder).resolve()  # the program may change its working directory
         self.done = 0  # the number of steps that are done
-        self._state = state
+        self.state = self._made_state(state)
+        self._survive = survive
+        self._copies: Copies | None = None
         self._keep = {"keep": keep, "keep_every": keep_every}
         self._arguments = {"every": every, **self._keep, "on_damage": on_damage}
         self._on_damage = on_damage
@@ -94,12 +121,17 @@ class Run:
         self._comm = world().mesh.communicator("run")
         self._saving: AsyncSave | None = None  # the save under way
         self._saved_at = 0.0  # when the newest save began, or the run, by this rank's clock
-        self._saved = 0  # the number of steps of the newest save, which may be under way, or of what was loaded
+        # The number of steps of the newest save, which may be under way, or of what was loaded; None: that was a copy.
+        self._saved: int | None = 0
         self._is_in_step = False
         self._has_stopped = False
 
     def __enter__(self) -> Self:
+        if self._survive is not None and self._survive.copies_every is not None:
+            self._copies = Copies()
         self._resume()
+        if self._copies is not None:  # what to go on from, if a rank is lost in the first steps
+            self._copies.take(self._folder_of(self.done).name, self._with_own_state())
         self._saved_at = time.monotonic()
         self._signals.__enter__()
         return self
@@ -107,13 +139,66 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if kind is None:
-                self._end_step()
-                if self._saved != self.done:
-                    self._save()
-                self._finish_saving()
+                self._finish()
         finally:
+            if self._copies is not None:
+                self._copies.close()
             if not self._has_stopped:  # else the process is about to end, and the signal that ended it is dealt with
                 self._signals.__exit__(None, None, None)
+
+    def _finish(self) -> None:
+        self._end_step()
+        if self._saved != self.done:
+            self._save()
+        self._finish_saving()
+
+    def train(self, total: int, step: Callable[[int], object]) -> None:
+        """Call `step(index)` for the steps that remain of `total`, and save the last. When ranks are lost, `recover`.
+
+        Raises: as `steps`; RankLost if too few ranks are left.
+        """
+        while True:
+            try:
+                for index in self.steps(total):
+                    step(index)
+                self._finish()
+                return
+            except RankLost:
+                if self._survive is None:
+                    raise
+            # Here the exception is gone, whose frames hold the old state.
+            self.recover()
+
+    def recover(self) -> None:
+        """Go on without the ranks that are lost: make the state anew on those that are left, and load the newest there is.
+
+        That is the newest copy, or checkpoint, that is whole; `done` is then its step. Collective over the ranks that are left.
+        The program keeps nothing of the old state: its memory is needed for the new one.
+        Raises: RankLost if fewer than `min_ranks` are left, or nothing is there to go on from.
+        """
+        assert self._survive is not None, "a run that survives"
+        assert self._build is not None, "such a run has a function"
+        while True:
+            self.state, self._saving, self._is_in_step, self.done = {}, None, False, -1
+            gc.collect()  # models form circles
+            here = world().recover()
+            if here.size < self._survive.min_ranks:
+                raise NotRecovered(f"{here.size} ranks are left, fewer than Survival(min_ranks={self._survive.min_ranks})")
+            try:
+                self._comm = here.mesh.communicator("run")
+                self.state = self._made_state(self._build)
+                self._resume()
+            except RankLost:
+                continue
+            if self.done < 0:
+                raise NotRecovered(f"no copy and no checkpoint in {str(self.folder)!r} to go on from")
+            return
+
+    def _made_state(self, state: dict[str, Any] | Callable[[World], dict[str, Any]]) -> dict[str, Any]:
+        made = state(world()) if callable(state) else state
+        if _KEY in made:
+            raise ValueError(f"Run: the key {_KEY!r} of the state is taken by the run itself; use another")
+        return made
 
     def steps(self, total: int) -> Iterator[int]:
         """The indices of the steps that remain of `total`; each is done when the next one is asked for.
@@ -170,25 +255,31 @@ class Run:
         random = RandomState(tuple(rows.shape))
         # A dict, since a load reads only the names in it: the rows of other ranks are not read.
         own: dict[str, Any] = {"step": 0, "random": random.state_dict()}
-        loaded = {**self._state, _KEY: own}
+        loaded = {**self.state, _KEY: own}
         load(found, loaded)
-        self._state.update({key: loaded[key] for key in self._state})
+        self.state.update({key: loaded[key] for key in self.state})
         random.load_state_dict(own["random"])
-        self.done = self._saved = own["step"]
+        self.done = own["step"]
+        self._saved = self.done if found.parent == self.folder else None
 
     def _newest_first(self) -> list[Location]:
         """The committed checkpoints, as rank 0 sees them. Collective."""
         end_previous()  # the save of a run in this process that ended with an exception
         self._check_alike("Run", **self._arguments)
+        folders = [self.folder] if self._copies is None else [self._copies.folder, self.folder]
+        found = [each for folder in folders for each in self._seen_by_rank_0(folder)]
+        return sorted(found, key=lambda folder: folder.name, reverse=True)
+
+    def _seen_by_rank_0(self, parent: Location) -> list[Location]:
         comm, found = world().comm, list[Location]()
         with agreed(comm):
-            found = list(storage_of(self.folder).newest_first(self.folder, _PREFIX))
+            found = list(storage_of(parent).newest_first(parent, _PREFIX))
         first = comm.exchange([folder.name for folder in found])[0]
         with agreed(comm):
             if found and not first:
                 where = f"is there on rank {comm.rank}, but not on rank 0"
                 raise CheckpointError(f"{found[0]} {where}: use a folder that all ranks share")
-        return [self.folder / name for name in first]
+        return [parent / name for name in first]
 
     def _check_alike(self, what: str, **arguments: object) -> None:
         """Raise ValueError on every rank if the ranks' arguments differ. Collective."""
@@ -213,8 +304,17 @@ class Run:
             self._stop(told)
         if self._saving is not None and self._saving.poll():
             self._committed()
+        if self._copies is not None:
+            self._copy(self._copies)
         if is_last or told == DUE or any(n and self.done % n == 0 for n in (self._every, self._keep["keep_every"])):
             self._save()
+
+    def _copy(self, copies: Copies) -> None:
+        """Go on with the copy that is under way, and begin the next if it is due."""
+        assert self._survive is not None, "it has copies"
+        copies.poll()
+        if self.done % (self._survive.copies_every or 1) == 0:
+            copies.take(self._folder_of(self.done).name, self._with_own_state())
 
     def _is_time(self) -> bool:
         """Whether this is rank 0, and it is time to save."""
@@ -234,7 +334,7 @@ class Run:
             self._finish_saving()
         except CheckpointError as error:  # this step can still be saved
             if world().rank == 0:
-                _log.warning("'%s' was not saved: %s", self._folder_of(self._saved), error)
+                _log.warning("the save of step %s was not finished: %s", self._saved, error)
             self._saving = None
         save(self._folder_of(self.done), self._with_own_state(), **self._keep)
         self._saved = self.done
@@ -247,7 +347,7 @@ class Run:
         sys.exit(STOPPED)
 
     def _with_own_state(self) -> dict[str, Any]:
-        return {**self._state, _KEY: {"step": self.done, "random": RandomState()}}
+        return {**self.state, _KEY: {"step": self.done, "random": RandomState()}}
 
     def _finish_saving(self) -> None:
         """Wait for the save under way. Collective."""
@@ -262,7 +362,7 @@ class Run:
     def _report_progress(self) -> None:
         """Tell the launcher which step was saved last, and whether the run has stopped to be continued."""
         file = world().settings.progress
-        if file is None or world().rank != 0:
+        if file is None or world().rank != 0 or self._saved is None:
             return
         try:
             file.write_text(f"{self._saved}{' stopped' * self._has_stopped}\n")

@@ -17,11 +17,9 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, TypeVar, overload
 
-import torch
-
 from ...comm.bootstrap import at_finalize, world
 from ...comm.communicator import Communicator
-from ...comm.streams import Stream, current_stream, new_stream, observe
+from ...comm.streams import Stream, ThreadedStream, current_stream, new_stream, observe
 from ...tensor.snapshots import Snapshot
 from ..disk.folders import Keep
 from ..errors import CheckpointError, agreed
@@ -82,6 +80,11 @@ class AsyncSave:
             # Hazard: a rank that waited for the others in an exchange for minutes would be reported as hanging.
             self._task.wait(_WAIT_S)
             is_committed = self.poll()
+
+    def wait_written(self) -> None:
+        """Return once this rank has written its part. Not collective."""
+        if self._phase is SavePhase.WRITING:
+            self._task.wait()
 
     def result(self) -> None:
         """The same as `wait`, by its name in the future of torch.distributed.checkpoint. Unlike that one, it is collective."""
@@ -193,8 +196,8 @@ def begin(prepared: Callable[[], tuple[Prepared[T], Iterable[T]]], *, is_copied:
     end_previous()
     with outside_inference_mode():
         made, items = prepared()
-        if _background is None:
-            _background = _Background()
+        if _background is None or _background.has_ended:
+            _background = Background("checkpoint")
         return _background.start(made, items, is_copied=is_copied)
 
 
@@ -210,9 +213,8 @@ def finish(saving: AsyncSave) -> None:
 
 def end_previous() -> None:
     """Wait for the save under way, if there is one. Collective. Raises its error, unless that was raised already."""
-    # Invariant: `current` stays the save until that has ended, whatever ends a wait for it; so its copies stay as they are.
-    if _background is not None and (previous := _background.current) is not None and not previous.has_ended:
-        previous.wait()
+    if _background is not None:
+        _background.wait()
 
 
 class _Task:
@@ -243,15 +245,19 @@ class _Task:
             self._ended.set()
 
 
-class _Background:
-    """This process's saves: a thread, the copies that it writes, and the newest save. Making it is collective."""
+class Background:
+    """Saves that follow each other: a thread, the copies that it writes, and the newest save. Making it is collective.
 
-    def __init__(self) -> None:
+    role: of its communicator, and the thread's name.
+    """
+
+    def __init__(self, role: str) -> None:
         self.current: AsyncSave | None = None
+        self.has_ended = False  # it makes no more saves
         self._copies = Copies(new_stream(world().device, "staging"))
-        self._comm = world().mesh.communicator("checkpoint")  # its own, so that polls come in any order with other calls
-        self._thread = new_stream(torch.device("cpu"), "checkpoint", threaded=True)
-        at_finalize(self.close)
+        self._comm = world().mesh.communicator(role)  # its own, so that polls come in any order with other calls
+        self._thread = ThreadedStream(role)
+        at_finalize(self.close, self.abandon)
 
     def start(self, prepared: Prepared[T], items: Iterable[T], *, is_copied: bool) -> AsyncSave:
         """Write the items, or copies of them that are made now, in the thread."""
@@ -279,14 +285,25 @@ class _Background:
         self.current = AsyncSave(prepared, self._comm, self._thread, write, snapshot)
         return self.current
 
+    def wait(self) -> None:
+        """Wait for the save under way, if there is one. Collective. Raises its error, unless that was raised already."""
+        # Invariant: `current` stays the save until that has ended, whatever ends a wait for it; so its copies stay as they are.
+        if self.current is not None and not self.current.has_ended:
+            self.current.wait()
+
     def close(self) -> None:
-        """Commit the save under way, end the thread, and free the copies. Collective."""
-        global _background
+        """Commit the save under way, and end the thread. Collective."""
         try:
-            end_previous()
+            self.wait()
         finally:
             self._thread.close()
-            _background = None
+            self.has_ended = True
+
+    def abandon(self) -> None:
+        """Ranks are lost: the save under way stays unfinished, and the thread ends when it has written its part."""
+        self.has_ended = True
+        self.current = None
+        self._thread.close_later()
 
 
-_background: _Background | None = None
+_background: Background | None = None  # of `save` and `async_save`

@@ -1,0 +1,85 @@
+"""Copies of a run's state in the node's memory, from which the ranks that are left go on when others are lost.
+
+A copy is a checkpoint in a folder of /dev/shm: files in memory outlive the process that wrote them, and a load reads them on
+any number of ranks. The new one is written beside the old, which goes when every rank has written: a rank that is lost
+meanwhile leaves the old one whole. Gemini has such copies in memory of several nodes (Wang et al., "Gemini: Fast Failure
+Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023); these are on one.
+
+The ranks keep a file of the folder open to write. So `stale_files.py` knows a folder whose job was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ...comm import world
+from ..disk.folders import Keep
+from ..errors import CheckpointError, agreed
+from ..saving.save import Background
+from ..saving.writing import prepare
+
+_MEMORY = Path("/dev/shm")
+_PREFIX = "shardrt-copies-"  # `stale_files.py` knows it, and the next
+_HELD = "held"
+_KEPT = Keep(newest=1)
+
+
+class Copies:
+    """The copies of one run. Making it is collective.
+
+    folder: where they are, by the names of a run's checkpoints.
+    Raises: CheckpointError on every rank, where the ranks are on several nodes, or have no memory that is a folder.
+    """
+
+    def __init__(self) -> None:
+        here = world()
+        self._background: Background | None = None
+        made = ""
+        with agreed(here.comm):
+            if here.nodes > 1:
+                raise CheckpointError(
+                    f"copies in memory on {here.nodes} nodes: expected one, since no copy would outlive its node. Without "
+                    "copies_every the run goes on from its checkpoints"
+                )
+            if here.rank == 0:
+                made = tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY)
+        self.folder = Path(here.comm.exchange(made)[0])
+        with agreed(here.comm):
+            self._held = os.open(self.folder / _HELD, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def take(self, name: str, state: dict[str, Any]) -> None:
+        """Copy the state. Collective; returns when this rank's part is copied, and finishes at the next `poll`s.
+
+        Raises: CheckpointError on every rank, if there is too little memory.
+        """
+        here = world()
+        if self._background is None or self._background.has_ended:
+            self._background = Background("copies")
+        self._background.wait()
+        prepared, items = prepare(here, self.folder / name, state, _KEPT)
+        with agreed(here.comm):
+            needed, free = sum(prepared.sizes), shutil.disk_usage(_MEMORY).free
+            if needed > free:
+                prepared.abandon()
+                raise CheckpointError(
+                    f"a copy of the run takes {needed:,} bytes of {_MEMORY}, which has {free:,} left: let it be larger "
+                    "(docker run --shm-size), or do without copies_every"
+                )
+        self._background.start(prepared, items, is_copied=False).wait_written()
+
+    def poll(self) -> None:
+        """Go on with the copy that is under way. Collective."""
+        if self._background is not None and self._background.current is not None:
+            self._background.current.poll()
+
+    def close(self) -> None:
+        """Delete the copies, on the last rank that closes them. Not collective: ranks may be lost."""
+        if self._background is not None:
+            self._background.abandon()
+        os.close(self._held)
+        if world().rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
