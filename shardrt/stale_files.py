@@ -1,14 +1,15 @@
 """Remove what this user's killed jobs left on this machine: python -I -S stale_files.py
 
-That is shared memory, and folders of Open MPI's mpirun. Nothing else frees that memory, and both can keep a job from starting:
-MPI_Init fails on segments of the killed run's names, which a Slurm job that starts again gives its own, and an mpirun that gets
-the process number of a killed one refuses the folder it finds. `shardrt.launch` runs this before each job, and after one that
-failed. It imports nothing but the standard library.
+That is shared memory, copies of runs in it, and folders of Open MPI's mpirun. Nothing else frees that memory, and it can keep a
+job from starting: MPI_Init fails on segments of the killed run's names, which a Slurm job that starts again gives its own, and
+an mpirun that gets the process number of a killed one refuses the folder it finds. `shardrt.launch` runs this before each job,
+and after one that failed. It imports nothing but the standard library.
 
 A segment is stale if nobody has it open or mapped to write, which the kernel says exactly when it is asked for a read lease:
 it grants none on a file that is open to write, and a mapping keeps its file open. Unlike /proc, the answer covers processes in
-other PID namespaces, and segments that a rank has just created and not mapped yet. A folder is stale if its `hwloc.sm` is,
-which mpirun keeps open to write. It is on a file system of this machine alone: of others the kernel does not know who writes.
+other PID namespaces, and segments that a rank has just created and not mapped yet. A folder is stale if one file in it is,
+which mpirun, or each rank, keeps open to write. It is on a file system of this machine alone: of others the kernel does not
+know who writes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 _SEGMENTS = ("mpich_shm_*", "sm_segment.*")  # their names in MPICH, and in Open MPI
 _TOPOLOGY = "ompi.*/hwloc.sm"  # a file of Open MPI's mpirun
+_COPIES = "shardrt-copies-*/held"  # a file of the folder with the copies of a run (checkpoint/run/copies.py)
 _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}  # file systems
 
 
@@ -40,7 +42,7 @@ def remove_stale(memory: Path, temporary: Path) -> None:
         for path in memory.glob(pattern):
             with suppress(OSError), _lease(path):
                 path.unlink()
-    for path in temporary.glob(_TOPOLOGY):
+    for path in [*temporary.glob(_TOPOLOGY), *memory.glob(_COPIES)]:
         folder = path.parent
         with suppress(OSError), _lease(path):
             if not folder.is_symlink() and _is_local(folder):

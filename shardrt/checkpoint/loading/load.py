@@ -28,7 +28,7 @@ from ..state.entries import Folder, folder_and_state, members, modules_of, optim
 from ..state.models import materialise, outside_inference_mode
 from ..state.names import ParameterNames, cleaner, joined
 from ..state.names import Path as Keys
-from ..state.stateful import has_state
+from ..state.stateful import SomeNames, has_state
 from ..state.trees import fill, fills, has_inside, placed
 from .contents import Contents
 from .optimizers import OptimizerLoader
@@ -176,7 +176,7 @@ class _Loader:
                 more = placed(more, rest, self._contents.value(name), None)
             else:
                 left.append(name)
-        if left:
+        if left and not isinstance(container, SomeNames):
             _log.warning("load: the state lacks %d names of the checkpoint, such as '%s'", len(left), printable(left[0]))
         if isinstance(more, Mapping) and isinstance(container, MutableMapping):
             self._contents.finish.append(partial(container.update, more))

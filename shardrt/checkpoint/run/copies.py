@@ -76,10 +76,10 @@ class Copies:
         if self._background is not None and self._background.current is not None:
             self._background.current.poll()
 
-    def close(self) -> None:
-        """Delete the copies, on the last rank that closes them. Not collective: ranks may be lost."""
+    def close(self, *, delete: bool) -> None:
+        """Make no more copies. Not collective. delete: nobody needs them; after an exception, the other ranks may."""
         if self._background is not None:
             self._background.abandon()
         os.close(self._held)
-        if world().rank == 0:
+        if delete and world().rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)

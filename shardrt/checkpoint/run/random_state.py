@@ -27,7 +27,7 @@ import torch
 from ...comm import World, world
 from ...tensor.dtensor import DTensor
 from ...tensor.placement import Shard
-from ..state.stateful import PerRank
+from ..state.stateful import PerRank, SomeNames
 
 _PYTHON = struct.Struct("<625I?d")  # see `_packed`
 _PYTHON_VERSION = 3
@@ -53,7 +53,7 @@ class RandomState:
             ranks, width = self._saved
             first = torch.zeros(width, dtype=torch.uint8, device="cpu")
             digests = torch.zeros(ranks, 2, dtype=torch.int64, device="cpu")
-            return {"first": first, "digests": digests, "numpy": _NumpyNumbers()}
+            return SomeNames(first=first, digests=digests, numpy=_NumpyNumbers())
         digests = torch.tensor([_digest(part) for part in _split(row)], device="cpu")
         # Hazard: loading writes into these tensors, so that they may not share memory.
         return {"rows": _row_of(here, row), "first": row.clone(), "digests": _row_of(here, digests), "numpy": _NumpyNumbers()}

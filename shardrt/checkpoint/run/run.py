@@ -142,7 +142,7 @@ class Run:
                 self._finish()
         finally:
             if self._copies is not None:
-                self._copies.close()
+                self._copies.close(delete=kind is None)
             if not self._has_stopped:  # else the process is about to end, and the signal that ended it is dealt with
                 self._signals.__exit__(None, None, None)
 

@@ -26,6 +26,10 @@ def has_state(value: object) -> TypeGuard[Stateful]:
 OF_RANK = re.compile(r"@rank(\d+)of(\d+)")  # the last key in the path of such a value
 
 
+class SomeNames(dict[str, Any]):
+    """A dict of the state that is meant to lack tensors which the checkpoint has at its place: a load does not warn of them."""
+
+
 class PerRank:
     """A value that each rank saves and loads for itself: `state = {"position": PerRank(5)}`. Other values are saved once.
 

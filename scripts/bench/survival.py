@@ -1,0 +1,219 @@
+"""Lose ranks of jobs at random moments, and time what it costs: shardrt.launch --survive, in an environment with Open MPI.
+
+    python scripts/bench/survival.py proof --jobs 200         # random losses; parameters compared to the bit
+    python scripts/bench/survival.py time --width 5600        # from the kill to the first step, beside --restarts and a new job
+    python scripts/bench/survival.py cost --width 5600        # of a step, while nothing is lost
+
+proof: each job has 4 ranks, and loses one or two of them, in one of five ways, some milliseconds after the begin of a random
+step: in forward, backward, reduction, optimizer, copy, checkpoint, or, if another is lost at nearly the same time, in the
+recovery. The parameters at its end have to be, to the bit, those of jobs that lose nothing: one of as many ranks as there were
+up to the step from which the others went on, then one of these, and so on. No end in time, or a code other than 0, is wrong.
+time, cost: medians over the rounds; in each, the kinds of job in turns. The model has --layers matrices of --width squared.
+Progress goes to stderr; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/
+
+import common.checkout  # noqa: F401
+from common.options import Parser, at_least
+
+JOB = Path(__file__).with_name("survival_job.py")
+WAYS = ("kill", "stop", "exit", "raise", "segfault")
+STEPS, COPIES, CHECKPOINTS = 14, 3, 4
+Event = dict[str, Any]
+Segment = tuple[int, int]  # ranks, and the step from which they go on
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A job that has ended.   code: None if it has not, in time.   events: of each rank, by its number at the start."""
+
+    code: int | None
+    seconds: float
+    output: str
+    events: list[list[Event]]
+
+    @property
+    def digests(self) -> set[str]:
+        """The hashes of the parameters, of all ranks that came to the end."""
+        return {event["digest"] for rank in self.events for event in rank if "digest" in event}
+
+    def steps(self) -> list[Event]:
+        """Those that a rank that came to the end has done, in order."""
+        return next(([event for event in rank if "step" in event] for rank in self.events if rank and "digest" in rank[-1]), [])
+
+
+def run(folder: Path, ranks: int, options: argparse.Namespace, launch: list[str], job: list[str]) -> Ended:
+    """Run a job to its end."""
+    line = [sys.executable, "-m", "shardrt.launch", *launch, "-n", str(ranks), str(JOB), "--folder", str(folder), *job]
+    for old in folder.glob("events-*"):
+        old.unlink()
+    start = time.time()
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    try:
+        output, code = process.communicate(timeout=options.timeout)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, code = process.communicate()[0], None
+    paths = [folder / f"events-{rank}" for rank in range(ranks)]
+    events = [list(map(json.loads, path.read_text().splitlines())) if path.exists() else [] for path in paths]
+    return Ended(code, time.time() - start, output, events)
+
+
+# ---------------------------------------------------------------------- proof
+
+
+def prove(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the jobs with losses, and compare each with one without."""
+    generator, known = random.Random(options.seed), dict[tuple[str, tuple[Segment, ...]], str]()
+    wrong, lost = 0, 0
+    for number in range(options.jobs):
+        mesh = generator.choice(["flat", "flat", "hsdp"])
+        faults = random_faults(generator)
+        with tempfile.TemporaryDirectory(prefix="survival-") as folder:
+            job = ["--steps", str(STEPS), "--copies", str(COPIES), "--every", str(CHECKPOINTS), "--survive", "--mesh", mesh]
+            done = run(Path(folder), 4, options, ["--survive"], [*job, *(f"--fault={fault}" for fault in faults)])
+        segments = tuple(segments_of(done.steps()))
+        complaint = complaint_of(done)
+        if complaint is None and (mesh, segments) not in known:
+            known[mesh, segments] = undisturbed(mesh, segments, options)
+        if complaint is None and done.digests != {known[mesh, segments]}:
+            complaint = "other parameters"
+        wrong += complaint is not None
+        lost += len(segments) > 1
+        print(
+            f"{number + 1}/{options.jobs} {mesh} {' '.join(faults)}: {segments}, {done.seconds:.0f} s: {complaint or 'ok'}",
+            file=sys.stderr,
+        )
+        if complaint is not None:
+            print(done.output, file=sys.stderr)
+    return {"jobs": options.jobs, "with losses": lost, "wrong": wrong}
+
+
+def random_faults(generator: random.Random) -> list[str]:
+    """One or two losses: RANK:WAY:STEP:MILLISECONDS. Two are at once, or one after the other."""
+    ranks = generator.sample(range(4), generator.choice([1, 1, 2]))
+    step, together = generator.randrange(STEPS - 1), generator.random() < 0.5
+    faults = []
+    for rank in ranks:
+        faults.append(f"{rank}:{generator.choice(WAYS)}:{step}:{generator.uniform(0, 40):.1f}")
+        step = step if together else generator.randrange(step, STEPS - 1)
+    return faults
+
+
+def complaint_of(done: Ended) -> str | None:
+    if done.code is None:
+        return "no end"
+    if done.code != 0:
+        return f"exit code {done.code}"
+    return None if len(done.digests) == 1 else f"{len(done.digests)} different results"
+
+
+def segments_of(steps: list[Event]) -> list[Segment]:
+    """Which ranks have made the parameters: what was done again counts once."""
+    segments: list[Segment] = []
+    before: Event | None = None
+    for event in steps:
+        if before is None or event["ranks"] != before["ranks"] or event["step"] != before["step"] + 1:
+            while segments and segments[-1][1] >= event["step"]:
+                segments.pop()
+            segments.append((event["ranks"], event["step"]))
+        before = event
+    return segments
+
+
+def undisturbed(mesh: str, segments: tuple[Segment, ...], options: argparse.Namespace) -> str:
+    """The hash of the parameters of jobs without losses."""
+    with tempfile.TemporaryDirectory(prefix="survival-") as folder:
+        ends = [step for _, step in segments[1:]] + [STEPS]
+        for (ranks, _), end in zip(segments, ends, strict=True):
+            done = run(Path(folder), ranks, options, [], ["--steps", str(end), "--mesh", mesh])
+            assert done.code == 0, done.output
+        return done.digests.pop()
+
+
+# ---------------------------------------------------------------------- times
+
+
+def time_recovery(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds from a kill to the end of the first step that is done afterwards."""
+    found: dict[str, list[float]] = {"survive": [], "restart": [], "new job": []}
+    shape, step = shape_of(options), 12
+    for _ in range(options.rounds):
+        for kind in found:
+            with tempfile.TemporaryDirectory(prefix="survival-", dir=options.folder) as folder:
+                job = [*shape, "--steps", str(step + 4), *([] if kind == "new job" else [f"--fault=3:kill:{step}:50"])]
+                if kind == "survive":
+                    done = run(Path(folder), 4, options, ["--survive"], [*job, "--survive", "--copies", "10"])
+                else:
+                    done = run(Path(folder), 4, options, ["--restarts", "1"], [*job, "--every", "10"])
+                assert done.code == 0, done.output
+                begin = min((event["time"] for rank in done.events for event in rank if "fault" in event), default=0.0)
+                if kind == "new job":
+                    begin = time.time() - done.seconds
+                steps = [event["time"] for event in done.steps() if event["time"] > begin]
+                found[kind].append(steps[1 if kind == "survive" and len(steps) > step else 0] - begin)
+                print(f"{kind}: {found[kind][-1]:.2f} s", file=sys.stderr)
+    return {"seconds": {kind: median(times) for kind, times in found.items()}}
+
+
+def time_steps(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step while nothing is lost, and what copies take of it."""
+    kinds = {
+        "ends": ([], []),
+        "survives": (["--survive"], ["--survive"]),
+        "copies": (["--survive"], ["--survive", "--copies", "10"]),
+    }
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(options.rounds):
+        for kind, (launch, job) in kinds.items():
+            with tempfile.TemporaryDirectory(prefix="survival-", dir=options.folder) as folder:
+                done = run(Path(folder), options.ranks, options, launch, [*shape_of(options), "--steps", "31", *job])
+                assert done.code == 0, done.output
+                times = [event["time"] for event in done.steps()]
+                found[kind].append((times[-1] - times[10]) / 20)  # two copies
+                print(f"{kind}: {found[kind][-1]:.4f} s a step", file=sys.stderr)
+    ratios = {kind: [ours / plain for ours, plain in zip(times, found["ends"], strict=True)] for kind, times in found.items()}
+    return {
+        "seconds": {kind: median(times) for kind, times in found.items()},
+        "by ends": {k: median(r) for k, r in ratios.items()},
+    }
+
+
+def shape_of(options: argparse.Namespace) -> list[str]:
+    return ["--width", str(options.width), "--layers", str(options.layers), "--rows", str(options.rows)]
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("what", choices=("proof", "time", "cost"))
+    parser.add_argument("--jobs", type=at_least(1), default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=at_least(1), default=2, help="of `cost`")
+    parser.add_argument("--width", type=at_least(1), default=5600)
+    parser.add_argument("--layers", type=at_least(1), default=4)
+    parser.add_argument("--rows", type=at_least(1), default=240)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--folder", help="where checkpoints go; default: among the temporary files")
+    parser.add_argument("--timeout", type=at_least(1.0, float), default=300.0, help="seconds for one job")
+    options = parser.parse_args()
+    result = {"proof": prove, "time": time_recovery, "cost": time_steps}[options.what](options)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
