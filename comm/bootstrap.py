@@ -279,16 +279,19 @@ def _end(world: World, monitor: Monitor) -> None:
     world.comm.close()
     _world = None
     if members.current is not None:
-        members.current.stop()
-        members.current = None
         if world.rank == 0:
             tell_launcher_of_end()
+        members.current.end()
+        members.current = None
     _end_mpi()
 
 
 def _end_mpi() -> None:
-    """End MPI, if `init` started it. Collective over all ranks."""
-    if _started_mpi:
+    """End MPI, if `init` started it. Collective over all ranks.
+
+    Hazard: when processes have ended before, Open MPI's may never return.
+    """
+    if _started_mpi and not members.has_lost:
         from mpi4py import MPI
 
         if not MPI.Is_finalized():
@@ -398,7 +401,8 @@ def _abandon(why: str) -> None:
 def _make_world_of(comm: MPI.Intracomm, before: World) -> World | None:
     """The world of the ranks of `comm`; None, on every rank, if more of them are lost meanwhile."""
     made = None
-    members.current = found = Members(comm)
+    members.current, members.has_lost = Members(comm), True
+    found = members.current
     try:
         made = _make_world(comm, before.settings, locate(comm, before.settings.ranks_per_node), before.device)
     except Exception as error:

@@ -466,6 +466,7 @@ def abandon_all(why: str) -> None:
     """Make no more calls on the communicators that are open, whose ranks cannot close them. why: what refused calls say."""
     for comm in _open:
         comm.is_closed, comm._ended = True, why
+        comm._newest, comm._newest_collective = None, PAST
     _open.clear()
     _left.clear()
 

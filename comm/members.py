@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LOOK_S = 0.05
+_LAST_S = 0.2  # for the last messages to arrive, where MPI is not ended
 _FT_ENABLE = "OMPI_MCA_mpi_ft_enable"
 _TOLD_S = 2.0  # for MPI to say who has ended, when another rank has revoked a communicator
 
@@ -130,6 +131,14 @@ class Members:
         except MPI.Exception:  # a rank is lost, on all of the others alike
             return False
 
+    def end(self) -> None:
+        """End the thread. All ranks have made their last calls; what the others still receive of them gets the time."""
+        self.stop()
+        until = time.monotonic() + (_LAST_S if has_lost else 0.0)
+        while time.monotonic() < until:
+            self._failed()
+            time.sleep(_LOOK_S / 10)
+
     def stop(self) -> None:
         """End the thread."""
         self._stopping.set()
@@ -202,7 +211,9 @@ def _revoke(comm: MPI.Comm) -> None:
         comm.Revoke()
 
 
-current: Members | None = None  # of the world; None where a lost rank ends the job. Written by `comm/bootstrap.py`
+# Written by `comm/bootstrap.py`.
+current: Members | None = None  # of the world; None where a lost rank ends the job
+has_lost = False  # whether this process has been in a world that lost ranks
 Comm = TypeVar("Comm", bound="MPI.Comm")
 
 
