@@ -4,6 +4,7 @@
     mpirun -n 4 python scripts/train.py --data ~/books --steps 2000 --dtype bfloat16
     mpirun -n 4 python scripts/train.py --tp 2         # 2-D: each matrix in two parts, sharded over two ranks each
     python -m shardrt.launch --restarts 5 -n 4 scripts/train.py --resume auto --out runs/a      # goes on after whatever ends it
+    python -m shardrt.launch --survive -n 4 scripts/train.py --resume auto --out runs/a         # also without lost ranks
 
 One step, the same on every rank:
   1. draw this rank's rows of the global batch, one micro-batch at a time
@@ -24,6 +25,9 @@ With --timeline, the ranks record three steps. `python -m shardrt.timeline merge
 
 With --resume auto, checkpoints are saved in OUT/checkpoints, and the script starts from the newest one, on any number of ranks.
 The lines of the log from there on are written anew.
+
+Under `shardrt.launch --survive`, it goes on within seconds when ranks are lost, from copies in memory: --batch has to be
+divisible by the numbers of ranks that may be left.
 """
 
 from __future__ import annotations
@@ -35,11 +39,10 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -147,10 +150,18 @@ def read_checked(options: Options, ranks: int) -> Corpus:
         raise ValueError(f"--out {options.out} is not a folder")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the plot of the losses needs matplotlib: pip install 'shardrt[train]'")
-    if ranks % options.tp != 0:
-        raise ValueError(f"--tp {options.tp} does not divide the {ranks} ranks")
+    check_ranks(options, ranks)
     if options.heads % options.tp != 0:
         raise ValueError(f"--heads {options.heads} does not divide by --tp {options.tp}: each rank has whole heads")
+    _ = options.model  # raises ValueError for an invalid shape
+    files = find_files(options.data) if options.data else default_files()
+    return read_corpus(files, options.context, options.max_bytes)
+
+
+def check_ranks(options: Options, ranks: int) -> None:
+    """Raise ValueError for options that cannot work on so many ranks. No collective."""
+    if ranks % options.tp != 0:
+        raise ValueError(f"--tp {options.tp} does not divide the {ranks} ranks")
     readers = ranks // options.tp
     parts = readers * options.micro_batches
     if options.batch % parts != 0:
@@ -159,9 +170,6 @@ def read_checked(options: Options, ranks: int) -> Corpus:
             f"--batch {options.batch} does not divide by {readers} {what} x "
             f"{options.micro_batches} micro-batches: use a multiple of {parts}"
         )
-    _ = options.model  # raises ValueError for an invalid shape
-    files = find_files(options.data) if options.data else default_files()
-    return read_corpus(files, options.context, options.max_bytes)
 
 
 def check_alike(options: Options, corpus: Corpus, world: shardrt.World) -> None:
@@ -283,16 +291,41 @@ def learning_rate(options: Options, step: int) -> float:
 # ---------------------------------------------------------------------- output
 
 
-@contextmanager
-def open_run(trainer: Trainer) -> Iterator[tuple[int, Iterable[int]]]:
-    """With --resume auto, load the newest checkpoint and save new ones. Yields the first step, and all steps that remain."""
-    options = trainer.options
-    if options.resume == "never":
-        yield 0, range(options.steps)
-        return
-    state = {"model": trainer.model, "optimizer": trainer.optimizer}
-    with shardrt.Run(options.out / "checkpoints", state, every=options.save_every, keep=options.keep) as run:
-        yield run.done, run.steps(options.steps)
+class Training:
+    """The trainer on the ranks that there are, and, with --resume auto, the run that loads and saves its state."""
+
+    def __init__(self, options: Options, corpus: Corpus) -> None:
+        self.options, self.corpus = options, corpus
+        self.trainer: Trainer | None = None
+
+    def build(self, world: shardrt.World) -> dict[str, Any]:
+        """Make the trainer; returns its state."""
+        check_ranks(self.options, world.size)
+        self.trainer = Trainer(self.options, self.corpus, world)
+        return {"model": self.trainer.model, "optimizer": self.trainer.optimizer}
+
+    def train(self) -> float:
+        """Run all steps that remain. Returns the peak memory in MiB."""
+        options, world = self.options, shardrt.comm.world()
+        if options.resume == "never":
+            self.build(world)
+            return self._run_steps(0, range(options.steps))
+        survive = shardrt.Survival() if world.settings.survive else None
+        folder = options.out / "checkpoints"
+        with shardrt.Run(folder, self.build, options.save_every, options.keep, survive=survive) as run:
+            while True:
+                try:
+                    return self._run_steps(run.done, run.steps(options.steps))
+                except shardrt.comm.RankLost:
+                    if survive is None:
+                        raise
+                self.trainer = None  # its memory is needed for the next one
+                run.recover()
+
+    def _run_steps(self, first: int, steps: Iterable[int]) -> float:
+        assert self.trainer is not None, "it is made"
+        with open_log(self.options, self.corpus, self.trainer.world, first) as metrics:
+            return train(self.trainer, metrics, first, steps)
 
 
 def open_log(options: Options, corpus: Corpus, world: shardrt.World, first: int) -> shardrt.Metrics:
@@ -381,11 +414,11 @@ def main() -> None:
     world = shardrt.init()
     corpus = agreed(world, lambda: read_checked(options, world.size))
     check_alike(options, corpus, world)
-    trainer = Trainer(options, corpus, world)
-    with open_run(trainer) as (first, steps), open_log(options, corpus, world, first) as metrics:
-        peak = train(trainer, metrics, first, steps)
-    sample = write_sample(trainer.model, options.prompt, options.sample_bytes, options.seed)
-    if world.rank == 0:
+    training = Training(options, corpus)
+    peak = training.train()
+    assert training.trainer is not None, "it has trained"
+    sample = write_sample(training.trainer.model, options.prompt, options.sample_bytes, options.seed)
+    if shardrt.comm.world().rank == 0:
         (options.out / "sample.txt").write_text(sample, encoding="utf-8")
         plot_losses(options.out / "log.jsonl", options.out / "loss.png")
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack characters of it

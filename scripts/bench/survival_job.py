@@ -76,8 +76,7 @@ class Events:
 
 
 def build(options: argparse.Namespace, world: shardrt.World) -> dict[str, Any]:
-    """The model and its optimizer, on the world that there is."""
-    torch.manual_seed(0)
+    """The model, without values, and its optimizer, on the world that there is."""
     with torch.device("meta"):
         layers = [torch.nn.Linear(options.width, options.width) for _ in range(options.layers)]
         model = torch.nn.Sequential(*(torch.nn.Sequential(layer, torch.nn.GELU()) for layer in layers))
@@ -88,12 +87,16 @@ def build(options: argparse.Namespace, world: shardrt.World) -> dict[str, Any]:
         shardrt.fully_shard(block, mesh=mesh)
     shardrt.fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
-    for number, parameter in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(number)  # the same values on any number of ranks: every shard is cut from one
-        whole = torch.empty(parameter.shape).uniform_(-1, 1, generator=generator) / options.width**0.5
-        assert isinstance(parameter, shardrt.DTensor)
-        parameter.data.copy_(shardrt.distribute_tensor(whole, parameter.device_mesh, parameter.placements))
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)}
+
+
+def initialize(model: torch.nn.Module, width: int) -> None:
+    """The same values on any number of ranks. Where they are loaded, nothing needs them."""
+    for number, parameter in enumerate(model.parameters()):
+        assert isinstance(parameter, shardrt.DTensor)
+        generator = torch.Generator().manual_seed(number)
+        whole = torch.empty(parameter.shape).uniform_(-1, 1, generator=generator) / width**0.5
+        parameter.data.copy_(shardrt.distribute_tensor(whole, parameter.device_mesh, parameter.placements))
 
 
 def main() -> None:
@@ -131,6 +134,8 @@ def main() -> None:
 
     survive = shardrt.Survival(copies_every=options.copies or None) if options.survive else None
     with shardrt.Run(options.folder / "run", lambda world: build(options, world), options.every, survive=survive) as run:
+        if run.done == 0:
+            initialize(run.state["model"], options.width)
         events.note(begun=run.done)
         run.train(options.steps, step)
         digest = hashlib.sha256()

@@ -62,8 +62,11 @@ reader = Reader
 
 @contextmanager
 def writer(path: Path) -> Iterator[Writer]:
-    """A new file, whose bytes and name have reached the disk when the `with` block ends."""
-    with Writer(path) as made:
+    """A file, whose bytes and name have reached the disk when the `with` block ends.
+
+    It is new, or, where the caller has put one of the same size in its place, written over.
+    """
+    with Writer(path, new=not path.exists()) as made:
         yield made
     sync_folder(path.parent)
 

@@ -1,9 +1,10 @@
 """Copies of a run's state in the node's memory, from which the ranks that are left go on when others are lost.
 
 A copy is a checkpoint in a folder of /dev/shm: files in memory outlive the process that wrote them, and a load reads them on
-any number of ranks. The new one is written beside the old, which goes when every rank has written: a rank that is lost
-meanwhile leaves the old one whole. Gemini has such copies in memory of several nodes (Wang et al., "Gemini: Fast Failure
-Recovery in Distributed Training with In-Memory Checkpoints", SOSP 2023); these are on one.
+any number of ranks. A rank that is lost while a copy is written leaves the one before whole: the new one takes the files of
+the second-newest, whose pages are there already. (To get pages takes as long as to write them.)
+Gemini has such copies in memory of several nodes (Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with
+In-Memory Checkpoints", SOSP 2023); these are on one.
 
 The ranks keep a file of the folder open to write. So `stale_files.py` knows a folder whose job was killed.
 """
@@ -25,7 +26,7 @@ from ..saving.writing import prepare
 _MEMORY = Path("/dev/shm")
 _PREFIX = "shardrt-copies-"  # `stale_files.py` knows it, and the next
 _HELD = "held"
-_KEPT = Keep(newest=1)
+_KEPT = Keep(newest=2)
 
 
 class Copies:
@@ -38,6 +39,8 @@ class Copies:
     def __init__(self) -> None:
         here = world()
         self._background: Background | None = None
+        self._files: list[Path] = []  # this rank's files, of the newest two copies
+        self.is_empty = True  # none has been taken
         made = ""
         with agreed(here.comm):
             if here.nodes > 1:
@@ -57,19 +60,28 @@ class Copies:
         Raises: CheckpointError on every rank, if there is too little memory.
         """
         here = world()
-        if self._background is None or self._background.has_ended:
-            self._background = Background("copies")
+        if self._background is None or self._background.has_ended:  # of a world that has lost ranks
+            self._background, self._files = Background("copies"), []
         self._background.wait()
         prepared, items = prepare(here, self.folder / name, state, _KEPT)
+        file, nbytes = prepared.plan.file, prepared.plan.nbytes
         with agreed(here.comm):
-            needed, free = sum(prepared.sizes), shutil.disk_usage(_MEMORY).free
+            spare = self._files.pop(0) if len(self._files) == 2 else None
+            if spare is not None and spare.is_file() and spare.stat().st_size == nbytes:
+                spare.rename(prepared.folder / file)
+                nbytes = 0
+            self._files.append(self.folder / name / file)
+        needed = sum(here.comm.exchange(nbytes))
+        with agreed(here.comm):
+            free = shutil.disk_usage(_MEMORY).free
             if needed > free:
                 prepared.abandon()
                 raise CheckpointError(
-                    f"a copy of the run takes {needed:,} bytes of {_MEMORY}, which has {free:,} left: let it be larger "
+                    f"a copy of the run takes {needed:,} more bytes of {_MEMORY}, which has {free:,} left: let it be larger "
                     "(docker run --shm-size), or do without copies_every"
                 )
         self._background.start(prepared, items, is_copied=False).wait_written()
+        self.is_empty = False
 
     def poll(self) -> None:
         """Go on with the copy that is under way. Collective."""

@@ -10,6 +10,8 @@ after each step    1. the ranks agree whether one of them was told to stop: then
                    3. if it is time, they begin the next save: training goes on while it is written
 at the end         the last step is saved, unless it is already, and the ranks wait for it; so also after a `break`
 on an exception    nothing is saved; the save that is under way completes, or leaves the older checkpoint
+on a lost rank     with `survive`: the others make the state anew on the world that is left, and load the newest copy in
+                   memory (`copies.py`), or checkpoint
 
 The folder has the checkpoints `step-00000100`, ..., by the number of steps done. Beside the user's state a checkpoint has the
 entry `run`: the number of steps, and the random numbers of all ranks. Checkpoints of other names are ignored.
@@ -72,19 +74,20 @@ class Run:
 
     folder: of this run's checkpoints, on a file system that all ranks share, or the URL of one in a store.
     state: as `save` and `load` take it: a save takes its plain values as they are then, and a load at the start replaces them.
-        The key "run" is reserved.
+        The key "run" is reserved. Or a function that makes it on the world that it is given; `Run.state` is what it has made.
     every: the steps between two saves; or the time, as "90s", "10min" or "1.5h", from entry and from each save to the next, by
         rank 0's clock: the save begins at the end of the step in which it has passed, unless one is still under way.
     keep: how many of the newest checkpoints remain.   keep_every: steps that are multiples of this are saved too, and their
         checkpoints are never deleted.
     on_damage: "older": if the newest checkpoint is damaged, the newest one that is not is loaded, with a warning, and what is
         damaged is kept as `step-00000200.damaged`; if all are, that is an error. "raise": a damaged newest one is an error.
+    survive: go on without ranks that are lost, in a job of `shardrt.launch --survive`: see `train` and `recover`.
     On SIGUSR1 or SIGTERM, to any rank, all ranks stop after the same step, save, and exit with code 75 (EX_TEMPFAIL);
     `scripts/slurm/train.sbatch` then requeues the job. A second signal, a second later or more, does what it would do without
     a `Run`.
     Collective: every rank makes the same `Run` and runs the same steps.
-    Raises: ValueError for bad arguments; RuntimeError before `shardrt.init()`; from entry and from `steps` a CheckpointError on
-    every rank, with the reason, if one of them cannot load or save.
+    Raises: ValueError for bad arguments; RuntimeError before `shardrt.init()`, or for `survive` in another job; from entry
+    and from `steps` a CheckpointError on every rank, with the reason, if one of them cannot load or save.
     """
 
     def __init__(
@@ -130,8 +133,6 @@ class Run:
         if self._survive is not None and self._survive.copies_every is not None:
             self._copies = Copies()
         self._resume()
-        if self._copies is not None:  # what to go on from, if a rank is lost in the first steps
-            self._copies.take(self._folder_of(self.done).name, self._with_own_state())
         self._saved_at = time.monotonic()
         self._signals.__enter__()
         return self
@@ -211,6 +212,8 @@ class Run:
         self._check_alike("steps", total=total)
         if self.done > total and world().rank == 0:
             _log.warning("'%s': the run has done %d steps, more than the %d asked for", self.folder, self.done, total)
+        if self._copies is not None and self._copies.is_empty:  # what to go on from, if a rank is lost in the first steps
+            self._copies.take(self._folder_of(self.done).name, self._with_own_state())
         while self.done < total:
             self._is_in_step = True
             yield self.done

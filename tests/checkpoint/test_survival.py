@@ -1,0 +1,81 @@
+"""Runs that go on when ranks are lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardrt
+from checkpoints import shared_folder
+from ranks import on_ranks, rank_environment
+from shardrt import launch, stale_files
+from shardrt.comm import World
+from toys import refused
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("jobs", [3, pytest.param(60, marks=pytest.mark.all)])
+def test_random_losses(jobs: int) -> None:
+    """Any rank, in any way, at any moment, also two: the parameters are those of jobs that lose none, to the bit."""
+    if launch.loaded_mpi() is not launch.Mpi.OPEN_MPI:
+        pytest.skip("only Open MPI's ranks outlive others")
+    script = Path(shardrt.__file__).parents[1] / "scripts" / "bench" / "survival.py"
+    line = [sys.executable, str(script), "proof", "--jobs", str(jobs), "--seed", "2"]
+    done = subprocess.run(line, env=os.environ | rank_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["wrong"] == 0, done.stderr
+    assert found["with losses"] > jobs / 2
+
+
+@on_ranks(1, 2)
+def test_a_run_of_a_function_trains(world: World) -> None:
+    """It makes the state; `train` makes the steps that remain, and saves the last."""
+    made, steps = list[World](), list[int]()
+
+    def build(given: World) -> dict[str, Any]:
+        made.append(given)
+        return {"model": shardrt.fully_shard(torch.nn.Linear(3, 5)), "epoch": 7}
+
+    with shared_folder(world) as folder:
+        for total in (3, 5):
+            with shardrt.Run(folder, build, every=100) as run:
+                assert run.state["epoch"] == 7
+                run.train(total, steps.append)
+            assert (run.done, made[-1]) == (total, world)
+        assert (folder / "step-00000005").is_dir()
+    assert steps == [0, 1, 2, 3, 4]
+
+
+@on_ranks(2)
+def test_bad_input(world: World) -> None:
+    with shared_folder(world) as folder:
+        survive = shardrt.Survival()
+        refused("expected a function that makes the state", lambda: shardrt.Run(folder, {}, survive=survive))
+        start = "start it with shardrt.launch --survive"
+        refused(start, lambda: shardrt.Run(folder, lambda _: {}, survive=survive), RuntimeError)
+        refused("the key 'run' of the state", lambda: shardrt.Run(folder, lambda _: {"run": 1}))
+    refused("expected numbers of at least 1", lambda: shardrt.Survival(copies_every=0))
+    refused("expected numbers of at least 1", lambda: shardrt.Survival(min_ranks=0))
+
+
+def test_copies_of_a_job_that_was_killed_are_removed(tmp_path: Path) -> None:
+    """Those of one that lives are not: its ranks have a file of the folder open to write."""
+    memory = tmp_path / "memory"
+    folders = [memory / f"shardrt-copies-{name}" for name in ("live", "dead")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "held").touch()
+        (folder / "step-00000010").mkdir()
+    with (folders[0] / "held").open("w"):
+        stale_files.remove_stale(memory, tmp_path / "none")
+        assert [folder.exists() for folder in folders] == [True, False]
+    stale_files.remove_stale(memory, tmp_path / "none")
+    assert not any(folder.exists() for folder in folders)
