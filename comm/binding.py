@@ -52,7 +52,8 @@ def locate(comm: MPI.Intracomm, per_node: int | None) -> Location:
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     machine_rank = shared.Get_rank()
     if per_node is not None:
-        machine, shared = shared, shared.Split(comm.Get_rank() // per_node)
+        # Where ranks have been lost, the others stay on their nodes.
+        machine, shared = shared, shared.Split(MPI.COMM_WORLD.Get_rank() // per_node)
         machine.Free()
     cores = sum(1 << core for core in os.sched_getaffinity(0))
     ranks, cores_of_ranks = zip(*shared.allgather((comm.Get_rank(), cores)), strict=True)

@@ -24,7 +24,7 @@ from .backend import Backend
 from .backends.cuda_builds import CudaBuildError, check_builds, own_builds
 from .binding import Location, SharedGpuError, bind_device, locate
 from .communicator import Communicator
-from .control import abandon_all, apart
+from .control import abandon_all, abort_all, apart
 from .ending.report import log, tell_launcher_of_end
 from .ending.words import name_ranks
 from .malloc import keep_freed_memory
@@ -340,9 +340,13 @@ def _make_world(comm: MPI.Intracomm, settings: EnvironmentSettings, place: Locat
 
     if not place.has_cores:
         share_cores()
+    if members.current is not None:
+        members.current.meet()
     _monitor = Monitor(comm, place.node, device, settings, _guard)
     if members.current is not None:
         members.current.under_way = _monitor.under_way
+        if device.type == "cuda":
+            members.current.abort = abort_all
     host = MpiBackend(comm.Dup(), "world", place.node, place.has_cores, comm)
     data = Communicator(_backend_for(device, host, settings.nccl), _monitor.hooks)
     return World(
@@ -371,7 +375,7 @@ def _recover(world: World) -> World:
     if not lost.has_lost:
         raise RuntimeError(f"world.recover() on rank {world.rank}: no rank is lost; call it when a call has raised RankLost")
     why = f"is of a world that has lost {name_ranks(lost.ranks)}: use that of world.recover()"
-    limit = Limit(world.settings.start_timeout_s, f"rank {world.rank}: world.recover() takes longer than SHARDRT_START_TIMEOUT")
+    limit = Limit(world.settings.start_timeout_s, world.rank, "world.recover() takes longer than SHARDRT_START_TIMEOUT")
     try:
         _world = None
         while _world is None:
@@ -381,6 +385,7 @@ def _recover(world: World) -> World:
         log(world.rank, "world.recover() failed; ending this rank", *traceback.format_exception(error))
         end_this_process()
     limit.cancel()
+    _world.recorder.note(f"recovered without {name_ranks(lost.ranks)} of {world.size}")
     return _world
 
 

@@ -59,7 +59,7 @@ class NotRecovered(RankLost):
 
 
 class Members:
-    """The ranks of one world, which are those of `comm`. Creating is collective over them."""
+    """The ranks of one world, which are those of `comm`. Creating is not collective."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
@@ -72,7 +72,10 @@ class Members:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardrt-members", daemon=True)
         self._thread.start()
-        self._hosts = comm.allgather(socket.gethostname())
+
+    def meet(self) -> None:
+        """Learn the ranks' hosts. Collective over them."""
+        self._hosts = self.comm.allgather(socket.gethostname())
 
     @property
     def has_lost(self) -> bool:
@@ -183,13 +186,13 @@ def check_ulfm(comm: MPI.Intracomm) -> None:
 class Limit(threading.Timer):
     """Ends this rank, as a lost one, if it is not cancelled in time."""
 
-    def __init__(self, seconds: float, why: str) -> None:
+    def __init__(self, seconds: float, rank: int, why: str) -> None:
         super().__init__(min(seconds, threading.TIMEOUT_MAX), self._end)
-        self.name, self.daemon, self._why = "shardrt-limit", True, why
+        self.name, self.daemon, self._rank, self._why = "shardrt-limit", True, rank, why
         self.start()
 
     def _end(self) -> None:
-        log(0, self._why)
+        log(self._rank, self._why)
         end_this_process()
 
 

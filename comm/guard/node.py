@@ -131,14 +131,15 @@ class NodeStatus:
     """The status table of the node, as its guards read it. Raises: OSError.
 
     The rank `pid` sends the rest.   fd: its descriptor of the table.   deadline_s: how long heartbeats may be missing.
-    held_s: the same, if no rank is in an operation.   ranks: those of the node.
+    held_s: the same, if no rank is in an operation.   ranks: those of the node.   rank: that of `pid`, which changes if others
+    are lost.
     """
 
-    def __init__(self, pid: int, fd: str, deadline_s: str, held_s: str, ranks: str) -> None:
+    def __init__(self, pid: int, fd: str, deadline_s: str, held_s: str, ranks: str, rank: str) -> None:
         self.table = StatusTable(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
         self._heartbeats: list[bytes] = []
         self.deadline_s, self.held_s = float(deadline_s), float(held_s)
-        self.ranks = [int(rank) for rank in ranks.split(",")]
+        self.ranks, self.rank = [int(each) for each in ranks.split(",")], int(rank)
 
     def has_beaten(self) -> bool:
         """Whether any rank's watchdog has been awake since the last call."""

@@ -306,7 +306,7 @@ class Guard:
             tell_launcher(code_of_job(code), [""])
 
     def _has_ended_in_run(self, code: int | None) -> None:
-        last = "" if self._status is None else f"; {self._status.table.last_operation(self._place.rank)}"
+        last = "" if self._status is None else f"; {self._status.table.last_operation(self._status.rank)}"
         line = f"{self._describe(code)} before shardrt.finalize(){last}"
         if self._survives:
             report(None, self._place.rank, [f"{line}; the other ranks go on without it"])

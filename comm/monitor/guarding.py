@@ -42,12 +42,12 @@ class RankGuard:
             self._send("start")
             raise
 
-    def share_table(self, fd: int, timing: Timing, ranks: Sequence[int]) -> None:
-        """Let the guard read the status table of the node of these ranks, by this process's descriptor `fd`."""
+    def share_table(self, fd: int, timing: Timing, ranks: Sequence[int], rank: int) -> None:
+        """Let the guard read the status table of the node of these ranks, by this process's descriptor `fd`. rank: this one."""
         # The watchdogs of other nodes are to report first.
         deadline_s = timing.timeout_s + timing.settle_nodes_s + timing.report_s
         held_s = max(deadline_s, timing.held_s)
-        self._send(f"table {fd} {deadline_s} {held_s} {','.join(map(str, ranks))}")
+        self._send(f"table {fd} {deadline_s} {held_s} {','.join(map(str, ranks))} {rank}")
 
     def end(self, code: int) -> None:
         """The rank has reported a failure, and ends the job with this exit code."""

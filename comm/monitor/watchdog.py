@@ -131,7 +131,7 @@ class Watchdog(Hook):
 
     def share_table(self, guard: RankGuard) -> None:
         """Let the guard of this rank read the status table."""
-        guard.share_table(self._table.fd, self._timing, self._peers.here)
+        guard.share_table(self._table.fd, self._timing, self._peers.here, self._rank)
 
     def leave(self) -> None:
         """This rank's program has reached its end: an operation that waits for it will never complete."""
