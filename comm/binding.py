@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .ending.words import name_ranks
+from .members import free, revocable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,16 +50,16 @@ def locate(comm: MPI.Intracomm, per_node: int | None) -> Location:
     """
     from mpi4py import MPI
 
-    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    shared = revocable(comm.Split_type(MPI.COMM_TYPE_SHARED))
     machine_rank = shared.Get_rank()
     if per_node is not None:
         # Where ranks have been lost, the others stay on their nodes.
-        machine, shared = shared, shared.Split(MPI.COMM_WORLD.Get_rank() // per_node)
-        machine.Free()
+        machine, shared = shared, revocable(shared.Split(MPI.COMM_WORLD.Get_rank() // per_node))
+        free(machine)
     cores = sum(1 << core for core in os.sched_getaffinity(0))
     ranks, cores_of_ranks = zip(*shared.allgather((comm.Get_rank(), cores)), strict=True)
     local_rank = shared.Get_rank()
-    shared.Free()
+    free(shared)
     return Location(ranks[0], local_rank, machine_rank, has_cores(cores_of_ranks))
 
 

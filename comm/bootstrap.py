@@ -25,7 +25,7 @@ from .backends.cuda_builds import CudaBuildError, check_builds, own_builds
 from .binding import Location, SharedGpuError, bind_device, locate
 from .communicator import Communicator
 from .control import abandon_all, abort_all, apart
-from .ending.report import log, tell_launcher_of_end
+from .ending.report import log, tell_launcher_of_end, tell_launcher_of_start
 from .ending.words import name_ranks
 from .malloc import keep_freed_memory
 from .members import Limit, Members, check_lost, check_ulfm, end_this_process
@@ -279,8 +279,7 @@ def _end(world: World, monitor: Monitor) -> None:
     world.comm.close()
     _world = None
     if members.current is not None:
-        if world.rank == 0:
-            tell_launcher_of_end()
+        tell_launcher_of_end()
         members.current.end()
         members.current = None
     _end_mpi()
@@ -319,7 +318,8 @@ def _start(requested: str | torch.device | None, policy: NcclPolicy) -> World:
             place = locate(comm, settings.ranks_per_node)
             check_namespaces(comm, place.node)
             if settings.survive:
-                check_ulfm(comm)
+                check_ulfm(comm, has_started_mpi=_started_mpi)
+                tell_launcher_of_start()
                 members.current = Members(comm)
             device = bind_device(comm, settings.device, place)
             if device.type == "cuda":
@@ -375,7 +375,9 @@ def _recover(world: World) -> World:
     if not lost.has_lost:
         raise RuntimeError(f"world.recover() on rank {world.rank}: no rank is lost; call it when a call has raised RankLost")
     why = f"is of a world that has lost {name_ranks(lost.ranks)}: use that of world.recover()"
-    limit = Limit(world.settings.start_timeout_s, world.rank, "world.recover() takes longer than SHARDRT_START_TIMEOUT")
+    assert _monitor is not None, "of the world"
+    before = _monitor
+    limit = Limit(world.settings.timeout_s, world.rank, before.kill_late)
     try:
         _world = None
         while _world is None:
@@ -385,6 +387,7 @@ def _recover(world: World) -> World:
         log(world.rank, "world.recover() failed; ending this rank", *traceback.format_exception(error))
         end_this_process()
     limit.cancel()
+    before.free()
     _world.recorder.note(f"recovered without {name_ranks(lost.ranks)} of {world.size}")
     return _world
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn, Self, TypeVar
 
 import torch
 
+from . import members
 from .backend import Backend, NodeMemory
 from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes
 from .fingerprint import fingerprint_of
@@ -61,6 +62,7 @@ class ControlPlane:
         self._depth = 0  # how many blocks of `agree()` this rank is in
         self._thread = 0  # the thread that makes a call now; 0 for none
         self._is_aborted = False
+        self._members = members.current
         self._ended = "is closed"  # why calls are refused, if they are
         self._newest: tuple[Stream, Event] | None = None  # the newest call's
         self._newest_collective: Event = PAST
@@ -198,7 +200,7 @@ class ControlPlane:
             if self._newest is not None:
                 self._newest[1].synchronize()
         except Exception as raised:
-            raise_lost(raised)  # nobody waits at the end of the block
+            raise_lost(raised, self._members)  # nobody waits at the end of the block
             error, failure, newest = raised, Failure.of(raised, self.rank), self._newest
             self._tell_hooks(failure)
             self._leave_parts()
@@ -271,7 +273,7 @@ class ControlPlane:
             self._begin(calls)
             yield
         except Exception as error:
-            raise_lost(error)
+            raise_lost(error, self._members)
             raise
         finally:
             self._thread = 0
@@ -369,7 +371,7 @@ class ControlPlane:
         Hazard: otherwise its next call would meet the one that the others are in, and they would take what it sends for that.
         Raises: RankLost, if a loss is the cause.
         """
-        raise_lost(error)
+        raise_lost(error, self._members)
         if isinstance(error, (Interrupted, SharedError)):
             sleep(_SIGNAL_S)
         elif self.size > 1:

@@ -99,6 +99,12 @@ class Members:
             if self._lost is not None:
                 _revoke(comm)
 
+    def remove(self, comm: MPI.Comm) -> None:
+        """Do not revoke this communicator: it is about to be freed."""
+        with self._lock:
+            if comm in self._revocable:
+                self._revocable.remove(comm)
+
     def notice(self) -> None:
         """A rank is lost: let the calls of all ranks fail."""
         with self._lock:
@@ -162,15 +168,17 @@ class Members:
 
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_S):
-            if self._lost is not None or self._failed():
+            if self._lost is not None or self.comm.Is_revoked() or self._failed():
                 self.notice()
                 return
 
 
-def check_ulfm(comm: MPI.Intracomm) -> None:
-    """Raise RuntimeError where this MPI does not survive the loss of processes."""
+def check_ulfm(comm: MPI.Intracomm, *, has_started_mpi: bool) -> None:
+    """Raise RuntimeError where this MPI does not survive the loss of processes. has_started_mpi: `init` has."""
     from mpi4py import MPI
 
+    if not has_started_mpi:  # mpi4py would end it, and Open MPI's end may never return when processes have been lost
+        raise RuntimeError("SHARDRT_SURVIVE=1, but the program has started MPI: let shardrt.init() start it")
     try:
         comm.Get_failed().Free()
         found = os.environ.get(_FT_ENABLE) == "1"  # by mpirun --with-ft ulfm; MPICH ends the others
@@ -184,16 +192,21 @@ def check_ulfm(comm: MPI.Intracomm) -> None:
 
 
 class Limit(threading.Timer):
-    """Ends this rank, as a lost one, if it is not cancelled in time."""
+    """If it is not cancelled in time, the ranks of this node that did not come are lost; if all did, this one is.
 
-    def __init__(self, seconds: float, rank: int, why: str) -> None:
+    kill_late: kills those that did not come, and returns them.
+    """
+
+    def __init__(self, seconds: float, rank: int, kill_late: Callable[[], list[int]]) -> None:
         super().__init__(min(seconds, threading.TIMEOUT_MAX), self._end)
-        self.name, self.daemon, self._rank, self._why = "shardrt-limit", True, rank, why
+        self.name, self.daemon, self._rank, self._kill_late = "shardrt-limit", True, rank, kill_late
         self.start()
 
     def _end(self) -> None:
-        log(self._rank, self._why)
-        end_this_process()
+        late = self._kill_late()
+        log(self._rank, f"world.recover() takes longer than SHARDRT_TIMEOUT; killing {name_ranks(late or [self._rank])}")
+        if not late:
+            end_this_process()
 
 
 def end_this_process() -> NoReturn:
@@ -226,9 +239,9 @@ def check_lost() -> None:
         current.check()
 
 
-def raise_lost(error: BaseException) -> None:
-    """Raise RankLost from an exception that a loss has caused."""
-    if current is None or isinstance(error, RankLost) or not isinstance(error, Exception):
+def raise_lost(error: BaseException, of: Members | None) -> None:
+    """Raise RankLost from an exception that a loss has caused in the world of these members."""
+    if of is None or isinstance(error, RankLost) or not isinstance(error, Exception):
         return
     from mpi4py import MPI
 
@@ -237,9 +250,9 @@ def raise_lost(error: BaseException) -> None:
         MPI.ERR_PROC_FAILED_PENDING,
         MPI.ERR_REVOKED,
     ):
-        current.notice()
+        of.notice()
     try:
-        current.check()
+        of.check()
     except RankLost as lost:
         raise lost from error
 
@@ -249,3 +262,10 @@ def revocable(comm: Comm) -> Comm:
     if current is not None:
         current.add(comm)
     return comm
+
+
+def free(comm: MPI.Comm) -> None:
+    """Free a communicator that may be `revocable`. Collective over its ranks."""
+    if current is not None:
+        current.remove(comm)
+    comm.Free()

@@ -139,11 +139,11 @@ def plan(job: JobRequest, site: LaunchSite) -> Command:
     ranks_per_node = -(-job.ranks // nodes)
     cores_per_rank = _number(site.environment, "SLURM_CPUS_PER_TASK", 0) if site.launcher is Launcher.SRUN else 0
     variables = {"OMP_NUM_THREADS": str(cores_per_rank or max(1, site.cores // ranks_per_node))}
-    if job.survives:
-        variables[SURVIVE] = "1"
     if site.mpi is Mpi.OPEN_MPI and ranks_per_node > site.cores:
         variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Cost: otherwise waiting ranks spin on a core that others need
     variables = {name: value for name, value in variables.items() if name not in site.environment}
+    if job.survives:
+        variables[SURVIVE] = "1"
     start = [site.executable, "-n", str(job.ranks)]
     if site.launcher is Launcher.SRUN:
         start += _srun_flags(job, site, max(1, cores_per_rank) * ranks_per_node)

@@ -55,7 +55,7 @@ if not __package__:  # run by path: packages with nothing in them stand in for s
         sys.modules[_package].__path__ = [str(_folder)]
 
 from .comm.ending.processes import Process, kill, processes, processes_with
-from .comm.ending.report import EXIT_CODE, FINISHED, LOST, PROGRESS, REPORTS, write
+from .comm.ending.report import BEGUN, EXIT_CODE, FINISHED, LOST, PROGRESS, REPORTS, write
 
 USAGE_ERROR = 2
 _LOOK_S = 0.5  # between two looks for reports
@@ -193,7 +193,9 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
     wait_for_guards()
     reports.print_new()
     code, was_told = job.code(reports.code), bool(job.told)
-    if options.survive and code == 0 and not reports.has_finished:  # Open MPI's mpirun: 0 if every rank was killed
+    if (
+        options.survive and code == 0 and reports.has_begun and not reports.has_finished
+    ):  # Open MPI's mpirun: 0 if every rank was killed
         code = reports.lost or EXIT_CODE
     if code != 0:
         was_told |= end_orphans()
@@ -302,7 +304,8 @@ class Reports:
         self._rest = b""  # the beginning of a line that somebody is writing
         self.code: int | None = None
         self.lost: int | None = None  # the code of the last rank that has ended, in a job that survives it
-        self.has_finished = False  # the ranks of such a job that were left have
+        # Ranks of such a job have come to init(), and those that were left to the end of their programs.
+        self.has_begun = self.has_finished = False
         self.since = float("inf")
         os.environ[REPORTS] = path
 
@@ -312,6 +315,7 @@ class Reports:
         shown = b""
         for line in lines:
             code, _, text = line.partition(b" ")
+            self.has_begun |= code == BEGUN.encode()
             self.has_finished |= code == FINISHED.encode()
             if code.startswith(LOST.encode()):
                 self.lost = int(code.removeprefix(LOST.encode()))

@@ -7,7 +7,7 @@ from array import array
 from mpi4py import MPI
 
 from ..calls import Interrupted
-from ..members import revocable
+from ..members import free, revocable
 
 # What a rank gives in the place of a fingerprint when it has left; when an exception has taken it out of a call as well.
 LEFT, QUIT = -1, -2
@@ -60,7 +60,7 @@ class MessageMeeting:
 
     def close(self) -> None:
         """Free the communicator."""
-        self._comm.Free()
+        free(self._comm)
 
     def _arrive(self, fingerprint: int) -> MPI.Request:
         self.reached += 1

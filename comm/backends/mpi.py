@@ -21,7 +21,7 @@ from mpi4py import MPI
 from ..backend import Backend
 from ..calls import CollectiveCall, Counts, Op
 from ..ending.words import name_ranks
-from ..members import revocable
+from ..members import free, revocable
 from ..ranks import evenly_spaced
 from ..streams import Stream
 from .host_reduce import reduce_rows
@@ -64,10 +64,10 @@ class MpiBackend(Backend):
         self._memories: WeakSet[MemoryFile] = WeakSet()
         self._was_cut_short = False  # an exception on this rank has taken it out of a call since the last `rejoin`
         with ExitStack() as made:  # what it holds is undone if something fails
-            made.callback(lambda: self._comm.Free())
+            made.callback(lambda: free(self._comm))
             # Apart, so that the caller may use it while a stream's thread sends or receives.
             self._control = revocable(comm.Dup())
-            made.callback(self._control.Free)
+            made.callback(free, self._control)
             self._pairs = Pairs(self._control, name)  # its messages and control calls do not meet
             self._node, self._has_cores = node, has_cores
             self._algorithms = NodeAlgorithms(comm, node)

@@ -27,7 +27,7 @@ import torch
 from mpi4py import MPI
 
 from ..calls import Op
-from ..members import revocable
+from ..members import free, revocable
 from .host_reduce import reduce_rows, wide
 from .messages import copy, message, swap
 from .shared_memory import NodeWindows, SharedMemoryExchange, WindowOffset
@@ -75,9 +75,9 @@ class NodeAlgorithms:
         with ExitStack() as made:  # what it holds is undone if something fails
             if self._node is not None:
                 self._local = revocable(comm.Split(self._node, self._rank))
-                made.callback(self._local.Free)
+                made.callback(free, self._local)
                 self._across = revocable(comm.Split(self._local.Get_rank(), self._rank))
-                made.callback(self._across.Free)
+                made.callback(free, self._across)
             self._made = made.pop_all()
         if self.windows is not None:
             self.windows.use(self._local)

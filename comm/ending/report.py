@@ -14,7 +14,11 @@ from .processes import standard_error
 
 EXIT_CODE = 17  # of a job that hangs, or in which a rank has ended early with code 0
 REPORTS = "SHARDRT_REPORTS"  # the file in which shardrt.launch reads what guards report
-LOST, FINISHED = "lost:", "finished"  # in the place of an exit code: of a rank, and of a job that survives the loss of ranks
+BEGUN, LOST, FINISHED = (
+    "begun",
+    "lost:",
+    "finished",
+)  # in the place of an exit code: of a rank, and of a job that survives the loss of ranks
 PROGRESS = "SHARDRT_PROGRESS"  # the file in which a job that may be started again says how far it came
 _READ_S = 3.0  # for someone to read what a rank writes to its standard output or error
 
@@ -66,6 +70,11 @@ def _tell(lines: Sequence[str]) -> bool:
     os.write(fd, _encoded(lines))
     os.close(fd)
     return True
+
+
+def tell_launcher_of_start() -> None:
+    """Tell shardrt.launch that a rank of a job that survives the loss of others has come to init()."""
+    _tell([f"{BEGUN} "])
 
 
 def tell_launcher_of_lost(code: int) -> None:

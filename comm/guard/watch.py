@@ -267,6 +267,9 @@ class Guard:
             code = None  # the launcher has collected the rank already
         if self.phase is RankPhase.ENDING:
             self._end_job(self._code)
+        elif self._survives and self.phase is RankPhase.RUN:
+            if self._others_live():
+                self._has_ended_in_run(code)
         elif (self.phase is RankPhase.START and not code) or self._is_by_launcher(code, is_first=is_first):
             return
         elif self.phase is not RankPhase.RUN:

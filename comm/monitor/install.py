@@ -71,12 +71,22 @@ class Monitor:
         return os.getpid() != self._pid
 
     def abandon(self) -> None:
-        """Stop monitoring a world that has lost ranks."""
+        """Stop monitoring a world that has lost ranks. `free` comes later."""
         if self._watchdog is not None:
             self._watchdog.abandon()
             if self._exit_handlers is not None:
                 self._exit_handlers.close()
             self._aborter.close()
+
+    def kill_late(self) -> list[int]:
+        """Kill the ranks of this node that have not abandoned the world; returns them."""
+        return [] if self._watchdog is None else self._watchdog.kill_late()
+
+    def free(self) -> None:
+        """Free what is left of an abandoned monitor."""
+        if self._watchdog is not None:
+            self._watchdog.free()
+        self._watchdog = self._exit_handlers = None
 
     def under_way(self) -> str:
         """Describe the operations that this rank is in."""

@@ -124,6 +124,10 @@ class Peers:
             return True
         return any(o.what == AFTER_EXCEPTION and o.ended != o.count for o in self._table.operations(rank))
 
+    def is_in_operation(self, rank: int) -> bool:
+        """True if the rank waits for others."""
+        return any(operation.is_under_way for operation in self._table.operations(rank))
+
     def kill(self, rank: int) -> None:
         """Kill the process of a rank of this node."""
         with suppress(ProcessLookupError):

@@ -85,6 +85,7 @@ class Watchdog(Hook):
         # The exception with which this rank has left the block of an agree(), until all have left.
         self._failure: Failure | None = None
         self._stopping = threading.Event()
+        self._killed_at = -inf  # when it has killed ranks
         self._given_until = 0.0  # until when `patience` gives time, by time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shardrt-watchdog", daemon=True)
         self._thread.start()
@@ -153,10 +154,18 @@ class Watchdog(Hook):
             self._given_until = before
 
     def abandon(self) -> None:
-        """End the thread: this world has lost ranks, and no other rank is waited for."""
+        """End the thread: this world has lost ranks, and no call of it is waited for. `free` comes later."""
         self._stopping.set()
         self._thread.join()
-        self._free()
+        self._watched.clear()  # it keeps communicators, and their memory
+        self._table.set_phase(self._rank, ProgramPhase.FINISHED)
+
+    def kill_late(self) -> list[int]:
+        """Kill the ranks of this node that have not abandoned the world; returns them."""
+        alive = [rank for rank in self._peers.here if rank != self._rank and not self._peers.is_lost(rank)]
+        for rank in alive:
+            self._peers.kill(rank)
+        return alive
 
     def close(self) -> None:
         """End the thread. All ranks have reached the end of their programs. Does not return if a rank is ending the job."""
@@ -165,9 +174,10 @@ class Watchdog(Hook):
             time.sleep(self._timing.poll_s)
         self._stopping.set()
         self._thread.join()
-        self._free()
+        self.free()
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """Free what the thread has used."""
         self._stacks.close()
         self._table.close()
         if self._channel is not None:
@@ -296,8 +306,13 @@ class Watchdog(Hook):
     def _has_killed(self, overdue: OverdueWait | None) -> bool:
         """Kill the ranks of this node that do not come, so that they are lost ranks. Returns: whether there were some."""
         assert overdue is not None, "an operation"
+        if time.monotonic() < self._killed_at + self._timing.lost_s:
+            return True
         alive = [rank for rank in overdue.missing if rank in self._peers.here and not self._peers.is_lost(rank)]
+        # Hazard: one of them may only wait for another rank. In a circle, all do.
+        alive = [rank for rank in alive if not self._peers.is_in_operation(rank)] or alive
         if alive:
+            self._killed_at = time.monotonic()
             log(
                 self._rank, *self._report(overdue)[1:], f"{self._reason(overdue)}; {name_ranks(alive)} killed: the others go on"
             )

@@ -21,7 +21,7 @@ from toys import refused
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("jobs", [3, pytest.param(60, marks=pytest.mark.all)])
+@pytest.mark.parametrize("jobs", [2, pytest.param(60, marks=pytest.mark.all)])
 def test_random_losses(jobs: int) -> None:
     """Any rank, in any way, at any moment, also two: the parameters are those of jobs that lose none, to the bit."""
     if launch.loaded_mpi() is not launch.Mpi.OPEN_MPI:

@@ -66,6 +66,10 @@ class Draft:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # closing does not unlock while a forked child has the descriptor
             os.close(lock)
 
+    def __del__(self) -> None:
+        """Nobody goes on with the save, since ranks are lost: the next one in this place may delete the folder."""
+        self.release()
+
     def _make(self) -> bool:
         """Make and lock the folder; False if another job deletes it, as that of a killed save, before it is locked."""
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -55,14 +55,13 @@ class Copies:
             self._held = os.open(self.folder / _HELD, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def take(self, name: str, state: dict[str, Any]) -> None:
-        """Copy the state. Collective; returns when this rank's part is copied, and finishes at the next `poll`s.
+        """Copy the state. Collective; returns when all ranks have.
 
         Raises: CheckpointError on every rank, if there is too little memory.
         """
         here = world()
         if self._background is None or self._background.has_ended:  # of a world that has lost ranks
             self._background, self._files = Background("copies"), []
-        self._background.wait()
         prepared, items = prepare(here, self.folder / name, state, _KEPT)
         file, nbytes = prepared.plan.file, prepared.plan.nbytes
         with agreed(here.comm):
@@ -80,13 +79,8 @@ class Copies:
                     f"a copy of the run takes {needed:,} more bytes of {_MEMORY}, which has {free:,} left: let it be larger "
                     "(docker run --shm-size), or do without copies_every"
                 )
-        self._background.start(prepared, items, is_copied=False).wait_written()
+        self._background.start(prepared, items, is_copied=False).wait()
         self.is_empty = False
-
-    def poll(self) -> None:
-        """Go on with the copy that is under way. Collective."""
-        if self._background is not None and self._background.current is not None:
-            self._background.current.poll()
 
     def close(self, *, delete: bool) -> None:
         """Make no more copies. Not collective. delete: nobody needs them; after an exception, the other ranks may."""

@@ -182,7 +182,9 @@ class Run:
         while True:
             self.state, self._saving, self._is_in_step, self.done = {}, None, False, -1
             gc.collect()  # models form circles
+            self._signals.__exit__(None, None, None)  # the handlers from before are of the world that has lost ranks
             here = world().recover()
+            self._signals.__enter__()
             if here.size < self._survive.min_ranks:
                 raise NotRecovered(f"{here.size} ranks are left, fewer than Survival(min_ranks={self._survive.min_ranks})")
             try:
@@ -271,7 +273,7 @@ class Run:
         self._check_alike("Run", **self._arguments)
         folders = [self.folder] if self._copies is None else [self._copies.folder, self.folder]
         found = [each for folder in folders for each in self._seen_by_rank_0(folder)]
-        return sorted(found, key=lambda folder: folder.name, reverse=True)
+        return sorted(found, key=lambda folder: int(folder.name.removeprefix(_PREFIX)), reverse=True)
 
     def _seen_by_rank_0(self, parent: Location) -> list[Location]:
         comm, found = world().comm, list[Location]()
@@ -313,9 +315,8 @@ class Run:
             self._save()
 
     def _copy(self, copies: Copies) -> None:
-        """Go on with the copy that is under way, and begin the next if it is due."""
+        """Copy the state if that is due."""
         assert self._survive is not None, "it has copies"
-        copies.poll()
         if self.done % (self._survive.copies_every or 1) == 0:
             copies.take(self._folder_of(self.done).name, self._with_own_state())
 

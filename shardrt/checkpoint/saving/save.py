@@ -81,11 +81,6 @@ class AsyncSave:
             self._task.wait(_WAIT_S)
             is_committed = self.poll()
 
-    def wait_written(self) -> None:
-        """Return once this rank has written its part. Not collective."""
-        if self._phase is SavePhase.WRITING:
-            self._task.wait()
-
     def result(self) -> None:
         """The same as `wait`, by its name in the future of torch.distributed.checkpoint. Unlike that one, it is collective."""
         self.wait()
@@ -104,6 +99,11 @@ class AsyncSave:
         """Make the save fail if this rank still writes: the tensors may change from now on. `poll` then raises."""
         if self._phase is SavePhase.WRITING:
             self._task.error = CheckpointError(f"the save of {os.fspath(self.folder)!r} was interrupted while it was written")
+
+    @property
+    def is_committing(self) -> bool:
+        """True while rank 0 makes it visible."""
+        return self._phase is SavePhase.COMMITTING
 
     @property
     def has_ended(self) -> bool:
@@ -302,8 +302,11 @@ class Background:
     def abandon(self) -> None:
         """Ranks are lost: the save under way stays unfinished, and the thread ends when it has written its part."""
         self.has_ended = True
-        self.current = None
-        self._thread.close_later()
+        current, self.current = self.current, None
+        if current is not None and current.is_committing:
+            self._thread.close()  # what it deletes, nobody is to load
+        else:
+            self._thread.close_later()
 
 
 _background: Background | None = None  # of `save` and `async_save`
