@@ -29,7 +29,7 @@ _HELD = "held"
 _KEPT = Keep(newest=2)
 
 
-class Copies:
+class MemoryCopies:
     """The copies of one run. Making it is collective.
 
     folder: where they are, by the names of a run's checkpoints.

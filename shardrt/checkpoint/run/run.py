@@ -39,7 +39,7 @@ from ..errors import CheckpointError, DamagedCheckpointError, agreed
 from ..formats.dcp.metadata import read_stored
 from ..loading.load import load
 from ..saving.save import AsyncSave, async_save, end_previous, save
-from .copies import Copies
+from .copies import MemoryCopies
 from .random_state import RandomState
 from .stop import DUE, Noted, StopSignals
 
@@ -116,7 +116,7 @@ class Run:
         self.done = 0  # the number of steps that are done
         self.state = self._made_state(state)
         self._survive = survive
-        self._copies: Copies | None = None
+        self._copies: MemoryCopies | None = None
         self._keep = {"keep": keep, "keep_every": keep_every}
         self._arguments = {"every": every, **self._keep, "on_damage": on_damage}
         self._on_damage = on_damage
@@ -131,7 +131,7 @@ class Run:
 
     def __enter__(self) -> Self:
         if self._survive is not None and self._survive.copies_every is not None:
-            self._copies = Copies()
+            self._copies = MemoryCopies()
         self._resume()
         self._saved_at = time.monotonic()
         self._signals.__enter__()
@@ -314,7 +314,7 @@ class Run:
         if is_last or told == DUE or any(n and self.done % n == 0 for n in (self._every, self._keep["keep_every"])):
             self._save()
 
-    def _copy(self, copies: Copies) -> None:
+    def _copy(self, copies: MemoryCopies) -> None:
         """Copy the state if that is due."""
         assert self._survive is not None, "it has copies"
         if self.done % (self._survive.copies_every or 1) == 0:
