@@ -64,12 +64,12 @@ class MemoryCopies:
             self._background, self._files = Background("copies"), []
         prepared, items = prepare(here, self.folder / name, state, _KEPT)
         file, nbytes = prepared.plan.file, prepared.plan.nbytes
+        files, self._files = self._files, []  # should this copy fail, the next takes none
         with agreed(here.comm):
-            spare = self._files.pop(0) if len(self._files) == 2 else None
+            spare = files.pop(0) if len(files) == 2 else None
             if spare is not None and spare.is_file() and spare.stat().st_size == nbytes:
                 spare.rename(prepared.folder / file)
                 nbytes = 0
-            self._files.append(self.folder / name / file)
         needed = sum(here.comm.exchange(nbytes))
         with agreed(here.comm):
             free = shutil.disk_usage(_MEMORY).free
@@ -80,6 +80,7 @@ class MemoryCopies:
                     "(docker run --shm-size), or do without copies_every"
                 )
         self._background.start(prepared, items, is_copied=False).wait()
+        self._files = [*files, self.folder / name / file]
         self.is_empty = False
 
     def close(self, *, delete: bool) -> None:
