@@ -14,11 +14,9 @@ from .processes import standard_error
 
 EXIT_CODE = 17  # of a job that hangs, or in which a rank has ended early with code 0
 REPORTS = "SHARDRT_REPORTS"  # the file in which shardrt.launch reads what guards report
-BEGUN, LOST, FINISHED = (
-    "begun",
-    "lost:",
-    "finished",
-)  # in the place of an exit code: of a rank, and of a job that survives the loss of ranks
+# In the place of an exit code, where a job survives the loss of ranks: a rank has come to init(), has ended with the code that
+# follows, or has come to the end of its program.
+BEGUN, LOST, FINISHED = "begun", "lost:", "finished"
 PROGRESS = "SHARDRT_PROGRESS"  # the file in which a job that may be started again says how far it came
 _READ_S = 3.0  # for someone to read what a rank writes to its standard output or error
 

@@ -67,8 +67,13 @@ class Draft:
             os.close(lock)
 
     def __del__(self) -> None:
-        """Nobody goes on with the save, since ranks are lost: the next one in this place may delete the folder."""
-        self.release()
+        """Nobody goes on with the save, since ranks are lost: the next one in this place may delete the folder.
+
+        Hazard: in a forked child, `release` would unlock it for the rank as well.
+        """
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _make(self) -> bool:
         """Make and lock the folder; False if another job deletes it, as that of a killed save, before it is locked."""
