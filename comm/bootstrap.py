@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, overload
@@ -33,7 +33,8 @@ from .memory_access import may_read_other_processes
 from .mesh import DeviceMesh, positional_names
 from .monitor.guarding import RankGuard
 from .nccl_policy import NcclPolicy
-from .settings import EnvironmentSettings, Launched, SettingsError, agree, launched, read
+from .replacement import Replacement, finish_joining, is_joining, joined, joining
+from .settings import EnvironmentSettings, Launched, MalformedVariable, SettingsError, agree, launched, read
 from .streams import Stream, current_stream, new_stream
 from .totals import Value, reduce_values
 
@@ -100,6 +101,14 @@ class World:
         Cost: 0.1 to 0.5 s.
         """
         return _recover(self)
+
+    def grow(self, replacement: Replacement) -> World:
+        """The world of these ranks and of those that were started in the place of lost ones, after them. Collective over all.
+
+        The new ranks call `shardrt.init()`, which returns the same world. Otherwise as `recover`; if ranks are lost meanwhile,
+        the world that is returned is of those that are left, without the new ones.
+        """
+        return _recover(self, replacement)
 
     def barrier(self) -> None:
         """Block until every rank is here and this rank's device has run the work submitted to it."""
@@ -306,30 +315,43 @@ _started_mpi = False
 def _start(requested: str | torch.device | None, policy: NcclPolicy) -> World:
     if _monitor is not None:
         raise RuntimeError("shardrt.init() after shardrt.finalize(): a process has one world, made once")
-    from .monitor.peers import NamespaceError, check_namespaces
+    from .monitor.peers import NamespaceError
 
     launcher = launched(os.environ)
     settings, problems = read(os.environ, requested, policy)
-    with _guard.starting(settings.start_timeout_s, settings.patience_s):
+    with _guard.starting(settings.start_timeout_s, settings.patience_s), joining(settings.start_timeout_s):
         comm = _start_mpi()
         _check_launcher(comm.Get_size(), launcher)
         try:
-            agree(comm, settings, problems)
-            place = locate(comm, settings.ranks_per_node)
-            check_namespaces(comm, place.node)
             if settings.survive:
                 check_ulfm(comm, has_started_mpi=_started_mpi)
                 tell_launcher_of_start()
-                members.current = Members(comm)
-            device = bind_device(comm, settings.device, place)
-            if device.type == "cuda":
-                check_builds(comm.allgather(own_builds()))
+            if is_joining():
+                comm = joined()
+            made = _settle(comm, settings, problems)
+            if is_joining():
+                finish_joining(_current_members())
         except (SettingsError, NamespaceError, SharedGpuError, CudaBuildError):
             _end_mpi()  # every rank is here, and each leaves with the error
             raise
         keep_freed_memory()
         atexit.register(_finalize_at_exit)
-        return _make_world(comm, settings, place, device)
+        return made
+
+
+def _settle(comm: MPI.Intracomm, settings: EnvironmentSettings, problems: Sequence[MalformedVariable] = ()) -> World:
+    """Let the ranks of `comm` agree on what they are, and make their world. Collective over them."""
+    from .monitor.peers import check_namespaces
+
+    if settings.survive:
+        members.current = Members(comm)
+    agree(comm, settings, problems)
+    place = locate(comm, settings.ranks_per_node)
+    check_namespaces(comm, place.node)
+    device = bind_device(comm, settings.device, place)
+    if device.type == "cuda":
+        check_builds(comm.allgather(own_builds()))
+    return _make_world(comm, settings, place, device)
 
 
 def _make_world(comm: MPI.Intracomm, settings: EnvironmentSettings, place: Location, device: torch.device) -> World:
@@ -364,22 +386,32 @@ def _make_world(comm: MPI.Intracomm, settings: EnvironmentSettings, place: Locat
     )
 
 
-def _recover(world: World) -> World:
-    """See `World.recover`. Whatever goes wrong with it ends this rank, which the others then lose: none waits for it."""
+def _recover(world: World, replacement: Replacement | None = None) -> World:
+    """See `World.recover`, and `World.grow` if there is a replacement.
+
+    Whatever goes wrong with it ends this rank, which the others then lose: none waits for it.
+    """
     global _world
     lost = members.current
     if lost is None:
         raise RuntimeError("world.recover() in a job that ends when it loses a rank: start it with shardrt.launch --survive")
     if world is not _world:
         raise RuntimeError("world.recover() of a world that was recovered before: shardrt.comm.world() is the one to use")
-    if not lost.has_lost:
+    if not lost.has_lost and replacement is None:
         raise RuntimeError(f"world.recover() on rank {world.rank}: no rank is lost; call it when a call has raised RankLost")
     why = f"is of a world that has lost {name_ranks(lost.ranks)}: use that of world.recover()"
+    if replacement is not None:
+        why = "is of a world that has grown since: use that of world.grow()"
     assert _monitor is not None, "of the world"
     before = _monitor
     limit = Limit(world.settings.timeout_s, world.rank, before.kill_late)
     try:
         _world = None
+        if replacement is not None:
+            _abandon(why)
+            comm = replacement.merged()
+            lost.stop()
+            _world = None if comm is None else _make_world_of(comm, world)
         while _world is None:
             _abandon(why)
             _world = _make_world_of(lost.shrink(), world)
@@ -388,7 +420,8 @@ def _recover(world: World) -> World:
         end_this_process()
     limit.cancel()
     before.free()
-    _world.recorder.note(f"recovered without {name_ranks(lost.ranks)} of {world.size}")
+    changed = f"without {name_ranks(lost.ranks)} of {world.size}" if lost.ranks else f"of {world.size} ranks"
+    _world.recorder.note(f"world of {_world.size} ranks, from that {changed}")
     return _world
 
 
@@ -409,17 +442,23 @@ def _abandon(why: str) -> None:
 def _make_world_of(comm: MPI.Intracomm, before: World) -> World | None:
     """The world of the ranks of `comm`; None, on every rank, if more of them are lost meanwhile."""
     made = None
-    members.current, members.has_lost = Members(comm), True
-    found = members.current
+    members.current, members.has_lost = None, True
     try:
-        made = _make_world(comm, before.settings, locate(comm, before.settings.ranks_per_node), before.device)
+        made = _settle(comm, before.settings)
     except Exception as error:
         log(before.rank, f"world.recover() begins again: {type(error).__name__}: {error}")
+    found = _current_members()
+    if made is None:
         found.revoke()
     if found.agree(made is not None):
         return made
     found.stop()
     return None
+
+
+def _current_members() -> Members:
+    assert members.current is not None, "of a job that survives"
+    return members.current
 
 
 def _start_mpi() -> MPI.Intracomm:

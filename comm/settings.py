@@ -20,7 +20,7 @@ import torch
 from .ending.processes import is_launched
 from .ending.report import PROGRESS
 from .ending.words import name_ranks
-from .guard.node import SURVIVE, launcher_variables
+from .guard.node import REPLACE, SURVIVE, launcher_variables
 from .nccl_policy import NcclPolicy
 from .version import __version__
 
@@ -70,6 +70,7 @@ class EnvironmentSettings:
     node_memory: bool  # SHARDRT_NODE_MEMORY
     ranks_per_node: int | None  # SHARDRT_RANKS_PER_NODE; None: those that share memory
     survive: bool  # SHARDRT_SURVIVE: a rank that is lost does not end the job
+    replace: bool  # SHARDRT_REPLACE: lost ranks are replaced
     progress: Path | None  # SHARDRT_PROGRESS: the file in which shardrt.launch looks how far this job is
     monitor_timing: str  # SHARDRT_MONITOR_TIMING, for tests: parsed by monitor/timing.py
 
@@ -90,6 +91,7 @@ class EnvironmentSettings:
             "SHARDRT_NODE_MEMORY": f"{self.node_memory:d}",
             "SHARDRT_RANKS_PER_NODE": f"{self.ranks_per_node or 'not set'}",
             "SHARDRT_SURVIVE": f"{self.survive:d}",
+            "SHARDRT_REPLACE": f"{self.replace:d}",
             "SHARDRT_MONITOR_TIMING": self.monitor_timing or "not set",
         }
 
@@ -115,6 +117,7 @@ def read(
         node_memory=reader.flag("SHARDRT_NODE_MEMORY", default=True),
         ranks_per_node=reader.number("SHARDRT_RANKS_PER_NODE", range(1, _MAX_RANKS + 1), 0) or None,
         survive=reader.flag(SURVIVE, default=False),
+        replace=reader.flag(REPLACE, default=False),
         progress=reader.progress(),
         monitor_timing=reader.text("SHARDRT_MONITOR_TIMING"),
     )

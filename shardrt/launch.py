@@ -44,6 +44,7 @@ class Launcher(Enum):
 
 
 SURVIVE = "SHARDRT_SURVIVE"  # set to 1 in a job that survives the loss of ranks
+REPLACE = "SHARDRT_REPLACE"  # the same, and lost ranks are replaced
 PROGRESS = "SHARDRT_PROGRESS"  # the file in which a job that may be started again says how far it came
 _MOST = 1_000_000  # ranks of a job, or restarts
 SLURM_PLUGIN = {Mpi.MPICH: "pmi2", Mpi.OPEN_MPI: "pmix"}
@@ -58,6 +59,7 @@ class JobRequest:
     hosts: list[str] = field(default_factory=list)  # empty: this machine, or the nodes that Slurm allocated
     hostfile: Path | None = None
     survives: bool = False  # a lost rank does not end the job
+    replaces: bool = False  # and another process takes its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,8 @@ def plan(job: JobRequest, site: LaunchSite) -> Command:
     variables = {name: value for name, value in variables.items() if name not in site.environment}
     if job.survives:
         variables[SURVIVE] = "1"
+    if job.replaces:
+        variables[REPLACE] = "1"
     start = [site.executable, "-n", str(job.ranks)]
     if site.launcher is Launcher.SRUN:
         start += _srun_flags(job, site, max(1, cores_per_rank) * ranks_per_node)
@@ -360,6 +364,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--survive", action="store_true", help="a lost rank does not end the job: the others get a RankLost (Open MPI only)"
     )
+    parser.add_argument(
+        "--replace", action="store_true", help="as --survive, and start a process in the place of each rank that is lost"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command and exit")
     parser.add_argument("--clean", action="store_true", help="remove what killed jobs left on this machine and exit")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
@@ -390,6 +397,7 @@ def _job(options: argparse.Namespace, site: LaunchSite) -> JobRequest:
         raise LaunchError(f"no file {options.program!r}: name a Python file, or a module after -m")
     if options.hostfile is not None and not options.hostfile.is_file():
         raise LaunchError(f"--hostfile: no file '{options.hostfile}'")
+    options.survive |= options.replace
     if options.survive and (site.mpi is not Mpi.OPEN_MPI or site.launcher is not Launcher.MPIRUN):
         found = f"{site.mpi.value} and {site.launcher.value}"
         raise LaunchError(
@@ -404,7 +412,9 @@ def _job(options: argparse.Namespace, site: LaunchSite) -> JobRequest:
         raise LaunchError("no number of ranks: pass -n RANKS, or in Slurm allocate with --ntasks or --ntasks-per-node")
     program = [sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments]
     guard = Path(__file__).with_name("comm") / "guard" / "__main__.py"  # starts a rank, with a guard if there are several
-    return JobRequest([*isolated(guard), "--start", *program], ranks, options.hosts, options.hostfile, options.survive)
+    return JobRequest(
+        [*isolated(guard), "--start", *program], ranks, options.hosts, options.hostfile, options.survive, options.replace
+    )
 
 
 if __name__ == "__main__":

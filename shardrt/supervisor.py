@@ -59,6 +59,7 @@ from .comm.ending.report import BEGUN, EXIT_CODE, FINISHED, LOST, PROGRESS, REPO
 
 USAGE_ERROR = 2
 _LOOK_S = 0.5  # between two looks for reports
+_NO_RANKS_S = 5.0  # for mpirun to end when no rank is left
 _END_S = 10.0  # for mpirun to end when a rank has said that it ends the job
 _SHOW_S = 2.0  # for a message to be read
 _GUARDS_S = 2.0  # for the guards of ranks that have ended to end
@@ -188,19 +189,27 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
         if info is not None and info.si_signo in PASSED_ON:
             job.tell(info)
         reports.print_new()
-        if time.monotonic() > reports.since + _END_S:
+        if time.monotonic() > reports.since + _END_S or (reports.has_finished and job.has_no_ranks(_NO_RANKS_S)):
             job.kill()
     wait_for_guards()
     reports.print_new()
     code, was_told = job.code(reports.code), bool(job.told)
-    if (
-        options.survive and code == 0 and reports.has_begun and not reports.has_finished
-    ):  # Open MPI's mpirun: 0 if every rank was killed
-        code = reports.lost or EXIT_CODE
+    if options.survive and reports.has_begun:
+        code = code_of_survivors(code, reports)
     if code != 0:
         was_told |= end_orphans()
         clean()
     return code, was_told
+
+
+def code_of_survivors(code: int, reports: Reports) -> int:
+    """The exit code of a job that survives the loss of ranks. code: that of Open MPI's mpirun.
+
+    It is 0 if every rank was killed; and 1 if those that were left end without MPI's finalize, which may never return then.
+    """
+    if reports.has_finished:
+        return 0 if code in (1, 128 + signal.SIGKILL) and reports.code is None else code
+    return code or reports.lost or EXIT_CODE
 
 
 def _run(command: list[str]) -> None:
@@ -224,6 +233,7 @@ class RunningJob:
         # A terminal's Ctrl-C is for the ranks: Open MPI's mpirun lets them have it unblocked.
         blocked = PASSED_ON & {signal.SIGINT} if ends is Ends.DIRECT else set()
         self._process = subprocess.Popen(command, preexec_fn=partial(_before_exec, blocked))
+        self._ranks_at = time.monotonic()  # when ranks were last seen, by `has_no_ranks`
         self._was_ended = False  # mpirun or srun got the signal itself
         self.told: list[signal.Signals] = []  # the signals that came, in order
 
@@ -260,9 +270,19 @@ class RunningJob:
         if self._ends is not Ends.STAND_IN:  # Slurm has a time limit of its own, KillWait
             self._process.kill()
 
+    def has_no_ranks(self, seconds: float) -> bool:
+        """Whether mpirun has been without ranks for so long. Hazard: it may not end when ranks were lost and replaced."""
+        if self._ranks():
+            self._ranks_at = time.monotonic()
+        return time.monotonic() > self._ranks_at + seconds
+
+    def _ranks(self) -> list[int]:
+        found = processes_with("OMPI_COMM_WORLD_RANK")
+        return [process.pid for process in found if process.parent == self._process.pid and not process.is_ending]
+
     def _tell_ranks(self, number: signal.Signals) -> bool:
         """Send the signal to the ranks, whose process groups a terminal does not reach. Returns whether there are some."""
-        ranks = [process.pid for process in processes_with("OMPI_COMM_WORLD_RANK") if process.parent == self._process.pid]
+        ranks = self._ranks()
         for pid in ranks:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

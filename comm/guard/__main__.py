@@ -1,6 +1,7 @@
 """The guard: a small process beside a rank, its child, that sees from outside when the rank's interpreter cannot act any more.
 
     python -I -S guard/__main__.py --start PROGRAM...    start a guard, and replace this process by PROGRAM: by shardrt.launch
+    python -I -S guard/__main__.py --join PROGRAM...     the same, of a process in the place of a lost rank
     python -I -S guard/__main__.py PID FD                guard PID, by its descriptor: by shardrt.init(), if need be
 
 It imports the standard library only, and little of it (`-I -S`: a start takes 12 ms), and needs neither MPI nor Python's lock.
@@ -34,7 +35,7 @@ if __name__ == "__main__":  # run by path: a package with nothing in it stands i
     __package__ = "comm_alone.guard"
 
 from ..ending.processes import LAUNCHED, standard_error
-from .node import VARIABLE, RankPlace
+from .node import JOINING, VARIABLE, RankPlace
 from .watch import Guard
 
 
@@ -75,7 +76,9 @@ def start(program: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--start":
+    if sys.argv[1] in ("--start", "--join"):
+        if sys.argv[1] == "--join":
+            os.environ[JOINING] = "1"
         start(sys.argv[2:])
     else:
         guard(int(sys.argv[1]), int(sys.argv[2]))

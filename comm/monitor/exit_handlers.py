@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from .. import members
 from ..ending.report import EXIT_CODE, flush_output, is_read, log, tell_launcher_of_lost
 from ..members import RankLost, end_this_process
 from .guarding import RankGuard
@@ -103,7 +104,7 @@ class Aborter:
             self._actor.join(self._timing.abort_nccl_s)
         from mpi4py import MPI
 
-        MPI.COMM_WORLD.Abort(code)
+        (MPI.COMM_WORLD if members.current is None else members.current.comm).Abort(code)
 
     def _act(self) -> None:
         if (act := self._acts.get()) is not None:

@@ -1,6 +1,7 @@
 """Lose ranks of jobs at random moments, and time what it costs: shardrt.launch --survive, in an environment with Open MPI.
 
     python scripts/bench/survival.py proof --jobs 200         # random losses; parameters compared to the bit
+    python scripts/bench/survival.py soak --minutes 10        # a kill every 20 s, and replacements; draws the losses
     python scripts/bench/survival.py time --width 5600        # from the kill to the first step, beside --restarts and a new job
     python scripts/bench/survival.py cost --width 5600        # of a step, while nothing is lost
 
@@ -8,6 +9,9 @@ proof: each job has 4 ranks, and loses one or two of them, in one of five ways, 
 step: in forward, backward, reduction, optimizer, copy, checkpoint, or, if another is lost at nearly the same time, in the
 recovery. The parameters at its end have to be, to the bit, those of jobs that lose nothing: one of as many ranks as there were
 up to the step from which the others went on, then one of these, and so on. No end in time, or a code other than 0, is wrong.
+soak: 4 ranks, of which one at random is killed every --kill-every seconds, and replaced (shardrt.launch --replace). The losses
+of all steps are drawn over those of a job that loses nothing; the global batch is the same on any number of ranks. The
+parameters at the end are compared to the bit, as those of `proof`.
 time, cost: medians over the rounds; in each, the kinds of job in turns. The model has --layers matrices of --width squared.
 Progress goes to stderr; the last line is JSON.
 """
@@ -15,11 +19,15 @@ Progress goes to stderr; the last line is JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,14 +144,88 @@ def segments_of(steps: list[Event]) -> list[Segment]:
     return segments
 
 
-def undisturbed(mesh: str, segments: tuple[Segment, ...], options: argparse.Namespace) -> str:
+def undisturbed(mesh: str, segments: tuple[Segment, ...], options: argparse.Namespace, steps: int = STEPS) -> str:
     """The hash of the parameters of jobs without losses."""
     with tempfile.TemporaryDirectory(prefix="survival-") as folder:
-        ends = [step for _, step in segments[1:]] + [STEPS]
+        ends = [step for _, step in segments[1:]] + [steps]
         for (ranks, _), end in zip(segments, ends, strict=True):
             done = run(Path(folder), ranks, options, [], ["--steps", str(end), "--mesh", mesh])
             assert done.code == 0, done.output
         return done.digests.pop()
+
+
+def soak(options: argparse.Namespace) -> dict[str, Any]:
+    """Kill ranks while a job trains and replaces them."""
+    generator = random.Random(options.seed)
+    seconds = 60 * options.minutes
+    steps = int(seconds / options.pause)
+    job = ["--steps", str(steps), "--copies", str(COPIES), "--survive", "--pause", str(options.pause)]
+    with tempfile.TemporaryDirectory(prefix="survival-") as folder:
+        stopping = threading.Event()
+        killer = threading.Thread(target=kill_often, args=(Path(folder), generator, options.kill_every, seconds, stopping))
+        killer.start()
+        done = run(Path(folder), 4, options, ["--replace"], job)
+        stopping.set()
+        killer.join()
+    assert done.code == 0, done.output
+    events = sorted((event for rank in done.events for event in rank), key=lambda event: float(event["time"]))
+    kept: dict[int, Event] = {}  # what was done again counts once
+    for event in events:
+        if "step" in event:
+            if event["step"] <= max(kept, default=-1):
+                kept = {step: old for step, old in kept.items() if step < event["step"]}
+            kept[event["step"]] = event
+    segments = tuple(segments_of(list(kept.values())))
+    losses, digest = undisturbed_losses(steps, options), undisturbed("flat", segments, options, steps)
+    difference = max(abs(kept[step]["loss"] - loss) for step, loss in losses.items())
+    if options.picture is not None:
+        draw(options.picture, losses, kept)
+    kills = len([event for event in events if "begun" in event]) - 4
+    return {
+        "steps": steps,
+        "replaced": kills,
+        "same bits": done.digests == {digest},
+        "largest difference of a loss": difference,
+    }
+
+
+def kill_often(folder: Path, generator: random.Random, every_s: float, seconds: float, stopping: threading.Event) -> None:
+    """Kill a random rank again and again, but not in the end, so that the last is replaced."""
+    until = time.monotonic() + max(seconds - 60, seconds / 2)
+    while not stopping.wait(every_s) and time.monotonic() < until:
+        paths = sorted(folder.glob("events-*"))
+        pids = [line["pid"] for path in paths for line in map(json.loads, path.read_text().splitlines()) if "pid" in line]
+        alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        if len(alive) > 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(generator.choice(alive), signal.SIGKILL)
+
+
+def undisturbed_losses(steps: int, options: argparse.Namespace) -> dict[int, float]:
+    """The losses of a job on 4 ranks that loses none."""
+    with tempfile.TemporaryDirectory(prefix="survival-") as folder:
+        done = run(Path(folder), 4, options, [], ["--steps", str(steps)])
+        return {event["step"]: event["loss"] for event in done.steps()}
+
+
+def draw(picture: Path, undisturbed: dict[int, float], disturbed: dict[int, Event]) -> None:
+    """The losses of both, and the number of ranks below."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(8, 4), height_ratios=(3, 1))
+    above.plot(list(undisturbed), list(undisturbed.values()), linewidth=2.5, color="0.75", label="nothing lost")
+    above.plot(
+        list(disturbed), [event["loss"] for event in disturbed.values()], linewidth=0.8, label="ranks killed and replaced"
+    )
+    above.set_ylabel("loss")
+    above.legend()
+    below.step(list(disturbed), [event["ranks"] for event in disturbed.values()], where="post", linewidth=0.8)
+    below.set(xlabel="step", ylabel="ranks", ylim=(0, None))
+    figure.tight_layout()
+    figure.savefig(picture)
 
 
 # ---------------------------------------------------------------------- times
@@ -200,9 +282,13 @@ def shape_of(options: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("what", choices=("proof", "time", "cost"))
+    parser.add_argument("what", choices=("proof", "soak", "time", "cost"))
     parser.add_argument("--jobs", type=at_least(1), default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=at_least(0.1, float), default=10.0, help="of `soak`")
+    parser.add_argument("--kill-every", type=at_least(0.1, float), default=20.0, help="seconds, of `soak`")
+    parser.add_argument("--pause", type=at_least(0.001, float), default=0.1, help="seconds of a step, about, of `soak`")
+    parser.add_argument("--picture", type=Path, help="of `soak`")
     parser.add_argument("--ranks", type=at_least(1), default=2, help="of `cost`")
     parser.add_argument("--width", type=at_least(1), default=5600)
     parser.add_argument("--layers", type=at_least(1), default=4)
@@ -211,7 +297,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where checkpoints go; default: among the temporary files")
     parser.add_argument("--timeout", type=at_least(1.0, float), default=300.0, help="seconds for one job")
     options = parser.parse_args()
-    result = {"proof": prove, "time": time_recovery, "cost": time_steps}[options.what](options)
+    result = {"proof": prove, "soak": soak, "time": time_recovery, "cost": time_steps}[options.what](options)
     print(json.dumps(result))
 
 

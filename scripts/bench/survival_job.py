@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1000)
     parser.add_argument("--copies", type=int, default=0)
     parser.add_argument("--survive", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that a step takes longer")
     parser.add_argument("--mesh", choices=("flat", "hsdp"), default="flat")
     parser.add_argument("--fault", type=Fault, action="append", default=[])
     options = parser.parse_args()
@@ -123,6 +124,7 @@ def main() -> None:
 
     def step(index: int) -> None:
         here = shardrt.comm.world()
+        time.sleep(options.pause)
         for fault in [fault for fault in faults if fault.step == index]:
             faults.remove(fault)
             fault.begin(events.note)
@@ -138,7 +140,7 @@ def main() -> None:
     with shardrt.Run(options.folder / "run", lambda world: build(options, world), options.every, survive=survive) as run:
         if run.done == 0:
             initialize(run.state["model"], options.width)
-        events.note(begun=run.done)
+        events.note(begun=run.done, pid=os.getpid())
         run.train(options.steps, step)
         digest = hashlib.sha256()
         for value in shardrt.checkpoint.get_model_state_dict(

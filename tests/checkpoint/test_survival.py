@@ -35,6 +35,20 @@ def test_random_losses(jobs: int) -> None:
     assert found["with losses"] > jobs / 2
 
 
+@pytest.mark.mpi
+def test_lost_ranks_are_replaced() -> None:
+    if launch.loaded_mpi() is not launch.Mpi.OPEN_MPI:
+        pytest.skip("only Open MPI's ranks outlive others")
+    script = Path(shardrt.__file__).parents[1] / "scripts" / "bench" / "survival.py"
+    line = [sys.executable, str(script), "soak", "--minutes", "1", "--kill-every", "8"]
+    done = subprocess.run(line, env=os.environ | rank_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["same bits"], done.stderr
+    assert found["replaced"] >= 1
+    assert found["largest difference of a loss"] < 1e-4
+
+
 @on_ranks(1, 2)
 def test_a_run_of_a_function_trains(world: World) -> None:
     """It makes the state; `train` makes the steps that remain, and saves the last."""

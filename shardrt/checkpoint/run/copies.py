@@ -37,21 +37,28 @@ class MemoryCopies:
     """
 
     def __init__(self) -> None:
-        here = world()
         self._background: Background | None = None
         self._files: list[Path] = []  # this rank's files, of the newest two copies
         self.is_empty = True  # none has been taken
-        made = ""
+        self._held = -1
+        self.join("")
+
+    def join(self, made: str) -> None:
+        """Let all ranks know of the copies, also new ones, which make theirs now. Collective. made: their folder, if it is."""
+        here = world()
         with agreed(here.comm):
             if here.nodes > 1:
                 raise CheckpointError(
                     f"copies in memory on {here.nodes} nodes: expected one, since no copy would outlive its node. Without "
                     "copies_every the run goes on from its checkpoints"
                 )
-            if here.rank == 0:
+            if here.rank == 0 and not made:
                 made = tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY)
-        self.folder = Path(here.comm.exchange(made)[0])
+        found, self.is_empty = here.comm.exchange((made, self.is_empty))[0]
+        self.folder = Path(found)
         with agreed(here.comm):
+            if self._held >= 0:
+                os.close(self._held)
             self._held = os.open(self.folder / _HELD, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def take(self, name: str, state: dict[str, Any]) -> None:

@@ -31,8 +31,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ...comm import RankLost, World, world
+from ...comm import RankLost, World, members, world
 from ...comm.members import NotRecovered
+from ...comm.replacement import Replacement
 from ..disk.remote_path import Location
 from ..disk.storage import located, storage_of
 from ..errors import CheckpointError, DamagedCheckpointError, agreed
@@ -90,6 +91,8 @@ class Run:
     and from `steps` a CheckpointError on every rank, with the reason, if one of them cannot load or save.
     """
 
+    state: dict[str, Any]  # what is saved and loaded
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -111,17 +114,16 @@ class Run:
             raise ValueError("Run(survive=...): expected a function that makes the state, as Run(folder, build, survive=...)")
         if survive is not None and not world().settings.survive:
             raise RuntimeError("Run(survive=...): this job ends when it loses a rank; start it with shardrt.launch --survive")
-        with agreed(world().comm):
-            self.folder = located(folder).resolve()  # the program may change its working directory
         self.done = 0  # the number of steps that are done
-        self.state = self._made_state(state)
         self._survive = survive
+        self._make(state, folder)
         self._copies: MemoryCopies | None = None
         self._keep = {"keep": keep, "keep_every": keep_every}
         self._arguments = {"every": every, **self._keep, "on_damage": on_damage}
         self._on_damage = on_damage
         self._signals = StopSignals(_noted)
-        self._comm = world().mesh.communicator("run")
+        self._ranks = world().size  # that there are to be
+        self._replacement: Replacement | None = None
         self._saving: AsyncSave | None = None  # the save under way
         self._saved_at = 0.0  # when the newest save began, or the run, by this rank's clock
         # The number of steps of the newest save, which may be under way, or of what was loaded; None: that was a copy.
@@ -132,7 +134,7 @@ class Run:
     def __enter__(self) -> Self:
         if self._survive is not None and self._survive.copies_every is not None:
             self._copies = MemoryCopies()
-        self._resume()
+        self._begin()
         self._saved_at = time.monotonic()
         self._signals.__enter__()
         return self
@@ -181,6 +183,7 @@ class Run:
         assert self._build is not None, "such a run has a function"
         while True:
             self.state, self._saving, self._is_in_step, self.done = {}, None, False, -1
+            self._replacement = None
             gc.collect()  # models form circles
             self._signals.__exit__(None, None, None)  # the handlers from before are of the world that has lost ranks
             here = world().recover()
@@ -188,20 +191,63 @@ class Run:
             if here.size < self._survive.min_ranks:
                 raise NotRecovered(f"{here.size} ranks are left, fewer than Survival(min_ranks={self._survive.min_ranks})")
             try:
-                self._comm = here.mesh.communicator("run")
-                self.state = self._made_state(self._build)
-                self._resume()
+                self._go_on()
+                self._replace()
             except RankLost:
                 continue
             if self.done < 0:
                 raise NotRecovered(f"no copy and no checkpoint in {str(self.folder)!r} to go on from")
             return
 
-    def _made_state(self, state: dict[str, Any] | Callable[[World], dict[str, Any]]) -> dict[str, Any]:
-        made = state(world()) if callable(state) else state
-        if _KEY in made:
+    # What follows is what a new rank does in `__init__` and `__enter__`: the others do it with it, in the same order.
+
+    def _go_on(self) -> None:
+        """Make the state anew, on another world than before, and load the newest there is. Collective."""
+        assert self._build is not None, "a run that survives has a function"
+        self._make(self._build, self.folder)
+        if self._copies is not None:
+            self._copies.join(str(self._copies.folder))
+        self._begin()
+
+    def _make(self, state: dict[str, Any] | Callable[[World], dict[str, Any]], folder: str | os.PathLike[str]) -> None:
+        with agreed(world().comm):
+            self.folder: Location = located(folder).resolve()  # the program may change its working directory
+        self.state = state(world()) if callable(state) else state
+        if _KEY in self.state:
             raise ValueError(f"Run: the key {_KEY!r} of the state is taken by the run itself; use another")
-        return made
+        self._comm = world().mesh.communicator("run")
+
+    def _begin(self) -> None:
+        self._ranks = max(self._comm.exchange(self._ranks))
+        self._resume()
+
+    def _replace(self) -> None:
+        """Start processes in the place of lost ranks, where that is asked for. Collective."""
+        here = world()
+        if here.settings.replace and here.size < self._ranks:
+            assert members.current is not None, "of a job that survives"
+            self._replacement = Replacement(members.current, self._ranks - here.size)
+
+    def _grow(self, total: int) -> None:
+        """If the processes in the place of lost ranks are there, go on with them. Collective."""
+        assert self._replacement is not None, "it is started"
+        are_there = self._comm.exchange(self._replacement.is_there)
+        if None in are_there:
+            return
+        replacement, self._replacement = self._replacement, None
+        if not all(are_there):
+            return
+        if self._copies is not None:
+            self._copies.take(self._folder_of(self.done).name, self._with_own_state())
+        self._finish_saving()
+        self.state = {}
+        gc.collect()
+        self._signals.__exit__(None, None, None)
+        world().grow(replacement)
+        self._signals.__enter__()
+        self._go_on()
+        self._replace()
+        self._check_alike("steps", total=total)  # as a new rank does in `steps`
 
     def steps(self, total: int) -> Iterator[int]:
         """The indices of the steps that remain of `total`; each is done when the next one is asked for.
@@ -221,6 +267,8 @@ class Run:
             yield self.done
             self._end_step()
             self._after_step(is_last=self.done == total)
+            if self._replacement is not None and self.done < total:
+                self._grow(total)
 
     # ------------------------------------------------------------------ loading
 
