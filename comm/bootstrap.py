@@ -33,7 +33,7 @@ from .memory_access import may_read_other_processes
 from .mesh import DeviceMesh, positional_names
 from .monitor.guarding import RankGuard
 from .nccl_policy import NcclPolicy
-from .replacement import Replacement, finish_joining, is_joining, joined, joining
+from .replacement import Replacement, is_joining, joined, joining
 from .settings import EnvironmentSettings, Launched, MalformedVariable, SettingsError, agree, launched, read
 from .streams import Stream, current_stream, new_stream
 from .totals import Value, reduce_values
@@ -101,6 +101,16 @@ class World:
         Cost: 0.1 to 0.5 s.
         """
         return _recover(self)
+
+    def replace(self, hosts: Sequence[str]) -> Replacement:
+        """Start processes of this program in the place of lost ranks. Collective; returns at once.
+
+        hosts: where they are to run, one on each; elsewhere, if one of them is gone. When `coming` says on every rank that
+        they are there, make a world with them (`grow`). They end with the job, and if more ranks are lost meanwhile.
+        """
+        started = Replacement(_current_members().comm, hosts, self.settings.start_timeout_s)
+        at_finalize(started.abandon, started.abandon)
+        return started
 
     def grow(self, replacement: Replacement) -> World:
         """The world of these ranks and of those that were started in the place of lost ones, after them. Collective over all.
@@ -329,8 +339,8 @@ def _start(requested: str | torch.device | None, policy: NcclPolicy) -> World:
             if is_joining():
                 comm = joined()
             made = _settle(comm, settings, problems)
-            if is_joining():
-                finish_joining(_current_members())
+            if is_joining() and not _current_members().agree(has_made=True):
+                raise RuntimeError("more ranks are lost")
         except (SettingsError, NamespaceError, SharedGpuError, CudaBuildError):
             _end_mpi()  # every rank is here, and each leaves with the error
             raise
@@ -408,10 +418,10 @@ def _recover(world: World, replacement: Replacement | None = None) -> World:
     try:
         _world = None
         if replacement is not None:
+            comm = replacement.taken()
             _abandon(why)
-            comm = replacement.merged()
             lost.stop()
-            _world = None if comm is None else _make_world_of(comm, world)
+            _world = _make_world_of(comm, world)
         while _world is None:
             _abandon(why)
             _world = _make_world_of(lost.shrink(), world)

@@ -67,7 +67,7 @@ class Members:
         self.abort: Callable[[], None] = lambda: None  # ends what runs on the GPU
         self._lost: RankLost | None = None
         self._revocable: list[MPI.Comm] = [comm]
-        self._hosts: list[str] = []
+        self.hosts: list[str] = []  # by rank
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardrt-members", daemon=True)
@@ -75,7 +75,7 @@ class Members:
 
     def meet(self) -> None:
         """Learn the ranks' hosts. Collective over them."""
-        self._hosts = self.comm.allgather(socket.gethostname())
+        self.hosts = self.comm.allgather(socket.gethostname())
 
     @property
     def has_lost(self) -> bool:
@@ -112,7 +112,7 @@ class Members:
                 until = time.monotonic() + _TOLD_S
                 while not (failed := self._failed()) and time.monotonic() < until:
                     time.sleep(_LOOK_S / 10)
-                hosts = {rank: self._hosts[rank] if self._hosts else "?" for rank in failed}
+                hosts = {rank: self.hosts[rank] if self.hosts else "?" for rank in failed}
                 self._lost = RankLost(hosts, self.comm.Get_rank(), self.under_way())
                 for comm in self._revocable:
                     _revoke(comm)

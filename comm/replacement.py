@@ -1,9 +1,12 @@
 """Processes that take the place of lost ranks (`shardrt.launch --replace`).
 
 The ranks that are left start them by MPI (`Spawn`), in a thread beside their work: a new process takes seconds until it comes
-to `shardrt.init()`. There it waits. When all are there, the ranks make a world with them, between two steps (`World.grow`).
+to `shardrt.init()`. When it is there, the same thread connects it with each rank, and the ranks make a world with it between
+two steps (`World.grow`).
 
-Where ranks are lost meanwhile, nobody waits for the new processes, which may then wait inside MPI for ever: they have a limit.
+Hazards: a call of Open MPI that needs a first connection to a process waits for ever if that process has ended, so only this
+thread makes such calls. Nobody is told that a process has ended which was started so, but for those that have a connection.
+If it ends within the milliseconds of `Merge`, that never returns, and no further communicator can be made: the job ends.
 """
 
 from __future__ import annotations
@@ -12,86 +15,139 @@ import faulthandler
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import members
-from .ending.report import log
+from .ending.report import log, tell_launcher_of_joined
 from .guard.node import JOINING
-from .members import Members, end_this_process, revocable
+from .members import end_this_process
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_MERGE_S = 10.0  # for what takes milliseconds
 _GUARD = Path(__file__).parent / "guard" / "__main__.py"
 
 
-class Replacement:
-    """`count` more processes of this program, which start. Creating is collective over the ranks of these members."""
+class Coming(Enum):
+    """How far processes in the place of lost ranks are."""
 
-    def __init__(self, of: Members, count: int) -> None:
-        self.count = count
-        self._rank = of.comm.Get_rank()
-        self._comm = revocable(of.comm.Dup())
-        self._made: MPI.Intercomm | None = None
-        self._has_failed = False
+    STARTING = "starting"
+    THERE = "there"  # they wait in init(), connected with this rank
+    FAILED = "failed"
+
+
+class Replacement:
+    """More processes of this program, which start: one on each of these hosts, or elsewhere, if one of them is gone.
+
+    Made by `World.replace`. They have failed if they are not there after `limit_s`.
+    """
+
+    def __init__(self, ranks: MPI.Intracomm, hosts: Sequence[str], limit_s: float) -> None:
+        self._ranks, self._hosts, self._until = ranks.Dup(), hosts, time.monotonic() + limit_s
+        self._made: list[MPI.Comm] = []  # with the new processes: an intercommunicator, and the communicator made of it
+        self._is_abandoned = False
         self._thread = threading.Thread(target=self._run, name="shardrt-spawn", daemon=True)
         self._thread.start()
 
     @property
-    def is_there(self) -> bool | None:
-        """Whether the processes have started MPI; None: not yet."""
-        return None if self._thread.is_alive() else not self._has_failed
+    def coming(self) -> Coming:
+        """How far they are. Each rank may know another."""
+        if not self._thread.is_alive() and len(self._made) == 2:
+            return Coming.THERE
+        return Coming.STARTING if time.monotonic() < self._until else Coming.FAILED
 
-    def merged(self) -> MPI.Intracomm | None:
-        """A communicator of the ranks, in their order, and of the processes after them. Collective over all of them.
+    def taken(self) -> MPI.Intracomm:
+        """A communicator of the ranks, in their order, and after them of the processes, which are there."""
+        found = self._made[1]
+        assert isinstance(found, type(self._ranks)), "Merge makes these"
+        self._made = []
+        return found
 
-        None if one of them is lost; other ranks may then have got one, which is of no use.
-        """
-        from mpi4py import MPI
+    def abandon(self) -> None:
+        """Nobody waits for the processes any more: they end. It does not wait."""
+        self._is_abandoned = True
+        if self._made:
+            threading.Thread(target=self._revoke, name="shardrt-revoke", daemon=True).start()
 
-        assert self._made is not None, "they are there"
-        revocable(self._made)
-        try:
-            return self._made.Merge(high=False)
-        except MPI.Exception:
-            with suppress(MPI.Exception):
-                self._made.Revoke()
-            return None
+    def _revoke(self) -> None:
+        for comm in self._made:
+            comm.Revoke()
 
     def _run(self) -> None:
+        """Start them. Hazard: if one of them ends before it has started MPI, this waits for ever."""
+        from mpi4py import MPI
+
+        try:
+            spawned = self._spawned()
+            self._made.append(spawned)
+            _connect(spawned)
+            if self._is_abandoned:
+                self._revoke()
+                return
+            limit = threading.Timer(_MERGE_S, self._end)
+            limit.name, limit.daemon = "shardrt-limit", True
+            limit.start()
+            self._made.append(spawned.Merge(high=False))
+            limit.cancel()
+        except MPI.Exception as error:
+            if self._ranks.Get_rank() == 0 and not self._is_abandoned:
+                log(0, f"no processes could be started in the place of the ranks lost on {', '.join(self._hosts)}: {error}")
+            self._revoke()
+
+    def _end(self) -> None:
+        log(self._ranks.Get_rank(), "a process in the place of a lost rank ended while it was connected; ending this rank")
+        end_this_process()
+
+    def _spawned(self) -> MPI.Intercomm:
         from mpi4py import MPI
 
         isolated = ["-s", "-P"] if os.environ.get("PYTHONHOME") else ["-I"]  # the flags of launch.isolated
         command = [*isolated, "-S", str(_GUARD), "--join", *sys.orig_argv]
+        there = MPI.Info.Create({"host": ",".join(self._hosts)})
         try:
-            self._made = self._comm.Spawn(sys.executable, command, self.count)
-        except MPI.Exception as error:
-            self._has_failed = True
-            log(self._rank, f"{self.count} processes in the place of lost ranks could not be started: {error}")
+            return self._ranks.Spawn(sys.executable, command, len(self._hosts), there)
+        except MPI.Exception:  # a host is gone
+            return self._ranks.Spawn(sys.executable, command, len(self._hosts))
+
+
+def _connect(made: MPI.Intercomm) -> None:
+    """Exchange a message with each of the other processes."""
+    from mpi4py import MPI
+
+    requests = [made.Irecv(bytearray(1), other) for other in range(made.Get_remote_size())]
+    requests += [made.Isend(bytes(1), other) for other in range(made.Get_remote_size())]
+    MPI.Request.Waitall(requests)
 
 
 # ---------------------------------------------------------------------- in such a process
 
 
 def is_joining() -> bool:
-    """Whether this process was started in the place of a lost rank."""
+    """Whether this process was started in the place of a lost rank, and has not come to the others yet."""
     return JOINING in os.environ
 
 
 @contextmanager
 def joining(limit_s: float) -> Iterator[None]:
     """In the block, which is init(), such a process ends when the limit has passed: also inside MPI, with Python's lock."""
-    if is_joining():
-        faulthandler.dump_traceback_later(min(limit_s, threading.TIMEOUT_MAX), exit=True)
+    if not is_joining():
+        yield
+        return
+    faulthandler.dump_traceback_later(min(limit_s, threading.TIMEOUT_MAX), exit=True)
     try:
         yield
-    finally:
-        if is_joining():
-            faulthandler.cancel_dump_traceback_later()
-            del os.environ[JOINING]
+    except Exception as error:
+        log(0, f"a process in the place of a lost rank did not come to the others, and ends: {type(error).__name__}: {error}")
+        end_this_process()
+    faulthandler.cancel_dump_traceback_later()
+    del os.environ[JOINING]
+    tell_launcher_of_joined()
 
 
 def joined() -> MPI.Intracomm:
@@ -99,10 +155,6 @@ def joined() -> MPI.Intracomm:
     from mpi4py import MPI
 
     members.has_lost = True
-    return MPI.Comm.Get_parent().Merge(high=True)
-
-
-def finish_joining(made: Members) -> None:
-    """Let all ranks agree that they have made the world; without that, this process ends."""
-    if not made.agree(has_made=True):
-        end_this_process()
+    ranks = MPI.Comm.Get_parent()
+    _connect(ranks)
+    return ranks.Merge(high=True)

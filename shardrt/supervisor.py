@@ -54,8 +54,9 @@ if not __package__:  # run by path: packages with nothing in them stand in for s
         sys.modules[_package] = ModuleType(_package)
         sys.modules[_package].__path__ = [str(_folder)]
 
-from .comm.ending.processes import Process, kill, processes, processes_with
-from .comm.ending.report import BEGUN, EXIT_CODE, FINISHED, LOST, PROGRESS, REPORTS, write
+from .comm.ending.processes import Process, kill, processes, processes_with, variable_of
+from .comm.ending.report import BEGUN, EXIT_CODE, FINISHED, JOINED, LOST, PROGRESS, REPORTS, write
+from .comm.guard.node import JOINING
 
 USAGE_ERROR = 2
 _LOOK_S = 0.5  # between two looks for reports
@@ -189,6 +190,8 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
         if info is not None and info.si_signo in PASSED_ON:
             job.tell(info)
         reports.print_new()
+        if reports.has_finished:
+            job.end_joining(reports.joined)
         if time.monotonic() > reports.since + _END_S or (reports.has_finished and job.has_no_ranks(_NO_RANKS_S)):
             job.kill()
     wait_for_guards()
@@ -276,6 +279,13 @@ class RunningJob:
             self._ranks_at = time.monotonic()
         return time.monotonic() > self._ranks_at + seconds
 
+    def end_joining(self, joined: set[int]) -> None:
+        """Kill the processes in the place of lost ranks that have not come to the others: these are at their end."""
+        for pid in self._ranks():
+            with suppress(OSError):  # it has ended
+                if pid not in joined and variable_of(pid, JOINING) is not None:
+                    os.kill(pid, signal.SIGKILL)
+
     def _ranks(self) -> list[int]:
         found = processes_with("OMPI_COMM_WORLD_RANK")
         return [process.pid for process in found if process.parent == self._process.pid and not process.is_ending]
@@ -326,6 +336,7 @@ class Reports:
         self.lost: int | None = None  # the code of the last rank that has ended, in a job that survives it
         # Ranks of such a job have come to init(), and those that were left to the end of their programs.
         self.has_begun = self.has_finished = False
+        self.joined: set[int] = set()  # the processes that have taken the place of lost ranks
         self.since = float("inf")
         os.environ[REPORTS] = path
 
@@ -339,6 +350,8 @@ class Reports:
             self.has_finished |= code == FINISHED.encode()
             if code.startswith(LOST.encode()):
                 self.lost = int(code.removeprefix(LOST.encode()))
+            if code.startswith(JOINED.encode()):
+                self.joined.add(int(code.removeprefix(JOINED.encode())))
             if self.code is None and code.isdigit():
                 self.code = int(code)
                 self.since = time.monotonic()

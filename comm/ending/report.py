@@ -15,8 +15,8 @@ from .processes import standard_error
 EXIT_CODE = 17  # of a job that hangs, or in which a rank has ended early with code 0
 REPORTS = "SHARDRT_REPORTS"  # the file in which shardrt.launch reads what guards report
 # In the place of an exit code, where a job survives the loss of ranks: a rank has come to init(), has ended with the code that
-# follows, or has come to the end of its program.
-BEGUN, LOST, FINISHED = "begun", "lost:", "finished"
+# follows, has come to the end of its program, or has taken the place of a lost one (and its process).
+BEGUN, LOST, FINISHED, JOINED = "begun", "lost:", "finished", "joined:"
 PROGRESS = "SHARDRT_PROGRESS"  # the file in which a job that may be started again says how far it came
 _READ_S = 3.0  # for someone to read what a rank writes to its standard output or error
 
@@ -73,6 +73,11 @@ def _tell(lines: Sequence[str]) -> bool:
 def tell_launcher_of_start() -> None:
     """Tell shardrt.launch that a rank of a job that survives the loss of others has come to init()."""
     _tell([f"{BEGUN} "])
+
+
+def tell_launcher_of_joined() -> None:
+    """Tell shardrt.launch that this process has taken the place of a lost rank."""
+    _tell([f"{JOINED}{os.getpid()} "])
 
 
 def tell_launcher_of_lost(code: int) -> None:

@@ -1,7 +1,7 @@
 """Lose ranks of jobs at random moments, and time what it costs: shardrt.launch --survive, in an environment with Open MPI.
 
     python scripts/bench/survival.py proof --jobs 200         # random losses; parameters compared to the bit
-    python scripts/bench/survival.py soak --minutes 10        # a kill every 20 s, and replacements; draws the losses
+    python scripts/bench/survival.py soak --ranks 4           # a kill every 20 s, and replacements; draws the losses
     python scripts/bench/survival.py time --width 5600        # from the kill to the first step, beside --restarts and a new job
     python scripts/bench/survival.py cost --width 5600        # of a step, while nothing is lost
 
@@ -9,7 +9,7 @@ proof: each job has 4 ranks, and loses one or two of them, in one of five ways, 
 step: in forward, backward, reduction, optimizer, copy, checkpoint, or, if another is lost at nearly the same time, in the
 recovery. The parameters at its end have to be, to the bit, those of jobs that lose nothing: one of as many ranks as there were
 up to the step from which the others went on, then one of these, and so on. No end in time, or a code other than 0, is wrong.
-soak: 4 ranks, of which one at random is killed every --kill-every seconds, and replaced (shardrt.launch --replace). The losses
+soak: --ranks ranks, of which one at random is killed every --kill-every seconds, and replaced (shardrt.launch --replace). The losses
 of all steps are drawn over those of a job that loses nothing; the global batch is the same on any number of ranks. The
 parameters at the end are compared to the bit, as those of `proof`.
 time, cost: medians over the rounds; in each, the kinds of job in turns. The model has --layers matrices of --width squared.
@@ -42,6 +42,7 @@ from common.options import Parser, at_least
 JOB = Path(__file__).with_name("survival_job.py")
 WAYS = ("kill", "stop", "exit", "raise", "segfault")
 STEPS, COPIES, CHECKPOINTS = 14, 3, 4
+_REPLACED_S = 15.0  # until a lost rank is replaced
 Event = dict[str, Any]
 Segment = tuple[int, int]  # ranks, and the step from which they go on
 
@@ -164,7 +165,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         stopping = threading.Event()
         killer = threading.Thread(target=kill_often, args=(Path(folder), generator, options.kill_every, seconds, stopping))
         killer.start()
-        done = run(Path(folder), 4, options, ["--replace"], job)
+        done = run(Path(folder), options.ranks, options, ["--replace"], job)
         stopping.set()
         killer.join()
     assert done.code == 0, done.output
@@ -180,10 +181,9 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     difference = max(abs(kept[step]["loss"] - loss) for step, loss in losses.items())
     if options.picture is not None:
         draw(options.picture, losses, kept)
-    kills = len([event for event in events if "begun" in event]) - 4
     return {
         "steps": steps,
-        "replaced": kills,
+        "replaced": len([event for event in events if "begun" in event]) - options.ranks,
         "same bits": done.digests == {digest},
         "largest difference of a loss": difference,
     }
@@ -191,20 +191,29 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
 
 def kill_often(folder: Path, generator: random.Random, every_s: float, seconds: float, stopping: threading.Event) -> None:
     """Kill a random rank again and again, but not in the end, so that the last is replaced."""
-    until = time.monotonic() + max(seconds - 60, seconds / 2)
-    while not stopping.wait(every_s) and time.monotonic() < until:
-        paths = sorted(folder.glob("events-*"))
-        pids = [line["pid"] for path in paths for line in map(json.loads, path.read_text().splitlines()) if "pid" in line]
-        alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    while not started(folder):
+        if stopping.wait(1.0):
+            return
+    begin = time.monotonic()
+    while not stopping.wait(every_s) and time.monotonic() < begin + seconds - _REPLACED_S:
+        alive = [pid for pid in started(folder) if Path(f"/proc/{pid}").exists()]
         if len(alive) > 1:
+            victim = generator.choice(alive)
+            print(f"{time.monotonic() - begin:.0f} s: killing one of {len(alive)} ranks", file=sys.stderr)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(generator.choice(alive), signal.SIGKILL)
+                os.kill(victim, signal.SIGKILL)
+
+
+def started(folder: Path) -> list[int]:
+    """The processes that have come to their first step."""
+    paths = sorted(folder.glob("events-*"))
+    return [line["pid"] for path in paths for line in map(json.loads, path.read_text().splitlines()) if "pid" in line]
 
 
 def undisturbed_losses(steps: int, options: argparse.Namespace) -> dict[int, float]:
-    """The losses of a job on 4 ranks that loses none."""
+    """The losses of a job that loses no rank."""
     with tempfile.TemporaryDirectory(prefix="survival-") as folder:
-        done = run(Path(folder), 4, options, [], ["--steps", str(steps)])
+        done = run(Path(folder), options.ranks, options, [], ["--steps", str(steps)])
         return {event["step"]: event["loss"] for event in done.steps()}
 
 
@@ -289,7 +298,7 @@ def main() -> None:
     parser.add_argument("--kill-every", type=at_least(0.1, float), default=20.0, help="seconds, of `soak`")
     parser.add_argument("--pause", type=at_least(0.001, float), default=0.1, help="seconds of a step, about, of `soak`")
     parser.add_argument("--picture", type=Path, help="of `soak`")
-    parser.add_argument("--ranks", type=at_least(1), default=2, help="of `cost`")
+    parser.add_argument("--ranks", type=at_least(1), default=2, help="of `soak` and `cost`")
     parser.add_argument("--width", type=at_least(1), default=5600)
     parser.add_argument("--layers", type=at_least(1), default=4)
     parser.add_argument("--rows", type=at_least(1), default=240)

@@ -40,7 +40,7 @@ def test_lost_ranks_are_replaced() -> None:
     if launch.loaded_mpi() is not launch.Mpi.OPEN_MPI:
         pytest.skip("only Open MPI's ranks outlive others")
     script = Path(shardrt.__file__).parents[1] / "scripts" / "bench" / "survival.py"
-    line = [sys.executable, str(script), "soak", "--minutes", "1", "--kill-every", "8"]
+    line = [sys.executable, str(script), "soak", "--minutes", "0.4", "--kill-every", "6"]
     done = subprocess.run(line, env=os.environ | rank_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -26,14 +26,15 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ...comm import RankLost, World, members, world
+from ...comm import RankLost, World, world
 from ...comm.members import NotRecovered
-from ...comm.replacement import Replacement
+from ...comm.replacement import Coming, Replacement
 from ..disk.remote_path import Location
 from ..disk.storage import located, storage_of
 from ..errors import CheckpointError, DamagedCheckpointError, agreed
@@ -122,8 +123,8 @@ class Run:
         self._arguments = {"every": every, **self._keep, "on_damage": on_damage}
         self._on_damage = on_damage
         self._signals = StopSignals(_noted)
-        self._ranks = world().size  # that there are to be
-        self._replacement: Replacement | None = None
+        self._hosts: Sequence[str] = ()  # of all ranks that there are to be
+        self._replacement: Replacement | None = None  # for those that are lost
         self._saving: AsyncSave | None = None  # the save under way
         self._saved_at = 0.0  # when the newest save began, or the run, by this rank's clock
         # The number of steps of the newest save, which may be under way, or of what was loaded; None: that was a copy.
@@ -218,25 +219,27 @@ class Run:
         self._comm = world().mesh.communicator("run")
 
     def _begin(self) -> None:
-        self._ranks = max(self._comm.exchange(self._ranks))
+        if self._survive is not None:
+            known = self._comm.exchange(self._hosts)
+            self._hosts = max(known, key=len) or self._comm.exchange(world().node)
         self._resume()
 
     def _replace(self) -> None:
         """Start processes in the place of lost ranks, where that is asked for. Collective."""
         here = world()
-        if here.settings.replace and here.size < self._ranks:
-            assert members.current is not None, "of a job that survives"
-            self._replacement = Replacement(members.current, self._ranks - here.size)
+        if here.settings.replace and here.size < len(self._hosts):
+            missing = Counter(self._hosts) - Counter(self._comm.exchange(here.node))
+            self._replacement = here.replace(list(missing.elements())[: len(self._hosts) - here.size])
 
     def _grow(self, total: int) -> None:
         """If the processes in the place of lost ranks are there, go on with them. Collective."""
         assert self._replacement is not None, "it is started"
-        are_there = self._comm.exchange(self._replacement.is_there)
-        if None in are_there:
+        coming = set(self._comm.exchange(self._replacement.coming))
+        if Coming.FAILED in coming:
+            self._replace()
+        if coming != {Coming.THERE}:
             return
         replacement, self._replacement = self._replacement, None
-        if not all(are_there):
-            return
         if self._copies is not None:
             self._copies.take(self._folder_of(self.done).name, self._with_own_state())
         self._finish_saving()
