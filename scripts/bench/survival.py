@@ -9,9 +9,9 @@ proof: each job has 4 ranks, and loses one or two of them, in one of five ways, 
 step: in forward, backward, reduction, optimizer, copy, checkpoint, or, if another is lost at nearly the same time, in the
 recovery. The parameters at its end have to be, to the bit, those of jobs that lose nothing: one of as many ranks as there were
 up to the step from which the others went on, then one of these, and so on. No end in time, or a code other than 0, is wrong.
-soak: --ranks ranks, of which one at random is killed every --kill-every seconds, and replaced (shardrt.launch --replace). The losses
-of all steps are drawn over those of a job that loses nothing; the global batch is the same on any number of ranks. The
-parameters at the end are compared to the bit, as those of `proof`.
+soak: every --kill-every seconds a random rank is killed, and replaced (shardrt.launch --replace). The losses of all steps are
+drawn over those of a job that loses nothing; the global batch is the same on any number of ranks. The parameters at the end are
+compared to the bit, as those of `proof`.
 time, cost: medians over the rounds; in each, the kinds of job in turns. The model has --layers matrices of --width squared.
 Progress goes to stderr; the last line is JSON.
 """
