@@ -67,6 +67,11 @@ class World:
         """The stream the caller computes on."""
         return current_stream(self.device)
 
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks of this world that are lost, as far as this one knows, by their numbers in it."""
+        return members.current.ranks if members.current is not None and self is _world else ()
+
     def stream_for(self, role: str) -> Stream:
         """The stream for communication of this role, one for the whole process: no communicator is used by two threads.
 

@@ -7,8 +7,9 @@
 
 proof: each job has 4 ranks, and loses one or two of them, in one of five ways, some milliseconds after the begin of a random
 step: in forward, backward, reduction, optimizer, copy, checkpoint, or, if another is lost at nearly the same time, in the
-recovery. The parameters at its end have to be, to the bit, those of jobs that lose nothing: one of as many ranks as there were
-up to the step from which the others went on, then one of these, and so on. No end in time, or a code other than 0, is wrong.
+recovery. With the mesh tp, ranks form two tensor-parallel groups, one of which loses ranks. The parameters at the end have to
+be, to the bit, those of jobs that lose nothing: one of as many ranks as there were up to the step from which the others went
+on, then one of these, and so on. No end in time, or a code other than 0, is wrong.
 soak: every --kill-every seconds a random rank is killed, and replaced (shardrt.launch --replace). The losses of all steps are
 drawn over those of a job that loses nothing; the global batch is the same on any number of ranks. The parameters at the end are
 compared to the bit, as those of `proof`.
@@ -91,8 +92,8 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
     generator, known = random.Random(options.seed), dict[tuple[str, tuple[Segment, ...]], str]()
     wrong, lost = 0, 0
     for number in range(options.jobs):
-        mesh = generator.choice(["flat", "flat", "hsdp"])
-        faults = random_faults(generator)
+        mesh = generator.choice(["flat", "flat", "hsdp", "tp"])
+        faults = random_faults(generator, generator.choice([[0, 1], [2, 3]]) if mesh == "tp" else [0, 1, 2, 3])
         with tempfile.TemporaryDirectory(prefix="survival-") as folder:
             job = ["--steps", str(STEPS), "--copies", str(COPIES), "--every", str(CHECKPOINTS), "--survive", "--mesh", mesh]
             done = run(Path(folder), 4, options, ["--survive"], [*job, *(f"--fault={fault}" for fault in faults)])
@@ -113,9 +114,9 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
     return {"jobs": options.jobs, "with losses": lost, "wrong": wrong}
 
 
-def random_faults(generator: random.Random) -> list[str]:
-    """One or two losses: RANK:WAY:STEP:MILLISECONDS. Two are at once, or one after the other."""
-    ranks = generator.sample(range(4), generator.choice([1, 1, 2]))
+def random_faults(generator: random.Random, among: list[int]) -> list[str]:
+    """One or two losses of these ranks: RANK:WAY:STEP:MILLISECONDS. Two are at once, or one after the other."""
+    ranks = generator.sample(among, generator.choice([1, 1, 2]))
     step, together = generator.randrange(STEPS - 1), generator.random() < 0.5
     faults = []
     for rank in ranks:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import common.checkout  # noqa: F401  # before shardrt
 import shardrt
 from shardrt.comm import Communicator
+from shardrt.parallel import ColwiseParallel, parallelize_module
 
 WAYS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -83,6 +85,11 @@ def build(options: argparse.Namespace, world: shardrt.World) -> dict[str, Any]:
     mesh = world.mesh
     if options.mesh == "hsdp" and world.size % 2 == 0:
         mesh = mesh.unflatten((2, world.size // 2), ("replicate", "shard"))
+    elif options.mesh == "tp":
+        both = mesh.unflatten((world.size // 2, 2), ("dp", "tp"))
+        mesh = both["dp"]
+        plan = {"*.0": ColwiseParallel(output_layouts=shardrt.Replicate())}
+        parallelize_module(model, both["tp"], plan)
     for block in model:
         shardrt.fully_shard(block, mesh=mesh)
     shardrt.fully_shard(model, mesh=mesh)
@@ -110,9 +117,11 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=0)
     parser.add_argument("--survive", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that a step takes longer")
-    parser.add_argument("--mesh", choices=("flat", "hsdp"), default="flat")
+    parser.add_argument("--mesh", choices=("flat", "hsdp", "tp"), default="flat")
+    parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--fault", type=Fault, action="append", default=[])
     options = parser.parse_args()
+    group = 2 if options.mesh == "tp" else 1  # ranks with the same batch
     world = shardrt.init("cpu")
     own = world.rank
     path = options.folder / f"events-{own}"
@@ -129,19 +138,21 @@ def main() -> None:
             faults.remove(fault)
             fault.begin(events.note)
         generator = torch.Generator().manual_seed(index)
-        rows = torch.randn(options.rows, options.width, generator=generator).chunk(here.size)[here.rank]
+        parts = here.size // group
+        rows = torch.randn(options.rows, options.width, generator=generator).chunk(parts)[here.rank // group]
         loss = (run.state["model"](rows) - rows.sin()).square().mean()
         loss.backward()
         run.state["optimizer"].step()
         run.state["optimizer"].zero_grad()
         events.note(step=index, ranks=here.size, loss=here.mean(loss.detach()).item())
 
-    survive = shardrt.Survival(copies_every=options.copies or None) if options.survive else None
+    survive = shardrt.Survival(copies_every=options.copies or None, group=group) if options.survive else None
     with shardrt.Run(options.folder / "run", lambda world: build(options, world), options.every, survive=survive) as run:
         if run.done == 0:
             initialize(run.state["model"], options.width)
         events.note(begun=run.done, pid=os.getpid())
-        run.train(options.steps, step)
+        with shardrt.Timeline(options.folder / "traces") if options.timeline else nullcontext():
+            run.train(options.steps, step)
         digest = hashlib.sha256()
         for value in shardrt.checkpoint.get_model_state_dict(
             run.state["model"], options=shardrt.checkpoint.StateDictOptions(full_state_dict=True)

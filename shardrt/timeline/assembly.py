@@ -10,10 +10,11 @@ from operator import itemgetter
 from ..comm.streams import INLINE
 from .clocks import AlignedClock
 from .events import BY_GROUP, BY_KIND, GATHER, Arrow, Counter, Events, Span
-from .recording import BACKWARD, FORWARD, Collective, Edge, Recording, Subject
+from .recording import BACKWARD, FORWARD, RECOVER, Collective, Edge, Recording, Subject
 
 HOST = "host"  # the track of what the caller waits for while a GPU computes
 RECOMPUTE = "recompute"  # a forward within a backward
+_CUT = " (cut short)"  # by the loss of a rank
 _USES = {FORWARD, BACKWARD}  # of what was gathered
 
 
@@ -56,6 +57,8 @@ class _Builder:
     def take(self, edge: Edge, at: float, track: str, name: str, subject: Subject) -> None:
         opened = self._open[track]
         if edge is Edge.BEGIN:
+            if name == RECOVER:
+                self._cut(at)
             gather = self._gathers.pop(subject, None) if name in _USES else None
             opened.append(_Open(self._begun, name, subject, at, gather))
             self._begun += 1
@@ -66,6 +69,14 @@ class _Builder:
             elif edge is Edge.END and opened[index].ends_by(name, subject):
                 self._close(opened.pop(index), at, track)
                 return
+
+    def _cut(self, at: float) -> None:
+        """End what the loss of a rank has ended."""
+        for track, opened in self._open.items():
+            while opened:
+                ended = opened.pop()
+                ended.name += _CUT
+                self._close(ended, at, track)
 
     def _close(self, ended: _Open, at: float, track: str) -> None:
         name, subject = ended.name, ended.subject
@@ -94,11 +105,11 @@ def _counters(recording: Recording, clock: AlignedClock) -> Iterator[Counter]:
     kinds, groups = defaultdict[str, int](int), defaultdict[str, int](int)
     for buffer_kind, group, nbytes in recording.held:
         kinds[buffer_kind.value] += nbytes
-        groups[group.name] += nbytes
+        groups[group] += nbytes
     yield Counter(BY_KIND, 0.0, dict(kinds))
     yield Counter(BY_GROUP, 0.0, dict(groups))
     # Streams of a simulation have a clock each; those of a buffer's allocation and release are the same.
     for at, kind, group, nbytes in sorted(recording.changes, key=itemgetter(0)):
-        for name, values, series in ((BY_KIND, kinds, kind), (BY_GROUP, groups, group.name)):
+        for name, values, series in ((BY_KIND, kinds, kind), (BY_GROUP, groups, group)):
             values[series] += nbytes
             yield Counter(name, clock.seconds(at), {series: values[series]})

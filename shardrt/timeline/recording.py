@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from operator import methodcaller
 from time import time
@@ -24,9 +25,15 @@ from ..fsdp.base.events import BufferKind, HasName, Observer, Step
 from ..fsdp.memory.buffers import buffers_in_use
 from .clocks import Stamp
 
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+FORWARD, BACKWARD, OPTIMIZER, RECOVER = "forward", "backward", "optimizer", "recover"
 _GRADIENTS = "gradients"  # a kind of memory that is no buffer's
-_SPANS = {Step.FORWARD: FORWARD, Step.BACKWARD: BACKWARD, Step.WAIT: "wait", Step.PACK: "pack"}  # the steps that are kept
+_SPANS = {
+    Step.FORWARD: FORWARD,
+    Step.BACKWARD: BACKWARD,
+    Step.WAIT: "wait",
+    Step.PACK: "pack",
+    Step.RECOVER: RECOVER,
+}  # the steps that are kept
 _LAUNCHES = {Step.GATHER, Step.LAUNCH, Step.REDUCE, Step.PUBLISH}  # collectives that are called in these are for their groups
 
 
@@ -36,6 +43,13 @@ class Edge(Enum):
     BEGIN = auto()
     END = auto()
     END_ALL = auto()
+
+
+@dataclass(slots=True, eq=False)
+class GroupName:
+    """Stands for a group that is gone."""
+
+    name: str
 
 
 class Collective(NamedTuple):
@@ -51,7 +65,7 @@ class Collective(NamedTuple):
 
 Subject = HasName | Collective | str | None  # a group, calls, the class of an optimizer, or None where collectives end
 Entry = tuple[Edge, Stamp | None, Stream, str, Subject]  # the name of the span before its subject; no stamp: left out
-Change = tuple[float, str, HasName, int]  # bytes of a kind that a group has from a time on; negative: has no longer
+Change = tuple[float, str, str, int]  # bytes of a kind that a group has from a time on, by its name; negative: no longer
 
 
 class _Launches(threading.local):
@@ -69,7 +83,7 @@ class Recording(Hook, Observer):
 
     entries: list[Entry]
     changes: list[Change]
-    held: list[tuple[BufferKind, HasName, int]]  # the buffers that were in use at the beginning
+    held: list[tuple[BufferKind, str, int]]  # the buffers that were in use at the beginning
     on_gpu: bool
     _host: Stream  # where the caller waits
     _compute: Callable[[], Stream]
@@ -81,7 +95,8 @@ class Recording(Hook, Observer):
 
     def __init__(self, world: World) -> None:
         device = world.device
-        self.entries, self.changes, self.held = [], [], buffers_in_use(device)
+        self.entries, self.changes = [], []
+        self.held = [(kind, group.name, nbytes) for kind, group, nbytes in buffers_in_use(device)]
         self.on_gpu = device.type == "cuda"
         self._host = INLINE if self.on_gpu else world.stream
         self._compute = lambda: current_stream(device)
@@ -91,12 +106,15 @@ class Recording(Hook, Observer):
 
     @property
     def streams(self) -> list[Stream]:
-        """The streams that were seen."""
-        return list(dict.fromkeys(entry[2] for entry in self.entries))
+        """The streams that were seen, and are still there: those from before the last recovery are not."""
+        first = max((place for place, entry in enumerate(self.entries) if entry[3] == RECOVER), default=0)
+        return list(dict.fromkeys(entry[2] for entry in self.entries[first:]))
 
     # ------------------------------------------------------------------ the observer
 
     def begin(self, step: Step, groups: Sequence[HasName], stream: Stream | None) -> None:
+        if step is Step.RECOVER:
+            self._forget_groups()
         if step in _LAUNCHES:
             self._launches.groups.append(groups)
         elif (name := _SPANS.get(step)) is not None:
@@ -115,18 +133,33 @@ class Recording(Hook, Observer):
                 self.entries.append((Edge.END_ALL, self._stamp(stream), stream, name, None))
 
     def memory_changed(self, kind: BufferKind, group: HasName, nbytes: int) -> None:
-        self.changes.append((self._now(), kind.value, group, nbytes))  # on a GPU the host's clock is ahead of the streams
+        self.changes.append((self._now(), kind.value, group.name, nbytes))  # on a GPU the host's clock is ahead of the streams
 
     def gradients_made(self, group: HasName, storage: torch.UntypedStorage) -> None:
-        identity, nbytes = id(storage), storage.nbytes()
+        identity, nbytes, name = id(storage), storage.nbytes(), group.name
 
         def freed(_: object) -> None:
             del self._gradients[identity]
-            self.changes.append((self._now(), _GRADIENTS, group, -nbytes))
+            self.changes.append((self._now(), _GRADIENTS, name, -nbytes))
 
         if identity not in self._gradients:
             self._gradients[identity] = ref(storage, freed)
-            self.changes.append((self._now(), _GRADIENTS, group, nbytes))
+            self.changes.append((self._now(), _GRADIENTS, name, nbytes))
+
+    def _forget_groups(self) -> None:
+        """Keep the names of the groups seen so far, not the groups: their model is about to be dropped, for its memory."""
+        known: dict[int, HasName] = {}
+
+        def name_of(group: HasName) -> HasName:
+            return known.setdefault(id(group), GroupName(group.name))
+
+        def kept(subject: Subject) -> Subject:
+            if isinstance(subject, Collective):
+                return subject._replace(groups=tuple(map(name_of, subject.groups)))
+            return subject if subject is None or isinstance(subject, str) else name_of(subject)
+
+        self.entries[:] = [(edge, at, stream, name, kept(subject)) for edge, at, stream, name, subject in self.entries]
+        self._called.clear()
 
     def forget_gradients(self) -> None:
         """Do not count the gradients any more when they are freed."""

@@ -19,7 +19,7 @@ from ..comm.streams import CudaStream
 from ..fsdp.base.events import observing
 from . import chrome
 from .assembly import assemble
-from .clocks import AlignedClock, Anchor, measure
+from .clocks import AlignedClock, Anchor, Offset, measure
 from .events import Events
 from .recording import Recording, is_recording
 
@@ -62,18 +62,21 @@ class Timeline:
         with here.comm.agree():
             if self.path is not None:
                 self.path.mkdir(parents=True, exist_ok=True)
+        begin: Offset | None
         begin, opened = measure(here)
         job = f"{datetime.fromtimestamp(opened, UTC):%Y%m%d-%H%M%S-%f}"
         anchors = _anchors(here)
         recording = Recording(here)
         with _sources(recording) as sources:
             yield
+            if world() is not here:  # ranks are lost: rank 0 may be another
+                here, begin = world(), None
             with here.comm.agree(), sources.pop_all():
                 for stream in recording.streams:  # their threads still add to the recording
                     stream.synchronize()
         end, _ = measure(here)
         with here.comm.agree():
-            clock = AlignedClock(opened, (begin, end), (*anchors, *_anchors(here)))
+            clock = AlignedClock(opened, (begin or end, end), (*anchors, *_anchors(here)))
             self.events = assemble(recording, clock)
             if self.path is not None:
                 _write(self.path, self.events, here, job, clock)

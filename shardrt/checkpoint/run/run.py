@@ -33,8 +33,11 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ...comm import RankLost, World, world
-from ...comm.members import NotRecovered
+from ...comm.ending.report import log
+from ...comm.ending.words import name_ranks
+from ...comm.members import NotRecovered, end_this_process
 from ...comm.replacement import Coming, Replacement
+from ...fsdp.base.events import Step, during
 from ..disk.remote_path import Location
 from ..disk.storage import located, storage_of
 from ..errors import CheckpointError, DamagedCheckpointError, agreed
@@ -60,15 +63,25 @@ class Survival:
 
     copies_every: the steps between two copies of the state in the node's memory, from which it goes on; None: none are made,
         and it goes on from the newest checkpoint.   min_ranks: with fewer, the job ends.
+    group: how many consecutive ranks are of use only together, as those of a tensor-parallel group; it divides their number. If
+        one of a group is lost, the others of the group leave as well.
     Memory: twice the state, in /dev/shm.
     """
 
     copies_every: int | None = 10
     min_ranks: int = 1
+    group: int = 1
 
     def __post_init__(self) -> None:
-        if (self.copies_every is not None and self.copies_every < 1) or self.min_ranks < 1:
+        if (self.copies_every is not None and self.copies_every < 1) or self.min_ranks < 1 or self.group < 1:
             raise ValueError(f"{self}: expected numbers of at least 1")
+
+
+@dataclass(slots=True)
+class _Ranks:
+    """Ranks that are lost, or join, for a timeline."""
+
+    name: str
 
 
 class Run:
@@ -115,6 +128,8 @@ class Run:
             raise ValueError("Run(survive=...): expected a function that makes the state, as Run(folder, build, survive=...)")
         if survive is not None and not world().settings.survive:
             raise RuntimeError("Run(survive=...): this job ends when it loses a rank; start it with shardrt.launch --survive")
+        if survive is not None and world().size % survive.group:
+            raise ValueError(f"Run(survive={survive}): {world().size} ranks, expected a multiple of the group")
         self.done = 0  # the number of steps that are done
         self._survive = survive
         self._make(state, folder)
@@ -181,7 +196,10 @@ class Run:
         Raises: RankLost if fewer than `min_ranks` are left, or nothing is there to go on from.
         """
         assert self._survive is not None, "a run that survives"
-        assert self._build is not None, "such a run has a function"
+        with during(Step.RECOVER, _Ranks(f"without {name_ranks(world().lost)} of {world().size}")):
+            self._recover(self._survive)
+
+    def _recover(self, survive: Survival) -> None:
         while True:
             self.state, self._saving, self._is_in_step, self.done = {}, None, False, -1
             self._replacement = None
@@ -189,16 +207,32 @@ class Run:
             self._signals.__exit__(None, None, None)  # the handlers from before are of the world that has lost ranks
             here = world().recover()
             self._signals.__enter__()
-            if here.size < self._survive.min_ranks:
-                raise NotRecovered(f"{here.size} ranks are left, fewer than Survival(min_ranks={self._survive.min_ranks})")
             try:
+                self._leave_broken_group(survive.group)
+                if here.size < survive.min_ranks:
+                    raise NotRecovered(f"{here.size} ranks are left, fewer than Survival(min_ranks={survive.min_ranks})")
                 self._go_on()
                 self._replace()
+            except NotRecovered:
+                raise
             except RankLost:
                 continue
             if self.done < 0:
                 raise NotRecovered(f"no copy and no checkpoint in {str(self.folder)!r} to go on from")
             return
+
+    def _leave_broken_group(self, size: int) -> None:
+        """End this rank if its group has lost one of its `size` ranks. Collective. Raises: RankLost if others end so."""
+        here = world()
+        everyone = here.comm.exchange(self._group)
+        broken = {group for group in everyone if everyone.count(group) < size}
+        if len(broken) == len(set(everyone)):
+            raise NotRecovered(f"each group of {size} ranks (Survival.group) has lost some")
+        if self._group in broken:
+            log(here.rank, f"leaves, since its group of {size} ranks (Survival.group) has lost some")
+            end_this_process()
+        if broken:
+            here.comm.exchange(None)  # they do not come
 
     # What follows is what a new rank does in `__init__` and `__enter__`: the others do it with it, in the same order.
 
@@ -217,6 +251,7 @@ class Run:
         if _KEY in self.state:
             raise ValueError(f"Run: the key {_KEY!r} of the state is taken by the run itself; use another")
         self._comm = world().mesh.communicator("run")
+        self._group = world().rank // (self._survive.group if self._survive is not None else 1)
 
     def _begin(self) -> None:
         if self._survive is not None:
@@ -240,17 +275,20 @@ class Run:
         if coming != {Coming.THERE}:
             return
         replacement, self._replacement = self._replacement, None
-        if self._copies is not None:
-            self._copies.take(self._folder_of(self.done).name, self._with_own_state())
-        self._finish_saving()
-        self.state = {}
-        gc.collect()
-        self._signals.__exit__(None, None, None)
-        world().grow(replacement)
-        self._signals.__enter__()
-        self._go_on()
-        self._replace()
-        self._check_alike("steps", total=total)  # as a new rank does in `steps`
+        with during(Step.RECOVER, _Ranks(f"with {len(self._hosts)} ranks again")):
+            if self._copies is not None:
+                self._copies.take(self._folder_of(self.done).name, self._with_own_state())
+            elif self._saved != self.done:
+                self._save()
+            self._finish_saving()
+            self.state = {}
+            gc.collect()
+            self._signals.__exit__(None, None, None)
+            world().grow(replacement)
+            self._signals.__enter__()
+            self._go_on()
+            self._replace()
+            self._check_alike("steps", total=total)  # as a new rank does in `steps`
 
     def steps(self, total: int) -> Iterator[int]:
         """The indices of the steps that remain of `total`; each is done when the next one is asked for.

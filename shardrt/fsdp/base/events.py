@@ -31,7 +31,7 @@ class HasName(Protocol):
 
 
 class Step(Enum):
-    """What happens to groups of parameters, in the order of a step."""
+    """What happens to groups of parameters, in the order of a step; and to a run between steps."""
 
     __hash__ = object.__hash__  # Cost: Enum's own hash is Python code
 
@@ -54,6 +54,7 @@ class Step(Enum):
     PUBLISH = auto()  # reduced gradients are assigned
     POST_BACKWARD = auto()  # what is done after a backward: full parameters are freed
     ROOT_POST_BACKWARD = auto()  # a backward ends
+    RECOVER = auto()  # a run goes on without ranks that are lost, or with others in their place: the group is these
 
 
 _RANGES = {
@@ -78,6 +79,7 @@ _NOTES = {
     Step.FREE: "free",
     Step.KEEP: "keep a post-forward shard of",
     Step.REDUCE: "reduce",
+    Step.RECOVER: "recover",
 }
 
 

@@ -203,7 +203,8 @@ class MappedGather(FlatGather):
         if self._state is Reading.SHARED:
             return False
         if self._memory is not None:
-            self.comm.wait_for_readers(self._memory)
+            if not self.comm.is_closed:  # else its world has lost ranks, and nobody reads
+                self.comm.wait_for_readers(self._memory)
             snapshots.read_elsewhere.pop(self._address, None)
         return True
 
