@@ -118,6 +118,17 @@ class Members:
                     _revoke(comm)
                 self.abort()
 
+    def suspect(self, *, is_loss: bool) -> None:
+        """A call of MPI has failed. is_loss: by its error, since a rank is lost; else the thread is given time to hear of one.
+
+        Several requests fail with an error of their own (ERR_IN_STATUS), and messages to ranks of other nodes with others.
+        """
+        if is_loss:
+            self.notice()
+        until = time.monotonic() + _TOLD_S
+        while self._lost is None and time.monotonic() < until:
+            time.sleep(_LOOK_S / 10)
+
     def revoke(self) -> None:
         """Let the calls of all ranks fail, and theirs after this one's, since this rank has failed to make the world."""
         with self._lock:
@@ -245,12 +256,8 @@ def raise_lost(error: BaseException, of: Members | None) -> None:
         return
     from mpi4py import MPI
 
-    if isinstance(error, MPI.Exception) and error.Get_error_class() in (
-        MPI.ERR_PROC_FAILED,
-        MPI.ERR_PROC_FAILED_PENDING,
-        MPI.ERR_REVOKED,
-    ):
-        of.notice()
+    if isinstance(error, MPI.Exception):
+        of.suspect(is_loss=error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
     try:
         of.check()
     except RankLost as lost:

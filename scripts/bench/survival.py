@@ -9,7 +9,8 @@ proof: each job has 4 ranks, and loses one or two of them, in one of five ways, 
 step: in forward, backward, reduction, optimizer, copy, checkpoint, or, if another is lost at nearly the same time, in the
 recovery. With the mesh tp, ranks form two tensor-parallel groups, one of which loses ranks. The parameters at the end have to
 be, to the bit, those of jobs that lose nothing: one of as many ranks as there were up to the step from which the others went
-on, then one of these, and so on. No end in time, or a code other than 0, is wrong.
+on, then one of these, and so on. Some jobs, for root only, have a /dev/shm for each rank, as on nodes of their own, of which
+those that follow each other are not lost at once. No end in time, or a code other than 0, is wrong.
 soak: every --kill-every seconds a random rank is killed, and replaced (shardrt.launch --replace). The losses of all steps are
 drawn over those of a job that loses nothing; the global batch is the same on any number of ranks. The parameters at the end are
 compared to the bit, as those of `proof`.
@@ -43,6 +44,7 @@ from common.options import Parser, at_least
 JOB = Path(__file__).with_name("survival_job.py")
 WAYS = ("kill", "stop", "exit", "raise", "segfault")
 STEPS, COPIES, CHECKPOINTS = 14, 3, 4
+_APART = {"SHARDRT_RANKS_PER_NODE": "1", "OMPI_MCA_btl": "self,tcp"}
 _REPLACED_S = 15.0  # until a lost rank is replaced
 Event = dict[str, Any]
 Segment = tuple[int, int]  # ranks, and the step from which they go on
@@ -73,7 +75,10 @@ def run(folder: Path, ranks: int, options: argparse.Namespace, launch: list[str]
     for old in folder.glob("events-*"):
         old.unlink()
     start = time.time()
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    environment = os.environ | (_APART if "--apart" in job else {})
+    process = subprocess.Popen(
+        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     try:
         output, code = process.communicate(timeout=options.timeout)[0], process.returncode
     except subprocess.TimeoutExpired:
@@ -92,13 +97,25 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
     generator, known = random.Random(options.seed), dict[tuple[str, tuple[Segment, ...]], str]()
     wrong, lost = 0, 0
     for number in range(options.jobs):
-        mesh = generator.choice(["flat", "flat", "hsdp", "tp"])
-        faults = random_faults(generator, generator.choice([[0, 1], [2, 3]]) if mesh == "tp" else [0, 1, 2, 3])
+        mesh = generator.choice(["flat", "flat", "hsdp", "tp", *(["flat --apart"] if os.geteuid() == 0 else [])])
+        among = {"tp": [[0, 1], [2, 3]], "flat --apart": [[0, 2], [1, 3]]}
+        faults = random_faults(generator, generator.choice(among.get(mesh, [[0, 1, 2, 3]])))
         with tempfile.TemporaryDirectory(prefix="survival-") as folder:
-            job = ["--steps", str(STEPS), "--copies", str(COPIES), "--every", str(CHECKPOINTS), "--survive", "--mesh", mesh]
+            job = [
+                "--steps",
+                str(STEPS),
+                "--copies",
+                str(COPIES),
+                "--every",
+                str(CHECKPOINTS),
+                "--survive",
+                "--mesh",
+                *mesh.split(),
+            ]
             done = run(Path(folder), 4, options, ["--survive"], [*job, *(f"--fault={fault}" for fault in faults)])
         segments = tuple(segments_of(done.steps()))
         complaint = complaint_of(done)
+        mesh = mesh.split()[0]
         if complaint is None and (mesh, segments) not in known:
             known[mesh, segments] = undisturbed(mesh, segments, options)
         if complaint is None and done.digests != {known[mesh, segments]}:

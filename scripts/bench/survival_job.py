@@ -67,6 +67,14 @@ class Fault:
         threading.Thread(target=act, name="fault", daemon=True).start()
 
 
+def take_own_memory() -> None:
+    """Let this process see a /dev/shm of its own, empty."""
+    libc, (new_namespace, private) = ctypes.CDLL(None, use_errno=True), (0x20000, 0x44000)
+    memory = (b"none", b"/dev/shm", b"tmpfs", 0, None)
+    if libc.unshare(new_namespace) or libc.mount(b"none", b"/", None, private, None) or libc.mount(*memory):
+        raise OSError(ctypes.get_errno(), "cannot make a mount namespace, which needs root")
+
+
 class Events:
     """What this rank does, and when."""
 
@@ -120,7 +128,10 @@ def main() -> None:
     parser.add_argument("--mesh", choices=("flat", "hsdp", "tp"), default="flat")
     parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--fault", type=Fault, action="append", default=[])
+    parser.add_argument("--apart", action="store_true", help="a /dev/shm for each rank, as on nodes of their own; needs root")
     options = parser.parse_args()
+    if options.apart:
+        take_own_memory()
     group = 2 if options.mesh == "tp" else 1  # ranks with the same batch
     world = shardrt.init("cpu")
     own = world.rank

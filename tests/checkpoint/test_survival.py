@@ -52,6 +52,20 @@ def test_a_group_leaves_with_a_rank_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for mount namespaces")
+@pytest.mark.parametrize("width", [64, 2400])  # files of one message, and of two
+def test_copies_outlive_nodes(tmp_path: Path, width: int) -> None:
+    """Each rank has a /dev/shm of its own, which goes with it."""
+    done = run_job(tmp_path, "--apart", "--width", str(width), "--rows", "6", "--fault", "1:kill:5:5")
+    assert done.returncode == 0, done.stderr
+    events = [[json.loads(line) for line in (tmp_path / f"events-{rank}").read_text().splitlines()] for rank in (0, 2, 3)]
+    assert len({each[-1]["digest"] for each in events}) == 1
+    steps = [event["step"] for event in events[0] if "step" in event and event["ranks"] == 3]
+    assert steps == list(range(steps[0], 12))
+    assert steps[0] in (3, 6)  # where a copy was taken
+
+
+@pytest.mark.mpi
 def test_every_group_has_lost_a_rank(tmp_path: Path) -> None:
     done = run_job(tmp_path, "--mesh", "tp", "--fault", "0:kill:5:5", "--fault", "3:kill:5:5")
     assert done.returncode == EXIT_CODE, done.stderr
@@ -65,7 +79,8 @@ def run_job(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     script = Path(shardrt.__file__).parents[1] / "scripts" / "bench" / "survival_job.py"
     line = [sys.executable, "-m", "shardrt.launch", "--survive", "-n", "4", str(script), "--folder", str(folder)]
     line += ["--survive", "--copies", "3", *options]
-    return subprocess.run(line, env=os.environ | rank_environment(), capture_output=True, text=True, check=False)
+    apart = {"SHARDRT_RANKS_PER_NODE": "1", "OMPI_MCA_btl": "self,tcp"} if "--apart" in options else {}
+    return subprocess.run(line, env=os.environ | rank_environment() | apart, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.mpi

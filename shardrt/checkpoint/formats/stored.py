@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -183,6 +183,16 @@ class Stored:
                 raise
             self._checked.add(file)
         return reader
+
+
+def without_checksums(stored: Stored) -> Stored:
+    """The same, to be read without comparing checksums: it has none."""
+    find_item = stored.format.find_item
+
+    def found(*arguments: Any) -> StoredItem:
+        return replace(find_item(*arguments), crc=None, crcs_start=None)
+
+    return replace(stored, format=stored.format._replace(find_item=found, has_checksums=False))
 
 
 @contextmanager

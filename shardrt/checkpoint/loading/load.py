@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import setitem
+from pathlib import Path
 from typing import Any, overload
 from zlib import crc32
 
@@ -23,6 +24,7 @@ from ...tensor.snapshots import wait_to_write
 from ..disk.storage import located
 from ..errors import CheckpointError, agreed
 from ..formats.dcp.metadata import read_stored
+from ..formats.stored import without_checksums
 from ..geometry import memory_of
 from ..state.entries import Folder, folder_and_state, members, modules_of, optimizers_of
 from ..state.models import materialise, outside_inference_mode
@@ -35,6 +37,7 @@ from .optimizers import OptimizerLoader
 from .reading import Fetch, on_any_rank, read_all, share_of
 from .renaming import KeyMap
 
+Bring = Callable[[set[str]], None]
 _log = logging.getLogger("shardrt")
 
 
@@ -72,11 +75,25 @@ def load(*given: Any, strict: bool = True, key_map: KeyMap | None = None, **name
         _load(folder, state, key_map, strict=strict)
 
 
-def _load(folder: Folder, state: dict[str, Any], key_map: KeyMap | None, *, strict: bool) -> None:
+def load_copy(folder: Path, state: dict[str, Any], bring: Bring) -> None:
+    """Load as `load` does, from a folder without checksums, of which each node has a part. Collective.
+
+    bring: is called on every rank alike, with the names of files that this rank is about to read.
+    """
+    with outside_inference_mode(modules_of(state).values()):
+        _load(folder, state, None, strict=True, bring=bring)
+
+
+def _load(folder: Folder, state: dict[str, Any], key_map: KeyMap | None, *, strict: bool, bring: Bring | None = None) -> None:
     comm = world().comm
     with agreed(comm):
         path = located(folder)
-        contents = Contents(read_stored(path), key_map, rank=comm.rank, ranks=comm.size)
+        stored = read_stored(path)
+    if bring is not None:
+        stored = without_checksums(stored)
+        bring({found.file for found in stored.objects.values()})
+    with agreed(comm):
+        contents = Contents(stored, key_map, rank=comm.rank, ranks=comm.size)
         modules = modules_of(state)
     _check_same(comm, f"'{path.resolve()}' ({contents.stored.save_id})")
     with agreed(comm), torch.no_grad():
@@ -86,6 +103,9 @@ def _load(folder: Folder, state: dict[str, Any], key_map: KeyMap | None, *, stri
     contents.unexpected = _on_no_rank(comm, contents.unexpected)
     with agreed(comm), torch.no_grad():
         loose = contents.check(strict=strict)
+    if bring is not None:
+        bring({fetch.chunk.file for fetch in contents.fetches})
+    with agreed(comm), torch.no_grad():
         read = read_all(contents.stored, contents.fetches)
     shared = on_any_rank(sorted(read.unverified), comm)
     with agreed(comm), torch.no_grad():

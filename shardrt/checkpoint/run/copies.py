@@ -1,10 +1,13 @@
-"""Copies of a run's state in the node's memory, from which the ranks that are left go on when others are lost.
+"""Copies of a run's state in memory, from which the ranks that are left go on when others are lost.
 
 A copy is a checkpoint in a folder of /dev/shm: files in memory outlive the process that wrote them, and a load reads them on
 any number of ranks. A rank that is lost while a copy is written leaves the one before whole: the new one takes the files of
-the second-newest, whose pages are there already. (To get pages takes as long as to write them.)
-Gemini has such copies in memory of several nodes (Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with
-In-Memory Checkpoints", SOSP 2023); these are on one.
+the second-newest, whose pages are there already. (To get pages takes as long as to write them.) Copies have no checksums.
+
+On several nodes, each has such a folder, with the files of its ranks, and then gets those of the node before it as well: so a
+copy outlives one node, and any that do not follow each other. Before a load, the files that a node's ranks need, and it lacks,
+are sent to it. Gemini has such copies (Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory
+Checkpoints", SOSP 2023).
 
 The ranks keep a file of the folder open to write. So `stale_files.py` knows a folder whose job was killed.
 """
@@ -14,52 +17,69 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...comm import world
+from ..disk.drafts import this_machine
+from ..disk.files import METADATA
 from ..disk.folders import Keep
 from ..errors import CheckpointError, agreed
+from ..saving.plan import file_of
 from ..saving.save import Background
 from ..saving.writing import prepare
+from .moves import Move, move
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "shardrt-copies-"  # `stale_files.py` knows it, and the next
 _HELD = "held"
-_KEPT = Keep(newest=2)
+_NEWEST = 2
+_KEPT = Keep(newest=_NEWEST)
 
 
 class MemoryCopies:
     """The copies of one run. Making it is collective.
 
-    folder: where they are, by the names of a run's checkpoints.
-    Raises: CheckpointError on every rank, where the ranks are on several nodes, or have no memory that is a folder.
+    folder: where they are on each node, by the names of a run's checkpoints.
+    Raises: CheckpointError on every rank, where a rank has no memory that is a folder.
     """
 
     def __init__(self) -> None:
         self._background: Background | None = None
         self._files: list[Path] = []  # this rank's files, of the newest two copies
-        self.is_empty = True  # none has been taken
+        self._taken: dict[str, dict[str, int]] = {}  # the bytes of the files of the newest two copies, by name
         self._held = -1
         self.join("")
+
+    @property
+    def covers_losses(self) -> bool:
+        """Whether there is a copy, and, on several nodes, one of this world: of others, the files are where its nodes were."""
+        return bool(self._taken) and (self._is_of_world or not self.outlives_nodes)
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether the files are on several nodes."""
+        return len(set(self._homes)) > 1
 
     def join(self, made: str) -> None:
         """Let all ranks know of the copies, also new ones, which make theirs now. Collective. made: their folder, if it is."""
         here = world()
         with agreed(here.comm):
-            if here.nodes > 1:
-                raise CheckpointError(
-                    f"copies in memory on {here.nodes} nodes: expected one, since no copy would outlive its node. Without "
-                    "copies_every the run goes on from its checkpoints"
-                )
             if here.rank == 0 and not made:
                 made = tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY)
-        found, self.is_empty = here.comm.exchange((made, self.is_empty))[0]
+        found, self._taken = here.comm.exchange((made, self._taken))[0]
         self.folder = Path(found)
         with agreed(here.comm):
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             if self._held >= 0:
                 os.close(self._held)
             self._held = os.open(self.folder / _HELD, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        status = self.folder.stat()
+        places = here.comm.exchange((this_machine(), status.st_dev, status.st_ino))
+        self._homes = [places.index(each) for each in places]  # of each rank, the first rank that has its folder
+        self._comm = here.mesh.communicator("copies.files")
+        self._is_of_world = False  # whether the newest copy is
 
     def take(self, name: str, state: dict[str, Any]) -> None:
         """Copy the state. Collective; returns when all ranks have.
@@ -69,7 +89,7 @@ class MemoryCopies:
         here = world()
         if self._background is None or self._background.has_ended:  # of a world that has lost ranks
             self._background, self._files = Background("copies"), []
-        prepared, items = prepare(here, self.folder / name, state, _KEPT)
+        prepared, items = prepare(here, self.folder / name, state, _KEPT, self._homes)
         file, nbytes = prepared.plan.file, prepared.plan.nbytes
         files, self._files = self._files, []  # should this copy fail, the next takes none
         with agreed(here.comm):
@@ -77,23 +97,93 @@ class MemoryCopies:
             if spare is not None and spare.is_file() and spare.stat().st_size == nbytes:
                 spare.rename(prepared.folder / file)
                 nbytes = 0
-        needed = sum(here.comm.exchange(nbytes))
-        with agreed(here.comm):
-            free = shutil.disk_usage(_MEMORY).free
-            if needed > free:
-                prepared.abandon()
-                raise CheckpointError(
-                    f"a copy of the run takes {needed:,} more bytes of {_MEMORY}, which has {free:,} left: let it be larger "
-                    "(docker run --shm-size), or do without copies_every"
-                )
+        moves = self._to_next_home(prepared.sizes)
+        try:
+            self._check_room(nbytes, moves, "a copy of the run")
+        except CheckpointError:
+            prepared.abandon()
+            raise
         self._background.start(prepared, items, is_copied=False).wait()
+        move(self._comm, self.folder / name, moves, here.stream)
         self._files = [*files, self.folder / name / file]
-        self.is_empty = False
+        sizes = {file_of(rank): size for rank, size in enumerate(prepared.sizes) if size}
+        with agreed(here.comm):
+            sizes[METADATA] = (self.folder / name / METADATA).stat().st_size
+        self._taken = dict([*self._taken.items(), (name, sizes)][-_NEWEST:])
+        self._is_of_world = True
+
+    def newest_first(self) -> list[Path]:
+        """The copies of which the nodes have all files, between them. Collective."""
+        present = self._present()
+        whole = (name for name, sizes in self._taken.items() if all(files_at(present, name, each) for each in sizes))
+        return [self.folder / name for name in reversed(list(whole))]
+
+    def bring(self, name: str, files: set[str]) -> None:
+        """Send files of a copy, which ranks of a node need, to that node, if it lacks them. Collective.
+
+        files: that this rank needs.   Raises: CheckpointError on every rank, if there is too little memory.
+        """
+        present, sizes = self._present(), self._taken[name]
+        needed = self._comm.exchange(files)
+        moves = list[Move]()
+        for home in sorted(set(self._homes)):
+            wanted = {file for rank, each in enumerate(needed) if self._homes[rank] == home for file in each}
+            for file in sorted(wanted):
+                if home not in (sources := files_at(present, name, file)):
+                    moves.append(Move(file, sizes[file], sources[len(moves) % len(sources)], home))
+        self._check_room(0, moves, "what this node needs of a copy")
+        move(self._comm, self.folder / name, moves, world().stream)
 
     def close(self, *, delete: bool) -> None:
         """Make no more copies. Not collective. delete: nobody needs them; after an exception, the other ranks may."""
         if self._background is not None:
             self._background.abandon()
         os.close(self._held)
-        if delete and world().rank == 0:
+        if delete and self._is_first:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the first of the ranks that have this folder."""
+        return self._homes[world().rank] == world().rank
+
+    def _to_next_home(self, sizes: Sequence[int]) -> list[Move]:
+        """Each rank's file to a rank of the next node."""
+        homes = sorted(set(self._homes))
+        if len(homes) == 1:
+            return []
+        ranks = {home: [rank for rank, each in enumerate(self._homes) if each == home] for home in homes}
+        following = dict(zip(homes, [*homes[1:], homes[0]], strict=True))
+        moves = list[Move]()
+        for rank, size in enumerate(sizes):
+            if size:
+                own, targets = ranks[self._homes[rank]], ranks[following[self._homes[rank]]]
+                moves.append(Move(file_of(rank), size, rank, targets[own.index(rank) % len(targets)]))
+        return moves
+
+    def _present(self) -> list[dict[str, set[str]]]:
+        """The files of each copy that the first rank of each folder finds in it; of other ranks, none. Collective."""
+        found = dict[str, set[str]]()
+        with agreed(self._comm):
+            for name, sizes in self._taken.items() if self._is_first else ():
+                paths = [self.folder / name / file for file in sizes]
+                found[name] = {path.name for path in paths if path.is_file() and path.stat().st_size == sizes[path.name]}
+        return self._comm.exchange(found)
+
+    def _check_room(self, nbytes: int, moves: Sequence[Move], what: str) -> None:
+        """Raise CheckpointError on every rank, if memory lacks for this rank's bytes and for moves on one node. Collective."""
+        own, home = self._comm.exchange(nbytes), self._homes[self._comm.rank]
+        needed = sum(each for rank, each in enumerate(own) if self._homes[rank] == home)
+        needed += sum(each.nbytes for each in moves if self._homes[each.target] == home)
+        with agreed(self._comm):
+            free = shutil.disk_usage(_MEMORY).free
+            if needed > free:
+                raise CheckpointError(
+                    f"{what} takes {needed:,} more bytes of {_MEMORY}, which has {free:,} left: let it be larger "
+                    "(docker run --shm-size), or do without copies_every"
+                )
+
+
+def files_at(present: Sequence[Mapping[str, set[str]]], name: str, file: str) -> list[int]:
+    """The ranks that have a file of a copy."""
+    return [rank for rank, found in enumerate(present) if file in found.get(name, ())]

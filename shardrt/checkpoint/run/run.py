@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -38,11 +39,12 @@ from ...comm.ending.words import name_ranks
 from ...comm.members import NotRecovered, end_this_process
 from ...comm.replacement import Coming, Replacement
 from ...fsdp.base.events import Step, during
+from ..disk.files import METADATA
 from ..disk.remote_path import Location
 from ..disk.storage import located, storage_of
 from ..errors import CheckpointError, DamagedCheckpointError, agreed
 from ..formats.dcp.metadata import read_stored
-from ..loading.load import load
+from ..loading.load import load, load_copy
 from ..saving.save import AsyncSave, async_save, end_previous, save
 from .copies import MemoryCopies
 from .random_state import RandomState
@@ -150,6 +152,8 @@ class Run:
     def __enter__(self) -> Self:
         if self._survive is not None and self._survive.copies_every is not None:
             self._copies = MemoryCopies()
+            if not self._copies.outlives_nodes and world().rank == 0:
+                _log.warning("the copies of the run are on one node, and do not outlive it (Survival.copies_every)")
         self._begin()
         self._saved_at = time.monotonic()
         self._signals.__enter__()
@@ -288,7 +292,8 @@ class Run:
             self._signals.__enter__()
             self._go_on()
             self._replace()
-            self._check_alike("steps", total=total)  # as a new rank does in `steps`
+            self._check_alike("steps", total=total)  # as a new rank does in `steps`, and the next
+            self._cover_losses()
 
     def steps(self, total: int) -> Iterator[int]:
         """The indices of the steps that remain of `total`; each is done when the next one is asked for.
@@ -301,8 +306,7 @@ class Run:
         self._check_alike("steps", total=total)
         if self.done > total and world().rank == 0:
             _log.warning("'%s': the run has done %d steps, more than the %d asked for", self.folder, self.done, total)
-        if self._copies is not None and self._copies.is_empty:  # what to go on from, if a rank is lost in the first steps
-            self._copies.take(self._folder_of(self.done).name, self._with_own_state())
+        self._cover_losses()
         while self.done < total:
             self._is_in_step = True
             yield self.done
@@ -342,6 +346,8 @@ class Run:
             _log.warning("'%s' is damaged, and %s; the run goes on from step %d: %s", folder, where, self.done, reason)
 
     def _load(self, found: Location) -> None:
+        if self._copies is not None and found.parent == self._copies.folder:
+            self._copies.bring(found.name, {METADATA})
         with agreed(world().comm):
             rows = read_stored(found).tensors.get(f"{_KEY}.random.rows")
             if rows is None:
@@ -350,7 +356,10 @@ class Run:
         # A dict, since a load reads only the names in it: the rows of other ranks are not read.
         own: dict[str, Any] = {"step": 0, "random": random.state_dict()}
         loaded = {**self.state, _KEY: own}
-        load(found, loaded)
+        if self._copies is not None and found.parent == self._copies.folder:
+            load_copy(found, loaded, partial(self._copies.bring, found.name))
+        else:
+            load(found, loaded)
         self.state.update({key: loaded[key] for key in self.state})
         random.load_state_dict(own["random"])
         self.done = own["step"]
@@ -360,8 +369,8 @@ class Run:
         """The committed checkpoints, as rank 0 sees them. Collective."""
         end_previous()  # the save of a run in this process that ended with an exception
         self._check_alike("Run", **self._arguments)
-        folders = [self.folder] if self._copies is None else [self._copies.folder, self.folder]
-        found = [each for folder in folders for each in self._seen_by_rank_0(folder)]
+        copies = [] if self._copies is None else self._copies.newest_first()
+        found = [*copies, *self._seen_by_rank_0(self.folder)]
         return sorted(found, key=lambda folder: int(folder.name.removeprefix(_PREFIX)), reverse=True)
 
     def _seen_by_rank_0(self, parent: Location) -> list[Location]:
@@ -408,6 +417,11 @@ class Run:
         assert self._survive is not None, "it has copies"
         if self.done % (self._survive.copies_every or 1) == 0:
             copies.take(self._folder_of(self.done).name, self._with_own_state())
+
+    def _cover_losses(self) -> None:
+        """Copy the state if there is nothing to go on from, should a rank be lost in the next steps. Collective."""
+        if self._copies is not None and not self._copies.covers_losses:
+            self._copies.take(self._folder_of(self.done).name, self._with_own_state())
 
     def _is_time(self) -> bool:
         """Whether this is rank 0, and it is time to save."""

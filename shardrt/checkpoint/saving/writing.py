@@ -74,6 +74,7 @@ class PreparedFolder(Prepared[PlannedItem]):
 
     folder: where it is written.   draft: on rank 0, what `Storage.begin` has returned; None on other ranks.
     plan: without its items, which hold the tensors.   sizes: of the ranks' files.   save_id: the same on every rank.
+    ranks: whose files lie in the folder; None: all ranks'.   has_checksums: whether items have some.
     """
 
     storage: Storage
@@ -83,6 +84,8 @@ class PreparedFolder(Prepared[PlannedItem]):
     plan: SavePlan
     sizes: tuple[int, ...]
     save_id: str
+    ranks: Sequence[int] | None = None
+    has_checksums: bool = True
 
     def source(self, item: PlannedItem, pieces_of: PiecesOf) -> ItemSource:
         if isinstance(item.value, bytes):
@@ -91,7 +94,7 @@ class PreparedFolder(Prepared[PlannedItem]):
         pieces = pieces_of(memory)
         return ItemSource(
             self.plan.file,
-            framed(item.offset, memory.dtype, memory.shape, memory.stride(), pieces),
+            framed(item.offset, memory.dtype, memory.shape, memory.stride(), pieces, has_checksums=self.has_checksums),
             not isinstance(pieces, list),
         )
 
@@ -105,7 +108,8 @@ class PreparedFolder(Prepared[PlannedItem]):
 
     def commit(self) -> None:
         if self.draft is not None:
-            files = {file_of(rank): nbytes for rank, nbytes in enumerate(self.sizes) if nbytes}
+            ranks = range(len(self.sizes)) if self.ranks is None else self.ranks
+            files = {file_of(rank): self.sizes[rank] for rank in ranks if self.sizes[rank]}
             self.storage.commit(self.draft, files, [self.plan.metadata, ending(self.save_id)], self.keep)
 
     def abandon(self) -> None:
@@ -114,10 +118,12 @@ class PreparedFolder(Prepared[PlannedItem]):
 
 
 def prepare(
-    world: World, folder: str | os.PathLike[str], state: dict[str, Any], keep: Keep
+    world: World, folder: str | os.PathLike[str], state: dict[str, Any], keep: Keep, homes: Sequence[int] | None = None
 ) -> tuple[PreparedFolder, tuple[PlannedItem, ...]]:
     """Agree on what is saved and where, and make the folder; returns what this rank writes as well. Collective.
 
+    homes: for each rank the number of the memory that `folder` lies in: each has such a folder, which the first of its ranks
+        makes and commits, with the files of its ranks, without checksums. None: all ranks share one.
     Raises: CheckpointError if a rank refuses its arguments, if rank 0 cannot make the folder, or if the ranks give
     different folders, or states that do not fit together.
     """
@@ -129,13 +135,14 @@ def prepare(
     plan = make_plan(found, world.comm)
     answers = world.comm.exchange((str(where.absolute()), keep, plan.nbytes, new_save_id(), this_machine()))
     check_same_target([answer[:2] for answer in answers])
-    *_, save_id, machine = answers[0]
+    *_, save_id, machine = answers[0] if homes is None else (*answers[0][:4], this_machine())
     written_in, draft = storage.folder_of(target, machine, save_id), None
+    own = None if homes is None else [rank for rank, home in enumerate(homes) if home == homes[world.rank]]
     with agreed(world.comm):
-        if world.rank == 0:
+        if world.rank == (0 if own is None else own[0]):
             draft = storage.begin(target, written_in)
     sizes = tuple(answer[2] for answer in answers)
-    made = PreparedFolder(target, storage, written_in, draft, keep, replace(plan, items=()), sizes, save_id)
+    made = PreparedFolder(target, storage, written_in, draft, keep, replace(plan, items=()), sizes, save_id, own, homes is None)
     return made, plan.items
 
 
@@ -150,13 +157,14 @@ def check_same_target(answers: Sequence[tuple[str, object]]) -> None:
 
 
 def framed(
-    place: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], pieces: Pieces
+    place: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], pieces: Pieces, *, has_checksums: bool
 ) -> Iterator[tuple[int, Bytes]]:
     """The bytes of a tensor's item, with their places.   place: of the item in the file.   pieces: the memory, as it lies."""
     header, crcs = item_header(dtype, sizes, strides), BlockCrcs()
     yield place, header
     start, nbytes = place + len(header), prod(sizes) * dtype.itemsize
     for at, piece in in_runs(pieces, [start], nbytes):
-        crcs.update(piece)
+        if has_checksums:
+            crcs.update(piece)
         yield at, piece
-    yield start + nbytes, item_footer(dtype, sizes, strides, crcs.values)
+    yield start + nbytes, item_footer(dtype, sizes, strides, crcs.values if has_checksums else None)

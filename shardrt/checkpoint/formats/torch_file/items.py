@@ -89,19 +89,21 @@ def item_header(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
     return bytes(out + _MEMORY + extra)
 
 
-def item_footer(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], crcs: Sequence[int]) -> bytes:
+def item_footer(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], crcs: Sequence[int] | None) -> bytes:
     """What comes after the tensor's memory.
 
-    crcs: the CRC-32 of each 16 KiB of it, as `BlockCrcs` has them. The other arguments are those of `item_header`.
+    crcs: the CRC-32 of each 16 KiB of it, as `BlockCrcs` has them; None: zeros are in their place. The other arguments are
+    those of `item_header`.
     """
     nbytes = prod(sizes) * dtype.itemsize
-    crc = combined_crc(crcs, nbytes)
+    crc = 0 if crcs is None else combined_crc(crcs, nbytes)
     header = header_length(dtype, len(sizes))
     before, records = _records_before(dtype, sizes, strides)
     records.append(_Record(_MEMORY, len(before), nbytes, crc))
     out = bytearray(_DESCRIPTOR.pack(b"PK\7\x08", crc, nbytes, nbytes))
     if nbytes > BLOCK:
-        _add(out, records, BLOCK_CRCS, array("I", crcs).tobytes(), header + nbytes)
+        blocks = bytes(4 * -(-nbytes // BLOCK)) if crcs is None else array("I", crcs).tobytes()
+        _add(out, records, BLOCK_CRCS, blocks, header + nbytes)
     start = header + nbytes + len(out)
     directory = b"".join(_central(record) for record in records)
     out += directory
