@@ -101,7 +101,7 @@ def build(options: argparse.Namespace, world: shardrt.World) -> dict[str, Any]:
     for block in model:
         shardrt.fully_shard(block, mesh=mesh)
     shardrt.fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=world.device)
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)}
 
 
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--survive", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that a step takes longer")
     parser.add_argument("--mesh", choices=("flat", "hsdp", "tp"), default="flat")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--fault", type=Fault, action="append", default=[])
     parser.add_argument("--apart", action="store_true", help="a /dev/shm for each rank, as on nodes of their own; needs root")
@@ -133,7 +134,7 @@ def main() -> None:
     if options.apart:
         take_own_memory()
     group = 2 if options.mesh == "tp" else 1  # ranks with the same batch
-    world = shardrt.init("cpu")
+    world = shardrt.init(options.device)
     own = world.rank
     path = options.folder / f"events-{own}"
     has_failed = path.exists() and '"fault"' in path.read_text()  # in a start before this one
@@ -151,6 +152,7 @@ def main() -> None:
         generator = torch.Generator().manual_seed(index)
         parts = here.size // group
         rows = torch.randn(options.rows, options.width, generator=generator).chunk(parts)[here.rank // group]
+        rows = rows.to(here.device)
         loss = (run.state["model"](rows) - rows.sin()).square().mean()
         loss.backward()
         run.state["optimizer"].step()
@@ -168,7 +170,7 @@ def main() -> None:
         for value in shardrt.checkpoint.get_model_state_dict(
             run.state["model"], options=shardrt.checkpoint.StateDictOptions(full_state_dict=True)
         ).values():
-            digest.update(value.numpy().tobytes())
+            digest.update(value.cpu().numpy().tobytes())
         events.note(digest=digest.hexdigest(), ranks=shardrt.comm.world().size)
 
 

@@ -17,6 +17,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <cerrno>
+#include <csignal>
 #include <map>
 #include <string>
 #include <type_traits>
@@ -52,7 +54,9 @@ struct Comm {
     std::string id;
     int children = 0;
     std::atomic<int> error{0};  // ncclResult_t
+    bool gone = false;          // the process of a rank has ended
 };
+struct Gone {};
 struct Config {  // ncclConfig_t of NCCL 2.27
     size_t size;
     unsigned magic, version;
@@ -83,13 +87,25 @@ bool is_registered(const Comm *comm, const void *address) {
     return after != comm->registered.begin() && (size_t)address < std::prev(after)->second;
 }
 
+// Wait for another rank. If one has ended, the call ends, as after ncclCommAbort, and what it was to write is not written.
+void wait(Comm *comm) {
+    static thread_local int looks = 0;
+    sched_yield();
+    if (++looks % 256) return;
+    for (int rank = 0; rank < comm->size; rank++)
+        if (comm->shared->pids[rank] && kill(comm->shared->pids[rank], 0) != 0) {
+            comm->gone = true;
+            throw Gone{};
+        }
+}
+
 void meet(Comm *comm) {
     const int round = comm->shared->round;
     if (++comm->shared->arrived == comm->size) {
         comm->shared->arrived = 0;
         comm->shared->round++;
     } else
-        while (comm->shared->round == round) sched_yield();
+        while (comm->shared->round == round) wait(comm);
 }
 
 void read(Comm *comm, int peer, const void *from, void *to, size_t nbytes) {
@@ -97,6 +113,7 @@ void read(Comm *comm, int peer, const void *from, void *to, size_t nbytes) {
         iovec own{(char *)to + done, nbytes - done}, other{(char *)from + done, nbytes - done};
         const ssize_t got = process_vm_readv(comm->shared->pids[peer], &own, 1, &other, 1, 0);
         if (got <= 0) {
+            if (errno == ESRCH) throw Gone{};
             perror("process_vm_readv");
             abort();
         }
@@ -143,14 +160,14 @@ void run_sends(Comm *comm, const std::vector<Call> &calls) {
         if (call.kind == SEND) {
             auto &sent = comm->shared->sent[rank][call.peer];
             fake_access(call.stream, (size_t)call.inp, call.count * width(call.dtype), 0, NAMES[SEND]);
-            while (sent - comm->shared->received[rank][call.peer] >= 64) sched_yield();
+            while (sent - comm->shared->received[rank][call.peer] >= 64) wait(comm);
             comm->shared->sends[rank][call.peer][sent % 64] = call;
             sent++;
         }
     for (const Call &call : calls)
         if (call.kind == RECV) {
             auto &received = comm->shared->received[call.peer][rank];
-            while (comm->shared->sent[call.peer][rank] == received) sched_yield();
+            while (comm->shared->sent[call.peer][rank] == received) wait(comm);
             const Call &send = comm->shared->sends[call.peer][rank][received % 64];
             if (send.count != call.count) refuse(send, call);
             compare_memory(send.inp_known, call.out_known, call);
@@ -160,7 +177,7 @@ void run_sends(Comm *comm, const std::vector<Call> &calls) {
         }
     for (const Call &call : calls)
         if (call.kind == SEND)
-            while (comm->shared->sent[rank][call.peer] != comm->shared->received[rank][call.peer]) sched_yield();
+            while (comm->shared->sent[rank][call.peer] != comm->shared->received[rank][call.peer]) wait(comm);
 }
 
 // This rank's result of the i-th call of the group, which all ranks have published; empty if it receives none.
@@ -197,7 +214,11 @@ int init(Comm **comm, int size, const std::string &id, int rank) {
     close(file);
     *comm = new Comm{rank, size, (Shared *)memory, {}, {}, {}, id};
     (*comm)->shared->pids[rank] = getpid();
-    meet(*comm);
+    try {
+        meet(*comm);
+    } catch (Gone) {
+        return 6;  // ncclRemoteError
+    }
     shm_unlink(id.c_str());
     return 0;
 }
@@ -212,7 +233,7 @@ void fail_if_asked(Comm *comm) {
     while (true) usleep(1000);
 }
 
-void run(Comm *comm) {
+void run_calls(Comm *comm) {
     std::vector<Call> collectives, sends;
     for (const Call &call : comm->queue) (call.kind == SEND || call.kind == RECV ? sends : collectives).push_back(call);
     comm->queue.clear();
@@ -237,6 +258,15 @@ void run(Comm *comm) {
         if (!results[i].empty()) memcpy(collectives[i].out, results[i].data(), results[i].size());
     }
     meet(comm);
+}
+
+void run(Comm *comm) {
+    if (comm->gone) return comm->queue.clear();
+    try {
+        run_calls(comm);
+    } catch (Gone) {
+        comm->gone = true;
+    }
 }
 
 int enqueue(Comm *comm, Call call) {
