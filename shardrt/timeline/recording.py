@@ -46,7 +46,7 @@ class Edge(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class GroupName:
+class PastGroup:
     """Stands for a group that is gone."""
 
     name: str
@@ -151,7 +151,7 @@ class Recording(Hook, Observer):
         known: dict[int, HasName] = {}
 
         def name_of(group: HasName) -> HasName:
-            return known.setdefault(id(group), GroupName(group.name))
+            return known.setdefault(id(group), PastGroup(group.name))
 
         def kept(subject: Subject) -> Subject:
             if isinstance(subject, Collective):
