@@ -29,7 +29,7 @@ from ..errors import CheckpointError, agreed
 from ..saving.plan import file_of
 from ..saving.save import Background
 from ..saving.writing import prepare
-from .moves import Move, move
+from .moves import FileMove, move
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "shardrt-copies-"  # `stale_files.py` knows it, and the next
@@ -125,12 +125,12 @@ class MemoryCopies:
         """
         present, sizes = self._present(), self._taken[name]
         needed = self._comm.exchange(files)
-        moves = list[Move]()
+        moves = list[FileMove]()
         for home in sorted(set(self._homes)):
             wanted = {file for rank, each in enumerate(needed) if self._homes[rank] == home for file in each}
             for file in sorted(wanted):
                 if home not in (sources := files_at(present, name, file)):
-                    moves.append(Move(file, sizes[file], sources[len(moves) % len(sources)], home))
+                    moves.append(FileMove(file, sizes[file], sources[len(moves) % len(sources)], home))
         self._check_room(0, moves, "what this node needs of a copy")
         move(self._comm, self.folder / name, moves, world().stream)
 
@@ -147,18 +147,18 @@ class MemoryCopies:
         """Whether this is the first of the ranks that have this folder."""
         return self._homes[world().rank] == world().rank
 
-    def _to_next_home(self, sizes: Sequence[int]) -> list[Move]:
+    def _to_next_home(self, sizes: Sequence[int]) -> list[FileMove]:
         """Each rank's file to a rank of the next node."""
         homes = sorted(set(self._homes))
         if len(homes) == 1:
             return []
         ranks = {home: [rank for rank, each in enumerate(self._homes) if each == home] for home in homes}
         following = dict(zip(homes, [*homes[1:], homes[0]], strict=True))
-        moves = list[Move]()
+        moves = list[FileMove]()
         for rank, size in enumerate(sizes):
             if size:
                 own, targets = ranks[self._homes[rank]], ranks[following[self._homes[rank]]]
-                moves.append(Move(file_of(rank), size, rank, targets[own.index(rank) % len(targets)]))
+                moves.append(FileMove(file_of(rank), size, rank, targets[own.index(rank) % len(targets)]))
         return moves
 
     def _present(self) -> list[dict[str, set[str]]]:
@@ -170,7 +170,7 @@ class MemoryCopies:
                 found[name] = {path.name for path in paths if path.is_file() and path.stat().st_size == sizes[path.name]}
         return self._comm.exchange(found)
 
-    def _check_room(self, nbytes: int, moves: Sequence[Move], what: str) -> None:
+    def _check_room(self, nbytes: int, moves: Sequence[FileMove], what: str) -> None:
         """Raise CheckpointError on every rank, if memory lacks for this rank's bytes and for moves on one node. Collective."""
         own, home = self._comm.exchange(nbytes), self._homes[self._comm.rank]
         needed = sum(each for rank, each in enumerate(own) if self._homes[rank] == home)

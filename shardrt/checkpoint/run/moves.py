@@ -16,7 +16,7 @@ from ...comm import Communicator, Stream
 _CHUNK = 64 << 20  # bytes that are sent at once; with NCCL, of the GPU's memory
 
 
-class Move(NamedTuple):
+class FileMove(NamedTuple):
     """A file of `nbytes` bytes goes from rank `source` to rank `target`, which puts it in the place of the same name."""
 
     file: str
@@ -25,7 +25,7 @@ class Move(NamedTuple):
     target: int
 
 
-def move(comm: Communicator, folder: Path, moves: Sequence[Move], stream: Stream) -> None:
+def move(comm: Communicator, folder: Path, moves: Sequence[FileMove], stream: Stream) -> None:
     """Make the moves, of files in `folder`, which each node has. Collective: the same moves, in the same order, on each rank.
 
     Hazard: a rank to which files are sent needs room for them: writing to memory that is not there kills it.
@@ -59,9 +59,9 @@ def _mapped(path: Path, nbytes: int) -> torch.Tensor:
     return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
 
 
-def rounds(moves: Iterable[Move]) -> list[list[Move]]:
+def rounds(moves: Iterable[FileMove]) -> list[list[FileMove]]:
     """The moves, each in the first round in which its source sends nothing yet, and its target receives nothing."""
-    made: list[list[Move]] = []
+    made: list[list[FileMove]] = []
     for each in moves:
         free = (found for found in made if all(each.source != one.source and each.target != one.target for one in found))
         if (found := next(free, None)) is None:
