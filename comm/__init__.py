@@ -8,9 +8,11 @@ from .members import RankLost
 from .mesh import DeviceMesh, current_mesh
 from .nccl_policy import NcclPolicy
 from .pool import Pool, new_pool
+from .replacement import Coming, Replacement
 from .streams import Event, Stream, current_stream, new_stream
 
 __all__ = [
+    "Coming",
     "Communicator",
     "DeviceMesh",
     "Event",
@@ -22,6 +24,7 @@ __all__ = [
     "RankLost",
     "ReduceOp",
     "RemoteError",
+    "Replacement",
     "Stream",
     "Work",
     "World",
