@@ -150,6 +150,7 @@ ROWS = [
     Row("D3", "asynchronous saves into buffers that are kept", "on request", "yes", "checkpoint_async::the_second_save_allocates_nothing"),
     Row("D3", "an error in the background is raised on every rank", "by the future", "yes", "checkpoint_async::an_error_in_the_background_is_raised_on_every_rank_and_the_next_save_works"),
     Row("D3", "inspect, verify and convert without ranks", "converts torch.save", "yes", "checkpoint_cli::every_kind_becomes_every_other"),
+    Row("D3", "lost ranks: the others go on in the same processes, others take their place", "torchft, by replicas", "yes", "survival::lost_ranks_are_replaced"),
     Row("D3", "runs that resume, bitwise at one world size", "torchtitan", "yes", "runs::a_killed_job_goes_on_to_the_same_end"),
     Row("D4", "Hugging Face safetensors, each rank its slices", "shard files, joined later", "final files", "safetensors::models_of_transformers"),
     Row("D5", "ranges in a profile", "yes", "yes, the same names", "fsdp2_names::ranges_in_a_profile"),
