@@ -56,7 +56,7 @@ def test_a_group_leaves_with_a_rank_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [64, 2400])  # files of one message, and of two
 def test_copies_outlive_nodes(tmp_path: Path, width: int) -> None:
     """Each rank has a /dev/shm of its own, which goes with it."""
-    done = run_job(tmp_path, "--apart", "--width", str(width), "--rows", "6", "--fault", "1:kill:5:5")
+    done = run_job(tmp_path, "--apart", "--width", str(width), "--rows", "12", "--fault", "1:kill:5:5")
     assert done.returncode == 0, done.stderr
     events = [[json.loads(line) for line in (tmp_path / f"events-{rank}").read_text().splitlines()] for rank in (0, 2, 3)]
     assert len({each[-1]["digest"] for each in events}) == 1
