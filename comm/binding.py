@@ -68,20 +68,42 @@ def has_cores(cores_of_ranks: Sequence[int]) -> bool:
     return reduce(or_, cores_of_ranks).bit_count() >= len(cores_of_ranks)
 
 
-def bind_device(comm: MPI.Intracomm, requested: torch.device, place: Location) -> torch.device:
+def bind_device(
+    comm: MPI.Intracomm, requested: torch.device, place: Location, bound: torch.device | None = None
+) -> torch.device:
     """The device of this rank, made current: NCCL binds a communicator to the current device. Collective over all ranks.
 
+    bound: the one that this rank has had in another world, and keeps: ranks without one take GPUs that are free.
     Raises: SharedGpuError on every rank, before any has made a device current, if ranks take the same GPU.
     """
     if requested.type == "cpu":
         return requested
     # A launcher may make one GPU visible to each rank, whatever its number.
-    index = requested.index if requested.index is not None else place.machine_rank % torch.cuda.device_count()
+    everyone = comm.allgather((socket.gethostname(), None if bound is None else _uuid(bound.index)))
+    if any(uuid is not None for _, uuid in everyone):
+        own = _free_gpu(everyone, comm.Get_rank())
+    else:
+        own = place.machine_rank % torch.cuda.device_count()
+    asked = (bound or requested).index
+    index = asked if asked is not None else own
     device = torch.device("cuda", index)
-    uuid, may_be_shared = str(torch.cuda.get_device_properties(index).uuid), os.environ.get(SHARING, "0") != "0"
-    _check_shared(comm.allgather(Gpu(socket.gethostname(), uuid, device, may_be_shared)))
+    may_be_shared = os.environ.get(SHARING, "0") != "0"
+    _check_shared(comm.allgather(Gpu(socket.gethostname(), _uuid(index), device, may_be_shared)))
     torch.cuda.set_device(index)
     return device
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _free_gpu(everyone: Sequence[tuple[str, str | None]], rank: int) -> int:
+    """A GPU of this machine for this rank, which has none. everyone: each rank's host, and the UUID of the GPU that it has."""
+    host, count = everyone[rank][0], torch.cuda.device_count()
+    taken = {uuid for of, uuid in everyone if of == host}
+    free = [index for index in range(count) if _uuid(index) not in taken] or list(range(count))
+    before = sum(1 for of, uuid in everyone[:rank] if of == host and uuid is None)
+    return free[before % len(free)]
 
 
 def _check_shared(gpus: Sequence[Gpu]) -> None:

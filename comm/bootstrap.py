@@ -28,7 +28,7 @@ from .control import abandon_all, abort_all, apart
 from .ending.report import log, tell_launcher_of_end, tell_launcher_of_start
 from .ending.words import name_ranks
 from .malloc import keep_freed_memory
-from .members import Limit, Members, check_lost, check_ulfm, end_this_process
+from .members import Limit, Members, check_lost, check_ulfm, end_this_process, raise_lost
 from .memory_access import may_read_other_processes
 from .mesh import DeviceMesh, positional_names
 from .monitor.guarding import RankGuard
@@ -113,7 +113,11 @@ class World:
         hosts: where they are to run, one on each; elsewhere, if one of them is gone. When `coming` says on every rank that
         they are there, make a world with them (`grow`). They end with the job, and if more ranks are lost meanwhile.
         """
-        started = Replacement(_current_members().comm, hosts, self.settings.start_timeout_s)
+        try:
+            started = Replacement(_current_members().comm, hosts, self.settings.start_timeout_s)
+        except Exception as error:
+            raise_lost(error, members.current)
+            raise
         at_finalize(started.abandon, started.abandon)
         return started
 
@@ -347,6 +351,8 @@ def _start(requested: str | torch.device | None, policy: NcclPolicy) -> World:
             if is_joining() and not _current_members().agree(has_made=True):
                 raise RuntimeError("more ranks are lost")
         except (SettingsError, NamespaceError, SharedGpuError, CudaBuildError):
+            if members.current is not None:
+                members.current.stop()
             _end_mpi()  # every rank is here, and each leaves with the error
             raise
         keep_freed_memory()
@@ -354,8 +360,16 @@ def _start(requested: str | torch.device | None, policy: NcclPolicy) -> World:
         return made
 
 
-def _settle(comm: MPI.Intracomm, settings: EnvironmentSettings, problems: Sequence[MalformedVariable] = ()) -> World:
-    """Let the ranks of `comm` agree on what they are, and make their world. Collective over them."""
+def _settle(
+    comm: MPI.Intracomm,
+    settings: EnvironmentSettings,
+    problems: Sequence[MalformedVariable] = (),
+    bound: torch.device | None = None,
+) -> World:
+    """Let the ranks of `comm` agree on what they are, and make their world. Collective over them.
+
+    bound: the device that this rank has already.
+    """
     from .monitor.peers import check_namespaces
 
     if settings.survive:
@@ -363,7 +377,7 @@ def _settle(comm: MPI.Intracomm, settings: EnvironmentSettings, problems: Sequen
     agree(comm, settings, problems)
     place = locate(comm, settings.ranks_per_node)
     check_namespaces(comm, place.node)
-    device = bind_device(comm, settings.device, place)
+    device = bind_device(comm, settings.device, place, bound)
     if device.type == "cuda":
         check_builds(comm.allgather(own_builds()))
     return _make_world(comm, settings, place, device)
@@ -459,7 +473,7 @@ def _make_world_of(comm: MPI.Intracomm, before: World) -> World | None:
     made = None
     members.current, members.has_lost = None, True
     try:
-        made = _settle(comm, before.settings)
+        made = _settle(comm, before.settings, bound=before.device)
     except Exception as error:
         log(before.rank, f"world.recover() begins again: {type(error).__name__}: {error}")
     found = _current_members()

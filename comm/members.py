@@ -241,6 +241,7 @@ def _revoke(comm: MPI.Comm) -> None:
 # Written by `comm/bootstrap.py`.
 current: Members | None = None  # of the world; None where a lost rank ends the job
 has_lost = False  # whether this process has been in a world that lost ranks
+is_newcomer = False  # whether it has taken the place of a lost rank, and has done no step of a run yet: it ends alone
 Comm = TypeVar("Comm", bound="MPI.Comm")
 
 

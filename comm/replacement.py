@@ -72,11 +72,10 @@ class Replacement:
     def abandon(self) -> None:
         """Nobody waits for the processes any more: they end. It does not wait."""
         self._is_abandoned = True
-        if self._made:
-            threading.Thread(target=self._revoke, name="shardrt-revoke", daemon=True).start()
+        threading.Thread(target=self._revoke, name="shardrt-revoke", daemon=True).start()
 
     def _revoke(self) -> None:
-        for comm in self._made:
+        for comm in (self._ranks, *self._made):
             comm.Revoke()
 
     def _run(self) -> None:
@@ -90,15 +89,21 @@ class Replacement:
             if self._is_abandoned:
                 self._revoke()
                 return
-            limit = threading.Timer(_MERGE_S, self._end)
-            limit.name, limit.daemon = "shardrt-limit", True
-            limit.start()
-            self._made.append(spawned.Merge(high=False))
-            limit.cancel()
+            self._ranks.Barrier()
+            self._made.append(self._merged(spawned))
         except MPI.Exception as error:
             if self._ranks.Get_rank() == 0 and not self._is_abandoned:
                 log(0, f"no processes could be started in the place of the ranks lost on {', '.join(self._hosts)}: {error}")
             self._revoke()
+
+    def _merged(self, spawned: MPI.Intercomm) -> MPI.Intracomm:
+        limit = threading.Timer(_MERGE_S, self._end)
+        limit.name, limit.daemon = "shardrt-limit", True
+        limit.start()
+        try:
+            return spawned.Merge(high=False)
+        finally:
+            limit.cancel()
 
     def _end(self) -> None:
         log(self._ranks.Get_rank(), "a process in the place of a lost rank ended while it was connected; ending this rank")
@@ -135,7 +140,10 @@ def is_joining() -> bool:
 
 @contextmanager
 def joining(limit_s: float) -> Iterator[None]:
-    """In the block, which is init(), such a process ends when the limit has passed: also inside MPI, with Python's lock."""
+    """The block is init(). Until it has come to the others (`joined`), such a process ends when the limit has passed.
+
+    That is so also inside MPI, with Python's lock. It ends with any error.
+    """
     if not is_joining():
         yield
         return
@@ -145,7 +153,6 @@ def joining(limit_s: float) -> Iterator[None]:
     except Exception as error:
         log(0, f"a process in the place of a lost rank did not come to the others, and ends: {type(error).__name__}: {error}")
         end_this_process()
-    faulthandler.cancel_dump_traceback_later()
     del os.environ[JOINING]
     tell_launcher_of_joined()
 
@@ -154,7 +161,9 @@ def joined() -> MPI.Intracomm:
     """A communicator of the ranks that have started this process, and of those started with it. Collective over them."""
     from mpi4py import MPI
 
-    members.has_lost = True
+    members.has_lost = members.is_newcomer = True
     ranks = MPI.Comm.Get_parent()
     _connect(ranks)
-    return ranks.Merge(high=True)
+    made = ranks.Merge(high=True)
+    faulthandler.cancel_dump_traceback_later()  # from here on, the others revoke `made` if they do not come
+    return made

@@ -60,6 +60,7 @@ from .comm.guard.node import JOINING
 
 USAGE_ERROR = 2
 _LOOK_S = 0.5  # between two looks for reports
+_OF_LOST = {128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)}
 _NO_RANKS_S = 5.0  # for mpirun to end when no rank is left
 _END_S = 10.0  # for mpirun to end when a rank has said that it ends the job
 _SHOW_S = 2.0  # for a message to be read
@@ -184,7 +185,7 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
     clean = partial(_run, shlex.split(options.clean))
     clean()
     reports = Reports(folder)
-    job = RunningJob(options.command, options.ends)
+    job, was_ended = RunningJob(options.command, options.ends), False
     while job.is_running():
         info = signal.sigtimedwait(_WATCHED, _LOOK_S)
         if info is not None and info.si_signo in PASSED_ON:
@@ -192,26 +193,30 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
         reports.print_new()
         if reports.has_finished:
             job.end_joining(reports.joined)
-        if time.monotonic() > reports.since + _END_S or (reports.has_finished and job.has_no_ranks(_NO_RANKS_S)):
+        was_ended |= reports.has_finished and job.has_no_ranks(_NO_RANKS_S)
+        if time.monotonic() > reports.since + _END_S or was_ended:
             job.kill()
     wait_for_guards()
     reports.print_new()
     code, was_told = job.code(reports.code), bool(job.told)
     if options.survive and reports.has_begun:
-        code = code_of_survivors(code, reports)
+        code = code_of_survivors(code, reports, was_ended=was_ended)
     if code != 0:
         was_told |= end_orphans()
         clean()
     return code, was_told
 
 
-def code_of_survivors(code: int, reports: Reports) -> int:
-    """The exit code of a job that survives the loss of ranks. code: that of Open MPI's mpirun.
+def code_of_survivors(code: int, reports: Reports, *, was_ended: bool) -> int:
+    """The exit code of a job that survives the loss of ranks. code: that of Open MPI's mpirun, or of its end by this process.
 
-    It is 0 if every rank was killed; and 1 if those that were left end without MPI's finalize, which may never return then.
+    Hazard: mpirun gives 0 if every rank was killed; the code of a signal if that has ended a process that was started in the
+    place of another; and 1 where such processes end without MPI's finalize, which may never return then.
     """
+    if reports.has_finished and reports.code is None:
+        return 0 if was_ended or code in _OF_LOST or (code == 1 and reports.joined) else code
     if reports.has_finished:
-        return 0 if code in (1, 128 + signal.SIGKILL) and reports.code is None else code
+        return code
     return code or reports.lost or EXIT_CODE
 
 
@@ -236,7 +241,7 @@ class RunningJob:
         # A terminal's Ctrl-C is for the ranks: Open MPI's mpirun lets them have it unblocked.
         blocked = PASSED_ON & {signal.SIGINT} if ends is Ends.DIRECT else set()
         self._process = subprocess.Popen(command, preexec_fn=partial(_before_exec, blocked))
-        self._ranks_at = time.monotonic()  # when ranks were last seen, by `has_no_ranks`
+        self._no_ranks_since: float | None = None  # as far as `has_no_ranks` has seen
         self._was_ended = False  # mpirun or srun got the signal itself
         self.told: list[signal.Signals] = []  # the signals that came, in order
 
@@ -276,8 +281,10 @@ class RunningJob:
     def has_no_ranks(self, seconds: float) -> bool:
         """Whether mpirun has been without ranks for so long. Hazard: it may not end when ranks were lost and replaced."""
         if self._ranks():
-            self._ranks_at = time.monotonic()
-        return time.monotonic() > self._ranks_at + seconds
+            self._no_ranks_since = None
+        elif self._no_ranks_since is None:
+            self._no_ranks_since = time.monotonic()
+        return self._no_ranks_since is not None and time.monotonic() > self._no_ranks_since + seconds
 
     def end_joining(self, joined: set[int]) -> None:
         """Kill the processes in the place of lost ranks that have not come to the others: these are at their end."""

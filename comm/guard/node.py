@@ -51,7 +51,12 @@ class RankPlace:
     """The rank's place in its job, as the launcher's variables say it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Raises: LookupError or ValueError outside of a job of several ranks."""
+        """Raises: LookupError or ValueError outside of a job of several ranks, and for a process in the place of a lost one.
+
+        Hazard: such processes have numbers of a job of their own, from 0.
+        """
+        if JOINING in environment:
+            raise LookupError("in the place of a lost rank")
         size, self.variable = launcher_variables(environment) or _RANKS[0]
         self.size, self.rank = int(environment[size]), int(environment[self.variable])
         if self.size < 2:
@@ -119,6 +124,8 @@ class Node:
     def _rank_of(self, process: Process) -> int | None:
         if process.pid not in self._ranks:
             with contextlib.suppress(OSError, ValueError):  # its environment cannot be read, or it is no rank
+                if variable_of(process.pid, JOINING) is not None:
+                    return None
                 self._ranks[process.pid] = int(variable_of(process.pid, self._place.variable) or "")
         return self._ranks.get(process.pid)
 

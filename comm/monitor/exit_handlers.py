@@ -219,8 +219,8 @@ class ExitHandlers:
         trace_lines = traceback.format_exception(kind, value, trace)
         if issubclass(kind, KeyboardInterrupt):
             self.end(130, "interrupted (SIGINT)", trace_lines)
-        if issubclass(kind, RankLost):  # nobody recovers
-            self.end(EXIT_CODE, "uncaught exception", trace_lines)
+        if issubclass(kind, RankLost):  # nobody recovers, or the others do
+            self.end(EXIT_CODE, "uncaught exception", trace_lines, is_own=members.is_newcomer)
         self.end(1, "uncaught exception", trace_lines, is_own=True)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:

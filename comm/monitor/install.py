@@ -43,7 +43,7 @@ class Monitor:
         self.hooks: list[Hook] = [self.recorder] if settings.recorded_calls else []
         self._pid = os.getpid()
         self._watchdog, self._exit_handlers = None, None
-        if size > 1 or device.type == "cuda":
+        if size > 1 or device.type == "cuda" or settings.survive:
             timing = Timing.from_settings(settings)
             self._aborter = Aborter(timing, guard, abort_all if device.type == "cuda" else None)
             try:
@@ -53,7 +53,7 @@ class Monitor:
                 raise
             self._watchdog.share_table(guard)
             self.hooks.append(self._watchdog)
-            if size > 1:
+            if size > 1 or settings.survive:  # of others, one may be left
                 self._exit_handlers = ExitHandlers(
                     rank,
                     self._aborter,

@@ -29,7 +29,7 @@ from ..errors import CheckpointError, agreed
 from ..saving.plan import file_of
 from ..saving.save import Background
 from ..saving.writing import prepare
-from .moves import FileMove, move
+from .moves import ARRIVING, FileMove, move
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "shardrt-copies-"  # `stale_files.py` knows it, and the next
@@ -50,12 +50,28 @@ class MemoryCopies:
         self._files: list[Path] = []  # this rank's files, of the newest two copies
         self._taken: dict[str, dict[str, int]] = {}  # the bytes of the files of the newest two copies, by name
         self._held = -1
+        self._is_of_world = False  # whether copies cover losses in this world
         self.join("")
 
-    @property
-    def covers_losses(self) -> bool:
-        """Whether there is a copy, and, on several nodes, one of this world: of others, the files are where its nodes were."""
-        return bool(self._taken) and (self._is_of_world or not self.outlives_nodes)
+    def covers_losses(self, name: str) -> bool:
+        """Whether this copy is there. If so, its files are sent to a second node, if need be. Collective.
+
+        Others are deleted: their room is needed for the next.
+        """
+        if self._is_of_world:
+            return bool(self._taken)
+        self._is_of_world = True
+        whole = self.folder / name in self.newest_first()
+        self._taken = {name: self._taken[name]} if whole else {}
+        if self._is_first:
+            for folder in self.folder.iterdir():
+                if folder.is_dir() and folder.name not in self._taken:
+                    shutil.rmtree(folder, ignore_errors=True)
+        if whole:
+            moves = self._to_second_homes(name)
+            self._check_room(0, moves, "a copy of the run")
+            move(self._comm, self.folder / name, moves, world().stream)
+        return whole
 
     @property
     def outlives_nodes(self) -> bool:
@@ -72,14 +88,15 @@ class MemoryCopies:
         self.folder = Path(found)
         with agreed(here.comm):
             self.folder.mkdir(mode=0o700, exist_ok=True)
-            if self._held >= 0:
-                os.close(self._held)
-            self._held = os.open(self.folder / _HELD, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            held, self._held = self._held, os.open(self.folder / _HELD, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if held >= 0:
+                os.close(held)
+            (self.folder / f"{ARRIVING}{here.rank}").unlink(missing_ok=True)
         status = self.folder.stat()
         places = here.comm.exchange((this_machine(), status.st_dev, status.st_ino))
         self._homes = [places.index(each) for each in places]  # of each rank, the first rank that has its folder
         self._comm = here.mesh.communicator("copies.files")
-        self._is_of_world = False  # whether the newest copy is
+        self._is_of_world = False
 
     def take(self, name: str, state: dict[str, Any]) -> None:
         """Copy the state. Collective; returns when all ranks have.
@@ -110,7 +127,6 @@ class MemoryCopies:
         with agreed(here.comm):
             sizes[METADATA] = (self.folder / name / METADATA).stat().st_size
         self._taken = dict([*self._taken.items(), (name, sizes)][-_NEWEST:])
-        self._is_of_world = True
 
     def newest_first(self) -> list[Path]:
         """The copies of which the nodes have all files, between them. Collective."""
@@ -146,6 +162,18 @@ class MemoryCopies:
     def _is_first(self) -> bool:
         """Whether this is the first of the ranks that have this folder."""
         return self._homes[world().rank] == world().rank
+
+    def _to_second_homes(self, name: str) -> list[FileMove]:
+        """The files of a copy that one node has alone to the next one, and `.metadata` to all. Collective."""
+        homes, present = sorted(set(self._homes)), self._present()
+        moves = list[FileMove]()
+        for file, nbytes in self._taken[name].items():
+            having = files_at(present, name, file)
+            following = homes[(homes.index(having[0]) + 1) % len(homes)]
+            lacking = [home for home in homes if home not in having] if file == METADATA else [following]
+            if file == METADATA or len(having) == 1 < len(homes):
+                moves += [FileMove(file, nbytes, having[0], home) for home in lacking]
+        return moves
 
     def _to_next_home(self, sizes: Sequence[int]) -> list[FileMove]:
         """Each rank's file to a rank of the next node."""

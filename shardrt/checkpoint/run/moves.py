@@ -13,6 +13,7 @@ import torch
 
 from ...comm import Communicator, Stream
 
+ARRIVING = "arriving-"  # begins the name of a file that is not there yet, beside the folders of copies
 _CHUNK = 64 << 20  # bytes that are sent at once; with NCCL, of the GPU's memory
 
 
@@ -30,10 +31,13 @@ def move(comm: Communicator, folder: Path, moves: Sequence[FileMove], stream: St
 
     Hazard: a rank to which files are sent needs room for them: writing to memory that is not there kills it.
     """
-    arriving = folder.parent / f"arriving-{comm.rank}"
+    arriving = folder.parent / f"{ARRIVING}{comm.rank}"
+    if moves:
+        comm.barrier(stream=stream).synchronize()  # NCCL connects all ranks in a call that all of them make
     for found in rounds(moves):
         sent = next((each for each in found if each.source == comm.rank), None)
         got = next((each for each in found if each.target == comm.rank), None)
+        arriving.unlink(missing_ok=True)
         source = _NOTHING if sent is None else _mapped(folder / sent.file, sent.nbytes)
         target = _NOTHING if got is None else _mapped(arriving, got.nbytes)
         for place in range(0, max(source.numel(), target.numel()), _CHUNK):

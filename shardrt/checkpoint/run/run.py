@@ -33,7 +33,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ...comm import RankLost, World, world
+from ...comm import RankLost, World, members, world
 from ...comm.ending.report import log
 from ...comm.ending.words import name_ranks
 from ...comm.members import NotRecovered, end_this_process
@@ -53,6 +53,7 @@ from .stop import DUE, Noted, StopSignals
 STOPPED = os.EX_TEMPFAIL  # the exit code: "try again later"
 _KEY = "run"
 _PREFIX = "step-"
+_STARTED = "PMIX_NAMESPACE"  # names the ranks that Open MPI has started together
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _noted = Noted()
@@ -141,7 +142,11 @@ class Run:
         self._on_damage = on_damage
         self._signals = StopSignals(_noted)
         self._hosts: Sequence[str] = ()  # of all ranks that there are to be
-        self._replacement: Replacement | None = None  # for those that are lost
+        self._is_in_train = False
+        self._replacement: Replacement | None = None  # for those that are lost; only in `train`
+        # This rank's group (Survival.group), by a name that no other has or gets: it stays, whatever numbers ranks have.
+        started = os.environ.get(_STARTED, "")
+        self._group = started, world().rank // (1 if survive is None else survive.group)
         self._saving: AsyncSave | None = None  # the save under way
         self._saved_at = 0.0  # when the newest save began, or the run, by this rank's clock
         # The number of steps of the newest save, which may be under way, or of what was loaded; None: that was a copy.
@@ -178,8 +183,10 @@ class Run:
     def train(self, total: int, step: Callable[[int], object]) -> None:
         """Call `step(index)` for the steps that remain of `total`, and save the last. When ranks are lost, `recover`.
 
+        With `shardrt.launch --replace`, processes in the place of lost ranks join between steps: `state` is then another.
         Raises: as `steps`; RankLost if too few ranks are left.
         """
+        self._is_in_train = True
         while True:
             try:
                 for index in self.steps(total):
@@ -205,29 +212,25 @@ class Run:
 
     def _recover(self, survive: Survival) -> None:
         while True:
-            self.state, self._saving, self._is_in_step, self.done = {}, None, False, -1
+            self.state, self._saving, self._is_in_step = {}, None, False
             self._replacement = None
             gc.collect()  # models form circles
             self._signals.__exit__(None, None, None)  # the handlers from before are of the world that has lost ranks
-            here = world().recover()
+            world().recover()
             self._signals.__enter__()
             try:
-                self._leave_broken_group(survive.group)
-                if here.size < survive.min_ranks:
-                    raise NotRecovered(f"{here.size} ranks are left, fewer than Survival(min_ranks={survive.min_ranks})")
+                self._check_ranks(survive)
                 self._go_on()
                 self._replace()
+                return
             except NotRecovered:
                 raise
             except RankLost:
                 continue
-            if self.done < 0:
-                raise NotRecovered(f"no copy and no checkpoint in {str(self.folder)!r} to go on from")
-            return
 
-    def _leave_broken_group(self, size: int) -> None:
-        """End this rank if its group has lost one of its `size` ranks. Collective. Raises: RankLost if others end so."""
-        here = world()
+    def _check_ranks(self, survive: Survival) -> None:
+        """End this rank if its group has lost one. Collective. Raises: RankLost if others end so; NotRecovered."""
+        here, size = world(), survive.group
         everyone = here.comm.exchange(self._group)
         broken = {group for group in everyone if everyone.count(group) < size}
         if len(broken) == len(set(everyone)):
@@ -237,16 +240,21 @@ class Run:
             end_this_process()
         if broken:
             here.comm.exchange(None)  # they do not come
+        if here.size < survive.min_ranks:
+            raise NotRecovered(f"{here.size} ranks are left, fewer than Survival(min_ranks={survive.min_ranks})")
 
     # What follows is what a new rank does in `__init__` and `__enter__`: the others do it with it, in the same order.
 
     def _go_on(self) -> None:
-        """Make the state anew, on another world than before, and load the newest there is. Collective."""
+        """Make the state anew, on another world than before, and load the newest there is. Collective. Raises: NotRecovered."""
         assert self._build is not None, "a run that survives has a function"
+        self.done = -1
         self._make(self._build, self.folder)
         if self._copies is not None:
             self._copies.join(str(self._copies.folder))
         self._begin()
+        if self.done < 0:
+            raise NotRecovered(f"no copy and no checkpoint in {str(self.folder)!r} to go on from")
 
     def _make(self, state: dict[str, Any] | Callable[[World], dict[str, Any]], folder: str | os.PathLike[str]) -> None:
         with agreed(world().comm):
@@ -255,7 +263,6 @@ class Run:
         if _KEY in self.state:
             raise ValueError(f"Run: the key {_KEY!r} of the state is taken by the run itself; use another")
         self._comm = world().mesh.communicator("run")
-        self._group = world().rank // (self._survive.group if self._survive is not None else 1)
 
     def _begin(self) -> None:
         if self._survive is not None:
@@ -266,15 +273,17 @@ class Run:
     def _replace(self) -> None:
         """Start processes in the place of lost ranks, where that is asked for. Collective."""
         here = world()
-        if here.settings.replace and here.size < len(self._hosts):
+        if here.settings.replace and self._is_in_train and here.size < len(self._hosts):
             missing = Counter(self._hosts) - Counter(self._comm.exchange(here.node))
             self._replacement = here.replace(list(missing.elements())[: len(self._hosts) - here.size])
 
     def _grow(self, total: int) -> None:
         """If the processes in the place of lost ranks are there, go on with them. Collective."""
         assert self._replacement is not None, "it is started"
+        assert self._survive is not None, "of a run that survives"
         coming = set(self._comm.exchange(self._replacement.coming))
         if Coming.FAILED in coming:
+            self._replacement.abandon()
             self._replace()
         if coming != {Coming.THERE}:
             return
@@ -288,8 +297,10 @@ class Run:
             self.state = {}
             gc.collect()
             self._signals.__exit__(None, None, None)
-            world().grow(replacement)
+            here = world().grow(replacement)
             self._signals.__enter__()
+            if here.size < len(self._hosts):  # more are lost
+                self._check_ranks(self._survive)
             self._go_on()
             self._replace()
             self._check_alike("steps", total=total)  # as a new rank does in `steps`, and the next
@@ -398,6 +409,8 @@ class Run:
 
     def _end_step(self) -> None:
         """Count the step that was under way."""
+        if self._is_in_step:
+            members.is_newcomer = False
         self.done += self._is_in_step
         self._is_in_step = False
 
@@ -419,8 +432,8 @@ class Run:
             copies.take(self._folder_of(self.done).name, self._with_own_state())
 
     def _cover_losses(self) -> None:
-        """Copy the state if there is nothing to go on from, should a rank be lost in the next steps. Collective."""
-        if self._copies is not None and not self._copies.covers_losses:
+        """Copy the state if no copy has it that covers losses: before the first step, and in a new world. Collective."""
+        if self._copies is not None and not self._copies.covers_losses(self._folder_of(self.done).name):
             self._copies.take(self._folder_of(self.done).name, self._with_own_state())
 
     def _is_time(self) -> bool:
