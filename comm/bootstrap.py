@@ -24,7 +24,7 @@ from .backend import Backend
 from .backends.cuda_builds import CudaBuildError, check_builds, own_builds
 from .binding import Location, SharedGpuError, bind_device, locate
 from .communicator import Communicator
-from .control import abandon_all, abort_all, apart
+from .control import abandon_all, abort_all, apart, hooks_of_all
 from .ending.report import log, tell_launcher_of_end, tell_launcher_of_start
 from .ending.words import name_ranks
 from .malloc import keep_freed_memory
@@ -399,7 +399,7 @@ def _make_world(comm: MPI.Intracomm, settings: EnvironmentSettings, place: Locat
         if device.type == "cuda":
             members.current.abort = abort_all
     host = MpiBackend(comm.Dup(), "world", place.node, place.has_cores, comm)
-    data = Communicator(_backend_for(device, host, settings.nccl), _monitor.hooks)
+    data = Communicator(_backend_for(device, host, settings.nccl), [*hooks_of_all, *_monitor.hooks])
     return World(
         rank=data.rank,
         size=data.size,

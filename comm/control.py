@@ -434,17 +434,22 @@ class ControlPlane:
         return self.watched(name, *args)
 
 
+hooks_of_all: list[Hook] = []  # those of `hooked`, for a world that is made in its block, since ranks are lost
+
+
 @contextmanager
 def hooked(hook: Hook) -> Iterator[None]:
-    """In the block, let `hook` observe the communicators that are open, and those split from them.
+    """In the block, let `hook` observe the communicators that are open, those split from them, and those of later worlds.
 
     It comes before their other hooks: a comparison of the calls waits for the other ranks, and that is part of a call's time.
     """
+    hooks_of_all.insert(0, hook)
     for comm in _open:
         comm._set_hooks((hook, *comm.hooks))
     try:
         yield
     finally:
+        hooks_of_all.remove(hook)
         for comm in _open:
             comm._set_hooks([each for each in comm.hooks if each is not hook])
 

@@ -304,7 +304,10 @@ class Watchdog(Hook):
         return [f"waits in {overdue.wait}{reason}; last call: {self._recorder.last_call()}"]
 
     def _has_killed(self, overdue: OverdueWait | None) -> bool:
-        """Kill the ranks of this node that do not come, so that they are lost ranks. Returns: whether there were some."""
+        """Kill the ranks of this node that do not come, so that they are lost ranks.
+
+        Returns: whether there were some, or another rank has just killed them: MPI is about to tell of their end.
+        """
         assert overdue is not None, "an operation"
         if time.monotonic() < self._killed_at + self._timing.lost_s:
             return True
@@ -318,6 +321,10 @@ class Watchdog(Hook):
             )
         for rank in alive:
             self._peers.kill(rank)
+        has_ended = any(self._peers.is_lost(rank) for rank in overdue.missing)
+        if not alive and has_ended and self._killed_at == -inf:
+            self._killed_at = time.monotonic()
+            return True
         return bool(alive)
 
     def _report(self, overdue: OverdueWait | None) -> list[str]:
