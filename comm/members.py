@@ -97,7 +97,7 @@ class Members:
         with self._lock:
             self._revocable.append(comm)
             if self._lost is not None:
-                _revoke(comm)
+                revoke(comm)
 
     def remove(self, comm: MPI.Comm) -> None:
         """Do not revoke this communicator: it is about to be freed."""
@@ -115,7 +115,7 @@ class Members:
                 hosts = {rank: self.hosts[rank] if self.hosts else "?" for rank in failed}
                 self._lost = RankLost(hosts, self.comm.Get_rank(), self.under_way())
                 for comm in self._revocable:
-                    _revoke(comm)
+                    revoke(comm)
                 self.abort()
 
     def suspect(self, *, is_loss: bool) -> None:
@@ -133,7 +133,7 @@ class Members:
         """Let the calls of all ranks fail, and theirs after this one's, since this rank has failed to make the world."""
         with self._lock:
             for comm in self._revocable:
-                _revoke(comm)
+                revoke(comm)
 
     def shrink(self) -> MPI.Intracomm:
         """A communicator of the ranks that are left, in their old order. Collective over them; more may be lost meanwhile."""
@@ -231,7 +231,8 @@ def end_this_process() -> NoReturn:
     raise AssertionError("killed")
 
 
-def _revoke(comm: MPI.Comm) -> None:
+def revoke(comm: MPI.Comm) -> None:
+    """Let the calls of a communicator fail, on all of its ranks. No-op where it has been freed."""
     from mpi4py import MPI
 
     with suppress(MPI.Exception):  # it has been freed

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from . import members
 from .ending.report import log, tell_launcher_of_joined
 from .guard.node import JOINING
-from .members import end_this_process
+from .members import end_this_process, revoke
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -76,7 +76,7 @@ class Replacement:
 
     def _revoke(self) -> None:
         for comm in (self._ranks, *self._made):
-            comm.Revoke()
+            revoke(comm)
 
     def _run(self) -> None:
         """Start them. Hazard: if one of them ends before it has started MPI, this waits for ever."""

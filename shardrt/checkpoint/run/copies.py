@@ -62,11 +62,7 @@ class MemoryCopies:
             return bool(self._taken)
         self._is_of_world = True
         whole = self.folder / name in self.newest_first()
-        self._taken = {name: self._taken[name]} if whole else {}
-        if self._is_first:
-            for folder in self.folder.iterdir():
-                if folder.is_dir() and folder.name not in self._taken:
-                    shutil.rmtree(folder, ignore_errors=True)
+        self._keep_only([name] if whole else [])
         if whole:
             moves = self._to_second_homes(name)
             self._check_room(0, moves, "a copy of the run")
@@ -106,6 +102,8 @@ class MemoryCopies:
         here = world()
         if self._background is None or self._background.has_ended:  # of a world that has lost ranks
             self._background, self._files = Background("copies"), []
+        if len(self._taken) == _NEWEST and (self.outlives_nodes or len(self._files) < _NEWEST):  # whose files serve no other
+            self._keep_only(list(self._taken)[1:])
         prepared, items = prepare(here, self.folder / name, state, _KEPT, self._homes)
         file, nbytes = prepared.plan.file, prepared.plan.nbytes
         files, self._files = self._files, []  # should this copy fail, the next takes none
@@ -162,6 +160,13 @@ class MemoryCopies:
     def _is_first(self) -> bool:
         """Whether this is the first of the ranks that have this folder."""
         return self._homes[world().rank] == world().rank
+
+    def _keep_only(self, names: Sequence[str]) -> None:
+        """Delete the other copies, and what is left of some that were not finished."""
+        self._taken = {name: self._taken[name] for name in names}
+        for folder in self.folder.iterdir() if self._is_first else ():
+            if folder.is_dir() and folder.name not in names:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _to_second_homes(self, name: str) -> list[FileMove]:
         """The files of a copy that one node has alone to the next one, and `.metadata` to all. Collective."""
