@@ -80,7 +80,8 @@ def run(folder: Path, ranks: int, options: argparse.Namespace, launch: list[str]
         line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     try:
-        output, code = process.communicate(timeout=options.timeout)[0], process.returncode
+        limit = options.timeout + (240 * options.minutes if options.what == "soak" else 0)  # its steps take more than the pause
+        output, code = process.communicate(timeout=limit)[0], process.returncode
     except subprocess.TimeoutExpired:
         process.terminate()
         output, code = process.communicate()[0], None
@@ -239,7 +240,7 @@ def draw(picture: Path, undisturbed: dict[int, float], disturbed: dict[int, Even
     """The losses of both, and the number of ranks below."""
     import matplotlib
 
-    matplotlib.use("svg")
+    matplotlib.use("agg")
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(8, 4), height_ratios=(3, 1))
