@@ -11,8 +11,8 @@ from ..ending.processes import Process, launcher_of, processes, variable_of
 from ..ending.status_table import StatusTable
 
 SURVIVE = "SHARDRT_SURVIVE"  # set to 1 by `shardrt.launch --survive`
-JOINING = "SHARDRT_JOINING"  # set in a process that takes the place of a lost rank, until its init()
 REPLACE = "SHARDRT_REPLACE"  # the same for --replace
+JOINING = "SHARDRT_JOINING"  # set in a process that takes the place of a lost rank, until its init()
 VARIABLE = "SHARDRT_GUARD"  # names the descriptor of the pipe to the guard, and the rank's process
 # Variables for the number of ranks, and for the rank.
 # Hazard: inside an allocation hydra's ranks all carry the SLURM variables of its own one-per-node step, so a launcher's own

@@ -44,7 +44,6 @@ from common.options import Parser, at_least
 JOB = Path(__file__).with_name("survival_job.py")
 WAYS = ("kill", "stop", "exit", "raise", "segfault")
 STEPS, COPIES, CHECKPOINTS = 14, 3, 4
-_APART = {"SHARDRT_RANKS_PER_NODE": "1", "OMPI_MCA_btl": "self,tcp"}
 _REPLACED_S = 15.0  # until a lost rank is replaced
 Event = dict[str, Any]
 Segment = tuple[int, int]  # ranks, and the step from which they go on
@@ -75,10 +74,7 @@ def run(folder: Path, ranks: int, options: argparse.Namespace, launch: list[str]
     for old in folder.glob("events-*"):
         old.unlink()
     start = time.time()
-    environment = os.environ | (_APART if "--apart" in job else {})
-    process = subprocess.Popen(
-        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     try:
         limit = options.timeout + (240 * options.minutes if options.what == "soak" else 0)  # its steps take more than the pause
         output, code = process.communicate(timeout=limit)[0], process.returncode

@@ -68,11 +68,12 @@ class Fault:
 
 
 def take_own_memory() -> None:
-    """Let this process see a /dev/shm of its own, empty."""
+    """Let this process see a /dev/shm of its own, empty, and be a node of its own, for shardrt and for Open MPI."""
     libc, (new_namespace, private) = ctypes.CDLL(None, use_errno=True), (0x20000, 0x44000)
     memory = (b"none", b"/dev/shm", b"tmpfs", 0, None)
     if libc.unshare(new_namespace) or libc.mount(b"none", b"/", None, private, None) or libc.mount(*memory):
         raise OSError(ctypes.get_errno(), "cannot make a mount namespace, which needs root")
+    os.environ |= {"SHARDRT_RANKS_PER_NODE": "1", "OMPI_MCA_btl": "self,tcp"}
 
 
 class Events:

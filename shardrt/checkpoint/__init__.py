@@ -4,8 +4,9 @@ from .disk.storage import latest
 from .errors import CheckpointError, DamagedCheckpointError
 from .loading.load import load
 from .loading.safetensors import load_safetensors
+from .run.membership import Survival
 from .run.random_state import RandomState
-from .run.run import Run, Survival
+from .run.run import Run
 from .saving.safetensors import async_save_safetensors, save_safetensors
 from .saving.save import AsyncSave, async_save, save
 from .state.stateful import PerRank

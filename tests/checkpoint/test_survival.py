@@ -80,8 +80,7 @@ def run_job(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     script = Path(shardrt.__file__).parents[1] / "scripts" / "bench" / "survival_job.py"
     line = [sys.executable, "-m", "shardrt.launch", "--survive", "-n", "4", str(script), "--folder", str(folder)]
     line += ["--survive", "--copies", "3", *options]
-    apart = {"SHARDRT_RANKS_PER_NODE": "1", "OMPI_MCA_btl": "self,tcp"} if "--apart" in options else {}
-    return subprocess.run(line, env=os.environ | rank_environment() | apart, capture_output=True, text=True, check=False)
+    return subprocess.run(line, env=os.environ | rank_environment(), capture_output=True, text=True, check=False)
 
 
 @pytest.mark.mpi

@@ -50,17 +50,17 @@ class MemoryCopies:
         self._files: list[Path] = []  # this rank's files, of the newest two copies
         self._taken: dict[str, dict[str, int]] = {}  # the bytes of the files of the newest two copies, by name
         self._held = -1
-        self._is_of_world = False  # whether copies cover losses in this world
+        self._is_adopted = False  # whether the newest covers losses in this world, or none was there
         self.join("")
 
-    def covers_losses(self, name: str) -> bool:
-        """Whether this copy is there. If so, its files are sent to a second node, if need be. Collective.
+    def adopt(self, name: str) -> bool:
+        """In a new world, let this copy alone cover losses: it is the one that was loaded. Collective. Returns: if it is there.
 
-        Others are deleted: their room is needed for the next.
+        Its files are sent to a second node, if need be. Others are deleted: their room is needed for the next.
         """
-        if self._is_of_world:
+        if self._is_adopted:
             return bool(self._taken)
-        self._is_of_world = True
+        self._is_adopted = True
         whole = self.folder / name in self.newest_first()
         self._keep_only([name] if whole else [])
         if whole:
@@ -92,7 +92,7 @@ class MemoryCopies:
         places = here.comm.exchange((this_machine(), status.st_dev, status.st_ino))
         self._homes = [places.index(each) for each in places]  # of each rank, the first rank that has its folder
         self._comm = here.mesh.communicator("copies.files")
-        self._is_of_world = False
+        self._is_adopted = False
 
     def take(self, name: str, state: dict[str, Any]) -> None:
         """Copy the state. Collective; returns when all ranks have.

@@ -65,10 +65,13 @@ def _mapped(path: Path, nbytes: int) -> torch.Tensor:
 
 def rounds(moves: Iterable[FileMove]) -> list[list[FileMove]]:
     """The moves, each in the first round in which its source sends nothing yet, and its target receives nothing."""
-    made: list[list[FileMove]] = []
+    made, busy = list[list[FileMove]](), list[tuple[set[int], set[int]]]()  # of each round, who sends and who receives
     for each in moves:
-        free = (found for found in made if all(each.source != one.source and each.target != one.target for one in found))
-        if (found := next(free, None)) is None:
-            made.append(found := [])
-        found.append(each)
+        free = (at for at, (sources, targets) in enumerate(busy) if each.source not in sources and each.target not in targets)
+        if (at := next(free, len(made))) == len(made):
+            made.append([])
+            busy.append((set(), set()))
+        made[at].append(each)
+        busy[at][0].add(each.source)
+        busy[at][1].add(each.target)
     return made

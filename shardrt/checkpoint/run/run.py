@@ -26,18 +26,15 @@ import re
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ...comm import RankLost, World, members, world
-from ...comm.ending.report import log
+from ...comm import Coming, RankLost, Replacement, World, members, world
 from ...comm.ending.words import name_ranks
-from ...comm.members import NotRecovered, end_this_process
-from ...comm.replacement import Coming, Replacement
+from ...comm.members import NotRecovered
 from ...fsdp.base.events import Step, during
 from ..disk.files import METADATA
 from ..disk.remote_path import Location
@@ -47,37 +44,17 @@ from ..formats.dcp.metadata import read_stored
 from ..loading.load import load, load_copy
 from ..saving.save import AsyncSave, async_save, end_previous, save
 from .copies import MemoryCopies
+from .membership import Membership, Survival
 from .random_state import RandomState
 from .stop import DUE, Noted, StopSignals
 
 STOPPED = os.EX_TEMPFAIL  # the exit code: "try again later"
 _KEY = "run"
 _PREFIX = "step-"
-_STARTED = "PMIX_NAMESPACE"  # names the ranks that Open MPI has started together
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _noted = Noted()
 _log = logging.getLogger("shardrt")
-
-
-@dataclass(frozen=True, slots=True)
-class Survival:
-    """How a run goes on when ranks are lost.
-
-    copies_every: the steps between two copies of the state in the node's memory, from which it goes on; None: none are made,
-        and it goes on from the newest checkpoint.   min_ranks: with fewer, the job ends.
-    group: how many consecutive ranks are of use only together, as those of a tensor-parallel group; it divides their number. If
-        one of a group is lost, the others of the group leave as well.
-    Memory: twice the state, in /dev/shm.
-    """
-
-    copies_every: int | None = 10
-    min_ranks: int = 1
-    group: int = 1
-
-    def __post_init__(self) -> None:
-        if (self.copies_every is not None and self.copies_every < 1) or self.min_ranks < 1 or self.group < 1:
-            raise ValueError(f"{self}: expected numbers of at least 1")
 
 
 @dataclass(slots=True)
@@ -131,8 +108,7 @@ class Run:
             raise ValueError("Run(survive=...): expected a function that makes the state, as Run(folder, build, survive=...)")
         if survive is not None and not world().settings.survive:
             raise RuntimeError("Run(survive=...): this job ends when it loses a rank; start it with shardrt.launch --survive")
-        if survive is not None and world().size % survive.group:
-            raise ValueError(f"Run(survive={survive}): {world().size} ranks, expected a multiple of the group")
+        self._membership = None if survive is None else Membership(survive)
         self.done = 0  # the number of steps that are done
         self._survive = survive
         self._make(state, folder)
@@ -141,12 +117,6 @@ class Run:
         self._arguments = {"every": every, **self._keep, "on_damage": on_damage}
         self._on_damage = on_damage
         self._signals = StopSignals(_noted)
-        self._hosts: Sequence[str] = ()  # of all ranks that there are to be
-        self._is_in_train = False
-        self._replacement: Replacement | None = None  # for those that are lost; only in `train`
-        # This rank's group (Survival.group), by a name that no other has or gets: it stays, whatever numbers ranks have.
-        started = os.environ.get(_STARTED, "")
-        self._group = started, world().rank // (1 if survive is None else survive.group)
         self._saving: AsyncSave | None = None  # the save under way
         self._saved_at = 0.0  # when the newest save began, or the run, by this rank's clock
         # The number of steps of the newest save, which may be under way, or of what was loaded; None: that was a copy.
@@ -186,15 +156,14 @@ class Run:
         With `shardrt.launch --replace`, processes in the place of lost ranks join between steps: `state` is then another.
         Raises: as `steps`; RankLost if too few ranks are left.
         """
-        self._is_in_train = True
         while True:
             try:
-                for index in self.steps(total):
+                for index in self._steps(total, is_in_train=True):
                     step(index)
                 self._finish()
                 return
             except RankLost:
-                if self._survive is None:
+                if self._membership is None:
                     raise
             # Here the exception is gone, whose frames hold the old state.
             self.recover()
@@ -206,42 +175,25 @@ class Run:
         The program keeps nothing of the old state: its memory is needed for the new one.
         Raises: RankLost if fewer than `min_ranks` are left, or nothing is there to go on from.
         """
-        assert self._survive is not None, "a run that survives"
+        assert self._membership is not None, "a run that survives"
         with during(Step.RECOVER, _Ranks(f"without {name_ranks(world().lost)} of {world().size}")):
-            self._recover(self._survive)
+            self._recover(self._membership)
 
-    def _recover(self, survive: Survival) -> None:
+    def _recover(self, membership: Membership) -> None:
         while True:
             self.state, self._saving, self._is_in_step = {}, None, False
-            self._replacement = None
             gc.collect()  # models form circles
             self._signals.__exit__(None, None, None)  # the handlers from before are of the world that has lost ranks
             world().recover()
             self._signals.__enter__()
             try:
-                self._check_ranks(survive)
+                membership.check()
                 self._go_on()
-                self._replace()
                 return
             except NotRecovered:
                 raise
             except RankLost:
                 continue
-
-    def _check_ranks(self, survive: Survival) -> None:
-        """End this rank if its group has lost one. Collective. Raises: RankLost if others end so; NotRecovered."""
-        here, size = world(), survive.group
-        everyone = here.comm.exchange(self._group)
-        broken = {group for group in everyone if everyone.count(group) < size}
-        if len(broken) == len(set(everyone)):
-            raise NotRecovered(f"each group of {size} ranks (Survival.group) has lost some")
-        if self._group in broken:
-            log(here.rank, f"leaves, since its group of {size} ranks (Survival.group) has lost some")
-            end_this_process()
-        if broken:
-            here.comm.exchange(None)  # they do not come
-        if here.size < survive.min_ranks:
-            raise NotRecovered(f"{here.size} ranks are left, fewer than Survival(min_ranks={survive.min_ranks})")
 
     # What follows is what a new rank does in `__init__` and `__enter__`: the others do it with it, in the same order.
 
@@ -265,30 +217,19 @@ class Run:
         self._comm = world().mesh.communicator("run")
 
     def _begin(self) -> None:
-        if self._survive is not None:
-            known = self._comm.exchange(self._hosts)
-            self._hosts = max(known, key=len) or self._comm.exchange(world().node)
+        if self._membership is not None:
+            self._membership.meet(self._comm)
         self._resume()
 
-    def _replace(self) -> None:
-        """Start processes in the place of lost ranks, where that is asked for. Collective."""
-        here = world()
-        if here.settings.replace and self._is_in_train and here.size < len(self._hosts):
-            missing = Counter(self._hosts) - Counter(self._comm.exchange(here.node))
-            self._replacement = here.replace(list(missing.elements())[: len(self._hosts) - here.size])
-
-    def _grow(self, total: int) -> None:
-        """If the processes in the place of lost ranks are there, go on with them. Collective."""
-        assert self._replacement is not None, "it is started"
-        assert self._survive is not None, "of a run that survives"
-        coming = set(self._comm.exchange(self._replacement.coming))
-        if Coming.FAILED in coming:
-            self._replacement.abandon()
-            self._replace()
-        if coming != {Coming.THERE}:
-            return
-        replacement, self._replacement = self._replacement, None
-        with during(Step.RECOVER, _Ranks(f"with {len(self._hosts)} ranks again")):
+    def _grow(self, membership: Membership, coming: Replacement, total: int) -> Replacement | None:
+        """If the processes in the place of lost ranks are there, go on with them. Collective. Returns: those still to come."""
+        states = set(self._comm.exchange(coming.coming))
+        if Coming.FAILED in states:
+            coming.abandon()
+            return membership.replace_lost()
+        if states != {Coming.THERE}:
+            return coming
+        with during(Step.RECOVER, _Ranks(f"with {membership.count} ranks again")):
             if self._copies is not None:
                 self._copies.take(self._folder_of(self.done).name, self._with_own_state())
             elif self._saved != self.done:
@@ -297,14 +238,12 @@ class Run:
             self.state = {}
             gc.collect()
             self._signals.__exit__(None, None, None)
-            here = world().grow(replacement)
+            here = world().grow(coming)
             self._signals.__enter__()
-            if here.size < len(self._hosts):  # more are lost
-                self._check_ranks(self._survive)
+            if here.size < membership.count:  # more are lost
+                membership.check()
             self._go_on()
-            self._replace()
-            self._check_alike("steps", total=total)  # as a new rank does in `steps`, and the next
-            self._cover_losses()
+            return self._begin_steps(total, is_in_train=True)
 
     def steps(self, total: int) -> Iterator[int]:
         """The indices of the steps that remain of `total`; each is done when the next one is asked for.
@@ -313,18 +252,31 @@ class Run:
         A further call of `steps` then goes on with the next one.
         Raises: SystemExit when the run stops; ValueError on every rank if they have other totals.
         """
+        return self._steps(total, is_in_train=False)
+
+    def _steps(self, total: int, *, is_in_train: bool) -> Iterator[int]:
+        """is_in_train: lost ranks are replaced: `state` may be another after a step."""
         self._end_step()
-        self._check_alike("steps", total=total)
+        coming = self._begin_steps(total, is_in_train=is_in_train)
         if self.done > total and world().rank == 0:
             _log.warning("'%s': the run has done %d steps, more than the %d asked for", self.folder, self.done, total)
+        try:
+            while self.done < total:
+                self._is_in_step = True
+                yield self.done
+                self._end_step()
+                self._after_step(is_last=self.done == total)
+                if coming is not None and self._membership is not None and self.done < total:
+                    coming = self._grow(self._membership, coming, total)
+        finally:
+            if coming is not None:
+                coming.abandon()
+
+    def _begin_steps(self, total: int, *, is_in_train: bool) -> Replacement | None:
+        """What all ranks do before the first of some steps, and, in `_grow`, beside a new rank. Collective."""
+        self._check_alike("steps", total=total)
         self._cover_losses()
-        while self.done < total:
-            self._is_in_step = True
-            yield self.done
-            self._end_step()
-            self._after_step(is_last=self.done == total)
-            if self._replacement is not None and self.done < total:
-                self._grow(total)
+        return self._membership.replace_lost() if is_in_train and self._membership is not None else None
 
     # ------------------------------------------------------------------ loading
 
@@ -433,7 +385,7 @@ class Run:
 
     def _cover_losses(self) -> None:
         """Copy the state if no copy has it that covers losses: before the first step, and in a new world. Collective."""
-        if self._copies is not None and not self._copies.covers_losses(self._folder_of(self.done).name):
+        if self._copies is not None and not self._copies.adopt(self._folder_of(self.done).name):
             self._copies.take(self._folder_of(self.done).name, self._with_own_state())
 
     def _is_time(self) -> bool:
