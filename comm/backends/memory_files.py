@@ -12,6 +12,8 @@ from functools import cache
 import torch
 from mpi4py import MPI
 
+from .objects import gather_objects
+
 
 @contextmanager
 def opened(comm: MPI.Comm, nbytes: int) -> Iterator[str | None]:
@@ -23,7 +25,7 @@ def opened(comm: MPI.Comm, nbytes: int) -> Iterator[str | None]:
                 own = os.memfd_create("shardrt", os.MFD_CLOEXEC)
                 os.ftruncate(own, nbytes)
                 file = (os.getpid(), own, *_identity(own))
-        file = comm.bcast(file)
+        file = gather_objects(comm, file)[0]
         if file is not None and own < 0:
             with suppress(OSError):  # processes that may not look at each other
                 own = os.open(f"/proc/{file[0]}/fd/{file[1]}", os.O_RDWR | os.O_CLOEXEC)

@@ -29,6 +29,7 @@ from .meeting import LEFT, QUIT, MessageMeeting
 from .messages import copy, flat, memory, message, messages, start_receiving, start_sending, swap
 from .node_algorithms import NodeAlgorithms
 from .node_memory import MemoryFile
+from .objects import gather_objects
 from .pairs import Pairs
 from .shared_memory import SharedMemoryExchange, aligned_size
 
@@ -91,7 +92,7 @@ class MpiBackend(Backend):
         MpiBackend._open_count += 1
 
     def exchange(self, value: T) -> list[T]:
-        return self._control.allgather(value)
+        return gather_objects(self._control, value)
 
     def compare(self, fingerprint: int, describe: Callable[[], T]) -> list[T] | None:
         if self.size == 1:
@@ -102,7 +103,7 @@ class MpiBackend(Backend):
         if self._shared_memory is not None:
             return self._shared_memory.exchange(describe())
         self._meeting.barrier(0)
-        return self._comm.allgather(describe())
+        return gather_objects(self._comm, describe())
 
     def swap_numbers(self, numbers: Sequence[int]) -> list[int]:
         received = array("q", bytes(8 * self.size))
@@ -121,7 +122,7 @@ class MpiBackend(Backend):
     def rejoin(self) -> None:
         self._pairs.rejoin()
         self._algorithms.rejoin()
-        reached, cut_short = zip(*self._control.allgather((self._meeting.reached, self._was_cut_short)), strict=True)
+        reached, cut_short = zip(*self.exchange((self._meeting.reached, self._was_cut_short)), strict=True)
         self._meeting.rejoin(max(reached))
         if any(cut_short):
             # Hazard: a message of a call that was cut short may still come. MPI would take it for one of a later call, or of
@@ -137,7 +138,7 @@ class MpiBackend(Backend):
             made = None if comm == MPI.COMM_NULL else MpiBackend(comm, name, self._node, self._has_cores, self._world)
         except MPI.Exception as error:
             problem = str(error).splitlines()[-1]
-        failed = {rank: found for rank, found in enumerate(self._control.allgather(problem)) if found}
+        failed = {rank: found for rank, found in enumerate(self.exchange(problem)) if found}
         if failed:
             if made is not None:
                 made.close()

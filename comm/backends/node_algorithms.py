@@ -30,6 +30,7 @@ from ..calls import Op
 from ..members import free, revocable
 from .host_reduce import reduce_rows, wide
 from .messages import copy, message, swap
+from .objects import gather_objects
 from .shared_memory import NodeWindows, SharedMemoryExchange, WindowOffset
 from .staging import StagedCollectives
 
@@ -51,7 +52,7 @@ class NodeAlgorithms:
 
     def __init__(self, comm: MPI.Comm, node: int) -> None:
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
-        numbers = comm.allgather(node)
+        numbers = gather_objects(comm, node)
         self.nodes = len(set(numbers))
         self.is_one_node = self.nodes == 1
         regular = not self.is_one_node and _are_equal_runs(numbers)

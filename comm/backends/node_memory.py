@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from ..backend import NodeMemory
 from .memory_files import bytes_in, fence, map_file, opened, tensor_in
+from .objects import gather_objects
 from .waiting import looks
 
 _PAGE = mmap.PAGESIZE
@@ -49,7 +50,7 @@ class MemoryFile(NodeMemory):
             if path is not None and _shows_writes():
                 with suppress(OSError, RuntimeError):  # where address space is limited
                     made = cls(comm, path, nbytes)
-            everywhere = min(comm.allgather(made is not None))
+            everywhere = min(gather_objects(comm, made is not None))
         return made if everywhere else None
 
     def __init__(self, comm: MPI.Comm, path: str, nbytes: int) -> None:

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from ..calls import Interrupted
 from .meeting import LEFT, QUIT
 from .memory_files import fence, map_file, opened, tensor_in
+from .objects import gather_objects
 from .waiting import looks
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class NodeWindows:
                     mapped = map_file(path, self._comm.Get_size() * each, shared=True)
                     parts = [tensor_in(mapped, rank * each, each) for rank in range(self._comm.Get_size())]
             mine = None if parts is None else parts[self._comm.Get_rank()]
-            everywhere = min(self._comm.allgather(mine is not None and reserve(_bytes_of(mine))))
+            everywhere = min(gather_objects(self._comm, mine is not None and reserve(_bytes_of(mine))))
         if not everywhere or parts is None or mine is None:
             if self._comm.Get_rank() == 0:
                 _warn_of_no_space()

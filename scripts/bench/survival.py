@@ -10,7 +10,8 @@ step: in forward, backward, reduction, optimizer, copy, checkpoint, or, if anoth
 recovery. With the mesh tp, ranks form two tensor-parallel groups, one of which loses ranks. The parameters at the end have to
 be, to the bit, those of jobs that lose nothing: one of as many ranks as there were up to the step from which the others went
 on, then one of these, and so on. Some jobs, for root only, have a /dev/shm for each rank, as on nodes of their own, of which
-those that follow each other are not lost at once. No end in time, or a code other than 0, is wrong.
+those that follow each other are not lost at once. No end in time, a code other than 0, and the
+loss of more ranks than that, are wrong.
 soak: every --kill-every seconds a random rank is killed, and replaced (shardrt.launch --replace). The losses of all steps are
 drawn over those of a job that loses nothing; the global batch is the same on any number of ranks. The parameters at the end are
 compared to the bit, as those of `proof`.
@@ -111,8 +112,8 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
             ]
             done = run(Path(folder), 4, options, ["--survive"], [*job, *(f"--fault={fault}" for fault in faults)])
         segments = tuple(segments_of(done.steps()))
-        complaint = complaint_of(done)
         mesh = mesh.split()[0]
+        complaint = complaint_of(done, 4 - (2 if mesh == "tp" else len(faults)))
         if complaint is None and (mesh, segments) not in known:
             known[mesh, segments] = undisturbed(mesh, segments, options)
         if complaint is None and done.digests != {known[mesh, segments]}:
@@ -139,11 +140,14 @@ def random_faults(generator: random.Random, among: list[int]) -> list[str]:
     return faults
 
 
-def complaint_of(done: Ended) -> str | None:
+def complaint_of(done: Ended, left: int) -> str | None:
+    """What is wrong with a job, of which so many ranks were to be left at least."""
     if done.code is None:
         return "no end"
     if done.code != 0:
         return f"exit code {done.code}"
+    if (found := done.steps()[-1]["ranks"]) < left:
+        return f"{found} ranks left, expected {left}"
     return None if len(done.digests) == 1 else f"{len(done.digests)} different results"
 
 

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mpi4py import MPI
 
 from ranks import DEADLINE_S, on_ranks, rank_environment
 from shardrt import launch
-from shardrt.comm import World
+from shardrt.comm import RankLost, World, members
+from shardrt.comm.backends.objects import gather_objects
 from toys import refused
 
 pytestmark = pytest.mark.mpi
@@ -180,6 +183,54 @@ def test_where_it_cannot_be_had(tmp_path: Path) -> None:
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--survive: found MPICH and mpirun; expected Open MPI 5" in done.stderr
+
+
+class Members:
+    """Of a world that has lost its last rank."""
+
+    def notice(self) -> None:
+        pass
+
+    def check(self) -> None:
+        raise RankLost({MPI.COMM_WORLD.size - 1: "node"}, MPI.COMM_WORLD.rank, "exchange")
+
+
+class Incomplete:
+    """A communicator whose collectives succeed, though the last bytes of the result have not come."""
+
+    def __init__(self, missing: dict[str, int]) -> None:
+        self.missing = missing
+
+    def Get_size(self) -> int:
+        return MPI.COMM_WORLD.size
+
+    def Allgather(self, own: Any, found: Any) -> None:
+        MPI.COMM_WORLD.Allgather(own, found)
+        self.lose(memoryview(found[0]).cast("B"), "sizes")
+
+    def Allgatherv(self, own: Any, found: Any) -> None:
+        MPI.COMM_WORLD.Allgatherv(own, found)
+        self.lose(memoryview(found[0]), "values")
+
+    def lose(self, received: memoryview, what: str) -> None:
+        for index in range(len(received) - self.missing.get(what, 0), len(received)):
+            received[index] = 0
+
+
+@on_ranks(1, 2, 3)
+def test_values_that_have_not_come(world: World) -> None:
+    """MPI_Allgatherv of Open MPI succeeds where a rank is killed within it."""
+    value = {"rank": world.rank, "text": "x" * 30 * world.rank}
+    expected = [{"rank": rank, "text": "x" * 30 * rank} for rank in range(world.size)]
+    assert gather_objects(MPI.COMM_WORLD, value) == expected
+    members.current = Members()  # type: ignore[assignment]
+    try:
+        assert gather_objects(Incomplete({}), value) == expected  # type: ignore[arg-type]
+        for missing in ({"sizes": 8}, {"values": 1}, {"values": 5}, {"values": 20}):
+            lost = Incomplete(missing)
+            refused("lost rank", lambda: gather_objects(lost, value), RankLost)  # type: ignore[arg-type]  # noqa: B023
+    finally:
+        members.current = None
 
 
 @on_ranks(1, 2)
