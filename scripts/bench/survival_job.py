@@ -52,9 +52,12 @@ class Fault:
         rank, way, step, ms = text.split(":")
         self.rank, self.way, self.step, self.ms = int(rank), way, int(step), float(ms)
         self.is_due = False
+        self._thread: threading.Thread | None = None
 
-    def begin(self, note: Callable[..., None]) -> None:
-        """The step begins on the rank."""
+    def begin(self, step: int, note: Callable[..., None]) -> None:
+        """This step begins on the rank."""
+        if step != self.step or self._thread is not None:
+            return
 
         def act() -> None:
             time.sleep(self.ms / 1000)
@@ -64,7 +67,13 @@ class Fault:
             else:
                 WAYS[self.way]()
 
-        threading.Thread(target=act, name="fault", daemon=True).start()
+        self._thread = threading.Thread(target=act, name="fault", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until it has happened, if it has begun."""
+        if self._thread is not None:
+            self._thread.join()
 
 
 def take_own_memory() -> None:
@@ -147,9 +156,10 @@ def main() -> None:
     def step(index: int) -> None:
         here = shardrt.comm.world()
         time.sleep(options.pause)
-        for fault in [fault for fault in faults if fault.step == index]:
-            faults.remove(fault)
-            fault.begin(events.note)
+        for fault in faults:
+            fault.begin(index, events.note)
+            if index == options.steps - 1:  # what comes after the last step is no part of the run
+                fault.wait()
         generator = torch.Generator().manual_seed(index)
         parts = here.size // group
         rows = torch.randn(options.rows, options.width, generator=generator).chunk(parts)[here.rank // group]
