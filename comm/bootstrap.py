@@ -72,6 +72,14 @@ class World:
         """The ranks of this world that are lost, as far as this one knows, by their numbers in it."""
         return members.current.ranks if members.current is not None and self is _world else ()
 
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this rank has taken the place of a lost one, and has done no step of a `Run` yet.
+
+        The other ranks are past what the program does before its `Run`: a rank that is new makes no collective calls there.
+        """
+        return members.is_newcomer
+
     def stream_for(self, role: str) -> Stream:
         """The stream for communication of this role, one for the whole process: no communicator is used by two threads.
 

@@ -26,19 +26,21 @@ With --timeline, the ranks record three steps. `python -m shardrt.timeline merge
 With --resume auto, checkpoints are saved in OUT/checkpoints, and the script starts from the newest one, on any number of ranks.
 The lines of the log from there on are written anew.
 
-Under `shardrt.launch --survive`, it goes on within seconds when ranks are lost, from copies in memory: --batch has to be
-divisible by the numbers of ranks that may be left.
+Under `shardrt.launch --survive`, it goes on within seconds when ranks are lost, from copies in memory, and under `--replace`
+also on as many ranks as before: --batch has to be divisible by the numbers of ranks that may be left.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -292,40 +294,55 @@ def learning_rate(options: Options, step: int) -> float:
 
 
 class Training:
-    """The trainer on the ranks that there are, and, with --resume auto, the run that loads and saves its state."""
+    """The trainer on the ranks that there are, and its steps. With --resume auto, a `shardrt.Run` loads and saves its state."""
 
     def __init__(self, options: Options, corpus: Corpus) -> None:
         self.options, self.corpus = options, corpus
+        self.peak = 0.0  # memory, in MiB
         self.trainer: Trainer | None = None
+        self._shown: ShownSteps | None = None
 
     def build(self, world: shardrt.World) -> dict[str, Any]:
         """Make the trainer; returns its state."""
         check_ranks(self.options, world.size)
+        self._close()
+        self.trainer = None  # of the ranks that were: its memory is needed
+        gc.collect()
         self.trainer = Trainer(self.options, self.corpus, world)
         return {"model": self.trainer.model, "optimizer": self.trainer.optimizer}
 
-    def train(self) -> float:
-        """Run all steps that remain. Returns the peak memory in MiB."""
-        options, world = self.options, shardrt.comm.world()
+    def train(self) -> None:
+        """Run all steps that remain."""
+        try:
+            self._train(shardrt.comm.world())
+            if self._shown is not None:
+                self._shown.finish()
+        finally:
+            self._close()
+
+    def _train(self, world: shardrt.World) -> None:
+        options = self.options
         if options.resume == "never":
             self.build(world)
-            return self._run_steps(0, range(options.steps))
+            for index in range(options.steps):
+                self.step(index)
+            return
         survive = shardrt.Survival() if world.settings.survive else None
         folder = options.out / "checkpoints"
         with shardrt.Run(folder, self.build, options.save_every, options.keep, survive=survive) as run:
-            while True:
-                try:
-                    return self._run_steps(run.done, run.steps(options.steps))
-                except shardrt.comm.RankLost:
-                    if survive is None:
-                        raise
-                self.trainer = None  # its memory is needed for the next one
-                run.recover()
+            run.train(options.steps, self.step)
 
-    def _run_steps(self, first: int, steps: Iterable[int]) -> float:
-        assert self.trainer is not None, "it is made"
-        with open_log(self.options, self.corpus, self.trainer.world, first) as metrics:
-            return train(self.trainer, metrics, first, steps)
+    def step(self, index: int) -> None:
+        """Run one step, and show it."""
+        if self._shown is None:
+            assert self.trainer is not None, "it is made"
+            self._shown = ShownSteps(self.trainer, index)
+        self.peak = max(self.peak, self._shown.step(index))
+
+    def _close(self) -> None:
+        if self._shown is not None:
+            self._shown.close()
+            self._shown = None
 
 
 def open_log(options: Options, corpus: Corpus, world: shardrt.World, first: int) -> shardrt.Metrics:
@@ -343,9 +360,8 @@ def open_log(options: Options, corpus: Corpus, world: shardrt.World, first: int)
     return shardrt.Metrics(path, count_flops=True, peak_flops=peak, tensorboard=board)
 
 
-def recorded(steps: Iterable[int], folder: Path, rank: int) -> Iterator[int]:
+def recorded(steps: Iterator[int], folder: Path, rank: int) -> Iterator[int]:
     """The steps, of which the third to the fifth are recorded: the order of use is known by then. folder: as rank 0 has it."""
-    steps = iter(steps)
     yield from islice(steps, 2)
     for third in islice(steps, 1):
         with shardrt.Timeline(folder / "timeline") as timeline:
@@ -356,33 +372,54 @@ def recorded(steps: Iterable[int], folder: Path, rank: int) -> Iterator[int]:
             draw_memory(timeline.events, folder / "memory.png")
 
 
-def train(trainer: Trainer, metrics: shardrt.Metrics, first: int, steps: Iterable[int]) -> float:
-    """Run all steps, of which `first` is the first; show progress and write the log. Returns the peak memory in MiB."""
-    options, world = trainer.options, trainer.world
-    shown, peak = "", 0.0
-    if options.timeline:
-        steps = recorded(steps, world.comm.exchange(options.out)[0], world.rank)
-    with tqdm(total=options.steps, initial=first, disable=world.rank != 0, unit="step", dynamic_ncols=True) as bar:
-        for index in steps:
-            with metrics.step(options.batch * options.context):
-                step = trainer.step(index)
-            trainer.check(index)
-            validation = None
-            if (index + 1) % options.eval_every == 0 or index + 1 == options.steps:
-                validation = trainer.validate()
-                shown = f", validation {validation:.3f}"
-            figures = metrics.log(index, loss=step.loss, grad_norm=step.norm, lr=step.lr, validation_loss=validation)
-            assert figures is not None, "there is a line for each step"
-            if not math.isfinite(figures["loss"]):
-                raise RuntimeError(f"the loss is {figures['loss']} at step {index}: try a --lr below {step.lr:.1e}")
-            peak = max(peak, figures["memory/max_active(GiB)"] * 1024)
-            bar.set_postfix_str(
-                f"loss {figures['loss']:.3f}{shown}, {figures['throughput(tps)'] * world.size:,.0f} tokens/s, "
-                f"{figures['time_metrics/end_to_end(s)'] * 1e3:.0f} ms, peak {peak:.0f} MB",
-                refresh=False,
-            )
-            bar.update()
-    return peak
+class ShownSteps:
+    """The steps of a trainer from `first` on: their progress bar, their log, and the recording of three with --timeline."""
+
+    def __init__(self, trainer: Trainer, first: int) -> None:
+        options, world = trainer.options, trainer.world
+        self._trainer, self._validation = trainer, ""
+        self._steps: Iterator[int] = iter(range(first, options.steps))
+        if options.timeline:
+            self._steps = recorded(self._steps, world.comm.exchange(options.out)[0], world.rank)
+        with ExitStack() as opened:
+            self._metrics = opened.enter_context(open_log(options, trainer.corpus, world, first))
+            bar = tqdm(total=options.steps, initial=first, disable=world.rank != 0, unit="step", dynamic_ncols=True)
+            self._bar = opened.enter_context(bar)
+            self._opened = opened.pop_all()
+
+    def step(self, index: int) -> float:
+        """Run one step, show its progress and write it to the log. Returns its peak memory in MiB."""
+        trainer, options = self._trainer, self._trainer.options
+        next(self._steps)  # records, if it is time
+        with self._metrics.step(options.batch * options.context):
+            step = trainer.step(index)
+        trainer.check(index)
+        validation = None
+        if (index + 1) % options.eval_every == 0 or index + 1 == options.steps:
+            validation = trainer.validate()
+            self._validation = f", validation {validation:.3f}"
+        figures = self._metrics.log(index, loss=step.loss, grad_norm=step.norm, lr=step.lr, validation_loss=validation)
+        assert figures is not None, "there is a line for each step"
+        if not math.isfinite(figures["loss"]):
+            raise RuntimeError(f"the loss is {figures['loss']} at step {index}: try a --lr below {step.lr:.1e}")
+        peak = figures["memory/max_active(GiB)"] * 1024
+        self._bar.set_postfix_str(
+            f"loss {figures['loss']:.3f}{self._validation}, {figures['throughput(tps)'] * trainer.world.size:,.0f} tokens/s, "
+            f"{figures['time_metrics/end_to_end(s)'] * 1e3:.0f} ms, peak {peak:.0f} MB",
+            refresh=False,
+        )
+        self._bar.update()
+        return peak
+
+    def finish(self) -> None:
+        """All steps are done: write what is being recorded. Collective."""
+        next(self._steps, None)
+
+    def close(self) -> None:
+        """Show no more steps. Not collective: what is being recorded is given up."""
+        if isinstance(self._steps, Generator):
+            self._steps.close()
+        self._opened.close()
 
 
 def shown(path: Path) -> str:
@@ -412,10 +449,13 @@ def main() -> None:
     options = parse_options()
     # Before anything may fail on one rank alone, such as the text of one machine: the others can then be told.
     world = shardrt.init()
-    corpus = agreed(world, lambda: read_checked(options, world.size))
-    check_alike(options, corpus, world)
+    if world.is_newcomer:  # in the place of a lost rank: the others are past this, and wait in `Run`
+        corpus = read_checked(options, world.size)
+    else:
+        corpus = agreed(world, lambda: read_checked(options, world.size))
+        check_alike(options, corpus, world)
     training = Training(options, corpus)
-    peak = training.train()
+    training.train()
     assert training.trainer is not None, "it has trained"
     sample = write_sample(training.trainer.model, options.prompt, options.sample_bytes, options.seed)
     if shardrt.comm.world().rank == 0:
@@ -423,7 +463,7 @@ def main() -> None:
         plot_losses(options.out / "log.jsonl", options.out / "loss.png")
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack characters of it
         print(f"--- a sample ---\n{sample}\n--- the end ---")
-        print(f"peak memory {peak:.0f} MB per rank; wrote {shown(options.out)}/", flush=True)
+        print(f"peak memory {training.peak:.0f} MB per rank; wrote {shown(options.out)}/", flush=True)
     shardrt.finalize()
 
 

@@ -236,7 +236,7 @@ def test_steps_are_recorded_if_there_are_any_and_drawn_at_the_end(
 
     monkeypatch.setattr(shardrt, "Timeline", timeline)
     monkeypatch.setattr("train.draw_memory", lambda events, path: done.append("drawn"))
-    for step in recorded(range(steps), tmp_path, 0):
+    for step in recorded(iter(range(steps)), tmp_path, 0):
         done.append(step)
     assert done == expected
 
