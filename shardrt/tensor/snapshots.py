@@ -27,16 +27,18 @@ from ..comm.streams import Event, current_stream, is_capturing
 
 
 class Snapshot:
-    """Copies of plain tensors of one device, which are under way until `copied` passes."""
+    """Copies of plain tensors of one device, which are under way until `copied` passes, as are those of the one before."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], copied: Event) -> None:
-        """From now on, what writes these tensors waits."""
+        """From now on, what writes these tensors waits. copied: passes after that of the one under way."""
         global current
         # Hazard: of memory that is given back meanwhile, other tensors would be made before it is copied.
         self._tensors = tensors
-        self._copied = copied
+        self.copied = copied
         self._device = tensors[0].device
         self._storages = frozenset(map(address, tensors))
+        if (before := current) is not None:
+            self._storages |= before._storages
         current = self
 
     def has_any(self, tensors: Iterable[torch.Tensor]) -> bool:
@@ -47,12 +49,12 @@ class Snapshot:
         """Let what is submitted from now on to the current stream run after the copies."""
         # While a CUDA graph is captured there is nothing to wait for: torch has waited for the device before.
         if not is_capturing():
-            current_stream(self._device).wait(self._copied)
+            current_stream(self._device).wait(self.copied)
 
     def end(self) -> None:
         """Block until the copies are there. Nobody waits any more."""
         global current
-        self._copied.synchronize()
+        self.copied.synchronize()
         self._tensors = ()
         if current is self:
             current = None

@@ -22,11 +22,13 @@ import shardrt
 from checkpoints import shared_folder
 from ranks import on_ranks, run_script
 from shardrt import checkpoint
+from shardrt.checkpoint.run.copies import MemoryCopies
 from shardrt.comm import World
 from shardrt.comm.streams import CudaStream, _CudaEvent
 from shardrt.fsdp.memory.context import Streams
 from shardrt.fsdp.reduce.sharded_grads import ShardedGrads
 from shardrt.kernels import cuda as kernels
+from shardrt.tensor import snapshots
 from toys import OddMLP, batch, loss_of, shard_blocks
 from worker import take_races
 
@@ -234,6 +236,33 @@ def test_a_save_waits_on_the_host(world: World, save: Callable[..., checkpoint.A
                 saved.wait()
     races = take_races()
     assert "read after write: memcpy on stream" in races if not waits else races == "", races
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@on_ranks(2)
+def test_a_step_waits_for_two_saves_that_copy(world: World, is_known: bool) -> None:
+    """The copy of a run, and its checkpoint."""
+    model = shard_blocks(OddMLP())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    copies, has_stepped, end = MemoryCopies(), threading.Event(), snapshots.Snapshot.end
+    with shared_folder(world) as folder, pytest.MonkeyPatch.context() as patch:
+        # Otherwise the thread may have waited for the copies on the host before the step.
+        patch.setattr(snapshots.Snapshot, "end", lambda self: has_stepped.wait() and end(self))
+        for step in range(2):
+            has_stepped.clear()
+            loss_of(model, batch(0).float()).backward()
+            copies.take(f"step-{step}", {"model": model})
+            if not is_known:
+                snapshots.current = None
+            saved = checkpoint.async_save(folder / f"step-{step}", {"model": model})
+            optimizer.step()
+            has_stepped.set()
+            saved.wait()
+            copies.finish()
+    copies.close(delete=True)
+    races = take_races()
+    assert "write after read" in races if not is_known else races == "", races
     torch.cuda.synchronize()
 
 

@@ -4,6 +4,9 @@ A copy is a checkpoint in a folder of /dev/shm: files in memory outlive the proc
 any number of ranks. A rank that is lost while a copy is written leaves the one before whole: the new one takes the files of
 the second-newest, whose pages are there already. (To get pages takes as long as to write them.) Copies have no checksums.
 
+On the host, training waits for a copy, which would otherwise be made twice. On a GPU the state is copied to pinned memory, on a
+stream of its own, while training goes on; a thread then writes the files.
+
 On several nodes, each has such a folder, with the files of its ranks, and then gets those of the node before it as well: so a
 copy outlives one node, and any that do not follow each other. Before a load, the files that a node's ranks need, and it lacks,
 are sent to it. Gemini has such copies (Wang et al., "Gemini: Fast Failure Recovery in Distributed Training with In-Memory
@@ -18,6 +21,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from ..disk.files import METADATA
 from ..disk.folders import Keep
 from ..errors import CheckpointError, agreed
 from ..saving.plan import file_of
-from ..saving.save import Background
+from ..saving.save import AsyncSave, Background
 from ..saving.writing import prepare
 from .moves import ARRIVING, FileMove, move
 
@@ -36,6 +40,16 @@ _PREFIX = "shardrt-copies-"  # `stale_files.py` knows it, and the next
 _HELD = "held"
 _NEWEST = 2
 _KEPT = Keep(newest=_NEWEST)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A copy that is written.   moves: of its files, when it is.   kept: this rank's files, with it."""
+
+    saving: AsyncSave
+    sizes: dict[str, int]
+    moves: list[FileMove]
+    kept: list[Path]
 
 
 class MemoryCopies:
@@ -47,6 +61,7 @@ class MemoryCopies:
 
     def __init__(self) -> None:
         self._background: Background | None = None
+        self._under_way: _UnderWay | None = None
         self._files: list[Path] = []  # this rank's files, of the newest two copies
         self._taken: dict[str, dict[str, int]] = {}  # the bytes of the files of the newest two copies, by name
         self._held = -1
@@ -92,13 +107,14 @@ class MemoryCopies:
         places = here.comm.exchange((this_machine(), status.st_dev, status.st_ino))
         self._homes = [places.index(each) for each in places]  # of each rank, the first rank that has its folder
         self._comm = here.mesh.communicator("copies.files")
-        self._is_adopted = False
+        self._is_adopted, self._under_way = False, None
 
     def take(self, name: str, state: dict[str, Any]) -> None:
-        """Copy the state. Collective; returns when all ranks have.
+        """Copy the state. Collective; returns when all ranks have; on a GPU, when they have begun, see `poll` and `finish`.
 
         Raises: CheckpointError on every rank, if there is too little memory.
         """
+        self.finish()
         here = world()
         if self._background is None or self._background.has_ended:  # of a world that has lost ranks
             self._background, self._files = Background("copies"), []
@@ -118,13 +134,30 @@ class MemoryCopies:
         except CheckpointError:
             prepared.abandon()
             raise
-        self._background.start(prepared, items, is_copied=False).wait()
-        move(self._comm, self.folder / name, moves, here.stream)
-        self._files = [*files, self.folder / name / file]
         sizes = {file_of(rank): size for rank, size in enumerate(prepared.sizes) if size}
-        with agreed(here.comm):
-            sizes[METADATA] = (self.folder / name / METADATA).stat().st_size
-        self._taken = dict([*self._taken.items(), (name, sizes)][-_NEWEST:])
+        is_copied = here.device.type == "cuda"
+        saving = self._background.start(prepared, items, is_copied=is_copied)
+        self._under_way = _UnderWay(saving, sizes, moves, [*files, self.folder / name / file])
+        if not is_copied:
+            self.finish()
+
+    def poll(self) -> None:
+        """Finish the copy under way, if all ranks have written it. Collective."""
+        if self._under_way is not None and self._under_way.saving.poll():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the copy under way, if there is one: from now on it covers losses. Collective."""
+        if (found := self._under_way) is None:
+            return
+        self._under_way = None
+        found.saving.wait()
+        folder = Path(found.saving.folder)
+        move(self._comm, folder, found.moves, world().stream)
+        with agreed(self._comm):
+            found.sizes[METADATA] = (folder / METADATA).stat().st_size
+        self._files = found.kept
+        self._taken = dict([*self._taken.items(), (folder.name, found.sizes)][-_NEWEST:])
 
     def newest_first(self) -> list[Path]:
         """The copies of which the nodes have all files, between them. Collective."""

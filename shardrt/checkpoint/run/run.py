@@ -232,6 +232,7 @@ class Run:
         with during(Step.RECOVER, _Ranks(f"with {membership.count} ranks again")):
             if self._copies is not None:
                 self._copies.take(self._folder_of(self.done).name, self._with_own_state())
+                self._copies.finish()
             elif self._saved != self.done:
                 self._save()
             self._finish_saving()
@@ -380,6 +381,7 @@ class Run:
     def _copy(self, copies: MemoryCopies) -> None:
         """Copy the state if that is due."""
         assert self._survive is not None, "it has copies"
+        copies.poll()
         if self.done % (self._survive.copies_every or 1) == 0:
             copies.take(self._folder_of(self.done).name, self._with_own_state())
 
@@ -387,6 +389,7 @@ class Run:
         """Copy the state if no copy has it that covers losses: before the first step, and in a new world. Collective."""
         if self._copies is not None and not self._copies.adopt(self._folder_of(self.done).name):
             self._copies.take(self._folder_of(self.done).name, self._with_own_state())
+            self._copies.finish()
 
     def _is_time(self) -> bool:
         """Whether this is rank 0, and it is time to save."""

@@ -147,6 +147,8 @@ class Copies:
         if not pairs:
             return None
         self._stream.wait(current_stream(self._stream.device).record())
+        if (before := snapshots.current) is not None:  # of another save
+            self._stream.wait(before.copied)
         self._stream.submit(lambda: [here.copy_(source, non_blocking=True) for here, source in pairs])
         return Snapshot([source for _, source in pairs], self._stream.record())
 
