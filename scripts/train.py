@@ -26,8 +26,8 @@ With --timeline, the ranks record three steps. `python -m shardrt.timeline merge
 With --resume auto, checkpoints are saved in OUT/checkpoints, and the script starts from the newest one, on any number of ranks.
 The lines of the log from there on are written anew.
 
-Under `shardrt.launch --survive`, it goes on within seconds when ranks are lost, from copies in memory, and under `--replace`
-also on as many ranks as before: --batch has to be divisible by the numbers of ranks that may be left.
+With it, under `shardrt.launch --survive`, it goes on within seconds when ranks are lost, from copies in memory, and under
+`--replace` also on as many ranks as before: --batch has to be divisible by the numbers of ranks that may be left.
 """
 
 from __future__ import annotations
@@ -327,10 +327,12 @@ class Training:
             for index in range(options.steps):
                 self.step(index)
             return
-        survive = shardrt.Survival() if world.settings.survive else None
+        survive = shardrt.Survival(group=options.tp) if world.settings.survive else None
         folder = options.out / "checkpoints"
         with shardrt.Run(folder, self.build, options.save_every, options.keep, survive=survive) as run:
             run.train(options.steps, self.step)
+            if self._shown is None:  # no step was left: the log may have more
+                open_log(options, self.corpus, shardrt.comm.world(), run.done).close()
 
     def step(self, index: int) -> None:
         """Run one step, and show it."""

@@ -146,9 +146,10 @@ def complaint_of(done: Ended, left: int) -> str | None:
         return "no end"
     if done.code != 0:
         return f"exit code {done.code}"
-    if (found := done.steps()[-1]["ranks"]) < left:
-        return f"{found} ranks left, expected {left}"
-    return None if len(done.digests) == 1 else f"{len(done.digests)} different results"
+    if len(done.digests) != 1:
+        return f"{len(done.digests)} different results"
+    found = done.steps()[-1]["ranks"]
+    return None if found >= left else f"{found} ranks left, expected {left}"
 
 
 def segments_of(steps: list[Event]) -> list[Segment]:

@@ -143,21 +143,37 @@ class MemoryCopies:
 
     def poll(self) -> None:
         """Finish the copy under way, if all ranks have written it. Collective."""
-        if self._under_way is not None and self._under_way.saving.poll():
+        if self._under_way is None:
+            return
+        try:
+            has_written = self._under_way.saving.poll()
+        except CheckpointError:
+            self._under_way = None
+            raise
+        if has_written:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the copy under way, if there is one: from now on it covers losses. Collective."""
+        """Wait for the copy under way, if there is one: from now on it covers losses. Collective. Raises: as `take`."""
         if (found := self._under_way) is None:
             return
         self._under_way = None
         found.saving.wait()
+        if found.moves:
+            self._check_room(0, found.moves, "a copy of the run")  # since it began, others may have taken it
         folder = Path(found.saving.folder)
         move(self._comm, folder, found.moves, world().stream)
         with agreed(self._comm):
             found.sizes[METADATA] = (folder / METADATA).stat().st_size
         self._files = found.kept
         self._taken = dict([*self._taken.items(), (folder.name, found.sizes)][-_NEWEST:])
+
+    def cover(self, name: str, state: dict[str, Any]) -> None:
+        """Let the copy of this name cover losses from now on; it is made, unless it is the newest. Collective."""
+        self.finish()
+        if name not in list(self._taken)[-1:]:
+            self.take(name, state)
+            self.finish()
 
     def newest_first(self) -> list[Path]:
         """The copies of which the nodes have all files, between them. Collective."""

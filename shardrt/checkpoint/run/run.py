@@ -231,8 +231,7 @@ class Run:
             return coming
         with during(Step.RECOVER, _Ranks(f"with {membership.count} ranks again")):
             if self._copies is not None:
-                self._copies.take(self._folder_of(self.done).name, self._with_own_state())
-                self._copies.finish()
+                self._copies.cover(self._folder_of(self.done).name, self._with_own_state())
             elif self._saved != self.done:
                 self._save()
             self._finish_saving()
@@ -388,8 +387,7 @@ class Run:
     def _cover_losses(self) -> None:
         """Copy the state if no copy has it that covers losses: before the first step, and in a new world. Collective."""
         if self._copies is not None and not self._copies.adopt(self._folder_of(self.done).name):
-            self._copies.take(self._folder_of(self.done).name, self._with_own_state())
-            self._copies.finish()
+            self._copies.cover(self._folder_of(self.done).name, self._with_own_state())
 
     def _is_time(self) -> bool:
         """Whether this is rank 0, and it is time to save."""

@@ -196,37 +196,49 @@ def _aligned(place: Number) -> Number:
     return -(-place // ALIGNMENT) * ALIGNMENT
 
 
+@dataclass(slots=True)
+class _Derived:
+    """What follows from a description of all ranks.   key: of the description.   names: that this rank writes."""
+
+    key: object
+    names: tuple[str, ...] | None = None
+    metadata: bytes | None = None
+
+
 class _Newest:
-    """What follows from the newest description of all ranks, kept for the next save of the same names, placements and sizes."""
+    """What follows from the newest description of all ranks, kept for the next save of the same names, placements and sizes.
+
+    Threads that commit other saves use it at the same time: each fills what belongs to its own description.
+    """
 
     _LIMIT = 1 << 26  # bytes of metadata that are kept
 
     def __init__(self) -> None:
-        self._key: object = None
-        self._names: tuple[str, ...] | None = None  # that this rank writes
-        self._metadata: bytes | None = None
+        self._kept = _Derived(None)
 
     def names(self, agreed: Agreed, rank: int) -> tuple[str, ...]:
         """The names of which this rank writes a part, in the order of their assignment."""
-        self._turn_to(agreed)
-        if self._names is None:
-            self._names = tuple(each.entry.name for each in assign(agreed) if each.includes(rank))
-        return self._names
+        kept = self._of(agreed)
+        if kept.names is None:
+            kept.names = tuple(each.entry.name for each in assign(agreed) if each.includes(rank))
+        return kept.names
 
     def metadata(self, agreed: Agreed) -> bytes:
         """The contents of `.metadata` without its ending."""
-        self._turn_to(agreed)
-        if self._metadata is not None:
-            return self._metadata
+        kept = self._of(agreed)
+        if kept.metadata is not None:
+            return kept.metadata
         out = io.BytesIO()
         write_metadata(out, agreed)
         made = out.getvalue()
-        self._metadata = made if len(made) <= self._LIMIT else None
+        kept.metadata = made if len(made) <= self._LIMIT else None
         return made
 
-    def _turn_to(self, agreed: Agreed) -> None:
-        if agreed.key is None or agreed.key != self._key:
-            self._key, self._names, self._metadata = agreed.key, None, None
+    def _of(self, agreed: Agreed) -> _Derived:
+        kept = self._kept
+        if agreed.key is None or agreed.key != kept.key:
+            self._kept = kept = _Derived(agreed.key)
+        return kept
 
 
 _newest = _Newest()
