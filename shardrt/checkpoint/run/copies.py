@@ -5,7 +5,7 @@ any number of ranks. A rank that is lost while a copy is written leaves the one 
 the second-newest, whose pages are there already. (To get pages takes as long as to write them.) Copies have no checksums.
 
 On the host, training waits for a copy, which would otherwise be made twice. On a GPU the state is copied to pinned memory, on a
-stream of its own, while training goes on; a thread then writes the files.
+stream of its own, and a thread writes the files, while training goes on; it waits for what is then sent to other nodes.
 
 On several nodes, each has such a folder, with the files of its ranks, and then gets those of the node before it as well: so a
 copy outlives one node, and any that do not follow each other. Before a load, the files that a node's ranks need, and it lacks,

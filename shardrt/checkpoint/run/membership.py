@@ -22,7 +22,7 @@ class Survival:
         and it goes on from the newest checkpoint.   min_ranks: with fewer, the job ends.
     group: how many consecutive ranks are of use only together, as those of a tensor-parallel group; it divides their number. If
         one of a group is lost, the others of the group leave as well.
-    Memory: twice the state, in /dev/shm.
+    Memory: twice the state, in /dev/shm; four times on several nodes. On a GPU also one copy that is pinned.
     """
 
     copies_every: int | None = 10
