@@ -237,7 +237,7 @@ class RunningJob:
     """A running mpirun or srun, and its ranks."""
 
     def __init__(self, command: list[str], ends: Ends) -> None:
-        self._ends = ends
+        self._ends, self._is_srun = ends, Path(command[0]).name == "srun"
         # A terminal's Ctrl-C is for the ranks: Open MPI's mpirun lets them have it unblocked.
         blocked = PASSED_ON & {signal.SIGINT} if ends is Ends.DIRECT else set()
         self._process = subprocess.Popen(command, preexec_fn=partial(_before_exec, blocked))
@@ -274,8 +274,8 @@ class RunningJob:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End an mpirun that does not end by itself: it may write to a standard error that nobody reads."""
-        if self._ends is not Ends.STAND_IN:  # Slurm has a time limit of its own, KillWait
+        """End an mpirun that does not end by itself: it may write to an error output that nobody reads, or lack its network."""
+        if not self._is_srun:  # Slurm has a time limit of its own, KillWait
             self._process.kill()
 
     def has_no_ranks(self, seconds: float) -> bool:

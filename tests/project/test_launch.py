@@ -548,6 +548,12 @@ def test_the_exit_code_of_a_job_is_that_of_its_first_failure(ends: str, reported
     assert done.returncode == code
 
 
+def test_an_mpirun_that_does_not_end_is_killed() -> None:
+    """When a rank has said that the job ends: Open MPI's may wait for a machine that its network does not reach."""
+    start = [word.replace("forwarded", "stand-in") for word in SUPERVISE]
+    assert run(*start, "sh", "-c", 'echo "17 " >> $SHARDRT_REPORTS; exec sleep 1000').returncode == 17
+
+
 def test_launcher_and_run_use_one_variable() -> None:
     assert launch.PROGRESS == report.PROGRESS
 
