@@ -322,11 +322,10 @@ def _end(world: World, monitor: Monitor) -> None:
 
 
 def _end_mpi() -> None:
-    """End MPI, if `init` started it. Collective over all ranks.
-
-    Hazard: when processes have ended before, Open MPI's may never return.
-    """
-    if _started_mpi and not members.has_lost:
+    """End MPI, if `init` started it. Collective over all ranks."""
+    if members.has_lost:
+        members.leave_launcher()
+    elif _started_mpi:
         from mpi4py import MPI
 
         if not MPI.Is_finalized():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _MERGE_S = 10.0  # for what takes milliseconds
+_DUMPED_S = 1.0  # for the stacks to be written
 _GUARD = Path(__file__).parent / "guard" / "__main__.py"
 
 
@@ -142,12 +144,14 @@ def is_joining() -> bool:
 def joining(limit_s: float) -> Iterator[None]:
     """The block is init(). Until it has come to the others (`joined`), such a process ends when the limit has passed.
 
-    That is so also inside MPI, with Python's lock. It ends with any error.
+    That is so also inside MPI, with Python's lock: by SIGALRM. It ends with any error.
     """
     if not is_joining():
         yield
         return
-    faulthandler.dump_traceback_later(min(limit_s, threading.TIMEOUT_MAX), exit=True)
+    limit_s = min(limit_s, threading.TIMEOUT_MAX)
+    faulthandler.dump_traceback_later(limit_s)
+    signal.setitimer(signal.ITIMER_REAL, limit_s + _DUMPED_S)
     try:
         yield
     except Exception as error:
@@ -165,5 +169,6 @@ def joined() -> MPI.Intracomm:
     ranks = MPI.Comm.Get_parent()
     _connect(ranks)
     made = ranks.Merge(high=True)
-    faulthandler.cancel_dump_traceback_later()  # from here on, the others revoke `made` if they do not come
+    faulthandler.cancel_dump_traceback_later()
+    signal.setitimer(signal.ITIMER_REAL, 0.0)  # from here on, the others revoke `made` if they do not come
     return made

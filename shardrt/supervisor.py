@@ -60,7 +60,7 @@ from .comm.guard.node import JOINING
 
 USAGE_ERROR = 2
 _LOOK_S = 0.5  # between two looks for reports
-_OF_LOST = {128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)}
+_OF_LOST = {128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGALRM)}
 _NO_RANKS_S = 5.0  # for mpirun to end when no rank is left
 _END_S = 10.0  # for mpirun to end when a rank has said that it ends the job
 _SHOW_S = 2.0  # for a message to be read
@@ -210,11 +210,11 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[int, bool]:
 def code_of_survivors(code: int, reports: Reports, *, was_ended: bool) -> int:
     """The exit code of a job that survives the loss of ranks. code: that of Open MPI's mpirun, or of its end by this process.
 
-    Hazard: mpirun gives 0 if every rank was killed; the code of a signal if that has ended a process that was started in the
-    place of another; and 1 where such processes end without MPI's finalize, which may never return then.
+    Hazard: mpirun gives 0 if every rank was killed, and the code of a signal if that has ended a process that was started in
+    the place of another.
     """
     if reports.has_finished and reports.code is None:
-        return 0 if was_ended or code in _OF_LOST or (code == 1 and reports.joined) else code
+        return 0 if was_ended or code in _OF_LOST else code
     if reports.has_finished:
         return code
     return code or reports.lost or EXIT_CODE

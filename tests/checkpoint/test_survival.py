@@ -97,6 +97,45 @@ def test_lost_ranks_are_replaced() -> None:
     assert found["largest difference of a loss"] < 1e-4
 
 
+REPLACED = """
+import os, signal, sys
+import torch, shardrt
+
+world, lost = shardrt.init("cpu"), os.path.join(sys.argv[1], "lost")
+is_victim = world.rank == 1 and not world.is_newcomer
+
+def build(world):
+    return {"model": shardrt.fully_shard(torch.nn.Linear(3, 5))}
+
+def step(index):
+    here = shardrt.comm.world()
+    here.barrier()
+    if is_victim and index == 3:
+        open(lost, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    here.barrier()
+    if here.size == 2 and os.path.exists(lost):
+        print("rank", here.rank, "of", here.size, flush=True)
+        sys.exit(1)
+
+with shardrt.Run(os.path.join(sys.argv[1], "run"), build, survive=shardrt.Survival(copies_every=2)) as run:
+    run.train(1_000_000, step)
+"""
+
+
+@pytest.mark.mpi
+def test_the_exit_code_after_a_replacement(tmp_path: Path) -> None:
+    """It is that of the program, though no rank makes the end of MPI."""
+    if launch.loaded_mpi() is not launch.Mpi.OPEN_MPI:
+        pytest.skip("only Open MPI's ranks outlive others")
+    script = tmp_path / "script.py"
+    script.write_text(REPLACED)
+    line = [sys.executable, "-m", "shardrt.launch", "--replace", "-n", "2", str(script), str(tmp_path)]
+    done = subprocess.run(line, env=os.environ | rank_environment(), capture_output=True, text=True, check=False)
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], done.stderr
+    assert done.returncode == 1, done.stderr
+
+
 @on_ranks(1, 2)
 def test_a_run_of_a_function_trains(world: World) -> None:
     """It makes the state; `train` makes the steps that remain, and saves the last."""
