@@ -252,7 +252,8 @@ def draw(picture: Path, undisturbed: dict[int, float], disturbed: dict[int, Even
     above.set_ylabel("loss")
     above.legend()
     below.step(list(disturbed), [event["ranks"] for event in disturbed.values()], where="post", linewidth=0.8)
-    below.set(xlabel="step", ylabel="ranks", ylim=(0, None))
+    most = max(event["ranks"] for event in disturbed.values())
+    below.set(xlabel="step", ylabel="ranks", ylim=(0, most + 0.5), yticks=range(0, most + 1, 2))
     figure.tight_layout()
     figure.savefig(picture)
 
