@@ -240,8 +240,9 @@ def leave_launcher() -> None:
     """
     with suppress(OSError):  # Open MPI has it in itself
         library = ctypes.CDLL("libpmix.so.2", os.RTLD_NOW | os.RTLD_NOLOAD)
-        while library.PMIx_Initialized() and library.PMIx_Finalize(None, 0) == 0:
-            pass
+        error = 0
+        while not error and library.PMIx_Initialized():  # as often as it was started
+            error = library.PMIx_Finalize(None, 0)
 
 
 def revoke(comm: MPI.Comm) -> None:

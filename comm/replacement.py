@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _MERGE_S = 10.0  # for what takes milliseconds
 _DUMPED_S = 1.0  # for the stacks to be written
+_LONGEST_S = 1e9  # 30 years: the kernel's timers take no more than 292
 _GUARD = Path(__file__).parent / "guard" / "__main__.py"
 
 
@@ -149,7 +150,7 @@ def joining(limit_s: float) -> Iterator[None]:
     if not is_joining():
         yield
         return
-    limit_s = min(limit_s, threading.TIMEOUT_MAX)
+    limit_s = min(limit_s, _LONGEST_S)
     faulthandler.dump_traceback_later(limit_s)
     signal.setitimer(signal.ITIMER_REAL, limit_s + _DUMPED_S)
     try:

@@ -14,7 +14,7 @@ import torch
 
 import shardrt
 from checkpoints import shared_folder
-from ranks import on_ranks, rank_environment
+from ranks import DEADLINE_S, on_ranks, rank_environment
 from shardrt import launch, stale_files
 from shardrt.comm import World
 from shardrt.comm.ending.report import EXIT_CODE
@@ -131,7 +131,8 @@ def test_the_exit_code_after_a_replacement(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(REPLACED)
     line = [sys.executable, "-m", "shardrt.launch", "--replace", "-n", "2", str(script), str(tmp_path)]
-    done = subprocess.run(line, env=os.environ | rank_environment(), capture_output=True, text=True, check=False)
+    environment = os.environ | rank_environment() | {"SHARDRT_START_TIMEOUT": "0"}  # no limit
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], done.stderr
     assert done.returncode == 1, done.stderr
 
