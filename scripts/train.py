@@ -40,7 +40,7 @@ import os
 import sys
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -362,7 +362,7 @@ def open_log(options: Options, corpus: Corpus, world: shardrt.World, first: int)
     return shardrt.Metrics(path, count_flops=True, peak_flops=peak, tensorboard=board)
 
 
-def recorded(steps: Iterator[int], folder: Path, rank: int) -> Iterator[int]:
+def recorded(steps: Iterator[int], folder: Path, rank: int) -> Generator[int, None, None]:
     """The steps, of which the third to the fifth are recorded: the order of use is known by then. folder: as rank 0 has it."""
     yield from islice(steps, 2)
     for third in islice(steps, 1):
@@ -381,9 +381,10 @@ class ShownSteps:
         options, world = trainer.options, trainer.world
         self._trainer, self._validation = trainer, ""
         self._steps: Iterator[int] = iter(range(first, options.steps))
-        if options.timeline:
-            self._steps = recorded(self._steps, world.comm.exchange(options.out)[0], world.rank)
         with ExitStack() as opened:
+            if options.timeline:
+                recording = recorded(self._steps, world.comm.exchange(options.out)[0], world.rank)
+                self._steps = opened.enter_context(closing(recording))
             self._metrics = opened.enter_context(open_log(options, trainer.corpus, world, first))
             bar = tqdm(total=options.steps, initial=first, disable=world.rank != 0, unit="step", dynamic_ncols=True)
             self._bar = opened.enter_context(bar)
@@ -419,8 +420,6 @@ class ShownSteps:
 
     def close(self) -> None:
         """Show no more steps. Not collective: what is being recorded is given up."""
-        if isinstance(self._steps, Generator):
-            self._steps.close()
         self._opened.close()
 
 
