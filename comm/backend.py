@@ -140,6 +140,10 @@ class Backend(ABC):
         return made
 
     @abstractmethod
+    def subset(self, ranks: Sequence[int], name: str, *, on_host: bool) -> Backend:
+        """A backend for these of its ranks, this one among them, which alone call it.   on_host: for CPU tensors."""
+
+    @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
         """See `Communicator.empty`."""
 

@@ -48,10 +48,10 @@ class PreMulSum:
 
 Op = ReduceOp | PreMulSum
 
+# Control calls that not every rank makes: they take no number. Their first argument is the rank, or ranks, waited for.
+OF_SOME_RANKS = frozenset({"wait_to_write", "subset", "wait_for_message"})
 # Control calls: they block the caller and run on its thread.
-BLOCKING = frozenset(
-    {"exchange", "split", "empty", "node_memory", "pool", "agree", "rejoin", "close", "finalize", "wait_to_write"}
-)
+BLOCKING = OF_SOME_RANKS | {"exchange", "split", "empty", "node_memory", "pool", "agree", "rejoin", "close", "finalize"}
 
 
 class Counts(NamedTuple):
@@ -137,7 +137,7 @@ def _describe(call: CollectiveCall) -> Description:
         assert isinstance(dtype, torch.dtype)
         assert isinstance(numel, int)
         return describe_call(call.name, dtype, numel, ())
-    return describe_call(call.name, None, 0, call.args if call.name in ("node_memory", "wait_to_write") else ())
+    return describe_call(call.name, None, 0, call.args if call.name == "node_memory" or call.name in OF_SOME_RANKS else ())
 
 
 class Hook:

@@ -18,7 +18,7 @@ import torch
 
 from . import members
 from .backend import Backend, NodeMemory
-from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes
+from .calls import OF_SOME_RANKS, CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes
 from .fingerprint import fingerprint_of
 from .members import check_lost, raise_lost
 from .pool import Pool
@@ -130,6 +130,22 @@ class ControlPlane:
         """
         with self._control_call("split"):
             return type(self)(self.backend.part(ranks, name), self.hooks)
+
+    def subset(self, ranks: Sequence[int], name: str, *, on_host: bool = False) -> Self:
+        """A new communicator of these of its ranks, this one among them, in their order; only they call it.
+
+        on_host: for CPU tensors, whatever this one is for.
+        Collective over `ranks`: all of them give the same ranks and name. Subsets with ranks in common are made in one order.
+        Hazard: this is not compared: if one of the ranks does not come, the watchdog tells of it.
+        Raises: ValueError for ranks that are not distinct ranks of this communicator with this one among them; otherwise as
+        `split`.
+        """
+        if self.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
+            raise ValueError(
+                f"subset({list(ranks)}) of {self}: expected distinct ranks below {self.size}, with this rank, {self.rank}"
+            )
+        with self._control_call("subset", tuple(ranks), name):
+            return type(self)(self.backend.subset(ranks, name, on_host=on_host), self.hooks)
 
     def empty(self, numel: int, dtype: torch.dtype, *, symmetric: bool = False) -> torch.Tensor:
         """A (numel,) buffer that this communicator's collectives access without a copy. Collective, with equal arguments.
@@ -259,7 +275,7 @@ class ControlPlane:
     def watched(self, name: str, *args: object) -> Iterator[None]:
         """Run the hooks around the `with` block, in which the caller waits for the other ranks. name: one of `BLOCKING`.
 
-        It takes the next number, as a collective does, unless only this rank calls it.
+        It takes the next number, as a collective does, unless only some ranks call it.
         """
         self.check_open(name)
         check_lost()
@@ -269,7 +285,7 @@ class ControlPlane:
             self._raise_in_use(name)
         self._thread = thread  # Python changes threads only in calls and loops: not since the line before
         try:
-            self._number += name != "wait_to_write"
+            self._number += name not in OF_SOME_RANKS
             self._begin(calls)
             yield
         except Exception as error:

@@ -150,6 +150,9 @@ class DryBackend(Backend):
     def part(self, ranks: Sequence[int], name: str) -> DryBackend:
         return DryBackend(name, ranks.index(self.rank), pick(self.ranks, ranks), self._costs, self._per_host)
 
+    def subset(self, ranks: Sequence[int], name: str, *, on_host: bool) -> DryBackend:
+        return self.part(ranks, name)
+
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
         return _uncounted(numel, dtype)
 

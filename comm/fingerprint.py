@@ -21,7 +21,7 @@ class Description(NamedTuple):
 def describe_call(name: str, dtype: torch.dtype | None, numel: int, args: tuple[object, ...]) -> Description:
     """Describe one call. dtype: None for a call without a tensor.   args: an op, a root, a peer, counts."""
     text = _text(name, dtype, numel, args)
-    if name in ("send", "recv", "wait_to_write"):
+    if name in ("send", "recv", "wait_to_write", "subset", "wait_for_message"):
         return Description(text, "", 0)
     shared = text if name != "all_to_all" or args[0] is None else f"{name} {_short(dtype)} with counts"
     return Description(text, shared, fingerprint_of(shared))
@@ -49,6 +49,8 @@ def fingerprint_of(text: str) -> int:
 def _text(name: str, dtype: torch.dtype | None, numel: int, args: tuple[object, ...]) -> str:
     if name == "wait_to_write":
         return f"{name} what rank {args[0]} reads"
+    if name == "wait_for_message":
+        return str(args[1])
     if dtype is None:
         return " ".join(map(str, (name, *args)))
     words = [name, _short(dtype), str(numel)]

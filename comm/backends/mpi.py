@@ -21,6 +21,7 @@ from mpi4py import MPI
 from ..backend import Backend
 from ..calls import CollectiveCall, Counts, Op
 from ..ending.words import name_ranks
+from ..fingerprint import fingerprint_of
 from ..members import free, revocable
 from ..ranks import evenly_spaced
 from ..streams import Stream
@@ -42,6 +43,7 @@ _SMALL_NBYTES = 1 << 15
 _EXCHANGE_NBYTES = 1 << 18
 # What a rank writes at least for each other one before they meet: with less (10 ranks and more), messages take less time.
 _MIN_SLOT_NBYTES = 1 << 15
+_TAGS = 1 << 15  # that every MPI has
 _SMALL_COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "reduce"})
 
 
@@ -148,6 +150,25 @@ class MpiBackend(Backend):
                 "needed any more, with Communicator.close() or DeviceMesh.close()"
             )
         return made
+
+    def subset(self, ranks: Sequence[int], name: str, *, on_host: bool) -> MpiBackend:
+        assert isinstance(self._control, MPI.Intracomm), "no bridge between two groups"
+        members = self._control.group.Incl(list(ranks))
+        try:
+            # The tag keeps apart what threads, or ranks in different orders, make at once.
+            comm = self._control.Create_group(members, fingerprint_of(name) % _TAGS)
+            return MpiBackend(comm, name, self._node, self._has_cores, self._world)
+        except MPI.Exception as error:
+            raise RuntimeError(
+                f"subset of {self} as '{name}': MPI makes no more communicators ({error}); {MpiBackend._open_count} are open "
+                "in this process. Close those that are not needed any more"
+            ) from error
+        finally:
+            members.Free()
+
+    def messages(self) -> MPI.Comm:
+        """A communicator of MPI's for messages that are no part of calls. Collective; whoever calls it frees it."""
+        return revocable(self._control.Dup())
 
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
         windows = self._algorithms.windows

@@ -221,6 +221,10 @@ class NcclBackend(Backend):
         host = self._host.split(color, key, name)
         return None if host is None else NcclBackend(host, self.device, name, self._family)
 
+    def subset(self, ranks: Sequence[int], name: str, *, on_host: bool) -> Backend:
+        host = self._host.subset(ranks, name, on_host=True)
+        return host if on_host else NcclBackend(host, self.device, name, self._family)
+
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
         if not self._is_connected:
             self._connect()

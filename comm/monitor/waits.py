@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..calls import CallList, Member, Work
+from ..calls import CallList, CollectiveCall, Member, Work
 from ..ending.status_table import WHAT_NBYTES, Operation, StatusEntry
 from ..recorder import is_past
 
@@ -44,7 +44,7 @@ class Watched:
     def begin(self, calls: CallList) -> None:
         """This rank begins these calls."""
         what = calls.description
-        self.peers = [] if what.shared else [call.args[0] for call in calls if isinstance(call.args[0], int)]
+        self.peers = [] if what.shared else [peer for call in calls for peer in _peers(call)]
         failed = calls[0].name == "agree" and calls[0].args[0] is not None
         self.status.begin(calls[0].number, AFTER_EXCEPTION if failed and self.has_everyone else what.shared or what.text)
 
@@ -85,6 +85,14 @@ class Watched:
         with suppress(IndexError):  # the watchdog's thread may drop the last one
             return self.pending[0]
         return None
+
+
+def _peers(call: CollectiveCall) -> tuple[int, ...]:
+    """The ranks that a call of some ranks waits for, this one maybe among them."""
+    waited_for = call.args[0]
+    if isinstance(waited_for, tuple):
+        return waited_for
+    return (waited_for,) if isinstance(waited_for, int) else ()
 
 
 @dataclass(frozen=True, slots=True)

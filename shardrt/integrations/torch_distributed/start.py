@@ -1,0 +1,86 @@
+"""How the default process group of `torch.distributed` is made, and ends."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from ... import comm
+from ...comm import World
+from ...comm.bootstrap import at_finalize
+from .group import ProcessGroupShardrt
+from .named import BACKEND
+
+_LOOPBACK = "127.0.0.1"
+
+
+def init_process_group(device: str | torch.device | None = None, *, timeout: timedelta | None = None) -> World:
+    """Make the default process group of `torch.distributed` on this world's ranks. Collective. Returns the world.
+
+    device: as of `shardrt.init`, which it calls. CPU tensors can be sent in either case.
+    timeout: of the store, the small server on rank 0 through which torch's ranks name groups to each other; None: torch's
+    default. Calls of the group have the watchdog's limit, SHARDRT_TIMEOUT.
+    The store listens on the loopback address if all ranks are on one node; else on MASTER_ADDR, or rank 0's host name.
+    `torch.distributed.new_group` and others then make further groups. All end with `destroy_process_group`, or `finalize`.
+    Raises, on every rank: RuntimeError if one of them has a default process group already, and in a job that survives lost
+    ranks.
+    """
+    world = comm.init(device)
+    has_group = world.comm.exchange(dist.is_initialized())
+    if any(has_group):
+        raise RuntimeError(
+            f"init_process_group on rank {world.rank}: rank {has_group.index(True)} has a default process group already; call "
+            "torch.distributed.destroy_process_group() first"
+        )
+    given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    dist.init_process_group(BACKEND, store=_store(world, **given), rank=world.rank, world_size=world.size, **given)
+    return world
+
+
+def _store(world: World, **given: Any) -> Store:
+    """The store of all ranks, on a free port of rank 0. Collective."""
+    host = os.environ.get("MASTER_ADDR") or world.node
+    server, problem = None, ""
+    if world.rank == 0:
+        try:
+            server = TCPStore(_LOOPBACK if world.nodes == 1 else host, 0, world.size, True, wait_for_workers=False, **given)
+        except RuntimeError as error:
+            problem = str(error)
+    told = world.comm.exchange((host, 0 if server is None else server.port, problem))[0]
+    if told[2]:
+        raise RuntimeError(f"init_process_group on rank {world.rank}: rank 0 cannot open its store: {told[2]}")
+    if server is not None:
+        return server
+    return TCPStore(_LOOPBACK if world.nodes == 1 else told[0], told[1], world.size, False, wait_for_workers=False, **given)
+
+
+def _create(given: Any, backend_options: object) -> ProcessGroupShardrt:
+    """Make a group for torch, on its members."""
+    world = comm.init()
+    ranks = list(given.global_ranks_in_group) or list(range(world.size))
+    if given.group_size != len(ranks) or ranks[given.group_rank] != world.rank:
+        raise RuntimeError(
+            f"process group '{given.group_id}': expected rank {world.rank} of {world.size}, as MPI numbers this process, found "
+            f"rank {given.group_rank} of {given.group_size}"
+        )
+    if not given.global_ranks_in_group:  # the default group
+        at_finalize(_destroy, _abandon)
+    return ProcessGroupShardrt(given.store, given.group_rank, given.group_size, ranks, f"torch.{given.group_id}")
+
+
+def _destroy() -> None:
+    """End all groups, if the program has not."""
+    if dist.is_initialized() and dist.get_backend() == BACKEND:
+        dist.destroy_process_group()
+
+
+def _abandon() -> None:
+    """Do nothing when ranks are lost: the groups' communicators refuse calls from then on."""
+
+
+dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
