@@ -162,6 +162,9 @@ ROWS = [
     Row("-", "generate(), methods beside forward", "yes", "yes", "other_uses::generation"),
     Row("-", "HF Trainer, Accelerate", "FSDP2 by Accelerate", "yes", "frameworks::transformers"),
     Row("-", "Lightning", "yes", "yes", "frameworks::lightning"),
+    Row("-", "a process group of torch.distributed: every collective, messages, groups", "yes", "by a bridge, on shardrt's communicators", "torch_distributed::calls_are_gloos"),
+    Row("-", "DDP and its hooks, FSDP2, DTensor, functional collectives, DCP on it", "yes", "by the bridge", "torch_distributed::training_is_gloos"),
+    Row("-", "torch's pipelines: GPipe, 1F1B, interleaved, zero-bubble", "yes", "by the bridge", "torch_distributed::pipelines_are_gloos"),
     Row("-", "a script for FSDP2, changed in 11 lines", "", "yes", "examples::from_fsdp2_trains_as_the_original"),
 ]  # fmt: skip
 

@@ -171,22 +171,23 @@ def fsdp2_worker(case: Case, run: Run) -> tuple[int, Timing]:
 
 def fsdp2_comm_worker(case: Case, run: Run) -> tuple[int, Timing]:
     """FSDP2 on shardrt's communicators; CPU only."""
+    from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     import shardrt
-    from bench.comm_group import comm_process_group
+    from shardrt.integrations import torch_distributed
 
-    world = shardrt.init(run.device)
-    with comm_process_group(world):
-        mesh = init_device_mesh(run.device, (world.size,))
-        start_mb = held_mb(run.device)
-        model = build(case, run.device)
-        shard(model, partial(fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(case.param_dtype, torch.float32)))
-        job = Job(case, model, adamw(model.parameters(), run), world.rank, start_mb)
-        world.barrier()
-        timing = train_with_calls(job, run)
-        world.barrier()
+    world = torch_distributed.init_process_group(run.device)
+    mesh = init_device_mesh(run.device, (world.size,))
+    start_mb = held_mb(run.device)
+    model = build(case, run.device)
+    shard(model, partial(fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(case.param_dtype, torch.float32)))
+    job = Job(case, model, adamw(model.parameters(), run), world.rank, start_mb)
+    world.barrier()
+    timing = train_with_calls(job, run)
+    world.barrier()
+    distributed.destroy_process_group()
     shardrt.finalize()
     return world.rank, timing
 

@@ -385,7 +385,7 @@ def pipelined(rank: int, size: int, kind: str, group: Group) -> list[torch.Tenso
     ]
     losses: list[torch.Tensor] = []
     given = mine[0] if of_each == 1 else mine
-    schedule = schedule_class(given, 2 * size, loss_fn=nn.functional.mse_loss)  # type: ignore[operator]
+    schedule = schedule_class(given, 2 * size, loss_fn=nn.functional.mse_loss)
     inp = torch.randn(8 * size, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         if rank == 0:

@@ -162,28 +162,6 @@ def test_a_page_that_is_mapped_twice_counts_once() -> None:
         assert held_mb("cpu") - before == pytest.approx(megabytes, abs=4)
 
 
-@on_ranks(2)
-def test_a_process_group_of_torch_on_communicators_of_shardrt(world: World) -> None:
-    from torch.distributed.distributed_c10d import ReduceOp as TorchOp
-    from torch.distributed.distributed_c10d import ReduceScatterOptions
-
-    from bench.comm_group import CommGroup
-
-    group, options = CommGroup(world), ReduceScatterOptions()
-    own, whole = torch.full((2,), float(world.rank), device=world.device), torch.empty(4, device=world.device)
-    assert group.all_gather_single(whole, own).wait()
-    assert whole.tolist() == [0, 0, 1, 1]
-    options.reduceOp = TorchOp(TorchOp.AVG)
-    assert group.reduce_scatter_single(own, whole + world.rank, options).is_completed()
-    assert own.tolist() == [world.rank + 0.5] * 2
-    assert group.barrier().wait()
-    with pytest.raises(ValueError, match="found 3 against 2 elements"):
-        group.all_gather_single(whole[:3], own)
-    options.reduceOp = TorchOp(TorchOp.MAX)
-    with pytest.raises(ValueError, match=r"expected RedOpType\.SUM or RedOpType\.AVG, found RedOpType\.MAX"):
-        group.reduce_scatter_single(own, whole, options)
-
-
 def test_host_time_is_what_a_sharded_step_takes_longer() -> None:
     found = per_group([(5e-3, 1e-3), (9e-3, 2e-3), (6e-3, 1e-3)], groups=100)
     assert (found.median_us, found.best_us) == pytest.approx((50, 40))

@@ -9,7 +9,6 @@ watchdog, recorder and timelines. The runtime itself never needs a process group
 """
 
 from .group import ProcessGroupShardrt
-from .named import BACKEND
 from .start import init_process_group
 
-__all__ = ["BACKEND", "ProcessGroupShardrt", "init_process_group"]
+__all__ = ["ProcessGroupShardrt", "init_process_group"]
