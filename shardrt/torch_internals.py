@@ -16,6 +16,7 @@ Two more are in `kernels/cuda.py` and `comm/streams.py`, which import nothing of
 | `forward_mode_is_active`         | `torch.autograd.forward_ad._current_level`     |
 | `disabled_torch_function`        | `torch._C._disabled_torch_function_impl`       |
 | `as_plain_tensors`               | `torch._C.DisableTorchFunctionSubclass`        |
+| `without_torch_functions`        | `torch._C.DisableTorchFunction`                |
 | `preserve_version`               | `_unsafe_preserve_version_counter`             |
 | `same_storage`                   | `torch.UntypedStorage._cdata`                  |
 | `swap_memory`                    | `torch.UntypedStorage._swap_data_ptr_`         |
@@ -152,6 +153,9 @@ def disabled_torch_function() -> Any:
 
 # Inside, the `__torch_function__` of subclasses is not called.
 as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+
+# Inside, neither that nor a `TorchFunctionMode` is called.
+without_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 
 def same_storage(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:

@@ -1,0 +1,47 @@
+"""What the ranks of a ring must have alike: found out before anything else is sent, and refused on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ...comm import DeviceMesh
+from ...comm.fingerprint import fingerprint_of
+from .transport import Ring, ring_of
+
+T = TypeVar("T")
+
+
+def ring_for(mesh: DeviceMesh, what: str) -> Ring:
+    """The ring of a mesh of one axis. Raises ValueError for another."""
+    if mesh.ndim != 1:
+        raise ValueError(f"{what} on {mesh}: expected a mesh of one axis, such as mesh['cp']")
+    return ring_of(mesh)
+
+
+def agreed(ring: Ring, what: str, find: Callable[[], T]) -> T:
+    """What `find` returns, the same on every rank. Raises on every rank if it raises on one, or if they differ. Collective.
+
+    find: raises ValueError or NotImplementedError; what it returns tells by its `repr` what is equal.
+    Cost: a comparison on the host, 3 us within a node. It waits for the other ranks' hosts, never for a GPU.
+    """
+    problem, result = None, None
+    try:
+        result = find()
+    except (ValueError, NotImplementedError) as error:
+        problem = error
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    found = ring.comm.compare(fingerprint_of(repr((text, result))), lambda: (text, repr(result)))
+    if problem is not None:
+        raise type(problem)(f"{what} on {ring.mesh}: {problem}")
+    if found is not None:
+        raise ValueError(f"{what} on {ring.mesh}: {_difference(found)}")
+    return result  # type: ignore[return-value]
+
+
+def _difference(found: list[tuple[str | None, str]]) -> str:
+    for rank, (text, _) in enumerate(found):
+        if text is not None:
+            return f"rank {rank} of it raised {text}"
+    rank = next(rank for rank, (_, described) in enumerate(found) if described != found[0][1])
+    return f"rank 0 of it has {found[0][1]}, rank {rank} has {found[rank][1]}; expected the same on every rank"

@@ -1,0 +1,101 @@
+"""Attention of this rank's queries to the keys of all ranks: the autograd function over a transport.
+
+The backward recomputes the weights of each block from the log-sum-exp of all keys, which the forward keeps beside its output:
+nothing of size tokens times tokens is stored, in either of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .cut import Documents, SequenceCut
+from .kernels import Attended, Block, BlockSum, at, kernel_for, wide
+from .transport import Layout, Ring, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One call, alike on all ranks. scale: of the scores."""
+
+    ring: Ring
+    transport: type[Transport]
+    cut: SequenceCut
+    documents: Documents | None
+    causal: bool
+    scale: float
+
+    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Queries (B, H, T, D), keys (B, K, T, D) and values (B, K, T, E) of this rank's T tokens -> (B, H, T, E)."""
+        out: torch.Tensor = _Function.apply(queries, keys, values, self)
+        return out
+
+    def forward(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Attended:
+        kernel, found = kernel_for(queries, values), BlockSum(queries, values)
+        layout, own = self._packed(keys, values)
+        for owner, block in self.transport.blocks(self.ring, own):
+            k, v = layout.views(block, self.cut.length(owner))
+            for row, rows, columns, causal in self._pieces(owner):
+                part = Block(at(queries, row, rows), at(k, row, columns), at(v, row, columns), causal, self.scale)
+                found.add(row, rows, kernel.forward(part), first=owner == self.ring.rank)
+        return found.result()
+
+    def backward(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, total: Attended, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        kernel, dtype = kernel_for(queries, values), wide(queries.dtype)
+        layout, own = self._packed(keys, values)
+        grad_queries = queries.new_zeros(queries.shape, dtype=dtype)
+
+        def step(owner: int, block: torch.Tensor) -> torch.Tensor:
+            terms = block.new_zeros(block.shape, dtype=dtype)
+            length = self.cut.length(owner)
+            (k, v), (grad_k, grad_v) = layout.views(block, length), layout.views(terms, length)
+            for row, rows, columns, causal in self._pieces(owner):
+                part = Block(at(queries, row, rows), at(k, row, columns), at(v, row, columns), causal, self.scale)
+                seen = Attended(at(total.out, row, rows), at(total.lse, row, rows))
+                made = kernel.backward(part, seen, at(grad, row, rows))
+                at(grad_queries, row, rows).add_(made.queries)
+                at(grad_k, row, columns).add_(made.keys)
+                at(grad_v, row, columns).add_(made.values)
+            return terms
+
+        summed = self.transport.gradients(self.ring, own, step)
+        grad_keys, grad_values = layout.views(summed, self.cut.length(self.ring.rank))
+        return grad_queries.to(queries.dtype), grad_keys.to(keys.dtype), grad_values.to(values.dtype)
+
+    def _pieces(self, owner: int) -> Any:
+        return self.cut.pieces(self.ring.rank, owner, self.causal, self.documents)
+
+    def _packed(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Layout, torch.Tensor]:
+        layout = Layout(keys.shape[0], keys.shape[1], self.cut.longest, keys.shape[3], values.shape[3])
+        own = keys.new_empty(layout.numel)
+        length = keys.shape[2]
+        if length < layout.longest:
+            own.zero_()  # what is sent beyond a rank's tokens is not read, but should not be memory of others
+        for target, source in zip(layout.views(own, length), (keys, values), strict=True):
+            target.copy_(source)
+        return layout, own
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        total = attention.forward(queries, keys, values)
+        # Invariant: the shape of the log-sum-exp is not that of torch's own attention. A checkpointed module that is computed
+        # again outside of the context, where attention would be to local tokens alone, saves other tensors, and torch raises.
+        ctx.save_for_backward(queries, keys, values, total.out, total.lse.unsqueeze(-1))
+        ctx.attention = attention
+        return total.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        queries, keys, values, out, lse = ctx.saved_tensors
+        total = Attended(out, lse.squeeze(-1))
+        return *ctx.attention.backward(queries, keys, values, total, grad), None

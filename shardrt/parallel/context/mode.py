@@ -1,0 +1,209 @@
+"""`context_parallel`: a context in which `F.scaled_dot_product_attention` is attention to the tokens of all ranks.
+
+Models of other projects run as they are. In the context, `torch.nn.functional` has another function of this name, as under
+torch's context parallelism, and a `TorchFunctionMode` sees the calls of those who imported torch's before. The mode alone would
+not do: torch runs a backward outside of it, and checkpointed modules are computed again there.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ...comm import DeviceMesh
+from ...torch_internals import without_torch_functions
+from .agreement import agreed, ring_for
+from .attention import Attention
+from .call import AttentionCall
+from .cut import Documents, SequenceCut
+from .sequences import length_of, taken
+from .transport import Gathering, Ring, Rotation, Transport
+from .ulysses import HeadwiseAttention, torch_attention
+
+Method = Literal["ring", "all_gather", "ulysses"]
+_TRANSPORTS: dict[str, type[Transport]] = {"ring": Rotation, "all_gather": Gathering}
+_active = threading.local()
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[torch.Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Collection[torch.Tensor] | None = None,
+    seq_len: int | None = None,
+    document_ids: torch.Tensor | None = None,
+    method: Method = "ring",
+    balanced: bool = True,
+) -> Iterator[None]:
+    """In the block, ranks have parts of one sequence, and attention reaches all of it. Forward and backward go inside.
+
+    mesh: 1-D, such as `mesh["cp"]`. Its ranks are given the same batch, and the same model.
+    buffers: what has the sequence in a dim: tokens, labels, position ids, tables of RoPE. In the block each holds this rank's
+    tokens, in place; at the end it is as before. None: `seq_len` tells the number
+    of tokens, and the caller has cut them with `context_parallel_shard`.
+    buffer_seq_dims: for each buffer, the dim with the sequence.
+    no_restore_buffers: those of `buffers` that need not be restored.
+    document_ids: integers (S,), or (B, S), whole on every rank: tokens attend only to those with the same. The tokens of a
+    document are in a row.
+    method: "ring" passes keys and values from rank to rank while it computes; "all_gather" gathers them first, with N times
+    their memory; "ulysses" exchanges tokens for heads, whose numbers N must divide.
+    balanced: as of `context_parallel_shard`. Without causal attention, or with "ulysses", both are alike.
+
+    In the block, `F.scaled_dot_product_attention` takes queries, keys and values (B, H, T, C) of this rank's T tokens, in any
+    floating dtype, with `is_causal`, `scale` and `enable_gqa`; sums are in float32 at least. Nothing of size S x S is made.
+    Collective, as is each such call. Raises on every rank, before anything is sent: ValueError for a mesh with several axes,
+    buffers that do not fit or need a gradient, nested contexts, queries, keys or values of other sizes, heads that "ulysses"
+    cannot divide, and whatever differs between ranks; NotImplementedError for attn_mask, dropout with another method than
+    "ulysses", `F.multi_head_attention_forward` and flex_attention. Attention that a model computes by itself is not seen.
+    """
+    ring = ring_for(mesh, "context_parallel")
+    given = _Given(tuple(buffers or ()), tuple(buffer_seq_dims or ()), tuple(no_restore_buffers or ()), seq_len)
+    settings = agreed(ring, "context_parallel", lambda: _settings(ring, given, document_ids, method, balanced))
+    restored = _cut_in_place(ring, given, settings.cut)
+    mode = _Mode(ring, settings)
+    _active.yes = True
+    F.scaled_dot_product_attention = mode.attend
+    try:
+        with mode:
+            yield
+    finally:
+        F.scaled_dot_product_attention = torch_attention
+        _active.yes = False
+        for buffer, whole in restored:
+            buffer.set_(whole)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    buffers: tuple[torch.Tensor, ...]
+    dims: tuple[int, ...]
+    dropped: tuple[torch.Tensor, ...]
+    seq_len: int | None
+
+    def total(self) -> int:
+        """The number of tokens. Raises ValueError for what does not fit."""
+        for buffer in self.dropped:
+            if not any(buffer is one for one in self.buffers):
+                raise ValueError(
+                    f"no_restore_buffers has a tensor of shape {tuple(buffer.shape)} that is not among the buffers"
+                )
+        for number, buffer in enumerate(self.buffers):
+            if buffer.requires_grad:
+                raise ValueError(f"buffer {number} needs a gradient and cannot be cut in place: use context_parallel_shard")
+        if not self.buffers and not self.dims:
+            if self.seq_len is None or self.seq_len < 0:
+                raise ValueError(
+                    f"no buffers, and seq_len={self.seq_len}: expected buffers, or the number of tokens of all ranks"
+                )
+            return self.seq_len
+        total = length_of(self.buffers, self.dims)
+        if self.seq_len not in (None, total):
+            raise ValueError(f"buffers of {total} tokens, and seq_len={self.seq_len}: expected one number")
+        return total
+
+
+class _Settings(NamedTuple):
+    cut: SequenceCut
+    documents: Documents | None
+    method: str
+
+
+def _settings(ring: Ring, given: _Given, ids: torch.Tensor | None, method: str, balanced: bool) -> _Settings:
+    if getattr(_active, "yes", False):
+        raise ValueError("nested in another context_parallel: leave that one first")
+    if method not in get_args(Method):
+        raise ValueError(f"method={method!r}: expected one of {get_args(Method)}")
+    total = given.total()
+    documents = None if ids is None else _documents(ids, total)
+    return _Settings(SequenceCut(total, ring.size, balanced), documents, method)
+
+
+def _documents(ids: torch.Tensor, total: int) -> Documents:
+    if ids.dim() not in (1, 2) or ids.shape[-1] != total or ids.is_floating_point():
+        raise ValueError(
+            f"document_ids of shape {tuple(ids.shape)} and {ids.dtype}: expected integers ({total},) or (rows, {total}), whole "
+            "on every rank"
+        )
+    return Documents(tuple(_bounds_of(row) for row in ids.reshape(-1, total).tolist()))
+
+
+def _bounds_of(ids: list[int]) -> tuple[int, ...]:
+    starts = [place for place, found in enumerate(ids) if place == 0 or found != ids[place - 1]]
+    if len(starts) > len(set(ids)):
+        raise ValueError("document_ids: a document has tokens in two places of a row: expected all of them in a row")
+    return (*starts, len(ids))
+
+
+def _cut_in_place(ring: Ring, given: _Given, cut: SequenceCut) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut the buffers. Returns those to restore, with aliases of their memory."""
+    restored = []
+    for buffer, dim in zip(given.buffers, given.dims, strict=True):
+        whole, part = buffer.detach(), taken(buffer, dim, cut, ring.rank)
+        buffer.set_(part)  # type: ignore[call-overload]
+        if not any(buffer is one for one in given.dropped):
+            restored.append((buffer, whole))
+    return restored
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, ring: Ring, settings: _Settings) -> None:
+        super().__init__()
+        self._ring, self._settings = ring, settings
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch_attention:
+            return self.attend(*args, **(kwargs or {}))
+        if func in _refused():
+            raise NotImplementedError(
+                f"{func.__name__} in context_parallel would attend to this rank's tokens alone: call "
+                "F.scaled_dot_product_attention, without a mask"
+            )
+        return func(*args, **(kwargs or {}))
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """In the place of `F.scaled_dot_product_attention`."""
+        ring, (cut, documents, method) = self._ring, self._settings
+        with without_torch_functions():
+            query, key, value = tensors = _autocast(query, key, value)
+            call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            agreed(
+                ring, "scaled_dot_product_attention in context_parallel", lambda: call.described(ring, cut, documents, method)
+            )
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            if method == "ulysses":
+                return HeadwiseAttention(ring, cut, documents, is_causal, scale, dropout_p)(*tensors)
+            return Attention(ring, _TRANSPORTS[method], cut, documents, is_causal, scale)(*tensors)
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As torch's own attention casts under autocast."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor if tensor.dtype is torch.float64 else tensor.to(dtype) for tensor in tensors)
+
+
+@functools.cache
+def _refused() -> tuple[Callable[..., Any], ...]:
+    return (F.multi_head_attention_forward, torch.ops.higher_order.flex_attention)

@@ -1,0 +1,102 @@
+"""Cutting tensors along their sequence, gathering them again, and the number of tokens that a loss is a mean over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...comm import DeviceMesh, ReduceOp, current_stream
+from .agreement import agreed, ring_for
+from .cut import SequenceCut
+from .transport import Ring
+
+
+def context_parallel_shard(
+    mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], *, balanced: bool = True
+) -> list[torch.Tensor]:
+    """This rank's tokens of each tensor: new tensors. Collective: what is given is compared.
+
+    mesh: 1-D, such as `mesh["cp"]`.   buffers: alike on every rank: tokens, labels, position ids, tables of RoPE.
+    seq_dims: the dim of each along which the sequence runs; all have one size there, which need not be a multiple of anything.
+    balanced: each rank has a chunk of the head and one of the tail, so that causal attention is the same work on every rank;
+    otherwise one run of tokens. The same for all functions of a step.
+    Labels of a language model are shifted before: the last token of a chunk has its label in another one.
+    Raises, on every rank: ValueError for a mesh with several axes, a dim out of range, and sizes that differ between tensors or
+    ranks.
+    """
+    what = "context_parallel_shard"
+    total = agreed(ring_for(mesh, what), what, lambda: length_of(buffers, seq_dims))
+    cut = SequenceCut(total, int(mesh.size), balanced)
+    return [taken(buffer, dim, cut, mesh.rank) for buffer, dim in zip(buffers, seq_dims, strict=True)]
+
+
+@torch.no_grad()
+def context_parallel_unshard(
+    mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], *, balanced: bool = True
+) -> list[torch.Tensor]:
+    """The whole tensors, on every rank, of which each rank has its tokens, such as logits. Without gradients. Collective.
+
+    Arguments as of `context_parallel_shard`.
+    Raises ValueError, on every rank, as it does, and where the sizes are not those of a sequence's parts.
+    """
+    what = "context_parallel_unshard"
+    ring = ring_for(mesh, what)
+    found: list[int] = []
+    agreed(ring, what, lambda: found.append(length_of(buffers, seq_dims)))
+    lengths = mesh.exchange(found[0])
+    cut = SequenceCut(sum(lengths), int(mesh.size), balanced)
+    if lengths != (expected := [cut.length(rank) for rank in range(cut.size)]):
+        raise ValueError(
+            f"{what} on {mesh}: expected parts of {expected} tokens, found {lengths}; pass `balanced` as where they were cut"
+        )
+    return [_joined(ring, buffer, dim, cut) for buffer, dim in zip(buffers, seq_dims, strict=True)]
+
+
+def tokens_per_rank(labels: torch.Tensor, mesh: DeviceMesh, *, ignore_index: int = -100) -> torch.Tensor:
+    """The number of labels on all ranks that are not `ignore_index`, divided by the number of ranks: float64, (). Collective.
+
+    mesh: all ranks that gradients are averaged over, such as `mesh["dp", "cp"]`.   labels: of this rank, of any shape.
+    The sum of this rank's losses divided by it is a loss whose mean over the ranks, and whose averaged gradients, are those of
+    the mean over all tokens, also where ranks have different numbers of them:
+
+        loss = F.cross_entropy(logits, labels, reduction="sum") / tokens_per_rank(labels, mesh)
+
+    Models of transformers take it as `num_items_in_batch`. Cost: an all-reduce of one number, without a host sync.
+    """
+    count = (labels != ignore_index).sum(dtype=torch.float64).view(1)
+    stream = current_stream(count.device)
+    mesh.communicator("tokens").all_reduce(count, count, ReduceOp.SUM, stream=stream).wait(stream)
+    return (count / int(mesh.size)).squeeze(0)
+
+
+def length_of(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> int:
+    """The size that all buffers have along their sequence."""
+    if len(buffers) != len(seq_dims) or not buffers:
+        raise ValueError(f"expected one seq dim for each buffer, and a buffer; found {len(buffers)} and {len(seq_dims)}")
+    for number, (buffer, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        if not -buffer.dim() <= dim < buffer.dim():
+            raise ValueError(f"buffer {number} of shape {tuple(buffer.shape)}: its seq dim {dim} is out of range")
+    lengths = [buffer.shape[dim] for buffer, dim in zip(buffers, seq_dims, strict=True)]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"the buffers have {lengths} tokens: expected one number; check seq dims")
+    return lengths[0]
+
+
+def taken(buffer: torch.Tensor, dim: int, cut: SequenceCut, rank: int) -> torch.Tensor:
+    """A rank's tokens of a whole tensor: a new tensor, contiguous."""
+    return torch.cat([buffer.narrow(dim, start, stop - start) for start, stop in cut.chunks(rank)], dim).contiguous()
+
+
+def _joined(ring: Ring, own: torch.Tensor, dim: int, cut: SequenceCut) -> torch.Tensor:
+    part = own.movedim(dim, 0)
+    padded = part.new_zeros((cut.longest, *part.shape[1:]))
+    padded[: part.shape[0]] = part
+    gathered = ring.start_gather(padded.view(-1)).result().view(cut.size, *padded.shape)
+    whole = part.new_empty((cut.total, *part.shape[1:]))
+    for rank in range(cut.size):
+        sizes = [stop - start for start, stop in cut.chunks(rank)]
+        parts = gathered[rank, : cut.length(rank)].split(sizes)
+        for (start, stop), chunk in zip(cut.chunks(rank), parts, strict=True):
+            whole[start:stop] = chunk
+    return whole.movedim(0, dim).contiguous()
