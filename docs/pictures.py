@@ -1,8 +1,8 @@
-"""Draw the pictures of docs/concepts.md, docs/stress.md and docs/timelines.md: python docs/pictures.py [FOLDER]
+"""Draw the pictures of docs/concepts.md, context_parallel.md, stress.md and timelines.md: python docs/pictures.py [FOLDER]
 
-layout.svg shows a plan of the real planner. streams.svg and schedule.svg show a small simulation of the rules in
-docs/concepts.md, with made-up durations. soak.svg shows what was measured. timeline.svg shows a step of the real runtime in a
-dry world, with made-up durations. The same matplotlib writes the same bytes each time.
+layout.svg shows a plan of the real planner, context.svg chunks and pieces of the real cut. streams.svg and schedule.svg show a
+small simulation of the rules in docs/concepts.md, with made-up durations. soak.svg shows what was measured. timeline.svg shows
+a step of the real runtime in a dry world, with made-up durations. The same matplotlib writes the same bytes each time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from shardrt.comm.calls import CollectiveCall
 from shardrt.comm.dry import DryWorld, dry_world
 from shardrt.fsdp.params.layout import Layout, ParamSpec
 from shardrt.fsdp.params.planner import plan
+from shardrt.parallel.context.cut import SequenceCut
 from shardrt.timeline.events import BY_GROUP, Events
 from shardrt.timeline.picture import Stack, draw_stack
 
@@ -81,6 +82,26 @@ def _gaps(layout: Layout) -> list[tuple[int, int]]:
 
 def _box(axes: Axes, left: float, bottom: float, width: float, colour: str, linewidth: float = 0.8) -> None:
     axes.broken_barh([(left, width)], (bottom, 1.0), facecolor=colour, edgecolor="black", linewidth=linewidth)
+
+
+# ---------------------------------------------------------------------- context parallelism
+
+
+def draw_context(axes: Axes) -> None:
+    """Causal attention of a sequence in chunks: whose rank computes what, and in which turn of the ring."""
+    cut = SequenceCut(2 * RANKS, RANKS, True)
+    tokens = [[token for chunk in cut.chunks(rank) for token in range(*chunk)] for rank in range(RANKS)]
+    for rank, owner in product(range(RANKS), repeat=2):
+        for _, queries, keys, causal in cut.pieces(rank, owner, True, None):
+            for query, key in product(tokens[rank][slice(*queries)], tokens[owner][slice(*keys)]):
+                if not causal or key <= query:
+                    _box(axes, key, query, 1.0, COLOURS[rank], linewidth=0.4)
+                    axes.text(key + 0.5, query + 0.5, str((rank - owner) % RANKS), ha="center", va="center", fontsize=8)
+    names = [f"rank {min(chunk, 2 * RANKS - 1 - chunk)}" for chunk in range(2 * RANKS)]
+    places = [chunk + 0.5 for chunk in range(2 * RANKS)]
+    axes.set_xticks(places, names, fontsize=7)
+    axes.set_yticks(places, names, fontsize=7)
+    axes.set(xlim=(0, 2 * RANKS), ylim=(2 * RANKS, 0), xlabel="chunks of keys, and who has them", ylabel="chunks of queries")
 
 
 # ---------------------------------------------------------------------- streams and schedule
@@ -313,6 +334,9 @@ def main() -> None:
     _, (tracks, memory) = plt.subplots(2, figsize=(9, 4), sharex=True, height_ratios=(3, 4), layout="constrained")
     draw_timeline(tracks, memory)
     _save(folder / "timeline.svg")
+    _, axes = plt.subplots(figsize=(5.6, 3.4), layout="constrained")
+    draw_context(axes)
+    _save(folder / "context.svg")
 
 
 def _save(path: Path) -> None:

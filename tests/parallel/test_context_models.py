@@ -225,4 +225,4 @@ def test_a_mask_of_transformers_is_refused(world: World) -> None:
     model, mesh = of_transformers("Llama"), DeviceMesh(world.comm, (2,), ("cp",))
     tokens, positions = context_parallel_shard(mesh, batch(torch.device("cpu"))[:2], [1, 1])
     with context_parallel(mesh, seq_len=TOKENS), pytest.raises(NotImplementedError, match="pass an attention_mask of ones"):
-        model(input_ids=tokens, position_ids=positions)
+        model(input_ids=tokens, position_ids=positions, use_cache=False)

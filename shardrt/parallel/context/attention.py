@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .cut import Documents, SequenceCut
 from .kernels import Attended, Block, BlockSum, at, kernel_for, wide
-from .transport import Layout, Ring, Transport
+from .transport import BlockLayout, Ring, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Attention:
     def _pieces(self, owner: int) -> Any:
         return self.cut.pieces(self.ring.rank, owner, self.causal, self.documents)
 
-    def _packed(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Layout, torch.Tensor]:
-        layout = Layout(keys.shape[0], keys.shape[1], self.cut.longest, keys.shape[3], values.shape[3])
+    def _packed(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[BlockLayout, torch.Tensor]:
+        layout = BlockLayout(keys.shape[0], keys.shape[1], self.cut.longest, keys.shape[3], values.shape[3])
         own = keys.new_empty(layout.numel)
         length = keys.shape[2]
         if length < layout.longest:

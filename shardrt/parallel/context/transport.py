@@ -24,7 +24,7 @@ from ..axis import Pending
 Step = Callable[[int, torch.Tensor], torch.Tensor]  # from a rank and its block, to this rank's term of the block's gradient
 
 
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     """What a block holds: keys (B, K, longest, D), then values (B, K, longest, E)."""
 
     rows: int
