@@ -30,18 +30,16 @@ def agreed(ring: Ring, what: str, find: Callable[[], T]) -> T:
         result = find()
     except (ValueError, NotImplementedError) as error:
         problem = error
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    found = ring.comm.compare(fingerprint_of(repr((text, result))), lambda: (text, repr(result)))
+    mine = None if problem is None else (type(problem).__name__, str(problem)), repr(result)
+    found = ring.comm.compare(fingerprint_of(repr(mine)), lambda: mine)
     if problem is not None:
         raise type(problem)(f"{what} on {ring.mesh}: {problem}")
-    if found is not None:
-        raise ValueError(f"{what} on {ring.mesh}: {_difference(found)}")
-    return result  # type: ignore[return-value]
-
-
-def _difference(found: list[tuple[str | None, str]]) -> str:
-    for rank, (text, _) in enumerate(found):
-        if text is not None:
-            return f"rank {rank} of it raised {text}"
+    if found is None:
+        return result  # type: ignore[return-value]
+    for rank, (failed, _) in enumerate(found):
+        if failed is not None:
+            kind = NotImplementedError if failed[0] == "NotImplementedError" else ValueError
+            raise kind(f"{what} on {ring.mesh}: rank {rank} of it raised {failed[0]}: {failed[1]}")
     rank = next(rank for rank, (_, described) in enumerate(found) if described != found[0][1])
-    return f"rank 0 of it has {found[0][1]}, rank {rank} has {found[rank][1]}; expected the same on every rank"
+    differing = f"rank 0 of it has {found[0][1]}, rank {rank} has {found[rank][1]}"
+    raise ValueError(f"{what} on {ring.mesh}: {differing}; expected the same on every rank")

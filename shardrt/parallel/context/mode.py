@@ -67,7 +67,7 @@ def context_parallel(
     "ulysses", `F.multi_head_attention_forward` and flex_attention. Attention that a model computes by itself is not seen.
     """
     ring = ring_for(mesh, "context_parallel")
-    given = _Buffers(tuple(buffers or ()), tuple(buffer_seq_dims or ()), tuple(no_restore_buffers or ()), seq_len)
+    given = _CutBuffers(tuple(buffers or ()), tuple(buffer_seq_dims or ()), tuple(no_restore_buffers or ()), seq_len)
     settings = agreed(ring, "context_parallel", lambda: _settings(ring, given, document_ids, method, balanced))
     restored = _cut_in_place(ring, given, settings.cut)
     mode = _Mode(ring, settings)
@@ -84,7 +84,7 @@ def context_parallel(
 
 
 @dataclass(frozen=True, slots=True)
-class _Buffers:
+class _CutBuffers:
     buffers: tuple[torch.Tensor, ...]
     dims: tuple[int, ...]
     dropped: tuple[torch.Tensor, ...]
@@ -118,7 +118,7 @@ class _Settings(NamedTuple):
     method: str
 
 
-def _settings(ring: Ring, given: _Buffers, ids: torch.Tensor | None, method: str, balanced: bool) -> _Settings:
+def _settings(ring: Ring, given: _CutBuffers, ids: torch.Tensor | None, method: str, balanced: bool) -> _Settings:
     if getattr(_active, "yes", False):
         raise ValueError("nested in another context_parallel: leave that one first")
     if method not in get_args(Method):
@@ -144,7 +144,7 @@ def _bounds_of(ids: list[int]) -> tuple[int, ...]:
     return (*starts, len(ids))
 
 
-def _cut_in_place(ring: Ring, given: _Buffers, cut: SequenceCut) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _cut_in_place(ring: Ring, given: _CutBuffers, cut: SequenceCut) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Cut the buffers. Returns those to restore, with aliases of their memory."""
     restored = []
     for buffer, dim in zip(given.buffers, given.dims, strict=True):
