@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention as by_name
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ranks import on_ranks
@@ -100,6 +102,25 @@ def test_dtypes(world: World, dtype: torch.dtype, method: str) -> None:
     torch.manual_seed(0)
     tensors = [random(world, 2, 6, 50, 8, dtype=dtype) for _ in range(4)]
     compare_with_torch(cp_mesh(world), tensors, 1e-5 if dtype is torch.float32 else 3e-2, method=method, is_causal=True)
+
+
+@every_method
+@on_ranks(2)
+def test_strides(world: World, method: str) -> None:
+    """Channels that are not in a row, and the gradient of a sum, which is one number in memory."""
+    torch.manual_seed(0)
+    tensors = [random(world, 2, 4, 6, 13).transpose(2, 3) for _ in range(3)]
+    ones = random(world, 1).expand(2, 4, 13, 6)
+    compare_with_torch(cp_mesh(world), [*tensors, ones], 1e-12, method=method, is_causal=True)
+    part = context_parallel_shard(cp_mesh(world), [tensors[0]], [2])[0].transpose(2, 3).contiguous().transpose(2, 3)
+    part.requires_grad_()
+    with context_parallel(cp_mesh(world), seq_len=13, method=method):
+        out = F.scaled_dot_product_attention(part, part, part, is_causal=True)
+        out.sum().backward()
+    whole = tensors[0].clone().requires_grad_()
+    F.scaled_dot_product_attention(whole, whole, whole, is_causal=True).sum().backward()
+    found = context_parallel_unshard(cp_mesh(world), [part.grad], [2])[0]
+    torch.testing.assert_close(found, whole.grad, rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(2, 4)
@@ -220,6 +241,17 @@ def test_recomputed_in_backward(world: World, method: str) -> None:
         loss.backward()
 
 
+@on_ranks(2)
+def test_a_name_that_was_imported_before(world: World) -> None:
+    """It is torch's own function, also in the context."""
+    assert by_name is F.scaled_dot_product_attention
+    x = random(world, 1, 2, 4, 8)
+    with context_parallel(cp_mesh(world), seq_len=8):
+        assert by_name is not F.scaled_dot_product_attention
+        assert torch.equal(by_name(x, x, x, is_causal=True), F.scaled_dot_product_attention(x, x, x, is_causal=True))
+    assert by_name is F.scaled_dot_product_attention
+
+
 @every_method
 @on_ranks(2)
 def test_autocast(world: World, method: str) -> None:
@@ -277,6 +309,8 @@ def test_bad_contexts(world: World) -> None:
         enter(buffers=[tokens, tokens[:7]], buffer_seq_dims=[0, 0])
     with refused(ValueError, "needs a gradient and cannot be cut in place"):
         enter(buffers=[torch.ones(8, requires_grad=True)], buffer_seq_dims=[0])
+    with refused(ValueError, "buffer 1 is given twice"):
+        enter(buffers=[tokens, tokens], buffer_seq_dims=[0, 0])
     with refused(ValueError, "not among the buffers"):
         enter(buffers=[tokens], buffer_seq_dims=[0], no_restore_buffers={tokens.clone()})
     with refused(ValueError, "expected one of"):
@@ -339,3 +373,12 @@ def test_bad_attention(world: World) -> None:
     with refused(ValueError, "expected the same on every rank"):
         attend(is_causal=last)
     attend()
+
+
+@on_ranks(2)
+def test_flex_attention(world: World) -> None:
+    """The compiler says so in an error of its own."""
+    x = random(world, 2, 3, 4, 8)
+    compiled = torch.compile(flex_attention, backend="eager")
+    with refused(Exception, "NotImplementedError"), context_parallel(cp_mesh(world), seq_len=8):
+        compiled(x, x, x)

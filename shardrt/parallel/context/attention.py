@@ -30,7 +30,7 @@ class Attention:
 
     def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Queries (B, H, T, D), keys (B, K, T, D) and values (B, K, T, E) of this rank's T tokens -> (B, H, T, E)."""
-        out: torch.Tensor = _Function.apply(queries, keys, values, self)
+        out: torch.Tensor = _Function.apply(_with_rows(queries), keys, values, self)
         return out
 
     def forward(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Attended:
@@ -98,4 +98,9 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         queries, keys, values, out, lse = ctx.saved_tensors
         total = Attended(out, lse.squeeze(-1))
-        return *ctx.attention.backward(queries, keys, values, total, grad), None
+        return *ctx.attention.backward(queries, keys, values, total, _with_rows(grad)), None
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the channels of a token in a row, as fused kernels take it. That of a sum's gradient is expanded."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

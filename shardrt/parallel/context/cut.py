@@ -75,7 +75,7 @@ def _bounds(total: int, chunks: int) -> tuple[int, ...]:
     return tuple(accumulate((small + (chunk < longer) for chunk in range(chunks)), initial=0))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)  # documents are others in each step
 def _pieces(cut: SequenceCut, rank: int, owner: int, causal: bool, documents: Documents | None) -> tuple[Piece, ...]:
     mine, theirs = cut.chunks(rank), cut.chunks(owner)
     if documents is None:

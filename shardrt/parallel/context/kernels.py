@@ -20,7 +20,6 @@ from ...torch_internals import aten_operator
 
 _SCORES = 2**24  # elements of the scores that the formula has at a time
 _FUSED_DTYPES = {"cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16, torch.float16)}
-_FUSED_CHANNELS = {"cpu": 2**31, "cuda": 256}
 
 
 class Block(NamedTuple):
@@ -56,11 +55,12 @@ class Kernel:
 
 def kernel_for(queries: torch.Tensor, values: torch.Tensor) -> Kernel:
     """The kernel for blocks of these tensors: the one place that chooses."""
-    kind = queries.device.type
-    fits = queries.shape[-1] == values.shape[-1] <= _FUSED_CHANNELS[kind] and queries.dtype in _FUSED_DTYPES[kind]
-    if not fits:
+    kind, channels = queries.device.type, values.shape[-1]
+    if queries.shape[-1] != channels or queries.dtype not in _FUSED_DTYPES[kind]:
         return FORMULA
-    return FUSED_CPU if kind == "cpu" else FUSED_CUDA
+    if kind == "cpu":
+        return FUSED_CPU
+    return FUSED_CUDA if channels <= 256 and channels % 8 == 0 else FORMULA
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -49,15 +49,15 @@ def context_parallel(
 
     mesh: 1-D, such as `mesh["cp"]`. Its ranks are given the same batch, and the same model.
     buffers: what has the sequence in a dim: tokens, labels, position ids, tables of RoPE. In the block each holds this rank's
-    tokens, in place; at the end it is as before. None: `seq_len` tells the number
-    of tokens, and the caller has cut them with `context_parallel_shard`.
+    tokens, in place; at the end it is as before. None: `seq_len` tells the number of tokens of all ranks, and the caller has
+    cut them with `context_parallel_shard`.
     buffer_seq_dims: for each buffer, the dim with the sequence.
     no_restore_buffers: those of `buffers` that need not be restored.
     document_ids: integers (S,), or (B, S), whole on every rank: tokens attend only to those with the same. The tokens of a
     document are in a row.
     method: "ring" passes keys and values from rank to rank while it computes; "all_gather" gathers them first, with N times
     their memory; "ulysses" exchanges tokens for heads, whose numbers N must divide.
-    balanced: as of `context_parallel_shard`. Without causal attention, or with "ulysses", both are alike.
+    balanced: as of `context_parallel_shard`. Without causal attention, or with "ulysses", ranks compute as much in any case.
 
     In the block, `F.scaled_dot_product_attention` takes queries, keys and values (B, H, T, C) of this rank's T tokens, in any
     floating dtype, with `is_causal`, `scale` and `enable_gqa`; sums are in float32 at least. Nothing of size S x S is made.
@@ -98,6 +98,8 @@ class _CutBuffers:
                     f"no_restore_buffers has a tensor of shape {tuple(buffer.shape)} that is not among the buffers"
                 )
         for number, buffer in enumerate(self.buffers):
+            if any(buffer is earlier for earlier in self.buffers[:number]):
+                raise ValueError(f"buffer {number} is given twice: it would be cut twice")
             if buffer.requires_grad:
                 raise ValueError(f"buffer {number} needs a gradient and cannot be cut in place: use context_parallel_shard")
         if not self.buffers and not self.dims:
@@ -186,9 +188,8 @@ class _Mode(TorchFunctionMode):
         with without_torch_functions():
             query, key, value = tensors = _autocast(query, key, value)
             call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            agreed(
-                ring, "scaled_dot_product_attention in context_parallel", lambda: call.described(ring, cut, documents, method)
-            )
+            what = "scaled_dot_product_attention in context_parallel"
+            agreed(ring, what, lambda: call.described(ring, cut, documents, method))
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             if method == "ulysses":
                 return HeadwiseAttention(ring, cut, documents, is_causal, scale, dropout_p)(*tensors)
