@@ -147,7 +147,6 @@ def shardrt_worker(options: Options, method: Any) -> tuple[int, Measured]:
 def torch_worker(options: Options, rotate: str) -> tuple[int, Measured]:
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental._attention import context_parallel_unshard  # noqa: F401  # its module, loaded
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
     distributed.init_process_group("gloo")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .cut import Documents, SequenceCut
+from .cut import Documents, Piece, SequenceCut
 from .kernels import Attended, Block, BlockSum, at, kernel_for, wide
 from .transport import BlockLayout, Ring, Transport
 
@@ -67,7 +67,7 @@ class Attention:
         grad_keys, grad_values = layout.views(summed, self.cut.length(self.ring.rank))
         return grad_queries.to(queries.dtype), grad_keys.to(keys.dtype), grad_values.to(values.dtype)
 
-    def _pieces(self, owner: int) -> Any:
+    def _pieces(self, owner: int) -> tuple[Piece, ...]:
         return self.cut.pieces(self.ring.rank, owner, self.causal, self.documents)
 
     def _packed(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[BlockLayout, torch.Tensor]:
