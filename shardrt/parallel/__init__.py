@@ -1,10 +1,12 @@
-"""Tensor, sequence and context parallelism, for modules whose forward sees plain local tensors.
+"""Tensor, sequence, context and expert parallelism, for modules whose forward sees plain local tensors.
 
-The first two have the names of `torch.distributed.tensor.parallel`; `context/` has the third.
+Plans are those of `torch.distributed.tensor.parallel`; `context/` has what cuts sequences.
 """
 
 from .api import parallelize_module
 from .context import context_parallel, context_parallel_shard, context_parallel_unshard, tokens_per_rank
+from .expert_load import expert_load, update_expert_bias
+from .expert_style import ExpertParallel
 from .loss import loss_parallel
 from .styles import (
     ColwiseParallel,
@@ -19,6 +21,7 @@ from .vocabulary import cross_entropy
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
@@ -29,7 +32,9 @@ __all__ = [
     "context_parallel_shard",
     "context_parallel_unshard",
     "cross_entropy",
+    "expert_load",
     "loss_parallel",
     "parallelize_module",
     "tokens_per_rank",
+    "update_expert_bias",
 ]

@@ -16,12 +16,12 @@ from ..fsdp.api.module import FSDPModule
 from ..fsdp.gather.extension import has_methods
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
-from ..tensor.replicated import ParameterMark, replicas_mesh
+from ..tensor.replicated import ParameterMark, mark_replicated, replicas_mesh
 from ..torch_internals import hide_package_from_compiler
 from . import checks
 from .axis import axis_of
 from .modules import ParallelizedModule, give_class
-from .parameters import Split, check_shared, keep_ties, make_equal
+from .parameters import Split, check_shared, check_ties, keep_ties, make_equal
 from .state import state_of
 from .styles import ColwiseParallel, ParallelStyle
 
@@ -50,8 +50,8 @@ def parallelize_module(
     src_data_rank: the rank of the mesh whose parameters all others take; None: each rank keeps its own, which must fit.
     strict: a key that matches no module is an error; False: a warning, as in torch.
     Parameters of styled modules become `DTensor`s on the mesh, also in other modules that share them: those need a style by the
-    first forward, or `fully_shard`, which raise ValueError else. All others stay plain, equal on all ranks of the mesh. Apply
-    `fully_shard` afterwards.
+    first forward, or `fully_shard`, which raise ValueError else. All others stay plain, equal on all ranks of the mesh; with
+    `ExpertParallel`, whose ranks have batches of their own, they are made equal only. Apply `fully_shard` afterwards.
     Raises, on every rank, before anything is changed: ValueError for a key that matches nothing, a mesh with several axes, a
     rank that is not in the mesh, modules that are sharded or parallelized already, parameters on another mesh, ranks with
     different models or plans; NotImplementedError for a module that its style does not support, and for parameters with
@@ -69,7 +69,11 @@ def parallelize_module(
     hide_package_from_compiler()
     made = _apply(module, device_mesh, entries, src_data_rank)
     keep_ties(made)
-    _replicate_others(made, device_mesh, src_data_rank)
+    make_equal([param for param in made.parameters() if not isinstance(param, DTensor)], device_mesh, src_data_rank)
+    if not all(entry.style.one_batch for entry in entries):
+        check_ties(made)
+        return made
+    _mark_others(made, device_mesh)
     axis.regions.watch(made)
     axis.first = True
     give_class(made, ParallelizedModule)
@@ -93,11 +97,12 @@ def _apply(module: nn.Module, mesh: DeviceMesh, entries: list[_Entry], src_data_
     return root
 
 
-def _replicate_others(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    make_equal([param for param in module.parameters() if not isinstance(param, DTensor)], mesh, src_data_rank)
+def _mark_others(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Note that plain parameters stay equal on all ranks of the mesh, which work on one batch."""
     for owner in module.modules():
         for name, other in owner._parameters.items():
             if other is not None and not isinstance(other, DTensor):
+                mark_replicated(other, mesh)
                 state_of(owner).marks[name] = ParameterMark(mesh)
 
 
@@ -185,15 +190,21 @@ def _check(module: nn.Module, entries: list[_Entry], mesh: DeviceMesh) -> None:
             raise ValueError(f"'{name}' is sharded already: call parallelize_module before fully_shard")
     for name, param in module.named_parameters():
         _check_parameter(name, param, mesh)
+    if len({style.one_batch for *_, style in entries}) > 1:
+        own = next(entry for entry in entries if not entry.style.one_batch)
+        raise ValueError(
+            f"the plan has {type(own.style).__name__} for '{own.name}', whose ranks have batches of their own, and styles whose "
+            "ranks work on one batch together: expected a call for each kind, with a mesh of its own, on modules apart"
+        )
     styled: set[int] = set()
     splits: list[Split] = []
     for name, child, style in entries:
         style.name = name or type(child).__name__
         if style.changes_parameters:
-            if id(child) in styled or hasattr(vars(child).get("tp_state"), "style"):
+            if id(child) in styled or ("tp_state" in vars(child) and state_of(child).is_styled):
                 raise ValueError(f"'{style.name}' is parallelized already, or by two keys of the plan: expected one style")
             styled.add(id(child))
-        style.check(child)
+        style.check(child, mesh)
         splits += style.splits(child)
         if isinstance(style, ColwiseParallel) and isinstance(child, nn.Linear) and name:
             checks.whole_heads(module.get_submodule(name.rpartition(".")[0]), name, child, mesh.size)

@@ -14,7 +14,7 @@ from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
 from ..tensor.placement import Partial, Placement, Spec
 from ..tensor.replaced import note_replaced, replacement
-from ..tensor.replicated import ParameterMark, mark_replicated, marks_of
+from ..tensor.replicated import ParameterMark, marks_of
 from .axis import axis_of
 from .state import state_of
 
@@ -130,13 +130,11 @@ def check_shared(splits: Sequence[Split]) -> None:
 
 @torch.no_grad()
 def make_equal(params: Sequence[torch.Tensor], mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Give plain parameters the values of one rank, and mark them as replicated over `mesh`. Collective.
+    """Give plain parameters the values of one rank. Collective.
 
     Cost: a broadcast for each dtype.
     """
     axis = axis_of(mesh)
-    for param in params:
-        mark_replicated(param, mesh)
     if src_data_rank is None or axis.size == 1:
         return
     together: dict[torch.dtype, list[torch.Tensor]] = {}

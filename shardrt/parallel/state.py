@@ -15,6 +15,7 @@ from ..tensor.placement import Placement, Shard
 from ..tensor.replicated import ModuleMarks
 from . import checks
 from .axis import Axis
+from .expert_exchange import ExpertExchange
 from .relayout import REPLICATE, as_dtensor, local_of, relayout, shared_gather
 
 
@@ -119,6 +120,7 @@ class ParallelState(ModuleMarks):
 
     style: that has changed its parameters; unset without one.   axis: of the module that `parallelize_module` was given.
     first: until that module has run once as the outermost one.   known: whether it draws random numbers is known.
+    experts: of a module whose experts are divided.   load: its rows for each expert, (E,), since they were asked for.
     """
 
     style: AppliedStyle = field(init=False)
@@ -128,6 +130,13 @@ class ParallelState(ModuleMarks):
     outermost: bool = False
     first: bool = False
     known: bool = False
+    experts: ExpertExchange | None = None
+    load: torch.Tensor | None = None
+
+    @property
+    def is_styled(self) -> bool:
+        """Whether a style has changed the module's parameters."""
+        return hasattr(self, "style") or self.experts is not None
 
 
 def state_of(module: nn.Module) -> ParallelState:

@@ -45,12 +45,13 @@ class ParallelStyle(ABC):
     src_data_rank: int | None = 0
     name: str = ""
     changes_parameters: ClassVar[bool] = False  # a module can have one such style
+    one_batch: ClassVar[bool] = True  # the ranks of the mesh work on one batch together; False: each on its own
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Parallelize `module` and return it, or what is to stand in its place."""
 
-    def check(self, module: nn.Module) -> None:  # noqa: B027
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:  # noqa: B027
         """Raise for a module that the style does not support, before anything is changed. Called on every rank."""
 
     def splits(self, module: nn.Module) -> list[Split]:
@@ -82,7 +83,7 @@ class _SplitStyle(ParallelStyle):
         self.use_local_output = use_local_output
         self.async_tp = async_tp
 
-    def check(self, module: nn.Module) -> None:
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         what = f"{type(self).__name__} of '{self.name}'"
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise NotImplementedError(
@@ -147,8 +148,8 @@ class RowwiseParallel(_SplitStyle):
 
     _default_input, _default_output = Shard(-1), Replicate()
 
-    def check(self, module: nn.Module) -> None:
-        super().check(module)
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        super().check(module, device_mesh)
         if isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.sparse):
             raise NotImplementedError(
                 f"RowwiseParallel of '{self.name}', whose rows are split, with scale_grad_by_freq={module.scale_grad_by_freq}, "

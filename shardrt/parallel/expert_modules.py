@@ -1,0 +1,176 @@
+"""What modules of grouped experts do in their forward: the classes that `ExpertParallel` gives them.
+
+The module's own forward runs, over the rows that came for the experts which this rank has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..torch_internals import in_backward
+from .expert_exchange import ExpertExchange, Order, Request, from_experts, to_experts
+from .modules import InFront
+from .partial_grads import run_exposed
+from .state import ParallelState
+
+Forward = Callable[..., torch.Tensor]
+
+
+class RoutedExpertsModule(InFront):
+    """Experts of transformers: `forward(hidden_states (T, H), top_k_index (T, K), top_k_weights (T, K))`."""
+
+    tp_state: ParallelState
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        forward: Forward = super().forward  # type: ignore[misc]
+        exchange = exchange_of(self.tp_state)
+        hidden, index, weights = _given(forward, args, kwargs, 3)
+        request = _request_of_choices(exchange, hidden, index, weights)
+        planned = exchange.plan(request)
+        note_load(self, request.counts)
+        order = Order.of(index.reshape(-1), index.shape[1])
+        rows = to_experts(order.sorted(hidden), planned.route)
+        ones = rows.new_ones((len(rows), 1))
+        made = _computed(self, forward, rows, planned.local_experts().unsqueeze(1), ones)
+        made = from_experts(made, planned.route)
+        weighted = made * weights.reshape(-1, 1).index_select(0, order.order)
+        return order.restored(weighted).to(hidden.dtype)
+
+
+class SortedExpertsModule(InFront):
+    """Experts of torchtitan: `forward(x (S, H) sorted by expert, num_tokens_per_expert (E,))`."""
+
+    tp_state: ParallelState
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        forward: Forward = super().forward  # type: ignore[misc]
+        exchange = exchange_of(self.tp_state)
+        x, counts = _given(forward, args, kwargs, 2)
+        request = _request_of_counts(exchange, x, counts)
+        planned = exchange.plan(request)
+        note_load(self, request.counts)
+        order = Order.of(planned.local_experts())  # what came is sorted within each rank's part only
+        rows = order.sorted(to_experts(x, planned.route))
+        made = _computed(self, forward, rows, planned.counts.sum(0).to(counts.dtype))
+        return from_experts(order.restored(made), planned.route)
+
+
+def exchange_of(state: ParallelState) -> ExpertExchange:
+    assert state.experts is not None
+    return state.experts
+
+
+def note_load(module: Any, counts: torch.Tensor) -> None:
+    """Count the rows of each expert, (E,): in training, and not once more where activations are computed again."""
+    if module.training and not in_backward():
+        state: ParallelState = module.tp_state
+        state.load = counts.detach() if state.load is None else state.load + counts
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def _given(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[torch.Tensor, ...]:
+    """The arguments in the order of the module's own forward."""
+    given = args if not kwargs else inspect.signature(forward).bind(*args, **kwargs).args
+    if len(given) != count or not all(isinstance(value, torch.Tensor) for value in given):
+        raise TypeError(f"expert parallelism calls a forward with {count} tensors; found {[type(v).__name__ for v in given]}")
+    return given
+
+
+def _request_of_choices(exchange: ExpertExchange, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Request:
+    """The counts of the chosen experts. What is out of range is counted apart, without a host sync."""
+    shaped = hidden.dim() == index.dim() == 2 and index.shape == weights.shape and len(index) == len(hidden)
+    if not shaped or index.is_floating_point():
+        found = f"hidden_states of {_text(hidden)}, top_k_index of {_text(index)}, top_k_weights of {_text(weights)}"
+        return _unfit(exchange, hidden, f"{found}: expected (tokens, width), integers (tokens, k), and (tokens, k)")
+    experts, flat = exchange.experts, index.reshape(-1)
+    bins = torch.zeros(experts + 2, dtype=torch.int64, device=hidden.device)
+    bins.scatter_add_(0, flat.long().clamp(-1, experts) + 1, torch.ones_like(flat, dtype=torch.int64))
+    fits = (bins[0] + bins[-1]) == 0
+
+    def problem() -> str:
+        return f"a top_k_index from {int(flat.min())} to {int(flat.max())}: expected 0 to {experts - 1}"
+
+    return Request(bins[1:-1], fits, _kind(hidden, weights), problem)
+
+
+def _request_of_counts(exchange: ExpertExchange, x: torch.Tensor, counts: torch.Tensor) -> Request:
+    if x.dim() != 2 or counts.shape != (exchange.experts,):
+        found = f"x of {_text(x)}, num_tokens_per_expert of {_text(counts)}"
+        return _unfit(exchange, x, f"{found}: expected (tokens, width), and ({exchange.experts},)")
+    rows = counts.to(x.device, torch.int64)
+    fits = (rows >= 0).all() & (rows.sum() == len(x))
+
+    def problem() -> str:
+        return f"num_tokens_per_expert of {rows.tolist()}: expected no negative ones, and a sum of {len(x)}, the rows of x"
+
+    return Request(rows, fits, _kind(x), problem)
+
+
+def _unfit(exchange: ExpertExchange, rows: torch.Tensor, problem: str) -> Request:
+    counts = torch.zeros(exchange.experts, dtype=torch.int64, device=rows.device)
+    return Request(counts, torch.zeros((), dtype=torch.bool, device=rows.device), "", lambda: problem)
+
+
+def _kind(rows: torch.Tensor, *others: torch.Tensor) -> str:
+    """Where this differs, ranks would wait for each other: in the exchange, or in its backward."""
+    needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (rows, *others))
+    gradients = "gradients" if torch.is_grad_enabled() else "no gradients"
+    return f"rows of {rows.dtype}, {rows.shape[1]} wide, with {gradients}" + (", also of the rows" if needed else "")
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+# ---------------------------------------------------------------------- the module's own forward
+
+
+def _computed(module: Any, forward: Forward, rows: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+    """What the experts here make of the rows, (R, H)."""
+    if len(rows) == 0:
+        return run_exposed(module, lambda: _NoRows.apply(rows, *module.parameters()), (), {})
+    with _local_experts(module):
+        made: torch.Tensor = run_exposed(module, forward, (rows, *args), {})
+    if made.shape != rows.shape:
+        name = module.tp_state.experts.name
+        raise ValueError(f"the experts '{name}' made {_text(made)} of {_text(rows)}: expected the same shape")
+    return made.to(rows.dtype)
+
+
+@contextmanager
+def _local_experts(module: nn.Module) -> Iterator[None]:
+    """In the block, `module.num_experts` is the number of the experts that this rank has."""
+    exchange, fields = exchange_of(vars(module)["tp_state"]), vars(module)
+    if "num_experts" not in fields:
+        yield
+        return
+    fields["num_experts"] = exchange.local
+    try:
+        yield
+    finally:
+        fields["num_experts"] = exchange.experts
+
+
+class _NoRows(torch.autograd.Function):
+    """No rows, made by experts whose gradients are zeros.
+
+    Invariant: the backward runs here as on every rank, since it exchanges; and no parameter has a gradient on some ranks only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (rows, *params)]
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return tuple(zero if needed else None for zero, needed in zip(zeros, ctx.needs_input_grad, strict=True))
