@@ -193,8 +193,8 @@ def _check(module: nn.Module, entries: list[_Entry], mesh: DeviceMesh) -> None:
     if len({style.one_batch for *_, style in entries}) > 1:
         own = next(entry for entry in entries if not entry.style.one_batch)
         raise ValueError(
-            f"the plan has {type(own.style).__name__} for '{own.name}', whose ranks have batches of their own, and styles whose "
-            "ranks work on one batch together: expected a call for each kind, with a mesh of its own, on modules apart"
+            f"the plan has {type(own.style).__name__} for '{own.name}', whose ranks have batches of their own, and styles "
+            "whose ranks work on one batch together: expected a call for each kind, with a mesh of its own, on modules apart"
         )
     styled: set[int] = set()
     splits: list[Split] = []

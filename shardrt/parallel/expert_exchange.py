@@ -123,13 +123,13 @@ class ExpertExchange:
 
 def to_experts(rows: torch.Tensor, route: Route) -> torch.Tensor:
     """(S, H) -> (R, H). Differentiable. Collective, also the backward."""
-    made: torch.Tensor = _Exchange.apply(rows, route, float(len(route.sent)))
+    made: torch.Tensor = _Exchange.apply(rows, route, 1.0, float(len(route.sent)))
     return made
 
 
 def from_experts(rows: torch.Tensor, route: Route) -> torch.Tensor:
     """(R, H) -> (S, H), by the route that the rows came. Differentiable. Collective, also the backward."""
-    made: torch.Tensor = _Exchange.apply(rows, route.reversed(), 1 / len(route.sent))
+    made: torch.Tensor = _Exchange.apply(rows, route.reversed(), 1.0, 1 / len(route.sent))
     return made
 
 
@@ -164,14 +164,17 @@ class Order:
 
 
 class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, route: Route, factor: float) -> torch.Tensor:
-        ctx.route, ctx.factor = route, factor
-        return route.send(rows)
+    """factor: of what is sent.   back: of what the backward sends. A gradient's gradient is scaled as its tensor is."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Exchange.apply(grad, ctx.route.reversed(), 1.0).mul_(ctx.factor), None, None
+    def forward(ctx: Any, rows: torch.Tensor, route: Route, factor: float, back: float) -> torch.Tensor:
+        ctx.route, ctx.factor, ctx.back = route, factor, back
+        sent = route.send(rows)
+        return sent if factor == 1 else sent.mul_(factor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Exchange.apply(grad, ctx.route.reversed(), ctx.back, ctx.factor), None, None, None
 
 
 class _Copies(torch.autograd.Function):

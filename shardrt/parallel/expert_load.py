@@ -44,7 +44,7 @@ def update_expert_bias(bias: torch.Tensor, load: torch.Tensor, rate: float = 0.0
     """
     if bias.shape != load.shape:
         raise ValueError(
-            f"update_expert_bias: a bias of shape {tuple(bias.shape)}, a load of {tuple(load.shape)}: expected one"
+            f"update_expert_bias: a bias of shape {tuple(bias.shape)}, a load of shape {tuple(load.shape)}: expected the same"
         )
     below_mean = torch.sign(load.sum() - load * len(load))  # exact, in integers
     bias.add_(below_mean.to(bias.device, bias.dtype), alpha=rate)

@@ -1,11 +1,34 @@
 """Expert parallelism: a model whose experts are divided trains as one process does on all ranks' batches."""
 
+import copy
+import functools
+import shutil
+import tempfile
+
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+import shardrt
 from ranks import on_ranks
+from shardrt import Shard
+from shardrt import checkpoint as checkpoint_io
 from shardrt.comm import World
-from toys_ep import MoEModel, divide, mesh_of, train_beside_one_process
+from shardrt.parallel import ColwiseParallel, ExpertParallel, expert_load, parallelize_module, update_expert_bias
+from toys_ep import (
+    WIDTH,
+    MoEModel,
+    RoutedExperts,
+    SortedExperts,
+    batch_of,
+    divide,
+    full_of,
+    loss_of,
+    mesh_of,
+    train_beside_one_process,
+)
 
 
 @on_ranks(1, 2, 3, 4)
@@ -16,3 +39,242 @@ def test_training_on_any_mesh(world: World, sorted_rows: bool) -> None:
         torch.manual_seed(0)
         mesh, whole = mesh_of(world, ep), MoEModel(12, sorted_rows=sorted_rows).double()
         train_beside_one_process(world, mesh, whole, lambda model, m=mesh: divide(model, m, sorted_rows=sorted_rows), clip=0.05)
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("sorted_rows", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_ranks_and_experts_without_rows(world: World, sorted_rows: bool, recompute: bool) -> None:
+    """All tokens choose the experts of the first rank, and the last rank has no tokens: nobody waits, no gradient lacks."""
+
+    def no_rows_on_the_last(step: int, rank: int) -> torch.Tensor:
+        return batch_of(step, rank)[: 0 if rank == world.size - 1 else None]
+
+    def summed(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+    def divided(model: nn.Module) -> nn.Module:
+        if recompute:
+            for layer in model.layers:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        return divide(model, mesh, sorted_rows=sorted_rows)
+
+    torch.manual_seed(0)
+    mesh, whole = mesh_of(world, world.size), MoEModel(12, sorted_rows=sorted_rows).double()
+    for layer in whole.layers:
+        layer.bias[: 12 // world.size].fill_(9.0)
+    model = train_beside_one_process(world, mesh, whole, divided, loss=summed, batch=no_rows_on_the_last)
+    summed(model, batch_of(0, 0)).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2, 4)
+def test_without_fully_shard_over_the_experts(world: World) -> None:
+    """Their gradients are assigned when the backward ends; the others are reduced as ever. A plan for one module."""
+    torch.manual_seed(0)
+    mesh, whole = world.mesh, MoEModel(4).double()
+
+    def divided(model: nn.Module) -> nn.Module:
+        for layer in model.layers:
+            parallelize_module(layer.experts, mesh, ExpertParallel())
+        experts = [param for layer in model.layers for param in layer.experts.parameters()]
+        return shardrt.fully_shard(model, ignored_params=experts)
+
+    model = train_beside_one_process(world, mesh, whole, divided, clip=0.05)
+    assert all(
+        param.spec.placements == (Shard(0),) and param.device_mesh is mesh for param in model.layers[0].experts.parameters()
+    )
+
+
+@on_ranks(4)
+def test_replicas_of_experts(world: World) -> None:
+    """Hybrid: experts are replicated over the axis that the others are sharded over."""
+    torch.manual_seed(0)
+    mesh, whole = mesh_of(world, 2), MoEModel(4).double()
+
+    def divided(model: nn.Module) -> nn.Module:
+        parallelize_module(model, mesh["ep"], {"layers.*.experts": ExpertParallel()})
+        for layer in model.layers:
+            shardrt.replicate(layer.experts, mesh=mesh["dp"])
+        return shardrt.fully_shard(model, mesh=mesh)
+
+    train_beside_one_process(world, mesh, whole, divided, clip=0.05)
+
+
+@on_ranks(2)
+def test_accumulation_and_evaluation(world: World) -> None:
+    """Gradients of two microbatches add up; a forward without gradients in between changes nothing."""
+    torch.manual_seed(0)
+    mesh, whole = mesh_of(world, 2), MoEModel(4).double()
+
+    def twice(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            model(tokens[:, 1:])
+        return loss_of(model, tokens) + loss_of(model, tokens[:, 2:])
+
+    train_beside_one_process(world, mesh, whole, lambda model: divide(model, mesh), loss=twice)
+
+
+@on_ranks(2)
+def test_bfloat16_and_a_copy(world: World) -> None:
+    """Rows travel in the dtype of the compute; a deep copy exchanges as well, and counts for itself."""
+    torch.manual_seed(0)
+    mesh, whole = mesh_of(world, 2), MoEModel(4)
+    model = parallelize_module(copy.deepcopy(whole).bfloat16(), mesh["ep"], {"layers.*.experts": ExpertParallel()})
+    twin = copy.deepcopy(model)
+    tokens = batch_of(0, world.rank)
+    outs = [each(tokens) for each in (whole.bfloat16(), model, twin)]
+    assert outs[1].dtype is torch.bfloat16
+    torch.testing.assert_close(outs[1], outs[0], rtol=0.05, atol=0.05)
+    assert torch.equal(outs[1], outs[2])
+    twin(tokens)
+    loads = [expert_load(each)["layers.1.experts"] for each in (twin, model)]
+    assert torch.equal(loads[0], 2 * loads[1])
+
+
+@on_ranks(2)
+def test_gradients_of_gradients(world: World) -> None:
+    """Of activations: of the norm of the gradient at the experts' input."""
+    torch.manual_seed(0)
+    whole = RoutedExperts(4).double()
+    inputs = [torch.randn(5, WIDTH, dtype=torch.float64) for _ in range(world.size)]
+    chosen = [torch.randint(4, (5, 2)) for _ in range(world.size)]
+    weights = torch.rand(5, 2, dtype=torch.float64)
+
+    def second(experts: nn.Module, rank: int) -> torch.Tensor:
+        x = inputs[rank].clone().requires_grad_()
+        (first,) = torch.autograd.grad(experts(x, chosen[rank], weights).square().sum(), x, create_graph=True)
+        (made,) = torch.autograd.grad(first.square().sum(), x)
+        return made
+
+    expected = second(whole, world.rank)
+    divided = parallelize_module(whole, world.mesh, ExpertParallel())
+    torch.testing.assert_close(second(divided, world.rank), expected, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(4)
+def test_a_checkpoint_of_other_degrees(world: World) -> None:
+    """Saved with two expert parallel ranks of four; loaded with one and with four; training goes on as it would have."""
+    folder = world.comm.exchange(tempfile.mkdtemp() if world.rank == 0 else None)[0]
+    torch.manual_seed(0)
+    start, models = MoEModel(4).double(), {}
+    for ep in (2, 1, 4):
+        model = divide(copy.deepcopy(start), mesh_of(world, ep))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        state = {"model": model, "optimizer": optimizer}
+        if ep == 2:
+            step_of(model, optimizer, batch_of(0, world.rank))
+            checkpoint_io.save(folder, state)
+        else:
+            checkpoint_io.load(folder, state)
+        step_of(model, optimizer, batch_of(1, world.rank))
+        models[ep] = {name: full_of(param.detach()) for name, param in model.named_parameters()}
+    for ep in (1, 4):
+        for name, expected in models[2].items():
+            torch.testing.assert_close(models[ep][name], expected, rtol=1e-12, atol=1e-12, msg=name)
+    if world.rank == 0:
+        shutil.rmtree(folder)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@on_ranks(1, 3)
+def test_loads_and_the_bias(world: World) -> None:
+    """Loads are those of all ranks, without recomputation and evaluation; the bias follows the rule of DeepSeek-V3."""
+    torch.manual_seed(0)
+    mesh, whole = mesh_of(world, world.size), MoEModel(6).double()
+    layer = whole.layers[0]
+    expected = torch.zeros(6, dtype=torch.int64)
+    for rank in range(world.size):
+        rows = whole.tokens(batch_of(0, rank)[:, :-1]).reshape(-1, WIDTH)
+        expected += torch.bincount(layer.gate(rows).sigmoid().topk(2).indices.reshape(-1), minlength=6)
+    model = divide(copy.deepcopy(whole), mesh)
+    for each in model.layers:
+        each.forward = functools.partial(checkpoint, each.forward, use_reentrant=False)
+    loss_of(model, batch_of(0, world.rank)).backward()
+    model.eval()(batch_of(0, world.rank))
+    loads = expert_load(model)
+    assert list(loads) == ["layers.0.experts", "layers.1.experts"]
+    assert torch.equal(loads["layers.0.experts"], expected)
+    assert all(load.sum() == 0 for load in expert_load(model).values())
+    assert expert_load(whole) == {}
+    update_expert_bias(layer.bias, expected, rate=0.25)
+    signs = [0.25 if 6 * n < expected.sum() else -0.25 if 6 * n > expected.sum() else 0.0 for n in expected.tolist()]
+    assert layer.bias.tolist() == signs
+    with pytest.raises(ValueError, match=r"a bias of shape \(6,\), a load of shape \(5,\)"):
+        update_expert_bias(layer.bias, expected[:5])
+
+
+@on_ranks(2, 3)
+def test_modules_and_plans_that_are_refused(world: World) -> None:
+    """On every rank, before anything is changed."""
+    mesh = world.mesh
+    other, wrong_number = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)), RoutedExperts(6)
+    wrong_number.num_experts = 3
+    mixed = {"layers.0.experts": ExpertParallel(), "head": ColwiseParallel()}
+    divided = parallelize_module(MoEModel(6), mesh, {"layers.*.experts": ExpertParallel()})
+    for model, plan, error, match in (
+        (
+            MoEModel(7),
+            {"layers.0.experts": ExpertParallel()},
+            ValueError,
+            r"'layers.0.experts', .* 7 experts are not divisible by",
+        ),
+        (
+            other,
+            ExpertParallel(),
+            NotImplementedError,
+            r"expected parameters of shapes \(experts, ...\).*'0.weight' of \(2, 2\)",
+        ),
+        (nn.ReLU(), ExpertParallel(), NotImplementedError, "found none"),
+        (wrong_number, ExpertParallel(), NotImplementedError, "num_experts is 3, its parameters have 6 experts"),
+        (MoEModel(6), mixed, ValueError, "ExpertParallel for 'layers.0.experts', whose ranks have batches of their own"),
+        (divided, {"layers.*.experts": ExpertParallel()}, ValueError, "'layers.0.experts' is parallelized already"),
+    ):
+        with pytest.raises(error, match=match):
+            parallelize_module(model, mesh, plan)
+    with pytest.raises(ValueError, match=r"experts.* is a DTensor on, .* cannot be sharded over"):
+        shardrt.fully_shard(divided)
+
+
+@on_ranks(1, 2, 3)
+def test_rows_that_are_refused(world: World) -> None:
+    """On every rank alike, also if one has them; afterwards the exchange goes on."""
+    last = world.size - 1
+    routed = parallelize_module(RoutedExperts(6), world.mesh, ExpertParallel())
+    by_count = parallelize_module(SortedExperts(6), world.mesh, ExpertParallel(sorted_rows=True))
+    x, chosen, weights, counts = (
+        torch.randn(4, WIDTH),
+        torch.arange(8).view(4, 2) % 6,
+        torch.rand(4, 2),
+        torch.tensor([4, 0, 0, 0, 0, 0]),
+    )
+    wide = torch.randn(4, WIDTH + 1)
+    for experts, good, bad, match in (
+        (
+            routed,
+            (x, chosen, weights),
+            (x, chosen + 3, weights),
+            f"rank {last} of it has a top_k_index from 3 to 8: expected 0 to 5",
+        ),
+        (routed, (x, chosen, weights), (x, chosen - 1, weights), f"rank {last} of it has a top_k_index from -1 to 4"),
+        (routed, (x, chosen, weights), (x, chosen[:3], weights), rf"rank {last} of it has hidden_states of .*int64 \(3, 2\)"),
+        (routed, (x, chosen, weights), (x, chosen.float(), weights), rf"rank {last} of it has hidden_states of .* integers"),
+        (by_count, (x, counts), (x, counts + 1), rf"rank {last} of it has num_tokens_per_expert of \[5, .*a sum of 4"),
+        (by_count, (x, counts), (x, counts - counts.flip(0)), rf"rank {last} of it has num_tokens_per_expert of \[4, .*-4\]"),
+        (by_count, (x, counts), (x, counts[:4]), rf"rank {last} of it has x of .*expected \(tokens, width\), and \(6,\)"),
+        (routed, (x, chosen, weights), (wide, chosen, weights), rf"rows of torch.float32, {WIDTH} wide.* {WIDTH + 1} wide"),
+        (by_count, (x, counts), (x.clone().requires_grad_(), counts), "with gradients, also of the rows; expected the same"),
+    ):
+        if world.size > 1 or "rank 0" in match:
+            with pytest.raises(ValueError, match=match):
+                experts(*(bad if world.rank == last else good))
+        assert experts(*good).shape == x.shape
+    with pytest.raises(TypeError, match="a forward with 3 tensors; found"):
+        routed(x, chosen, None)
+    named = routed(hidden=x, weights=weights, chosen=chosen)
+    assert torch.equal(named, routed(x, chosen, weights))
