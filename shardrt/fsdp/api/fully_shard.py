@@ -319,9 +319,8 @@ def _product(name: str, outer: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
 def _misfit(name: str, outer: DeviceMesh, mesh: DeviceMesh, why: str) -> ValueError:
     return ValueError(
         f"parameter '{name}' is a DTensor on, or replicated over, {outer}, inside of which it cannot be sharded over "
-        f"{mesh}: {why}; expected one on another axis of the same mesh (experts: call fully_shard on their module first, over the "
-        "axis that remains), or a plain parameter, such as "
-        "nn.Parameter(param.full_tensor())"
+        f"{mesh}: {why}; expected one on another axis of the same mesh (experts: fully_shard their module first, over the axis "
+        "that remains), or a plain parameter, such as nn.Parameter(param.full_tensor())"
     )
 
 
