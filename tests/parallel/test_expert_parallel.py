@@ -29,6 +29,7 @@ from toys_ep import (
     mesh_of,
     train_beside_one_process,
 )
+from toys_tp import counted
 
 
 @on_ranks(1, 2, 3, 4)
@@ -130,6 +131,51 @@ def test_bfloat16_and_a_copy(world: World) -> None:
     twin(tokens)
     loads = [expert_load(each)["layers.1.experts"] for each in (twin, model)]
     assert torch.equal(loads[0], 2 * loads[1])
+
+
+@on_ranks(2)
+def test_mixed_precision(world: World) -> None:
+    """`fully_shard` casts what the experts get; parameters and gradients stay in float32."""
+    torch.manual_seed(0)
+    mesh, whole = mesh_of(world, 2), MoEModel(4)
+    policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = divide(copy.deepcopy(whole), mesh, mp_policy=policy)
+    losses = [loss_of(each, batch_of(0, world.rank)) for each in (whole, model)]
+    losses[1].backward()
+    torch.testing.assert_close(losses[1].float(), losses[0], rtol=0.05, atol=0.05)
+    assert all(param.grad is not None and param.grad.dtype is torch.float32 for param in model.parameters())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("ep", [2, 4])
+def test_from_the_meta_device(world: World, ep: int) -> None:
+    """No rank ever has all experts: divided and sharded without memory, then loaded."""
+    torch.manual_seed(0)
+    whole = MoEModel(4)
+    with torch.device("meta"):
+        model = MoEModel(4)
+    divide(model, mesh_of(world, ep)).to_empty(device=world.device)
+    held = sum(param.to_local().numel() for param in model.layers[0].experts.parameters())
+    assert held < 1.3 * sum(param.numel() for param in whole.layers[0].experts.parameters()) / world.size  # with padding
+    model.load_state_dict(whole.state_dict())
+    out = [each(batch_of(0, world.rank)) for each in (whole, model)]
+    torch.testing.assert_close(out[1], out[0])
+
+
+@on_ranks(2)
+def test_what_is_sent(world: World) -> None:
+    """Of each layer: counts and two exchanges forward, two backward; a recomputation sends what a forward sends."""
+    mesh, tokens = mesh_of(world, 2), batch_of(0, world.rank)
+    for layers, recompute in ((1, False), (3, False), (2, True)):
+        model = divide(MoEModel(4, layers=layers), mesh)
+        for layer in model.layers if recompute else ():
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        with counted(mesh["ep"], ("experts",)) as forward:
+            loss = loss_of(model, tokens)
+        with counted(mesh["ep"], ("experts",)) as backward:
+            loss.backward()
+        assert forward == {"all_to_all": 3 * layers}
+        assert backward == {"all_to_all": (5 if recompute else 2) * layers}
 
 
 @on_ranks(2)

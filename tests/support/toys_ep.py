@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -107,13 +108,15 @@ def mesh_of(world: World, ep: int) -> DeviceMesh:
     return DeviceMesh(world.comm, (world.size // ep, ep), ("dp", "ep"))
 
 
-def divide(model: nn.Module, mesh: DeviceMesh, pattern: str = "layers.*.experts", *, sorted_rows: bool = False) -> nn.Module:
+def divide(
+    model: nn.Module, mesh: DeviceMesh, pattern: str = "layers.*.experts", *, sorted_rows: bool = False, **options: Any
+) -> nn.Module:
     """Experts over "ep", and then each module over the ranks that have its parameters."""
     parallelize_module(model, mesh["ep"], {pattern: ExpertParallel(sorted_rows=sorted_rows)})
     for module in model.modules():
         if getattr(vars(module).get("tp_state"), "experts", None) is not None:
-            shardrt.fully_shard(module, mesh=mesh["dp"])
-    return shardrt.fully_shard(model, mesh=mesh.flatten())
+            shardrt.fully_shard(module, mesh=mesh["dp"], **options)
+    return shardrt.fully_shard(model, mesh=mesh.flatten(), **options)
 
 
 def train_beside_one_process(

@@ -120,14 +120,14 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def counted(mesh: DeviceMesh) -> Iterator[Counter[str]]:
-    """Count the collectives of the block on the communicators of tensor parallelism."""
+def counted(mesh: DeviceMesh, roles: tuple[str, ...] = ("tp", "tp_side", "tp_partial")) -> Iterator[Counter[str]]:
+    """Count the collectives of the block on these communicators of a mesh: those of tensor parallelism."""
     counts: Counter[str] = Counter()
 
     def called(calls: CallList, work: Work) -> None:
         counts.update(call.name for call in calls)
 
-    comms = [mesh.communicator(role) for role in ("tp", "tp_side", "tp_partial")]
+    comms = [mesh.communicator(role) for role in roles]
     for comm in comms:
         comm._called.append(called)
     try:
