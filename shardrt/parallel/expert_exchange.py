@@ -134,7 +134,7 @@ def from_experts(rows: torch.Tensor, route: Route) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SortedOrder:
     """An order of T * K rows, K copies of each of T.
 
     order: of each sorted row, its place before.   inverse: the other way.
@@ -145,7 +145,7 @@ class Order:
     copies: int = 1
 
     @classmethod
-    def of(cls, keys: torch.Tensor, copies: int = 1) -> Order:
+    def of(cls, keys: torch.Tensor, copies: int = 1) -> SortedOrder:
         """The order that sorts `keys`, (T * K,); equal ones stay in their order."""
         order = torch.argsort(keys, stable=True)
         inverse = torch.empty_like(order)
@@ -154,12 +154,12 @@ class Order:
 
     def sorted(self, rows: torch.Tensor) -> torch.Tensor:
         """(T, H) -> (T * K, H): the copies of all rows, sorted. Differentiable; the gradient is added up in a fixed order."""
-        made: torch.Tensor = _Copies.apply(rows, self)
+        made: torch.Tensor = _SortedCopies.apply(rows, self)
         return made
 
     def restored(self, rows: torch.Tensor) -> torch.Tensor:
         """(T * K, H) -> (T, H): the sums of the copies of each row, in their order before. Differentiable."""
-        made: torch.Tensor = _Sums.apply(rows, self)
+        made: torch.Tensor = _RestoredSums.apply(rows, self)
         return made
 
 
@@ -177,24 +177,24 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, ctx.route.reversed(), ctx.back, ctx.factor), None, None, None
 
 
-class _Copies(torch.autograd.Function):
+class _SortedCopies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: Order) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, order: SortedOrder) -> torch.Tensor:
         ctx.order = order
         return rows.index_select(0, order.order if order.copies == 1 else order.order // order.copies)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Sums.apply(grad, ctx.order), None
+        return _RestoredSums.apply(grad, ctx.order), None
 
 
-class _Sums(torch.autograd.Function):
+class _RestoredSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: Order) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, order: SortedOrder) -> torch.Tensor:
         ctx.order = order
         restored = rows.index_select(0, order.inverse)
         return restored if order.copies == 1 else restored.unflatten(0, (-1, order.copies)).sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Copies.apply(grad, ctx.order), None
+        return _SortedCopies.apply(grad, ctx.order), None

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..torch_internals import in_backward
-from .expert_exchange import ExpertExchange, Order, Request, from_experts, to_experts
+from .expert_exchange import ExpertExchange, Request, SortedOrder, from_experts, to_experts
 from .modules import InFront
 from .partial_grads import run_exposed
 from .state import ParallelState
@@ -34,7 +34,7 @@ class RoutedExpertsModule(InFront):
         request = _request_of_choices(exchange, hidden, index, weights)
         planned = exchange.plan(request)
         note_load(self, request.counts)
-        order = Order.of(index.reshape(-1), index.shape[1])
+        order = SortedOrder.of(index.reshape(-1), index.shape[1])
         rows = to_experts(order.sorted(hidden), planned.route)
         ones = rows.new_ones((len(rows), 1))
         made = _computed(self, forward, rows, planned.local_experts().unsqueeze(1), ones)
@@ -55,7 +55,7 @@ class SortedExpertsModule(InFront):
         request = _request_of_counts(exchange, x, counts)
         planned = exchange.plan(request)
         note_load(self, request.counts)
-        order = Order.of(planned.local_experts())  # what came is sorted within each rank's part only
+        order = SortedOrder.of(planned.local_experts())  # what came is sorted within each rank's part only
         rows = order.sorted(to_experts(x, planned.route))
         made = _computed(self, forward, rows, planned.counts.sum(0).to(counts.dtype))
         return from_experts(order.restored(made), planned.route)

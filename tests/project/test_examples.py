@@ -175,6 +175,7 @@ PRINTED = {
     "meta_device": (2, r"4257 parameters in shards of \[2132, 2125\]"),
     "cpu_offload": (2, r"shards and optimizer state are on \{'cpu'\}"),
     "tensor_parallel": (4, r"up.weight \(128, 32\) \(Shard\(dim=0\), RaggedShard\(dim=0"),
+    "expert_parallel": (4, r"rows of the first experts \[\d+, \d+, \d+, \d+\]"),
     "custom_collective": (2, r"[5-9]\S* gathers and 1[78]\d{3}\S* bytes per step"),
 }
 
