@@ -15,7 +15,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt import Shard
 from shardrt import checkpoint as checkpoint_io
-from shardrt.comm import World
+from shardrt.comm import DeviceMesh, World
 from shardrt.parallel import ColwiseParallel, ExpertParallel, expert_load, parallelize_module, update_expert_bias
 from toys_ep import (
     WIDTH,
@@ -89,15 +89,15 @@ def test_without_fully_shard_over_the_experts(world: World) -> None:
 
 @on_ranks(4)
 def test_replicas_of_experts(world: World) -> None:
-    """Hybrid: experts are replicated over the axis that the others are sharded over."""
+    """Hybrid: experts are replicated over the first axis, and sharded over the second; the rest over the last two."""
     torch.manual_seed(0)
-    mesh, whole = mesh_of(world, 2), MoEModel(4).double()
+    mesh, whole = DeviceMesh(world.comm, (2, 1, 2), ("replicate", "dp", "ep")), MoEModel(4).double()
 
     def divided(model: nn.Module) -> nn.Module:
         parallelize_module(model, mesh["ep"], {"layers.*.experts": ExpertParallel()})
         for layer in model.layers:
-            shardrt.replicate(layer.experts, mesh=mesh["dp"])
-        return shardrt.fully_shard(model, mesh=mesh)
+            shardrt.fully_shard(layer.experts, mesh=mesh["replicate", "dp"])
+        return shardrt.fully_shard(model, mesh=mesh.unflatten((2, 2), ("replicate", "shard")))
 
     train_beside_one_process(world, mesh, whole, divided, clip=0.05)
 

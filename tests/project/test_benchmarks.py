@@ -74,6 +74,13 @@ def test_tensor_parallel_losses_agree_with_those_of_torch() -> None:
     assert not result["agreement"]["fsdp2"].startswith("DIFFER"), result["agreement"]
 
 
+@pytest.mark.all
+def test_divided_experts_have_the_losses_of_whole_ones() -> None:
+    script, sizes = BENCH.with_name("experts.py"), ("--layers", "1", "--width", "16", "--tokens", "8", "--rounds", "1")
+    summary = run_script(script, *sizes)  # it compares the losses
+    assert summary["ratio"] == summary["ms"]["experts divided"] / summary["ms"]["fully_shard"] > 0
+
+
 def timing(seconds: list[float], peak: float, *calls: list[Call]) -> Timing:
     """Of one rank: a half of each step is the forward, a quarter the backward."""
     halves, quarters = [each / 2 for each in seconds], [each / 4 for each in seconds]
