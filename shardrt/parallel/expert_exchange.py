@@ -2,11 +2,11 @@
 
 Legend   N ranks; E experts, of which each rank has L = E / N neighbours; S rows of width H here, sorted by expert; R rows come.
 
-| step       | from -> to                                                      | cost                                        |
-|------------|-----------------------------------------------------------------|---------------------------------------------|
+| step       | from -> to                                                      | cost                                         |
+|------------|-----------------------------------------------------------------|----------------------------------------------|
 | `plan`     | counts (E,) -> how many rows go to and come from each rank      | an all-to-all of 1 + L integers; a host sync |
-| `exchange` | (S, H) -> (R, H), those of rank 0 first, each sorted by expert  | an all-to-all                               |
-| and back   | (R, H) -> (S, H)                                                | an all-to-all                               |
+| `exchange` | (S, H) -> (R, H), those of rank 0 first, each sorted by expert  | an all-to-all                                |
+| and back   | (R, H) -> (S, H)                                                | an all-to-all                                |
 
 The backward of an exchange is the exchange in the other direction. Nothing has a capacity: all rows arrive, and a rank may send
 or receive none.

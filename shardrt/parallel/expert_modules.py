@@ -70,7 +70,7 @@ def note_load(module: Any, counts: torch.Tensor) -> None:
     """Count the rows of each expert, (E,): in training, and not once more where activations are computed again."""
     if module.training and not in_backward():
         state: ParallelState = module.tp_state
-        state.load = counts.detach() if state.load is None else state.load + counts
+        state.load = counts.clone() if state.load is None else state.load + counts
 
 
 # ---------------------------------------------------------------------- arguments
@@ -98,7 +98,7 @@ def _request_of_choices(exchange: ExpertExchange, hidden: torch.Tensor, index: t
     def problem() -> str:
         return f"a top_k_index from {int(flat.min())} to {int(flat.max())}: expected 0 to {experts - 1}"
 
-    return Request(bins[1:-1], fits, _kind(hidden, weights), problem)
+    return Request(bins[1:-1], fits, _kind(hidden), problem)
 
 
 def _request_of_counts(exchange: ExpertExchange, x: torch.Tensor, counts: torch.Tensor) -> Request:
@@ -119,11 +119,11 @@ def _unfit(exchange: ExpertExchange, rows: torch.Tensor, problem: str) -> Reques
     return Request(counts, torch.zeros((), dtype=torch.bool, device=rows.device), "", lambda: problem)
 
 
-def _kind(rows: torch.Tensor, *others: torch.Tensor) -> str:
+def _kind(rows: torch.Tensor) -> str:
     """Where this differs, ranks would wait for each other: in the exchange, or in its backward."""
-    needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (rows, *others))
-    gradients = "gradients" if torch.is_grad_enabled() else "no gradients"
-    return f"rows of {rows.dtype}, {rows.shape[1]} wide, with {gradients}" + (", also of the rows" if needed else "")
+    enabled = torch.is_grad_enabled()
+    gradients = "no gradients" if not enabled else "gradients, also of the rows" if rows.requires_grad else "gradients"
+    return f"rows of {rows.dtype}, {rows.shape[1]} wide, with {gradients}"
 
 
 def _text(tensor: torch.Tensor) -> str:
@@ -172,5 +172,7 @@ class _NoRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
-        return tuple(zero if needed else None for zero, needed in zip(zeros, ctx.needs_input_grad, strict=True))
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad, strict=True)
+        )
