@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from .ending.words import name_ranks
-from .fingerprint import Description, describe_call, join_descriptions
+from .fingerprint import OF_SOME_RANKS, Description, describe_call, join_descriptions
 from .ranks import Ranks
 from .streams import Event, Stream
 
@@ -48,8 +48,6 @@ class PreMulSum:
 
 Op = ReduceOp | PreMulSum
 
-# Control calls that not every rank makes: they take no number. Their first argument is the rank, or ranks, waited for.
-OF_SOME_RANKS = frozenset({"wait_to_write", "subset", "wait_for_message"})
 # Control calls: they block the caller and run on its thread.
 BLOCKING = OF_SOME_RANKS | {"exchange", "split", "empty", "node_memory", "pool", "agree", "rejoin", "close", "finalize"}
 

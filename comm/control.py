@@ -18,8 +18,8 @@ import torch
 
 from . import members
 from .backend import Backend, NodeMemory
-from .calls import OF_SOME_RANKS, CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes
-from .fingerprint import fingerprint_of
+from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes
+from .fingerprint import OF_SOME_RANKS, fingerprint_of
 from .members import check_lost, raise_lost
 from .pool import Pool
 from .streams import INLINE, PAST, Event, Stream
@@ -136,9 +136,9 @@ class ControlPlane:
 
         on_host: for CPU tensors, whatever this one is for.
         Collective over `ranks`: all of them give the same ranks and name. Subsets with ranks in common are made in one order.
-        Hazard: this is not compared: if one of the ranks does not come, the watchdog tells of it.
-        Raises: ValueError for ranks that are not distinct ranks of this communicator with this one among them; otherwise as
-        `split`.
+        Hazard: this is not compared, and no error is told to the other ranks: if one does not come, the watchdog reports it.
+        Raises: ValueError for ranks that are not distinct ranks of this communicator with this one among them; RuntimeError if
+        MPI makes no more communicators.
         """
         if self.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
             raise ValueError(

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+# Control calls that not every rank makes: they take no number. Their first argument is the rank, or ranks, waited for.
+OF_SOME_RANKS = frozenset({"wait_to_write", "subset", "wait_for_message"})
+
 
 class Description(NamedTuple):
     """What a call is, or the calls of a group."""
@@ -21,7 +24,7 @@ class Description(NamedTuple):
 def describe_call(name: str, dtype: torch.dtype | None, numel: int, args: tuple[object, ...]) -> Description:
     """Describe one call. dtype: None for a call without a tensor.   args: an op, a root, a peer, counts."""
     text = _text(name, dtype, numel, args)
-    if name in ("send", "recv", "wait_to_write", "subset", "wait_for_message"):
+    if name in OF_SOME_RANKS or name in ("send", "recv"):
         return Description(text, "", 0)
     shared = text if name != "all_to_all" or args[0] is None else f"{name} {_short(dtype)} with counts"
     return Description(text, shared, fingerprint_of(shared))

@@ -148,26 +148,18 @@ class ThreadedStream(Stream):
     def __init__(self, name: str) -> None:
         self.name = name
         self._failure: BaseException | None = None
-        # Each with whether it runs after a failure as well.
-        self._queue: queue.SimpleQueue[tuple[Callable[[], object], bool] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"shardrt-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, fn: Callable[[], object]) -> None:
-        self._put(fn)
-
-    def report(self, fn: Callable[[BaseException | None], object]) -> None:
-        """Run `fn` after everything submitted before it, on the stream's thread, with the failure, if there was one."""
-        self._put(lambda: fn(self._failure), always=True)
-
-    def _put(self, fn: Callable[[], object], *, always: bool = False) -> None:
         if not self._thread.is_alive():
             raise RuntimeError(f"stream '{self.name}' is closed: submit nothing after close()")
-        self._queue.put((fn, always))
+        self._queue.put(fn)
 
     def record(self) -> _WorkerEvent:
         event = _WorkerEvent(self)
-        self._put(event.mark_passed, always=True)
+        self.submit(event.mark_passed)
         return event
 
     def wait(self, event: Event) -> None:
@@ -198,9 +190,9 @@ class ThreadedStream(Stream):
 
     def _run(self) -> None:
         with torch.no_grad():  # grad mode is per thread, and starts enabled
-            while (item := self._queue.get()) is not None:
-                fn, always = item
-                if self._failure is not None and not always:
+            while (fn := self._queue.get()) is not None:
+                is_mark = getattr(fn, "__func__", None) is _WorkerEvent.mark_passed
+                if self._failure is not None and not is_mark:
                     continue
                 try:
                     fn()

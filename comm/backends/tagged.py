@@ -1,7 +1,10 @@
 """Sends and receives of CPU tensors that do not wait for each other, nor for collectives: told apart by tags, as MPI's are.
 
-They are started at once, on a communicator of MPI's own. MPI moves them on while this rank is in any call of MPI's;
-while it waits in shared memory, `looks()` does.
+They are started at once, on a communicator of MPI's own. MPI moves them on while this rank is in any call of MPI's; who waits
+in shared memory calls it at each look.
+
+They take no part in `Communicator.agree`: a rank that waits for one which has left the block waits until the watchdog ends the
+job.
 
 Hazard: a receive is started before its message can be looked at. One that is larger than its tensor raises, but Open MPI may
 have written beyond the tensor by then.
@@ -10,7 +13,6 @@ have written beyond the tensor by then.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from threading import Lock
 
 import torch
@@ -19,10 +21,12 @@ from mpi4py import MPI
 from ..communicator import Communicator
 from ..fingerprint import describe_call
 from ..members import free
-from . import waiting
 from .messages import flat, memory, messages
 from .mpi import MpiBackend
 from .waiting import looks
+
+_Part = tuple[MPI.Request, int | None]  # with the bytes to receive; None for a send
+_never_done: list[MessageRequest] = []  # of communicators that are closed: MPI still reads and writes their tensors
 
 
 class MessageRequest:
@@ -30,13 +34,12 @@ class MessageRequest:
 
     def __init__(self, owner: TaggedMessages, tensor: torch.Tensor, peers: tuple[int, ...], text: str) -> None:
         self._owner, self.tensor, self.peers, self.text = owner, tensor, peers, text
-        self.requests: list[MPI.Request] = []
+        self.parts: list[_Part] = []  # those that are not done
         self.source = -1  # of a receive that is done: the rank that has sent
-        self.received = 0  # bytes
         self.error: RuntimeError | None = None
 
     def is_done(self) -> bool:
-        """True once the message is received; of a send, once the tensor may be changed. Never blocks."""
+        """True once the message is received; of a send, once the tensor may be changed. Never blocks. From any thread."""
         return self._owner.test(self)
 
     def wait(self) -> None:
@@ -58,8 +61,8 @@ class TaggedMessages:
         self._comm, self._messages = comm, comm.backend.messages()
         found = self._messages.Get_attr(MPI.TAG_UB)
         self._largest_tag = found if isinstance(found, int) else 32767
-        self._lock = Lock()  # of `_under_way`: a stream's thread moves messages on as well
-        self._under_way: list[MessageRequest] = []
+        self._lock = Lock()  # a thread may look whether a request is done while another waits for it
+        self._under_way: list[MessageRequest] = []  # also those whose makers have dropped them
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> MessageRequest:
         """Start to send a contiguous tensor, which must not change until this is done.
@@ -68,7 +71,7 @@ class TaggedMessages:
         """
         self._check("isend", tensor, tag, to)
         request = MessageRequest(self, tensor, (to,), _text("send", tensor, to, tag))
-        return self._start(request, (self._messages.Isend(part, to, tag) for part in _parts(tensor)))
+        return self._start(request, ((self._messages.Isend(part, to, tag), None) for part in _parts(tensor)))
 
     def irecv(self, tensor: torch.Tensor, source: int | None, tag: int = 0) -> MessageRequest:
         """Start to receive into a contiguous tensor from a rank; None: from any. Raises as isend.
@@ -85,7 +88,7 @@ class TaggedMessages:
                 f"irecv on {self._comm}: {tensor.nbytes} bytes from any rank come in {len(parts)} parts, which those of other "
                 "ranks might come between; name the rank"
             )
-        return self._start(request, (self._messages.Irecv(part, at, tag) for part in parts))
+        return self._start(request, ((self._messages.Irecv(part, at, tag), len(part[0])) for part in parts))
 
     def test(self, request: MessageRequest) -> bool:
         """Whether it is done."""
@@ -100,10 +103,8 @@ class TaggedMessages:
                 next(waits)
 
     def close(self) -> None:
-        """Free what MPI holds. Collective; messages that are under way are lost."""
-        with self._lock:
-            self._under_way.clear()
-            waiting.moving.discard(self._move_on)
+        """Free what MPI holds. Collective. Messages that are under way still arrive where they are received already."""
+        _never_done.extend(self._under_way)
         free(self._messages)
 
     def _check(self, name: str, tensor: torch.Tensor, tag: int, *peers: int) -> None:
@@ -116,53 +117,46 @@ class TaggedMessages:
         if not 0 <= tag <= self._largest_tag:
             raise ValueError(f"{name} on {self._comm}: expected a tag from 0 to {self._largest_tag}, found {tag}")
 
-    def _start(self, request: MessageRequest, requests: Iterable[MPI.Request]) -> MessageRequest:
+    def _start(self, request: MessageRequest, parts: Iterable[_Part]) -> MessageRequest:
         with self._lock:
-            request.requests.extend(requests)
+            self._under_way = [each for each in self._under_way if not self._test(each)]
+            request.parts.extend(parts)
             if not self._test(request):
                 self._under_way.append(request)
-                waiting.moving.add(self._move_on)
         return request
 
     def _test(self, request: MessageRequest) -> bool:
-        """Look at each part; the lock is held."""
-        while request.requests:
+        """Look at the parts that are not done; the lock is held."""
+        while request.parts:
             status = MPI.Status()
+            part, nbytes = request.parts[0]
             try:
-                if not request.requests[0].Test(status):
+                if not part.Test(status):
                     return False
             except MPI.Exception as error:
                 if error.Get_error_class() != MPI.ERR_TRUNCATE:
                     raise
-                self._fail(request, "a longer message")
-                request.requests.clear()
+                self._refuse(request, "more bytes")
                 break
-            request.requests.pop(0)
-            if request.text.startswith("recv"):
-                request.source = status.Get_source()
-                request.received += status.Get_count(MPI.BYTE)
-                if not request.requests and request.received != request.tensor.nbytes:
-                    self._fail(request, f"{request.received} bytes")
-        with suppress(ValueError):  # it may have been done at once
-            self._under_way.remove(request)
+            request.parts.pop(0)
+            if nbytes is None:
+                continue
+            request.source = status.Get_source()
+            if status.Get_count(MPI.BYTE) != nbytes:
+                self._refuse(request, "fewer")
         return True
 
-    def _fail(self, request: MessageRequest, found: str) -> None:
+    def _refuse(self, request: MessageRequest, found: str) -> None:
+        """The message is of another size: none of its further parts is received."""
+        for part, _ in request.parts:
+            if part != MPI.REQUEST_NULL:
+                part.Cancel()
+                part.Wait()
+        request.parts.clear()
         request.error = RuntimeError(
             f"{request.text} on '{self._comm.name}', rank {self._comm.rank}: expected {request.tensor.nbytes} bytes, found "
             f"{found}; send and receive tensors of one shape and dtype"
         )
-
-    def _move_on(self) -> None:
-        """Let MPI move on what is under way, while this rank waits for something else. Never blocks."""
-        if self._lock.acquire(blocking=False):
-            try:
-                for request in list(self._under_way):
-                    self._test(request)
-                if not self._under_way:
-                    waiting.moving.discard(self._move_on)
-            finally:
-                self._lock.release()
 
 
 def _text(name: str, tensor: torch.Tensor, peer: int | None, tag: int) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from time import monotonic, sleep
 
 from ..members import check_lost
 
-moving: set[Callable[[], None]] = set()  # what moves on messages that are under way; each is there while some are
-_MOVED = 64  # looks between two such moves: a move is a call of MPI's for each message
 _AWAKE_S, _NAP_S = 0.05, 0.0002
 _looks_alone = 1000  # 0.5 ms; written by share_cores()
 
@@ -30,9 +28,6 @@ def looks() -> Iterator[None]:
     for turn in count():
         yield
         check_lost()
-        if moving and turn % _MOVED == 0:
-            for move_on in tuple(moving):
-                move_on()
         if turn > _looks_alone:  # Cost: on a busy machine, milliseconds until this rank runs again
             os.sched_yield()
             if monotonic() > asleep_from:  # Cost: a long wait ends so much later; meanwhile the core and the GIL are free

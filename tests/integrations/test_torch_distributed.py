@@ -271,6 +271,51 @@ def test_works_and_futures(world: World) -> None:
 
 
 @on_ranks(2)
+def test_what_follows_a_future_may_communicate(world: World) -> None:
+    """As in torch's PowerSGD hook."""
+    with process_groups():
+        first, second = torch.ones(9000), torch.ones(20)
+
+        def then(done: torch.futures.Future[Any]) -> torch.Tensor:
+            work = dist.all_reduce(second, async_op=True)
+            assert work is not None
+            return work.get_future().wait()[0] + done.value()[0][0]
+
+        if world.rank == 1:
+            time.sleep(0.2)  # the other rank's is not done when it is asked for
+        work = dist.all_reduce(first, async_op=True)
+        assert work is not None
+        assert work.get_future().then(then).wait().tolist() == [4.0] * 20
+        received = torch.zeros(3)
+        started = dist.irecv(received, 1 - world.rank)
+        future = started.get_future()  # does not wait for the message
+        dist.send(torch.full((3,), float(world.rank)), 1 - world.rank)
+        assert future.wait()[0].tolist() == [1.0 - world.rank] * 3
+
+
+@on_ranks(2)
+def test_groups_that_end_badly(world: World) -> None:
+    with process_groups() as (ours, _):
+        assert ours._device_types == [torch.device("cpu")]
+        ops = [dist.ReduceOp.SUM, dist.ReduceOp.MAX]
+        group = dist.new_group()
+        work = dist.all_reduce(torch.zeros(3), ops[world.rank], group=group, async_op=True)
+        assert work is not None
+        with pytest.raises(RuntimeError, match="different calls"):
+            work.get_future().wait()
+        with pytest.raises(RuntimeError, match="different calls"):
+            dist.all_reduce(torch.zeros(3), group=group)
+        dist.destroy_process_group(group)
+        kept = torch.zeros(300_000)
+        dist.irecv(kept, 1 - world.rank, tag=9)  # nobody sends
+        if world.rank == 0:
+            dist.isend(torch.ones(300_000), 1, tag=1)  # it is received while the group ends
+        else:
+            dist.recv(kept, 0, tag=1)
+            assert kept.eq(1).all()
+
+
+@on_ranks(2)
 def test_functional_collectives(world: World) -> None:
     from torch.distributed import _functional_collectives as functional
 
@@ -426,6 +471,9 @@ def test_checkpoints_of_torch(world: World, tmp_path: Any) -> None:
         with torch.no_grad():
             for param in other.parameters():
                 param.zero_()
+        saved = dcp.async_save({"model": module.state_dict()}, checkpoint_id=folder[0] + "/async")
+        saved.result()  # type: ignore[union-attr]
+        folder[0] += "/async"
         state = {"model": other.state_dict()}
         dcp.load(state, checkpoint_id=folder[0])
         for found, expected in zip(other.parameters(), module.parameters(), strict=True):

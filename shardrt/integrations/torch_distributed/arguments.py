@@ -30,7 +30,7 @@ BITWISE: dict[Any, Any] = {
 
 
 def kind_of(op: Any) -> Any:
-    """The kind of one of torch's operations, a key of `BITWISE` for one of these."""
+    """The kind of one of torch's operations; those of bits are the keys of `BITWISE`."""
     return op if isinstance(op, _KINDS) else op.op
 
 

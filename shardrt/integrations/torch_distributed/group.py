@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
+    PrefixStore,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
@@ -38,13 +39,15 @@ class ProcessGroupShardrt(NamedGroup):
 
     store, rank, size: as torch's.   ranks: the members' in the world, this one among them. Creating is collective over them.
     Calls with `async_op` run on a thread of the group's (on GPUs: a stream), others on the caller's stream. What a call is
-    given is checked before anything is sent; ranks that make different calls raise `MismatchError`.
+    given is checked before anything is sent; where calls are compared, ranks that make different ones raise `MismatchError`.
+    A call with `async_op` that has failed ends the group: later ones raise what it raised.
     """
 
     def __init__(self, store: Store, rank: int, size: int, ranks: Sequence[int], name: str) -> None:
         super().__init__(store, rank, size, name)
         world = runtime.world()
         self._ranks = tuple(ranks)
+        self._splits = 0  # how often it was split, on every rank alike
         self._lanes: dict[str, HostLane | DeviceLane] = {}
         self._lanes["cpu"] = HostLane(world.comm.subset(ranks, f"{name}.cpu", on_host=True), f"{name}.cpu")
         if world.device.type == "cuda":
@@ -53,8 +56,15 @@ class ProcessGroupShardrt(NamedGroup):
 
     # ------------------------------------------------------------------ groups
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in self._lanes]
+
     def _get_backend(self, device: torch.device) -> Any:
-        self._lane(device)
+        if (kind := torch.device(device).type) not in self._lanes:
+            raise RuntimeError(
+                f"process group '{self._name}' is for {' and '.join(self._lanes) or 'nothing any more'}, not {kind}"
+            )
         return self
 
     def split_group(
@@ -67,11 +77,12 @@ class ProcessGroupShardrt(NamedGroup):
         device_types: list[torch.device] | None = None,
     ) -> ProcessGroupShardrt | None:
         """A group of these of its ranks, by their numbers in it; None on a rank that is not among them."""
+        self._splits += 1
         if self.rank() not in new_ranks:
             return None
-        name = group_name or f"{self._name}:split"
+        name = group_name or f"{self._name}:split:{self._splits}"
         ranks = [self._ranks[rank] for rank in new_ranks]
-        made = ProcessGroupShardrt(self.get_group_store(), new_ranks.index(self.rank()), len(ranks), ranks, name)
+        made = ProcessGroupShardrt(PrefixStore(f"{name}/", self._store), new_ranks.index(self.rank()), len(ranks), ranks, name)
         made._desc = group_desc or self._desc
         return made
 
@@ -141,12 +152,14 @@ class ProcessGroupShardrt(NamedGroup):
         return self._launch(tensor, call, [tensor], opts)
 
     def barrier(self, *args: Any, **given: Any) -> ProcessGroupWork:
-        """Done once every rank has called it, and what was called before it is done."""
+        """Done once every rank has called it. On `opts.device`; if torch gives none, on the host."""
         opts = options(BarrierOptions, ("timeout",), args, given)
-        lane = self._lanes.get("cuda") or self._open_lane("cpu")
-        return lane.call(
-            lambda comm, stream, staging: _drop(comm.barrier(stream=stream)), [], is_async=opts.asyncOp, blocks=True
-        )
+
+        def call(comm: Communicator, stream: Stream, staging: Staging) -> None:
+            comm.barrier(stream=stream)
+
+        lane = self._lane(opts.device or torch.device("cpu"))
+        return self._note(lane.call(call, [], is_async=opts.asyncOp, blocks=True))
 
     # ------------------------------------------------------------------ gathers and scatters
 
@@ -211,9 +224,9 @@ class ProcessGroupShardrt(NamedGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_gather_single(self, output: torch.Tensor, inp: torch.Tensor, *args: Any, **given: Any) -> ProcessGroupWork:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, *args: Any, **given: Any) -> ProcessGroupWork:
         """Every rank's tensor, one after the other in rank order, in one tensor."""
-        return self.all_gather_single_coalesced([output], [inp], *args, **given)
+        return self.all_gather_single_coalesced([output], [input], *args, **given)
 
     _allgather_base = all_gather_single
 
@@ -298,16 +311,18 @@ class ProcessGroupShardrt(NamedGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter_single(self, output: torch.Tensor, inp: torch.Tensor, *args: Any, **given: Any) -> ProcessGroupWork:
+    def reduce_scatter_single(
+        self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, *args: Any, **given: Any
+    ) -> ProcessGroupWork:
         """Block r of the tensor, reduced over the ranks, on rank r."""
-        return self.reduce_scatter_single_coalesced([output], [inp], *args, **given)
+        return self.reduce_scatter_single_coalesced([outputTensor], [inputTensor], *args, **given)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def all_to_all_single(
         self,
         output: torch.Tensor,
-        inp: torch.Tensor,
+        input: torch.Tensor,
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         *args: Any,
@@ -318,7 +333,7 @@ class ProcessGroupShardrt(NamedGroup):
         Sizes: rows of dim 0; empty for equal parts.
         """
         opts = options(AllToAllOptions, ("timeout",), args, given)
-        out, sent = dense("all_to_all", output), dense("all_to_all", inp)
+        out, sent = dense("all_to_all", output), dense("all_to_all", input)
         coming = counts("all_to_all", out, output_split_sizes, self.size())
         going = counts("all_to_all", sent, input_split_sizes, self.size())
 
@@ -402,10 +417,6 @@ class ProcessGroupShardrt(NamedGroup):
 _BITS = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 )
-
-
-def _drop(_: object) -> None:
-    """For a call whose work the lane makes."""
 
 
 def _combine(out: torch.Tensor, rows: torch.Tensor, combine: Any) -> None:

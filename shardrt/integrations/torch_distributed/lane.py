@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
-from ...comm import Communicator, Stream, current_stream, new_stream
+from ...comm import Communicator, Event, Stream, current_stream, new_stream
 from ...comm.backends.tagged import MessageRequest, TaggedMessages
+from ...comm.streams import is_capturing
 from .staging import Staging
 from .work import LaunchedCollective, ProcessGroupWork
 
 Call = Callable[[Communicator, Stream, Staging], None]
+_Message = Callable[[Communicator, Stream, Staging], object]
 
 
 class Lane:
@@ -29,14 +32,15 @@ class Lane:
 
     def call(self, call: Call, result: Sequence[torch.Tensor], *, is_async: bool, blocks: bool = False) -> ProcessGroupWork:
         """Launch a call. blocks: its work's `wait` blocks the host."""
+        flush_messages()
         here = current_stream(self.device)
         stream = self._side_stream() if is_async and self.comm.size > 1 else here
         if stream is not here:
             stream.wait(here.record())
         staging = Staging(stream)
         call(self.comm, stream, staging)
-        launched = LaunchedCollective(stream, staging.kept, blocks=blocks)
-        if not launched.is_done():
+        launched = LaunchedCollective(stream, staging.kept, here, blocks=blocks)
+        if not is_capturing() and not launched.is_done():
             self._keep(launched)
         return ProcessGroupWork([launched], list(result), self.device)
 
@@ -53,7 +57,8 @@ class Lane:
     def close(self) -> None:
         """End the thread and close the communicator. Collective; waits for the calls that were made."""
         if self._side is not None:
-            self._side.close()
+            with suppress(RuntimeError):  # a call has failed: its work raises
+                self._side.close()
             self._side = None
         self.comm.close()
 
@@ -67,20 +72,23 @@ class HostLane(Lane):
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> ProcessGroupWork:
         """Start to send."""
-        return ProcessGroupWork([_Message(self._messages.isend(tensor.contiguous(), to, tag))], [tensor], self.device)
+        flush_messages()
+        return ProcessGroupWork([_HostMessage(self._messages.isend(tensor.contiguous(), to, tag))], [tensor], self.device)
 
     def recv(self, tensor: torch.Tensor, source: int | None, tag: int) -> ProcessGroupWork:
         """Start to receive."""
+        flush_messages()
         received = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
-        message = _Message(self._messages.irecv(received, source, tag), None if received is tensor else tensor)
+        message = _HostMessage(self._messages.irecv(received, source, tag), None if received is tensor else tensor)
         return ProcessGroupWork([message], [tensor], self.device)
 
     def close(self) -> None:
-        self._messages.close()
+        if not self.comm.is_closed:  # as when ranks are lost
+            self._messages.close()
         super().close()
 
 
-class _Message:
+class _HostMessage:
     """A message that has been started. into: a tensor that is not contiguous, which gets what was received."""
 
     def __init__(self, request: MessageRequest, into: torch.Tensor | None = None) -> None:
@@ -99,24 +107,17 @@ class _Message:
     def is_done(self) -> bool:
         return self._request.is_done()
 
-    def report(self, done: Callable[[BaseException | None], object]) -> bool:
-        return False
-
 
 class DeviceLane(Lane):
-    """That of CUDA tensors. Messages that are started one after the other are launched together, when one is waited for.
+    """That of CUDA tensors. Messages that are started one after the other are launched together, as NCCL needs it where two
+    ranks send to each other: when one is waited for, or another call is made, of whatever group.
 
-    So two ranks may send to each other, and messages of a pair arrive in order; tags do not count, as with NCCL.
+    Messages of a pair arrive in order; tags do not count, as with NCCL.
     """
 
     def __init__(self, comm: Communicator, name: str) -> None:
         super().__init__(comm, name)
         comm.barrier(stream=current_stream(self.device)).synchronize()  # connects the ranks: messages alone would not
-        self._batch: _Batch | None = None
-
-    def call(self, call: Call, result: Sequence[torch.Tensor], *, is_async: bool, blocks: bool = False) -> ProcessGroupWork:
-        self.flush()
-        return super().call(call, result, is_async=is_async, blocks=blocks)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> ProcessGroupWork:
         """Send with the messages around it."""
@@ -130,43 +131,42 @@ class DeviceLane(Lane):
             raise ValueError(f"recv on {self.comm}: expected a contiguous tensor, found strides {tensor.stride()}")
         return self._add(tensor, lambda comm, stream, staging: comm.recv(tensor, source, stream=stream))
 
-    def flush(self) -> None:
-        """Launch the messages that were started."""
-        if self._batch is not None:
-            batch, self._batch = self._batch, None
-            batch.launch(super().call)
-
-    def _add(self, tensor: torch.Tensor, call: Callable[[Communicator, Stream, Staging], object]) -> ProcessGroupWork:
-        if self._batch is None:
-            self._batch = _Batch(self.flush)
-        self._batch.calls.append((tensor, call))
-        return ProcessGroupWork([self._batch], [tensor], self.device)
-
-    def close(self) -> None:
-        self.flush()
-        super().close()
+    def _add(self, tensor: torch.Tensor, message: _Message) -> ProcessGroupWork:
+        if _open is None or _open.lane is not self:
+            flush_messages()
+        batch = _open or _begin(self)
+        batch.messages.append((tensor, message, current_stream(self.device).record()))
+        return ProcessGroupWork([batch], [tensor], self.device)
 
 
 class _Batch:
-    """Messages that are launched together; `flush` launches them."""
+    """Messages that are launched together."""
 
-    def __init__(self, flush: Callable[[], None]) -> None:
-        self.calls: list[tuple[torch.Tensor, Callable[[Communicator, Stream, Staging], object]]] = []
-        self._flush = flush
+    def __init__(self, lane: DeviceLane) -> None:
+        self.lane = lane
+        self.messages: list[tuple[torch.Tensor, _Message, Event]] = []  # each with an event of the stream that started it
         self._work: ProcessGroupWork | None = None
+        self._error: Exception | None = None
 
-    def launch(self, launch: Callable[..., ProcessGroupWork]) -> None:
-        def together(comm: Communicator, stream: Stream, staging: Staging) -> None:
-            with comm.group():
-                for tensor, call in self.calls:
-                    staging.kept.append(tensor)
-                    call(comm, stream, staging)
+    def launch(self) -> None:
+        """Launch them. What they fail with, each of their works raises."""
+        try:
+            self._work = self.lane.call(self._together, [], is_async=True)
+        except Exception as error:
+            self._error = error
 
-        self._work = launch(together, [], is_async=True)
+    def _together(self, comm: Communicator, stream: Stream, staging: Staging) -> None:
+        with comm.group():
+            for tensor, message, started in self.messages:
+                stream.wait(started)
+                staging.kept.append(tensor)
+                message(comm, stream, staging)
 
     def _launched(self) -> ProcessGroupWork:
-        if self._work is None:
-            self._flush()
+        if self is _open:
+            flush_messages()
+        if self._error is not None:
+            raise self._error
         assert self._work is not None, "flushed"
         return self._work
 
@@ -176,5 +176,19 @@ class _Batch:
     def is_done(self) -> bool:
         return self._launched().is_completed()
 
-    def report(self, done: Callable[[BaseException | None], object]) -> bool:
-        return False
+
+_open: _Batch | None = None  # the messages that were started and not launched; written by the two functions below
+
+
+def _begin(lane: DeviceLane) -> _Batch:
+    global _open
+    _open = _Batch(lane)
+    return _open
+
+
+def flush_messages() -> None:
+    """Launch the messages of CUDA tensors that were started."""
+    global _open
+    if _open is not None:
+        batch, _open = _open, None
+        batch.launch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch._C._distributed_c10d import Backend, ProcessGroup, Store
+from torch._C._distributed_c10d import ProcessGroup, Store
 
 BACKEND = "shardrt"
 
@@ -57,9 +57,11 @@ class NamedGroup(ProcessGroup):
         return False
 
     @property
-    def options(self) -> Backend.Options:
-        """Options without a meaning here, which `torch.distributed.split_group` copies."""
-        return Backend.Options(BACKEND)
+    def options(self) -> None:
+        """None: `torch.distributed.split_group` copies what is here."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: communicators number their calls."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: the ranks are connected."""

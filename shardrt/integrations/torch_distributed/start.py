@@ -25,10 +25,11 @@ def init_process_group(device: str | torch.device | None = None, *, timeout: tim
     device: as of `shardrt.init`, which it calls. CPU tensors can be sent in either case.
     timeout: of the store, the small server on rank 0 through which torch's ranks name groups to each other; None: torch's
     default. Calls of the group have the watchdog's limit, SHARDRT_TIMEOUT.
-    The store listens on the loopback address if all ranks are on one node; else on MASTER_ADDR, or rank 0's host name.
+    Ranks reach it by the loopback address if all are on one node; else by MASTER_ADDR, or rank 0's host name. Like torch's own
+    it listens on all addresses of that host.
     `torch.distributed.new_group` and others then make further groups. All end with `destroy_process_group`, or `finalize`.
-    Raises, on every rank: RuntimeError if one of them has a default process group already, and in a job that survives lost
-    ranks.
+    When ranks are lost and the world is recovered, call `destroy_process_group` and this again.
+    Raises, on every rank: RuntimeError if one of them has a default process group already, or rank 0 cannot open the store.
     """
     world = comm.init(device)
     has_group = world.comm.exchange(dist.is_initialized())

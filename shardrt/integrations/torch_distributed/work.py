@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
 
 from ...comm import Event, Stream, current_stream
-from ...comm.streams import ThreadedStream
+
+_NAP_S = 0.0002
 
 
 class Launched(Protocol):
@@ -22,32 +25,24 @@ class Launched(Protocol):
     def is_done(self) -> bool:
         """Whether it is done. Never blocks."""
 
-    def report(self, done: Callable[[BaseException | None], object]) -> bool:
-        """Call `done` when it has come to its end, and the stream's work on its results is ordered. False: wait first."""
-
 
 class LaunchedCollective:
-    """Collectives on a stream, up to an event. kept: tensors that must live until then."""
+    """Collectives on a stream, up to an event. kept: tensors that must live until then.   maker: the stream that made them."""
 
-    def __init__(self, stream: Stream, kept: Sequence[object], *, blocks: bool = False) -> None:
-        self._stream, self._kept, self._blocks = stream, kept, blocks
+    def __init__(self, stream: Stream, kept: Sequence[object], maker: Stream, *, blocks: bool = False) -> None:
+        self._stream, self._kept, self._maker, self._blocks = stream, kept, maker, blocks
         self._event: Event = stream.record()
 
     def wait(self) -> None:
         if self._blocks:
             self._event.synchronize()
-        current_stream(self._stream.device).wait(self._event)
-        self._kept = ()
+        here = current_stream(self._stream.device)
+        here.wait(self._event)
+        if here == self._maker:  # only then is their memory given to others after the event
+            self._kept = ()
 
     def is_done(self) -> bool:
         return self._event.query()
-
-    def report(self, done: Callable[[BaseException | None], object]) -> bool:
-        if isinstance(self._stream, ThreadedStream):
-            self._stream.report(done)
-        else:
-            self._stream.submit(lambda: done(None))  # on CUDA, the future notes an event of the stream that is current
-        return True
 
 
 class ProcessGroupWork(Work):
@@ -71,6 +66,10 @@ class ProcessGroupWork(Work):
         """Order the caller's stream after the call, as `wait`."""
         self.wait()
 
+    def block_current_stream(self) -> None:
+        """Order the caller's stream after the call, as `wait`."""
+        self.wait()
+
     def is_completed(self) -> bool:
         """Whether the call is done. Never blocks."""
         return all(part.is_done() for part in self.parts)
@@ -79,7 +78,7 @@ class ProcessGroupWork(Work):
         """Whether the call is done and has not failed."""
         return self.is_completed() and self.exception() is None
 
-    def exception(self) -> BaseException | None:
+    def exception(self) -> Exception | None:
         """What the call has failed with, once it is done."""
         if self.is_completed():
             try:
@@ -100,19 +99,32 @@ class ProcessGroupWork(Work):
         return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of `result`, which completes when the call does."""
+        """A future of `result`, which completes when the call does, and on CUDA is ordered after it.
+
+        Cost: on the host, if the call is not done yet, a thread that waits for it and runs what follows it, which may make and
+        wait for further calls.
+        """
         if self._future is None:
-            self._future = torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
-            if self.is_completed() and self._device.type == "cpu":
-                self._complete(self.exception())
-            elif len(self.parts) != 1 or not self.parts[0].report(self._complete):
-                self.wait()
-                self._complete(None)
+            on_cuda = self._device.type == "cuda"
+            self._future = torch.futures.Future(devices=[self._device] if on_cuda else None)
+            if on_cuda:
+                with torch.cuda.stream(torch.cuda.Stream(self._device)):  # the caller's does not wait
+                    self.wait()
+                    self._complete()
+            elif self.is_completed():
+                self._complete()
+            else:
+                Thread(target=self._complete_later, name="shardrt-torch-future", daemon=True).start()
         return self._future
 
-    def _complete(self, failure: BaseException | None) -> None:
+    def _complete_later(self) -> None:
+        while not self.is_completed():  # the wait for a message is its maker's
+            time.sleep(_NAP_S)
+        self._complete()
+
+    def _complete(self) -> None:
         assert self._future is not None, "it was asked for"
-        if failure is None:
-            self._future.set_result(self._result)
-        else:
+        if self._device.type == "cpu" and (failure := self.exception()) is not None:
             self._future.set_exception(failure)
+        else:
+            self._future.set_result(self._result)
