@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardrt
 from checkpoints import shared_folder
@@ -27,6 +28,7 @@ from shardrt.comm import World
 from shardrt.comm.streams import CudaStream, _CudaEvent
 from shardrt.fsdp.memory.context import Streams
 from shardrt.fsdp.reduce.sharded_grads import ShardedGrads
+from shardrt.integrations import torch_distributed
 from shardrt.kernels import cuda as kernels
 from shardrt.tensor import snapshots
 from toys import OddMLP, batch, loss_of, shard_blocks
@@ -267,6 +269,46 @@ def test_a_step_waits_for_two_saves_that_copy(world: World, is_known: bool) -> N
 
 
 # ---------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@on_ranks(1, 2, 3)
+def test_a_process_group_of_torch(world: World, is_async: bool) -> None:
+    """Calls of tensors that streams of the caller's have just made, and messages that two ranks send to each other."""
+    here = torch_distributed.init_process_group()
+    try:
+        assert here is world
+        group = dist.new_group(list(reversed(range(world.size))))
+
+        def done(work: dist.Work | None) -> None:
+            if is_async:
+                assert work is not None
+                work.wait()
+
+        for step in range(3):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                tensor = torch.full((50_000,), world.rank + 1.0, device="cuda")
+                done(dist.all_reduce(tensor, async_op=is_async))
+                gathered = [torch.empty(7, 3, device="cuda").T for _ in range(world.size)]  # not contiguous
+                done(dist.all_gather(gathered, tensor[:21].view(3, 7), group=group, async_op=is_async))
+                future = dist.all_reduce(torch.full((9,), float(step), device="cuda"), async_op=True).get_future()
+                received = torch.empty(40_000, device="cuda")
+                ring = [
+                    dist.P2POp(dist.isend, tensor[:40_000] + world.rank, (world.rank + 1) % world.size),
+                    dist.P2POp(dist.irecv, received, (world.rank - 1) % world.size),
+                ]
+                for work in dist.batch_isend_irecv(ring) if world.size > 1 else ():
+                    work.wait()
+                total = world.size * (world.size + 1) / 2
+                assert all(part.eq(total).all() for part in gathered)
+                assert world.size == 1 or received.eq(total + (world.rank - 1) % world.size).all()
+                assert future.wait()[0].eq(step * world.size).all()
+        on_host = torch.ones(5)
+        done(dist.all_reduce(on_host, async_op=is_async))
+        assert on_host.tolist() == [world.size] * 5
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -472,7 +472,7 @@ def test_checkpoints_of_torch(world: World, tmp_path: Any) -> None:
             for param in other.parameters():
                 param.zero_()
         saved = dcp.async_save({"model": module.state_dict()}, checkpoint_id=folder[0] + "/async")
-        saved.result()  # type: ignore[union-attr]
+        saved.result()
         folder[0] += "/async"
         state = {"model": other.state_dict()}
         dcp.load(state, checkpoint_id=folder[0])
