@@ -176,11 +176,12 @@ PRINTED = {
     "cpu_offload": (2, r"shards and optimizer state are on \{'cpu'\}"),
     "tensor_parallel": (4, r"up.weight \(128, 32\) \(Shard\(dim=0\), RaggedShard\(dim=0"),
     "expert_parallel": (4, r"rows of the first experts \[\d+, \d+, \d+, \d+\]"),
+    "pipeline": (4, r"^step 19 loss"),
     "custom_collective": (2, r"[5-9]\S* gathers and 1[78]\d{3}\S* bytes per step"),
 }
 
 
-_IN_EVERY_RUN = ("tensor_parallel", "custom_collective")
+_IN_EVERY_RUN = ("tensor_parallel", "custom_collective", "pipeline")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_a_task_in_training(name: str) -> None:
     found = losses(out)
     assert len(found) == 20
     assert found[-1] < found[0] / 2
-    assert re.search(line, out), out
+    assert re.search(line, out, re.MULTILINE), out
 
 
 def test_comm_alone() -> None:

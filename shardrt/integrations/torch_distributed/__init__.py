@@ -9,6 +9,6 @@ watchdog, recorder and timelines. The runtime itself never needs a process group
 """
 
 from .group import ProcessGroupShardrt
-from .start import init_process_group
+from .start import init_process_group, process_group
 
-__all__ = ["ProcessGroupShardrt", "init_process_group"]
+__all__ = ["ProcessGroupShardrt", "init_process_group", "process_group"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from ... import comm
-from ...comm import World
+from ...comm import DeviceMesh, World
 from ...comm.bootstrap import at_finalize
 from .group import ProcessGroupShardrt
 from .named import BACKEND
@@ -41,6 +41,18 @@ def init_process_group(device: str | torch.device | None = None, *, timeout: tim
     given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     dist.init_process_group(BACKEND, store=_store(world, **given), rank=world.rank, world_size=world.size, **given)
     return world
+
+
+def process_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A new process group of the ranks of `mesh`, in the order of their numbers in the world. Only they call it.
+
+    For what needs torch's group along an axis of shardrt's mesh, such as a pipeline: `process_group(mesh["pp"])`. Ranks make
+    their groups in the same order. Raises RuntimeError without a default group of shardrt's.
+    """
+    if not dist.is_initialized() or dist.get_backend() != BACKEND:
+        raise RuntimeError(f"process_group({mesh}): call torch_distributed.init_process_group() first, on every rank")
+    made: dist.ProcessGroup = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    return made
 
 
 def _store(world: World, **given: Any) -> Store:
