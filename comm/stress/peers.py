@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from mpi4py import MPI
 from torch import distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from .. import ReduceOp, World
 from ..calls import FLOATS, Op

@@ -141,7 +141,7 @@ def torch_blocks(device: str) -> dict[str, nn.Module]:
     from torch.distributed.tensor import parallel
 
     backend = "gloo" if device == "cpu" else "nccl"
-    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device, (1,))
     return {
         f"torch{name}": parallel.parallelize_module(Block(64).to(device), mesh, plan)

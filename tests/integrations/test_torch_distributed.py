@@ -512,3 +512,77 @@ work = dist.all_reduce(torch.ones(9000), async_op=True)
     done = run_script(source, 3, FRESH)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr.strip(), done.stderr
+
+
+# ---------------------------------------------------------------------- frameworks
+
+FRAMEWORK = """
+import os, sys, torch
+import torch.distributed as dist
+from torch import nn
+import shardrt
+from shardrt.integrations import torch_distributed
+world = shardrt.init("cpu")
+if {ours}:
+    torch_distributed.init_process_group()
+else:
+    dist.init_process_group("gloo", init_method="file://{store}", rank=world.rank, world_size=world.size)
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+show = lambda loss: print(f"loss {{loss}}\\n", end="", flush=True)  # in one piece
+data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(step * 10 + world.rank)) for step in range(6)]
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+assert (accelerator.num_processes, accelerator.process_index) == (world.size, world.rank)
+net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+assert type(net).__name__ == "DistributedDataParallel"
+for inp in data:
+    loss = net(inp).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    show(accelerator.reduce(loss.detach(), "mean").item())
+"""
+LIGHTNING = """
+import lightning
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+os.environ |= dict(RANK=str(world.rank), LOCAL_RANK=str(world.rank), WORLD_SIZE=str(world.size), GROUP_RANK="0")
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+
+    def training_step(self, inp, index):
+        loss = self.net(inp).square().mean()
+        self.log("mean", loss, sync_dist=True)
+        show(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+trainer = lightning.Trainer(
+    accelerator="cpu", devices=world.size, max_epochs=1, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    strategy=DDPStrategy(cluster_environment=TorchElasticEnvironment()),
+)
+trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=None))
+show(trainer.callback_metrics["mean"].item())
+"""
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("program", [ACCELERATE, LIGHTNING], ids=["accelerate", "lightning"])
+def test_strategies_of_frameworks_are_gloos(program: str, tmp_path: Any) -> None:
+    losses = []
+    for ours in (True, False):
+        source = FRAMEWORK.format(ours=ours, store=tmp_path / "store") + program + "\ndist.destroy_process_group()\n"
+        done = run_script(source, 2, FRESH, PYTHONWARNINGS="ignore")
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses.append(sorted(line for line in done.stdout.splitlines() if line.startswith("loss")))
+    assert losses[0] == losses[1]
+    assert len(losses[0]) >= 12

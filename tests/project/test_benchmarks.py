@@ -296,7 +296,7 @@ def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
         if first is not None:
             found.append(path.name)
             assert not [line for line in lines[:first] if line.startswith(("import shardrt", "from shardrt"))], path
-    benches = {"step.py", "overlap.py", "padding.py", "parallel.py", "checkpoint.py"}
+    benches = {"step.py", "overlap.py", "padding.py", "parallel.py", "context.py", "experts.py", "checkpoint.py"}
     benches |= {"quantized_gather.py", "quantized_training.py", "forecast.py", "growth.py", "peak.py", "published.py"}
     benches |= {"survival.py", "survival_job.py"}
     assert benches | {"train.py", "gpu_check.py", "table.py", "gpu_forecast.py"} == set(found)

@@ -18,7 +18,7 @@ Call = Callable[[Communicator, Stream, Staging], None]
 _Message = Callable[[Communicator, Stream, Staging], object]
 
 
-class Lane:
+class TensorLane:
     """The part of a process group for tensors on `comm.device`. Creating is collective over its ranks.
 
     A call without `async_op` runs on the caller's stream, another one on a stream of the lane's own: on the host, a thread.
@@ -63,7 +63,7 @@ class Lane:
         self.comm.close()
 
 
-class HostLane(Lane):
+class HostLane(TensorLane):
     """That of CPU tensors: messages have tags, and wait neither for each other nor for collectives."""
 
     def __init__(self, comm: Communicator, name: str) -> None:
@@ -108,7 +108,7 @@ class _HostMessage:
         return self._request.is_done()
 
 
-class DeviceLane(Lane):
+class DeviceLane(TensorLane):
     """That of CUDA tensors. Messages that are started one after the other are launched together, as NCCL needs it where two
     ranks send to each other: when one is waited for, or another call is made, of whatever group.
 
@@ -139,7 +139,7 @@ class DeviceLane(Lane):
         return ProcessGroupWork([batch], [tensor], self.device)
 
 
-class _Batch:
+class _MessageBatch:
     """Messages that are launched together."""
 
     def __init__(self, lane: DeviceLane) -> None:
@@ -177,12 +177,12 @@ class _Batch:
         return self._launched().is_completed()
 
 
-_open: _Batch | None = None  # the messages that were started and not launched; written by the two functions below
+_open: _MessageBatch | None = None  # the messages that were started and not launched; written by the two functions below
 
 
-def _begin(lane: DeviceLane) -> _Batch:
+def _begin(lane: DeviceLane) -> _MessageBatch:
     global _open
-    _open = _Batch(lane)
+    _open = _MessageBatch(lane)
     return _open
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, Store
+from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 BACKEND = "shardrt"
 

@@ -9,14 +9,14 @@ from threading import Thread
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import Work
 
 from ...comm import Event, Stream, current_stream
 
 _NAP_S = 0.0002
 
 
-class Launched(Protocol):
+class LaunchedPart(Protocol):
     """A part of a work that may still run."""
 
     def wait(self) -> None:
@@ -51,7 +51,7 @@ class ProcessGroupWork(Work):
     result: the tensors that the call has written, as torch's futures have them.
     """
 
-    def __init__(self, parts: Sequence[Launched], result: list[torch.Tensor], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[LaunchedPart], result: list[torch.Tensor], device: torch.device) -> None:
         super().__init__()
         self.parts, self._result, self._device = list(parts), result, device
         self._future: torch.futures.Future[Any] | None = None
