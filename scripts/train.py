@@ -3,6 +3,7 @@
     mpirun -n 2 python scripts/train.py         # trains on the source of Python's standard library
     mpirun -n 4 python scripts/train.py --data ~/books --steps 2000 --dtype bfloat16
     mpirun -n 4 python scripts/train.py --tp 2         # 2-D: each matrix in two parts, sharded over two ranks each
+    mpirun -n 4 python scripts/train.py --cp 2 --context 512     # each sequence in two parts; parameters on all four ranks
     python -m shardrt.launch --restarts 5 -n 4 scripts/train.py --resume auto --out runs/a      # goes on after whatever ends it
     python -m shardrt.launch --survive -n 4 scripts/train.py --resume auto --out runs/a         # also without lost ranks
 
@@ -17,6 +18,7 @@ The global batch does not depend on the number of ranks, so neither does the los
 
 With --tp N, groups of N neighbouring ranks have the parts of each matrix and, between the matrices,
 of each sequence; they read the same rows. Parameters are sharded over the groups.
+With --cp N, groups of N ranks read the same rows as well, and each rank has its part of every sequence, in attention too.
 
 With --check-every N, the ranks compare what they must have alike, before the first step and after every N steps, and the run
 ends if they do not: the initial model, parameters that are not sharded, the optimizer's steps and learning rates.
@@ -40,7 +42,7 @@ import os
 import sys
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -55,7 +57,7 @@ from common.models import GPT, GPTConfig, next_byte_loss, shard
 from common.options import Parser, agreed, at_least, exit_with_usage_error
 from common.parallel import gpt_plan
 from common.text import Corpus, batch, default_files, find_files, rank_rows, read_corpus, write_sample
-from shardrt.parallel import cross_entropy, parallelize_module
+from shardrt.parallel import context_parallel, context_parallel_shard, cross_entropy, parallelize_module
 from shardrt.timeline.picture import draw_memory
 
 # ---------------------------------------------------------------------- options
@@ -73,6 +75,7 @@ class Options:
     context: int
     untied: bool
     tp: int
+    cp: int
     steps: int
     batch: int
     micro_batches: int
@@ -96,6 +99,11 @@ class Options:
     out: Path
 
     @property
+    def readers(self) -> int:
+        """How many ranks read the same rows."""
+        return self.tp * self.cp
+
+    @property
     def model(self) -> GPTConfig:
         return GPTConfig(self.layers, self.heads, self.channels, self.context, not self.untied)
 
@@ -113,6 +121,7 @@ def parse_options() -> Options:
     shape("--context", type=count, default=128, help="sequence length in bytes")
     shape("--untied", action="store_true", help="do not share the weight of the head and the embedding")
     add("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks, with sequence parallelism")
+    add("--cp", type=count, default=1, metavar="N", help="context-parallel ranks: each has a part of every sequence")
     add("--steps", type=count, default=1000)
     add("--batch", type=count, default=12, help="sequences per step over all ranks")
     add("--micro-batches", type=count, default=1, help="accumulate gradients over this many micro-batches per rank")
@@ -155,6 +164,8 @@ def read_checked(options: Options, ranks: int) -> Corpus:
     check_ranks(options, ranks)
     if options.heads % options.tp != 0:
         raise ValueError(f"--heads {options.heads} does not divide by --tp {options.tp}: each rank has whole heads")
+    if options.context % (2 * options.cp) != 0:
+        raise ValueError(f"--context {options.context} does not divide by 2 x --cp {options.cp}: ranks have equal parts of it")
     _ = options.model  # raises ValueError for an invalid shape
     files = find_files(options.data) if options.data else default_files()
     return read_corpus(files, options.context, options.max_bytes)
@@ -162,12 +173,13 @@ def read_checked(options: Options, ranks: int) -> Corpus:
 
 def check_ranks(options: Options, ranks: int) -> None:
     """Raise ValueError for options that cannot work on so many ranks. No collective."""
-    if ranks % options.tp != 0:
-        raise ValueError(f"--tp {options.tp} does not divide the {ranks} ranks")
-    readers = ranks // options.tp
+    if ranks % options.readers != 0:
+        which = " and ".join(f"--{name} {size}" for name, size in (("tp", options.tp), ("cp", options.cp)) if size > 1)
+        raise ValueError(f"{which}: the product does not divide the {ranks} ranks")
+    readers = ranks // options.readers
     parts = readers * options.micro_batches
     if options.batch % parts != 0:
-        what = "ranks" if options.tp == 1 else "groups of ranks"
+        what = "ranks" if options.readers == 1 else "groups of ranks"
         raise ValueError(
             f"--batch {options.batch} does not divide by {readers} {what} x "
             f"{options.micro_batches} micro-batches: use a multiple of {parts}"
@@ -206,7 +218,8 @@ class Trainer:
         self, options: Options, corpus: Corpus, world: shardrt.World, quantization: shardrt.QuantizationPolicy | None = None
     ) -> None:
         self.options, self.corpus, self.world = options, corpus, world
-        self.mesh = shardrt.DeviceMesh(world.comm, (world.size // options.tp, options.tp), ("dp", "tp"))
+        shape = world.size // options.readers, options.cp, options.tp
+        self.mesh = shardrt.DeviceMesh(world.comm, shape, ("dp", "cp", "tp"))
         self.model = GPT(options.model, options.seed).to(world.device)
         self.zero = torch.zeros((), device=world.device)  # of the dtype in which losses are added
         if options.dtype == "float64":
@@ -219,7 +232,7 @@ class Trainer:
         policy = shardrt.MixedPrecisionPolicy()
         if options.dtype == "bfloat16":
             policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        mesh = self.mesh["dp"]
+        mesh = self.mesh["dp", "cp"].flatten()
         shard(
             self.model,
             lambda module: shardrt.fully_shard(module, mesh=mesh, mp_policy=policy, quantization_policy=quantization),
@@ -253,8 +266,9 @@ class Trainer:
         assert isinstance(self.model, shardrt.FSDPModule)  # since fully_shard
         for rows in micro_batches:
             self.model.set_requires_gradient_sync(rows is micro_batches[-1])
-            loss = self.loss(self.corpus.train, step, rows) / len(micro_batches)
-            loss.backward()
+            with self.sequences():
+                loss = self.loss(self.corpus.train, step, rows) / len(micro_batches)
+                loss.backward()
             total += loss.detach()
         return total
 
@@ -265,19 +279,29 @@ class Trainer:
         parts = [(step, rows) for step in steps for rows in self.rows()]
         total = self.zero.clone()
         for step, rows in parts:
-            total += self.loss(self.corpus.validation, step, rows) / len(parts)
+            with self.sequences():
+                total += self.loss(self.corpus.validation, step, rows) / len(parts)
         return self.world.mean(total).item()
 
     def loss(self, text: torch.Tensor, step: int, rows: range) -> torch.Tensor:
         options, device = self.options, self.world.device
-        inputs, targets = batch(text, options.seed, step, rows, options.batch, options.context)
-        logits = self.model(inputs.to(device))
+        whole = *batch(text, options.seed, step, rows, options.batch, options.context), torch.arange(options.context)
+        inputs, targets, positions = (each.to(device) for each in whole)
+        if options.cp > 1:  # equal parts: the mean over the ranks is that over the tokens
+            cut = context_parallel_shard(self.mesh["cp"], [inputs, targets, positions], [1, 1, 0])
+            inputs, targets, positions = cut
+        logits = self.model(inputs, positions)
         if isinstance(logits, shardrt.DTensor):  # in parts of the vocabulary
-            return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.to(device))
-        return next_byte_loss(logits, targets.to(device))
+            return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+        return next_byte_loss(logits, targets)
+
+    def sequences(self) -> AbstractContextManager[None]:
+        """With --cp, a block in which attention reaches all parts of the sequences."""
+        options = self.options
+        return nullcontext() if options.cp == 1 else context_parallel(self.mesh["cp"], seq_len=options.context)
 
     def rows(self) -> list[range]:
-        """This rank's rows of a global batch, one range per micro-batch. Tensor-parallel ranks read the same rows."""
+        """This rank's rows of a global batch, one range per micro-batch. Tensor and context parallel ranks read the same."""
         options, dp = self.options, self.mesh["dp"]
         return rank_rows(options.batch, dp.rank, dp.size, options.micro_batches)
 
@@ -327,7 +351,7 @@ class Training:
             for index in range(options.steps):
                 self.step(index)
             return
-        survive = shardrt.Survival(group=options.tp) if world.settings.survive else None
+        survive = shardrt.Survival(group=options.readers) if world.settings.survive else None
         folder = options.out / "checkpoints"
         with shardrt.Run(folder, self.build, options.save_every, options.keep, survive=survive) as run:
             run.train(options.steps, self.step)

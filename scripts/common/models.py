@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps bytes (B, T) to logits of the next byte (B, T, V)."""
+    """Maps bytes (B, T), at positions (T,), to logits of the next byte (B, T, V). Positions are 0 to T - 1 unless given."""
 
     def __init__(self, config: GPTConfig, seed: int = 0) -> None:
         super().__init__()
@@ -90,8 +90,9 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
         initialize(self, seed)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(positions)  # (B, T, C)
         for block in self.blocks:
             x = block(x)

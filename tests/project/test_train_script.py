@@ -125,10 +125,12 @@ def alone_float64(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("ranks", [2, 4], ids=["1-D", "2-D"])
-def test_tensor_parallel_ranks_have_the_loss_curve_of_one(alone_float64: Run, tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "split"), [(2, "--tp 2"), (4, "--tp 2"), (2, "--cp 2"), (4, "--cp 2"), (4, "--cp 2 --tp 2")])
+def test_ranks_with_parts_of_a_sequence_have_the_loss_curve_of_one(
+    alone_float64: Run, tmp_path: Path, ranks: int, split: str
+) -> None:
     """The sample as well, whose sequences do not divide by the ranks."""
-    done = train(tmp_path, ranks, f"{FLOAT64} --tp 2")
+    done = train(tmp_path, ranks, f"{FLOAT64} {split}")
     assert len(done.curve()) == 10
     assert done.curve() == pytest.approx(alone_float64.curve(), rel=0, abs=1e-12)
     assert done.curve("grad_norm") == pytest.approx(alone_float64.curve("grad_norm"), rel=1e-10)
@@ -191,7 +193,7 @@ def test_data_that_one_rank_lacks_ends_every_rank_with_the_message(tmp_path: Pat
 
 
 OPTIONS = Options(
-    data=[], max_bytes=1 << 20, layers=2, heads=2, channels=32, context=32, untied=False, tp=1, steps=1, batch=12,
+    data=[], max_bytes=1 << 20, layers=2, heads=2, channels=32, context=32, untied=False, tp=1, cp=1, steps=1, batch=12,
     micro_batches=1, lr=1e-3, warmup=1, weight_decay=0.0, clip=1.0, dtype="float32", eval_every=1, eval_batches=1,
     check_every=0, peak_tflops=0.0, tensorboard=False, timeline=False, prompt="def", sample_bytes=1, seed=0,
     resume="never", save_every=1, keep=1, out=Path("runs"),
@@ -201,7 +203,9 @@ OPTIONS = Options(
 @pytest.mark.parametrize(
     ("changed", "ranks", "message"),
     [
-        ({"tp": 4}, 2, "--tp 4 does not divide the 2 ranks"),
+        ({"tp": 4}, 2, "--tp 4: the product does not divide the 2 ranks"),
+        ({"tp": 2, "cp": 2}, 2, "--tp 2 and --cp 2: the product does not divide the 2 ranks"),
+        ({"cp": 3}, 3, "--context 32 does not divide by 2 x --cp 3"),
         ({"tp": 2, "heads": 3, "channels": 96}, 2, "--heads 3 does not divide by --tp 2"),
         ({"tp": 2, "batch": 7, "micro_batches": 2}, 4, r"--batch 7 .*2 groups of ranks x 2 micro-batches: use a multiple of 4"),
         ({"prompt": ""}, 1, "--prompt is empty"),
