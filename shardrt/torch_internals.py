@@ -17,6 +17,7 @@ Two more are in `kernels/cuda.py` and `comm/streams.py`, which import nothing of
 | `disabled_torch_function`        | `torch._C._disabled_torch_function_impl`       |
 | `as_plain_tensors`               | `torch._C.DisableTorchFunctionSubclass`        |
 | `without_torch_functions`        | `torch._C.DisableTorchFunction`                |
+| `torch_attention`                | `torch._C._nn.scaled_dot_product_attention`    |
 | `preserve_version`               | `_unsafe_preserve_version_counter`             |
 | `same_storage`                   | `torch.UntypedStorage._cdata`                  |
 | `swap_memory`                    | `torch.UntypedStorage._swap_data_ptr_`         |
@@ -156,6 +157,9 @@ as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableT
 
 # Inside, neither that nor a `TorchFunctionMode` is called.
 without_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+
+# torch's own attention, whatever `torch.nn.functional` has under its name.
+torch_attention: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
 
 
 def same_storage(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:

@@ -10,6 +10,7 @@ from ...comm.fingerprint import fingerprint_of
 from .transport import Ring, ring_of
 
 T = TypeVar("T")
+_REFUSALS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplementedError": NotImplementedError}
 
 
 def ring_for(mesh: DeviceMesh, what: str) -> Ring:
@@ -22,23 +23,27 @@ def ring_for(mesh: DeviceMesh, what: str) -> Ring:
 def agreed(ring: Ring, what: str, find: Callable[[], T]) -> T:
     """What `find` returns, the same on every rank. Raises on every rank if it raises on one, or if they differ. Collective.
 
-    find: raises ValueError or NotImplementedError; what it returns tells by its `repr` what is equal.
+    find: what it returns tells by its `repr` what is equal. What it raises, the other ranks raise as well: ValueError and
+    NotImplementedError as they are, anything else, which is no refusal of this project, as RuntimeError.
     Cost: a comparison on the host, 3 us within a node. It waits for the other ranks' hosts, never for a GPU.
     """
-    problem, result = None, None
+    problem: Exception | None = None
+    result: T | None = None
     try:
         result = find()
-    except (ValueError, NotImplementedError) as error:
+    except Exception as error:
         problem = error
     mine = None if problem is None else (type(problem).__name__, str(problem)), repr(result)
     found = ring.comm.compare(fingerprint_of(repr(mine)), lambda: mine)
     if problem is not None:
-        raise type(problem)(f"{what} on {ring.mesh}: {problem}")
+        if (kind := _REFUSALS.get(type(problem).__name__)) is None:
+            raise problem
+        raise kind(f"{what} on {ring.mesh}: {problem}")
     if found is None:
         return result  # type: ignore[return-value]
     for rank, (failed, _) in enumerate(found):
         if failed is not None:
-            kind = NotImplementedError if failed[0] == "NotImplementedError" else ValueError
+            kind = _REFUSALS.get(failed[0], RuntimeError)
             raise kind(f"{what} on {ring.mesh}: rank {rank} of it raised {failed[0]}: {failed[1]}")
     rank = next(rank for rank, (_, described) in enumerate(found) if described != found[0][1])
     differing = f"rank 0 of it has {found[0][1]}, rank {rank} has {found[rank][1]}"

@@ -29,7 +29,8 @@ class AttentionCall:
         if self.mask is not None:
             raise NotImplementedError(
                 "attn_mask: expected none; use is_causal and document_ids, or, with a model of transformers, pass an "
-                "attention_mask of ones, cut as the tokens are"
+                "attention_mask of ones, cut as the tokens are; attention is to all tokens, or all earlier ones, and sliding "
+                "or chunked windows cannot be computed"
             )
         if self.dropout > 0 and method != "ulysses":
             raise NotImplementedError(f"dropout_p={self.dropout} with method={method!r}: use 'ulysses', or no dropout")

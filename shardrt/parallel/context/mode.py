@@ -2,7 +2,8 @@
 
 Models of other projects run as they are. In the context, `torch.nn.functional` has another function of this name, as under
 torch's context parallelism, and a `TorchFunctionMode` sees the calls of those who imported torch's before. The mode alone would
-not do: torch runs a backward outside of it, and checkpointed modules are computed again there.
+not do: torch runs a backward outside of it, and checkpointed modules are computed again there. For the same reason what calls
+a name imported before cannot be computed again: torch's check of checkpoints says so.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ...comm import DeviceMesh
-from ...torch_internals import without_torch_functions
+from ...torch_internals import torch_attention, without_torch_functions
 from .agreement import agreed, ring_for
 from .attention import Attention
 from .call import AttentionCall
 from .cut import Documents, SequenceCut
 from .sequences import length_of, taken
 from .transport import Gathering, Ring, Rotation, Transport
-from .ulysses import HeadwiseAttention, torch_attention
+from .ulysses import HeadwiseAttention
 
 Method = Literal["ring", "all_gather", "ulysses"]
 _TRANSPORTS: dict[str, type[Transport]] = {"ring": Rotation, "all_gather": Gathering}
-_active = threading.local()
+_running = threading.Lock()  # held by the context of this process: what it replaces is replaced for all threads
 
 
 @contextmanager
@@ -48,9 +49,9 @@ def context_parallel(
     """In the block, ranks have parts of one sequence, and attention reaches all of it. Forward and backward go inside.
 
     mesh: 1-D, such as `mesh["cp"]`. Its ranks are given the same batch, and the same model.
-    buffers: what has the sequence in a dim: tokens, labels, position ids, tables of RoPE. In the block each holds this rank's
-    tokens, in place; at the end it is as before. None: `seq_len` tells the number of tokens of all ranks, and the caller has
-    cut them with `context_parallel_shard`.
+    buffers: what has the sequence in a dim: tokens, labels, position ids, tables of RoPE of its length. In the block each
+    holds this rank's tokens, in place; at the end it is as before. They are the tensor objects that the model reads. None:
+    `seq_len` tells the number of tokens of all ranks, and the caller has cut them with `context_parallel_shard`.
     buffer_seq_dims: for each buffer, the dim with the sequence.
     no_restore_buffers: those of `buffers` that need not be restored.
     document_ids: integers (S,), or (B, S), whole on every rank: tokens attend only to those with the same. The tokens of a
@@ -60,27 +61,28 @@ def context_parallel(
     balanced: as of `context_parallel_shard`. Without causal attention, or with "ulysses", ranks compute as much in any case.
 
     In the block, `F.scaled_dot_product_attention` takes queries, keys and values (B, H, T, C) of this rank's T tokens, in any
-    floating dtype, with `is_causal`, `scale` and `enable_gqa`; sums are in float32 at least. Nothing of size S x S is made.
-    Collective, as is each such call. Raises on every rank, before anything is sent: ValueError for a mesh with several axes,
-    buffers that do not fit or need a gradient, nested contexts, queries, keys or values of other sizes, heads that "ulysses"
-    cannot divide, and whatever differs between ranks; NotImplementedError for attn_mask, dropout with another method than
-    "ulysses", `F.multi_head_attention_forward` and flex_attention. Attention that a model computes by itself is not seen.
+    floating dtype, with `is_causal`, `scale` and `enable_gqa`; sums are in float32 at least. "ring" and "all_gather" make
+    nothing of size S x S; "ulysses" calls torch's own attention, which does for dropout on the CPU. Attention is to all tokens,
+    or all earlier ones: a sliding window, of which the function is not told, would be ignored without an error.
+    Collective, as is each such call; the first call for a mesh is collective over all ranks of the mesh that it is a part of.
+    The function is replaced for all threads, and there is one context at a time in a process. Recomputation of checkpointed
+    modules is for `use_reentrant=False` with torch's default `determinism_check`. Raises on every rank, before anything is
+    sent: ValueError for a mesh with several axes, buffers that do not fit or need a gradient, a second context in the process,
+    queries, keys or values of other sizes, heads that "ulysses" cannot divide, and whatever differs between ranks;
+    NotImplementedError for attn_mask, dropout with another method than "ulysses", `F.multi_head_attention_forward` and
+    flex_attention; RuntimeError where another rank failed otherwise. Attention that a model computes by itself is not seen.
     """
     ring = ring_for(mesh, "context_parallel")
     given = _CutBuffers(tuple(buffers or ()), tuple(buffer_seq_dims or ()), tuple(no_restore_buffers or ()), seq_len)
-    settings = agreed(ring, "context_parallel", lambda: _settings(ring, given, document_ids, method, balanced))
-    restored = _cut_in_place(ring, given, settings.cut)
-    mode = _Mode(ring, settings)
-    _active.yes = True
-    F.scaled_dot_product_attention = mode.attend
+    alone = _running.acquire(blocking=False)
     try:
-        with mode:
+        find = lambda: _settings(ring, given, document_ids, method, balanced, alone)  # noqa: E731
+        settings = agreed(ring, "context_parallel", find)
+        with _cut_in_place(ring, given, settings.cut), _replaced_attention(_Mode(ring, settings)):
             yield
     finally:
-        F.scaled_dot_product_attention = torch_attention
-        _active.yes = False
-        for buffer, whole in restored:
-            buffer.set_(whole)  # type: ignore[call-overload]
+        if alone:
+            _running.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,11 @@ class _CutBuffers:
                 raise ValueError(f"buffer {number} is given twice: it would be cut twice")
             if buffer.requires_grad:
                 raise ValueError(f"buffer {number} needs a gradient and cannot be cut in place: use context_parallel_shard")
+            if buffer.is_inference() and not torch.is_inference_mode_enabled():
+                raise ValueError(
+                    f"buffer {number} was made in inference mode and cannot be cut in place outside of it: use "
+                    "context_parallel_shard, or enter the context in inference mode"
+                )
         if not self.buffers and not self.dims:
             if self.seq_len is None or self.seq_len < 0:
                 raise ValueError(
@@ -120,9 +127,9 @@ class _Settings(NamedTuple):
     method: str
 
 
-def _settings(ring: Ring, given: _CutBuffers, ids: torch.Tensor | None, method: str, balanced: bool) -> _Settings:
-    if getattr(_active, "yes", False):
-        raise ValueError("nested in another context_parallel: leave that one first")
+def _settings(ring: Ring, given: _CutBuffers, ids: torch.Tensor | None, method: str, balanced: bool, alone: bool) -> _Settings:
+    if not alone:
+        raise ValueError("nested in another context_parallel, or beside one of another thread: leave that one first")
     if method not in get_args(Method):
         raise ValueError(f"method={method!r}: expected one of {get_args(Method)}")
     total = given.total()
@@ -146,15 +153,33 @@ def _bounds_of(ids: list[int]) -> tuple[int, ...]:
     return (*starts, len(ids))
 
 
-def _cut_in_place(ring: Ring, given: _CutBuffers, cut: SequenceCut) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut the buffers. Returns those to restore, with aliases of their memory."""
-    restored = []
-    for buffer, dim in zip(given.buffers, given.dims, strict=True):
-        whole, part = buffer.detach(), taken(buffer, dim, cut, ring.rank)
-        buffer.set_(part)  # type: ignore[call-overload]
-        if not any(buffer is one for one in given.dropped):
+@contextmanager
+def _cut_in_place(ring: Ring, given: _CutBuffers, cut: SequenceCut) -> Iterator[None]:
+    """In the block, the buffers hold this rank's tokens."""
+    parts = [taken(buffer, dim, cut, ring.rank) for buffer, dim in zip(given.buffers, given.dims, strict=True)]
+    restored: list[tuple[torch.Tensor, torch.Tensor]] = []  # with aliases of their memory
+    try:
+        for buffer, part in zip(given.buffers, parts, strict=True):
+            whole = buffer.detach()
+            buffer.set_(part)  # type: ignore[call-overload]
             restored.append((buffer, whole))
-    return restored
+        restored = [(buffer, whole) for buffer, whole in restored if not any(buffer is one for one in given.dropped)]
+        yield
+    finally:
+        for buffer, whole in restored:
+            buffer.set_(whole)  # type: ignore[call-overload]
+
+
+@contextmanager
+def _replaced_attention(mode: _Mode) -> Iterator[None]:
+    """In the block, `F.scaled_dot_product_attention` is the mode's; after it, what it was, which may be the user's own."""
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = mode.attend
+    try:
+        with mode:
+            yield
+    finally:
+        F.scaled_dot_product_attention = before
 
 
 class _Mode(TorchFunctionMode):

@@ -10,14 +10,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from ...comm import current_stream
+from ...comm.fingerprint import fingerprint_of
+from ...torch_internals import torch_attention
+from ..axis import owned
 from ..random import default_generator
 from .cut import Documents, SequenceCut
 from .transport import Ring
-
-torch_attention = F.scaled_dot_product_attention  # in a context, another function has its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class HeadwiseAttention:
         if self.dropout == 0.0:
             return self._by_documents(*whole)
         # The ranks have different heads, and may have the same seed.
-        seed = int(torch.randint(2**31, (), device="cpu")) * self.ring.size + self.ring.rank
         generator = default_generator(whole[0].device)
+        seed = _drawn_seed(generator)
         before = generator.get_state()
-        generator.manual_seed(seed)
+        generator.manual_seed((seed + self.ring.rank) % 2**63)
         try:
             return self._by_documents(*whole)
         finally:
@@ -129,11 +129,20 @@ class HeadExchange:
         self.ring.comm.all_to_all(out, inp, out_counts, in_counts, stream=stream).wait(stream)
 
 
+def _drawn_seed(generator: torch.Generator) -> int:
+    """A seed by the state of the device's generator, in which tensor parallel ranks differ. The state moves on."""
+    if generator.device.type == "cuda":  # Cost: to draw would be a host sync; the state is two integers on the host
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)  # the least step
+        return fingerprint_of(f"{generator.initial_seed()} {offset}")
+    return int(torch.randint(2**62, (), generator=generator, device="cpu"))
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, exchange: HeadExchange, to_heads: bool) -> torch.Tensor:
         ctx.exchange, ctx.to_heads = exchange, to_heads
-        return exchange.to_heads(tensor) if to_heads else exchange.to_tokens(tensor).contiguous()
+        return owned(exchange.to_heads(tensor) if to_heads else exchange.to_tokens(tensor).contiguous())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
