@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..axis import owned
 from .cut import Documents, Piece, SequenceCut
 from .kernels import Attended, Block, BlockSum, at, kernel_for, wide
 from .transport import BlockLayout, Ring, Transport
@@ -35,19 +36,22 @@ class Attention:
 
     def forward(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Attended:
         kernel, found = kernel_for(queries, values), BlockSum(queries, values)
-        layout, own = self._packed(keys, values)
-        for owner, block in self.transport.blocks(self.ring, own):
+        layout = self._layout(keys, values)
+
+        def step(owner: int, block: torch.Tensor) -> None:
             k, v = layout.views(block, self.cut.length(owner))
             for row, rows, columns, causal in self._pieces(owner):
                 part = Block(at(queries, row, rows), at(k, row, columns), at(v, row, columns), causal, self.scale)
                 found.add(row, rows, kernel.forward(part), first=owner == self.ring.rank)
+
+        self.transport.visit(self.ring, lambda: self._packed(layout, keys, values), step)
         return found.result()
 
     def backward(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, total: Attended, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         kernel, dtype = kernel_for(queries, values), wide(queries.dtype)
-        layout, own = self._packed(keys, values)
+        layout = self._layout(keys, values)
         grad_queries = queries.new_zeros(queries.shape, dtype=dtype)
 
         def step(owner: int, block: torch.Tensor) -> torch.Tensor:
@@ -63,22 +67,24 @@ class Attention:
                 at(grad_v, row, columns).add_(made.values)
             return terms
 
-        summed = self.transport.gradients(self.ring, own, step)
+        summed = self.transport.gradients(self.ring, lambda: self._packed(layout, keys, values), step)
         grad_keys, grad_values = layout.views(summed, self.cut.length(self.ring.rank))
         return grad_queries.to(queries.dtype), grad_keys.to(keys.dtype), grad_values.to(values.dtype)
 
     def _pieces(self, owner: int) -> tuple[Piece, ...]:
         return self.cut.pieces(self.ring.rank, owner, self.causal, self.documents)
 
-    def _packed(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[BlockLayout, torch.Tensor]:
-        layout = BlockLayout(keys.shape[0], keys.shape[1], self.cut.longest, keys.shape[3], values.shape[3])
+    def _layout(self, keys: torch.Tensor, values: torch.Tensor) -> BlockLayout:
+        return BlockLayout(keys.shape[0], keys.shape[1], self.cut.longest, keys.shape[3], values.shape[3])
+
+    def _packed(self, layout: BlockLayout, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         own = keys.new_empty(layout.numel)
         length = keys.shape[2]
         if length < layout.longest:
             own.zero_()  # what is sent beyond a rank's tokens is not read, but should not be memory of others
         for target, source in zip(layout.views(own, length), (keys, values), strict=True):
             target.copy_(source)
-        return layout, own
+        return own
 
 
 class _Function(torch.autograd.Function):
@@ -87,11 +93,12 @@ class _Function(torch.autograd.Function):
         ctx: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         total = attention.forward(queries, keys, values)
-        # Invariant: the shape of the log-sum-exp is not that of torch's own attention. A checkpointed module that is computed
-        # again outside of the context, where attention would be to local tokens alone, saves other tensors, and torch raises.
+        # Invariant: the shape of the log-sum-exp is not that of torch's own attention. A module that is checkpointed with
+        # use_reentrant=False and computed again outside of the context, where attention would be to local tokens alone, saves
+        # other tensors, which torch's default check of recomputation refuses.
         ctx.save_for_backward(queries, keys, values, total.out, total.lse.unsqueeze(-1))
         ctx.attention = attention
-        return total.out
+        return owned(total.out)
 
     @staticmethod
     @once_differentiable

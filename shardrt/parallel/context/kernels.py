@@ -173,7 +173,7 @@ def _scores(block: Block) -> Iterator[tuple[int, int, torch.Tensor]]:
     q, k, _, causal, scale = block
     dtype, queries, keys = wide(q.dtype), q.shape[2], k.shape[2]
     columns = k.to(dtype).transpose(-1, -2).unsqueeze(2)
-    step = max(1, _SCORES // (q.shape[0] * q.shape[1] * keys))
+    step = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * keys))
     for start in range(0, queries, step):
         stop = min(start + step, queries)
         scores = (_grouped(q[:, :, start:stop].to(dtype), k.shape[1]) @ columns).mul_(scale)

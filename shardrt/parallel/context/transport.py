@@ -3,17 +3,20 @@
 Legend: N ranks. A block is one rank's keys and values in one flat buffer, padded to the longest part, so that all blocks have
 one size. Transfers run on a stream of their own, beside the attention to the block before; the communicator is "context".
 
-| transport | a rank holds | forward sends | backward sends |
-|---|---|---|---|
-| `Rotation` | 2 blocks, in backward 4 | N - 1 blocks, to the next rank | N - 1 blocks, N of gradients |
-| `Gathering` | N blocks, in backward 2 N | an all-gather | an all-gather, a reduce-scatter |
+| transport | a rank holds | in backward more | forward sends | backward sends |
+|---|---|---|---|---|
+| `Rotation` | 2 blocks | 3 of gradients | N - 1 blocks, to the next rank | N - 1 blocks, N of gradients |
+| `Gathering` | N + 1 blocks | N + 1 of gradients | an all-gather | an all-gather, a reduce-scatter |
+
+Gradients are in float32 at least: a block of them is twice as large in bfloat16 and float16.
+Invariant: nobody but the transport refers to a block once `step` has returned, so that this is all that is held.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ import torch
 from ...comm import Communicator, DeviceMesh, ReduceOp, Stream, current_stream, world
 from ..axis import Pending
 
+Pack = Callable[[], torch.Tensor]  # makes this rank's block
 Step = Callable[[int, torch.Tensor], torch.Tensor]  # from a rank and its block, to this rank's term of the block's gradient
 
 
@@ -58,9 +62,6 @@ class Ring:
         self.mesh, self.size, self.rank = mesh, int(mesh.size), mesh.rank
         self.comm = mesh.communicator("context")
         self.side_stream = world().stream_for("context")
-
-    def __deepcopy__(self, memo: object) -> Ring:
-        return self
 
     def start_pass(self, block: torch.Tensor) -> Pending:
         """Send the block to the next rank, and receive that of the previous one."""
@@ -101,63 +102,72 @@ class Transport(ABC):
 
     @staticmethod
     @abstractmethod
-    def blocks(ring: Ring, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each rank and its block, this rank's first. A block may be read until the next one is asked for."""
+    def visit(ring: Ring, pack: Pack, step: Callable[[int, torch.Tensor], None]) -> None:
+        """Call `step` with each rank and its block, this rank's first. It may read the block until it returns."""
 
     @staticmethod
     @abstractmethod
-    def gradients(ring: Ring, own: torch.Tensor, step: Step) -> torch.Tensor:
+    def gradients(ring: Ring, pack: Pack, step: Step) -> torch.Tensor:
         """The sum over the ranks of what `step` makes of this rank's block."""
 
 
 class Rotation(Transport):
-    """Blocks go round the ring: the next one travels while the caller computes with this one (arXiv 2310.01889)."""
+    """Blocks go round the ring: the next one travels while `step` computes with this one (arXiv 2310.01889)."""
 
     @staticmethod
-    def blocks(ring: Ring, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        block = own
+    def visit(ring: Ring, pack: Pack, step: Callable[[int, torch.Tensor], None]) -> None:
+        block = pack()
         for turn in range(ring.size):
             coming = ring.start_pass(block) if turn < ring.size - 1 else None
-            yield (ring.rank - turn) % ring.size, block
+            step((ring.rank - turn) % ring.size, block)
             if coming is not None:
                 block = coming.result()
 
     @staticmethod
-    def gradients(ring: Ring, own: torch.Tensor, step: Step) -> torch.Tensor:
+    def gradients(ring: Ring, pack: Pack, step: Step) -> torch.Tensor:
         """A block's gradient follows it, one rank behind, and goes home from the last one."""
+        if ring.size == 1:
+            return step(ring.rank, pack())
         coming: Pending | None = None
-        for owner, block in Rotation.blocks(ring, own):
+
+        def add(owner: int, block: torch.Tensor) -> None:
+            nonlocal coming
             terms = step(owner, block)
             if coming is not None:
                 terms += coming.result()
-            if ring.size == 1:
-                return terms
             coming = ring.start_pass(terms)
+
+        Rotation.visit(ring, pack, add)
         assert coming is not None, "a ring has ranks"
         return coming.result()
 
 
 class Gathering(Transport):
-    """All blocks at once, gathered while the caller computes with its own."""
+    """All blocks at once, gathered while `step` computes with this rank's own."""
 
     @staticmethod
-    def blocks(ring: Ring, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        coming = ring.start_gather(own) if ring.size > 1 else None
-        yield ring.rank, own
+    def visit(ring: Ring, pack: Pack, step: Callable[[int, torch.Tensor], None]) -> None:
+        block = pack()
+        coming = ring.start_gather(block) if ring.size > 1 else None
+        step(ring.rank, block)
         if coming is not None:
             gathered = coming.result()
             for owner in range(ring.size):
                 if owner != ring.rank:
-                    yield owner, gathered[owner]
+                    step(owner, gathered[owner])
 
     @staticmethod
-    def gradients(ring: Ring, own: torch.Tensor, step: Step) -> torch.Tensor:
+    def gradients(ring: Ring, pack: Pack, step: Step) -> torch.Tensor:
+        if ring.size == 1:
+            return step(ring.rank, pack())
         terms: torch.Tensor | None = None
-        for owner, block in Gathering.blocks(ring, own):
+
+        def keep(owner: int, block: torch.Tensor) -> None:
+            nonlocal terms
             made = step(owner, block)
-            if ring.size == 1:
-                return made
             terms = made.new_empty((ring.size, made.numel())) if terms is None else terms
             terms[owner] = made
+
+        Gathering.visit(ring, pack, keep)
         assert terms is not None, "a ring has ranks"
         return ring.start_reduce_scatter(terms).result()
