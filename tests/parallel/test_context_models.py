@@ -95,7 +95,7 @@ def train(
 
         buffers = [tensor.chunk(mesh.shape[0])[mesh.coordinates[0]].clone() for tensor in inputs]
         with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1] * 3, document_ids=ids, method=method):
-            loss = sum_of_losses(model, *buffers) / tokens_per_rank(buffers[2], mesh)
+            loss = sum_of_losses(model, *buffers) / tokens_per_rank(mesh, buffers[2], dtype=torch.float64)
             loss.backward()
         mean = sum(mesh.exchange(loss.item())) / mesh.size
         assert abs(mean - expected.item()) < 1e-12
@@ -212,7 +212,7 @@ def test_models_of_transformers(world: World, kind: str, recompute: bool) -> Non
             attention_mask=ones,
             labels=labels,
             shift_labels=labels,
-            num_items_in_batch=tokens_per_rank(labels, mesh),
+            num_items_in_batch=tokens_per_rank(mesh, labels),
         ).loss
         loss.backward()
     assert abs(sum(mesh.exchange(loss.item())) / mesh.size - expected.item()) < 1e-6  # the loss is in float32

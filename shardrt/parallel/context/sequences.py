@@ -22,11 +22,12 @@ def context_parallel_shard(
     balanced: each rank has a chunk of the head and one of the tail, so that causal attention is the same work on every rank;
     otherwise one run of tokens. The same for all functions of a step.
     Labels of a language model are shifted before: the last token of a chunk has its label in another one.
-    Raises, on every rank: ValueError for a mesh with several axes, a dim out of range, and sizes that differ between tensors or
-    ranks.
+    The first call for a mesh is collective over all ranks of the mesh that it is a part of.
+    Raises, on every rank: ValueError for a mesh with several axes, a dim out of range, sizes that differ between tensors or
+    ranks, and `balanced` that differs between ranks; RuntimeError where another rank failed otherwise.
     """
     what = "context_parallel_shard"
-    total = agreed(ring_for(mesh, what), what, lambda: length_of(buffers, seq_dims))
+    total, _ = agreed(ring_for(mesh, what), what, lambda: (length_of(buffers, seq_dims), balanced))
     cut = SequenceCut(total, int(mesh.size), balanced)
     return [taken(buffer, dim, cut, mesh.rank) for buffer, dim in zip(buffers, seq_dims, strict=True)]
 
@@ -38,13 +39,13 @@ def context_parallel_unshard(
     """The whole tensors, on every rank, of which each rank has its tokens, such as logits. Without gradients. Collective.
 
     Arguments as of `context_parallel_shard`.
-    Raises ValueError, on every rank, as it does, and where the sizes are not those of a sequence's parts.
+    Raises ValueError, on every rank, as it does, where the sizes are not those of a sequence's parts, and where the number of
+    tensors, their dtypes, or their sizes in other dims differ between ranks.
     """
     what = "context_parallel_unshard"
     ring = ring_for(mesh, what)
-    found: list[int] = []
-    agreed(ring, what, lambda: found.append(length_of(buffers, seq_dims)))
-    lengths = mesh.exchange(found[0])
+    agreed(ring, what, lambda: (balanced, _described(buffers, seq_dims)))
+    lengths = ring.comm.exchange(length_of(buffers, seq_dims))
     cut = SequenceCut(sum(lengths), int(mesh.size), balanced)
     if lengths != (expected := [cut.length(rank) for rank in range(cut.size)]):
         raise ValueError(
@@ -53,21 +54,36 @@ def context_parallel_unshard(
     return [_joined(ring, buffer, dim, cut) for buffer, dim in zip(buffers, seq_dims, strict=True)]
 
 
-def tokens_per_rank(labels: torch.Tensor, mesh: DeviceMesh, *, ignore_index: int = -100) -> torch.Tensor:
-    """The number of labels on all ranks that are not `ignore_index`, divided by the number of ranks: float64, (). Collective.
+def tokens_per_rank(
+    mesh: DeviceMesh, labels: torch.Tensor, *, ignore_index: int = -100, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The number of labels on all ranks that are not `ignore_index`, divided by the number of ranks: (), of `dtype`.
 
     mesh: all ranks that gradients are averaged over, such as `mesh["dp", "cp"]`.   labels: of this rank, of any shape.
+    dtype: a loss divided by it is of this dtype, or of its own if that is wider. The number is rounded to it, in float32 by
+    6e-8 of it: for losses in float64 pass torch.float64.
     The sum of this rank's losses divided by it is a loss whose mean over the ranks, and whose averaged gradients, are those of
     the mean over all tokens, also where ranks have different numbers of them:
 
-        loss = F.cross_entropy(logits, labels, reduction="sum") / tokens_per_rank(labels, mesh)
+        loss = F.cross_entropy(logits, labels, reduction="sum") / tokens_per_rank(mesh, labels)
 
-    Models of transformers take it as `num_items_in_batch`. Cost: an all-reduce of one number, without a host sync.
+    Collective; the first call for a mesh is so over all ranks of the mesh that it is a part of. Models of transformers take it
+    as `num_items_in_batch`. Cost: an all-reduce of one number, without a host sync.
     """
     count = (labels != ignore_index).sum(dtype=torch.float64).view(1)
     stream = current_stream(count.device)
     mesh.communicator("tokens").all_reduce(count, count, ReduceOp.SUM, stream=stream).wait(stream)
-    return (count / int(mesh.size)).squeeze(0)
+    return (count / int(mesh.size)).squeeze(0).to(dtype)
+
+
+def _described(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[object]:
+    """What parts of one tensor have alike: the dtype, the dim, and the other sizes. Raises as `length_of`."""
+    length_of(buffers, seq_dims)
+    found: list[object] = []
+    for buffer, dim in zip(buffers, seq_dims, strict=True):
+        sizes, dim = list(buffer.shape), dim % buffer.dim()
+        found.append((str(buffer.dtype), dim, sizes[:dim] + sizes[dim + 1 :]))
+    return found
 
 
 def length_of(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> int:
