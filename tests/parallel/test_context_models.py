@@ -26,17 +26,18 @@ from shardrt.parallel import (
 from toys import compare
 
 VOCABULARY, TOKENS, ROWS = 13, 22, 4
+every_method = pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
 
 
 class Block(nn.Module):
-    """Six heads of queries, two of keys and values."""
+    """Six heads of queries and two of keys and values, or as many as are given."""
 
-    def __init__(self, width: int = 24, head: int = 4) -> None:
+    def __init__(self, heads: tuple[int, int] = (6, 2), width: int = 24, head: int = 4) -> None:
         super().__init__()
         self.head = head
         self.norm = nn.LayerNorm(width)
-        self.q, self.k, self.v = (nn.Linear(width, heads * head) for heads in (6, 2, 2))
-        self.out = nn.Linear(6 * head, width)
+        self.q, self.k, self.v = (nn.Linear(width, count * head) for count in (heads[0], heads[1], heads[1]))
+        self.out = nn.Linear(heads[0] * head, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,11 +48,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, recompute: bool = False) -> None:
+    def __init__(self, recompute: bool = False, heads: tuple[int, int] = (6, 2)) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.positions = nn.Embedding(VOCABULARY, 24), nn.Embedding(TOKENS, 24)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(heads) for _ in range(2))
         self.head = nn.Linear(24, VOCABULARY)
         self.recompute = recompute
 
@@ -148,6 +149,50 @@ def test_recomputed_blocks(world: World) -> None:
     train(world, mesh, shard_over(mesh.flatten()), Model(recompute=True))
 
 
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@on_ranks(3, 4)
+def test_a_rank_without_tokens(world: World, method: str) -> None:
+    """Two tokens: the losses of other ranks are sums of nothing."""
+    mesh = DeviceMesh(world.comm, (world.size,), ("cp",))
+    model = Model().double().to(world.device)
+    whole = copy.deepcopy(model)
+    shard_over(mesh)(model)
+    buffers = [tensor[:, :2].clone() for tensor in batch(world.device)]
+    expected = sum_of_losses(whole, *buffers) / (buffers[2] != -100).sum()
+    expected.backward()
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 3, method=method):
+        lengths = mesh.exchange(buffers[0].shape[1])
+        loss = sum_of_losses(model, *buffers) / tokens_per_rank(mesh, buffers[2], dtype=torch.float64)
+        loss.backward()
+    assert min(lengths) == 0
+    assert abs(sum(mesh.exchange(loss.item())) / mesh.size - expected.item()) < 1e-12
+    compare(whole, model, 1e-12, "")
+
+
+@every_method
+@on_ranks(2)
+def test_mixed_precision(world: World, method: str) -> None:
+    """Compute in bfloat16: as close to float32 as it is on one process."""
+    mesh = DeviceMesh(world.comm, (world.size,), ("cp",))
+    model = Model(heads=(4, 2)).to(world.device)
+    whole = copy.deepcopy(model)
+    policy = shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        shardrt.fully_shard(module, mesh=mesh, mp_policy=policy)
+    inputs = batch(world.device)
+    expected = sum_of_losses(whole, *inputs) / (inputs[2] != -100).sum()
+    expected.backward()
+    buffers = [tensor.clone() for tensor in inputs]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 3, method=method):
+        logits = model(*buffers[:2])
+        total = F.cross_entropy(logits.float().flatten(0, 1), buffers[2].flatten(), reduction="sum")
+        loss = total / tokens_per_rank(mesh, buffers[2])
+        loss.backward()
+    assert logits.dtype is torch.bfloat16
+    assert abs(sum(mesh.exchange(loss.item())) / mesh.size - expected.item()) < 2e-2
+    compare(whole, model, 2e-2, "")
+
+
 @on_ranks(4)
 def test_hybrid_sharding(world: World) -> None:
     """Replicas along dp, shards along cp."""
@@ -155,7 +200,7 @@ def test_hybrid_sharding(world: World) -> None:
     train(world, mesh, shard_over(mesh), Model())
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
 @on_ranks(2, 4)
 def test_tensor_parallel(world: World, method: str) -> None:
     """Each rank of "tp" has half of the heads; on four ranks each has half of the tokens as well."""
@@ -167,7 +212,7 @@ def test_tensor_parallel(world: World, method: str) -> None:
         parallelize_module(model, mesh["tp"], plan)
         shard_over(mesh["dp", "cp"].flatten())(model)
 
-    train(world, mesh["dp", "cp"], shard, Model(), method)
+    train(world, mesh["dp", "cp"], shard, Model(heads=(8, 4)), method)
 
 
 def of_transformers(kind: str) -> nn.Module:

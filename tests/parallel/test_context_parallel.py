@@ -14,7 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention as by_name
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ranks import on_ranks
-from shardrt.comm import DeviceMesh, World
+from shardrt.comm import Communicator, DeviceMesh, Work, World
+from shardrt.comm.calls import CallList, Hook
+from shardrt.comm.control import hooked
 from shardrt.parallel import context_parallel, context_parallel_shard, context_parallel_unshard
 from shardrt.parallel.context.cut import SequenceCut
 from shardrt.parallel.context.kernels import FORMULA, Attended, Block, kernel_for
@@ -44,9 +46,13 @@ def compare_with_torch(
     documents: torch.Tensor | None = None,
     balanced: bool = True,
     method: Any = "ring",
+    in_memory: tuple[int, int] | None = None,
     **options: Any,
 ) -> None:
-    """Attention and its gradients by all ranks, and by torch's own over the whole sequence, in float64."""
+    """Attention and its gradients by all ranks, and by torch's own over the whole sequence, in float64.
+
+    in_memory: two dims that are exchanged in the memory of the ranks' tensors.
+    """
     *inputs, grad = tensors
     whole = [tensor.double().clone().requires_grad_() for tensor in inputs]
     reference = options | {"is_causal": False}
@@ -56,11 +62,13 @@ def compare_with_torch(
     expected = F.scaled_dot_product_attention(*whole, attn_mask=mask, **reference)
     expected.backward(grad.double())
 
-    parts = [tensor.requires_grad_() for tensor in context_parallel_shard(mesh, inputs, [2] * 3, balanced=balanced)]
+    exchanged = lambda x: x if in_memory is None else x.transpose(*in_memory).contiguous().transpose(*in_memory)  # noqa: E731
+    parts = [exchanged(each).requires_grad_() for each in context_parallel_shard(mesh, inputs, [2] * 3, balanced=balanced)]
+    assert all(part.is_contiguous() for part in parts) == (in_memory is None) or parts[0].shape[2] <= 1
     grad = grad.clone()
     with context_parallel(mesh, buffers=[grad], buffer_seq_dims=[2], document_ids=documents, balanced=balanced, method=method):
         out = F.scaled_dot_product_attention(*parts, **options)
-        out.backward(grad)
+        out.backward(exchanged(grad))
     assert out.dtype is inputs[0].dtype
     found = context_parallel_unshard(mesh, [out, *(part.grad for part in parts)], [2] * 4, balanced=balanced)
     for mine, its in zip(found, (expected, *(tensor.grad for tensor in whole)), strict=True):
@@ -107,35 +115,44 @@ def test_dtypes(world: World, dtype: torch.dtype, method: str) -> None:
 @every_method
 @on_ranks(2)
 def test_strides(world: World, method: str) -> None:
-    """Channels that are not in a row, and the gradient of a sum, which is one number in memory."""
+    """Channels that are not in a row, tokens before heads, and the gradient of a sum, which is one number in memory."""
+    mesh = cp_mesh(world)
     torch.manual_seed(0)
-    tensors = [random(world, 2, 4, 6, 13).transpose(2, 3) for _ in range(3)]
-    ones = random(world, 1).expand(2, 4, 13, 6)
-    compare_with_torch(cp_mesh(world), [*tensors, ones], 1e-12, method=method, is_causal=True)
-    part = context_parallel_shard(cp_mesh(world), [tensors[0]], [2])[0].transpose(2, 3).contiguous().transpose(2, 3)
-    part.requires_grad_()
-    with context_parallel(cp_mesh(world), seq_len=13, method=method):
-        out = F.scaled_dot_product_attention(part, part, part, is_causal=True)
-        out.sum().backward()
+    for dims in ((2, 3), (1, 2)):
+        tensors = [random(world, 2, 4, 13, 6) for _ in range(4)]
+        compare_with_torch(mesh, tensors, 1e-12, method=method, in_memory=dims, is_causal=True)
+    part = context_parallel_shard(mesh, [tensors[0]], [2])[0].requires_grad_()
+    with context_parallel(mesh, seq_len=13, method=method):
+        F.scaled_dot_product_attention(part, part, part, is_causal=True).sum().backward()
     whole = tensors[0].clone().requires_grad_()
     F.scaled_dot_product_attention(whole, whole, whole, is_causal=True).sum().backward()
-    found = context_parallel_unshard(cp_mesh(world), [part.grad], [2])[0]
+    found = context_parallel_unshard(mesh, [part.grad], [2])[0]
     torch.testing.assert_close(found, whole.grad, rtol=1e-12, atol=1e-12)
+
+
+class Sent(Hook):
+    """The names of the collectives of one communicator, and the elements of their inputs."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.calls: list[tuple[str, int]] = []
+
+    def called(self, calls: CallList, work: Work) -> None:
+        self.calls += [(call.name, call.inp.numel()) for call in calls if call.comm is self.comm and call.inp is not None]
 
 
 @on_ranks(2, 4)
 def test_few_heads_travel(world: World) -> None:
     """The elements sent: keys and values with their own heads, padded to the longest part."""
     mesh = cp_mesh(world)
-    parts = context_parallel_shard(mesh, [torch.randn(1, heads, 21, 8) for heads in (8, 2, 2)], [2] * 3)
-    calls: list[tuple[str, int]] = []
-    ring_of(mesh).comm._called.append(lambda made, _: calls.extend((c.name, c.inp.numel()) for c in made if c.inp is not None))
+    parts = context_parallel_shard(mesh, [random(world, 1, heads, 21, 8) for heads in (8, 2, 2)], [2] * 3)
+    sent = Sent(ring_of(mesh).comm)
     for method, expected in (("ring", "send"), ("all_gather", "all_gather")):
-        calls.clear()
-        with context_parallel(mesh, seq_len=21, method=method), torch.no_grad():
+        sent.calls.clear()
+        with hooked(sent), context_parallel(mesh, seq_len=21, method=method), torch.no_grad():
             F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
         longest = max(SequenceCut(21, world.size, True).length(rank) for rank in range(world.size))
-        assert calls == [(expected, 2 * 2 * longest * 8)] * (world.size - 1 if method == "ring" else 1)
+        assert sent.calls == [(expected, 2 * 2 * longest * 8)] * (world.size - 1 if method == "ring" else 1)
     mesh.close()
 
 
@@ -191,7 +208,7 @@ def test_the_formula_is_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
 @on_ranks(1, 3)
 def test_buffers_are_cut_and_restored(world: World) -> None:
     mesh = cp_mesh(world)
-    tokens, table = torch.arange(14).view(2, 7), torch.randn(7, 3)
+    tokens, table = torch.arange(14, device=world.device).view(2, 7), torch.randn(7, 3, device=world.device)
     labels, before = tokens.t().clone().t(), table.clone()
     own = [token for chunk in SequenceCut(7, world.size, True).chunks(world.rank) for token in range(*chunk)]
     with context_parallel(mesh, buffers=[tokens, table, labels], buffer_seq_dims=[1, 0, -1], no_restore_buffers={labels}):
@@ -199,7 +216,7 @@ def test_buffers_are_cut_and_restored(world: World) -> None:
         assert torch.equal(table, before[own])
         if world.size > 1:
             table.zero_()
-    assert torch.equal(tokens, torch.arange(14).view(2, 7))
+    assert torch.equal(tokens.cpu(), torch.arange(14).view(2, 7))
     assert torch.equal(table, before)
     assert labels.tolist() == [own, [7 + token for token in own]]
     assert torch.equal(context_parallel_unshard(mesh, [labels], [1])[0], tokens)
@@ -255,9 +272,23 @@ def test_a_name_that_was_imported_before(world: World) -> None:
 @every_method
 @on_ranks(2)
 def test_autocast(world: World, method: str) -> None:
-    x = random(world, 1, 2, 6, 4, dtype=torch.float32)
-    with context_parallel(cp_mesh(world), seq_len=12, method=method), torch.autocast(world.device.type, torch.bfloat16):
-        assert F.scaled_dot_product_attention(x, x.bfloat16(), x).dtype is torch.bfloat16
+    """In bfloat16, as torch's own on one process; gradients are in the dtype of the inputs."""
+    mesh, kind = cp_mesh(world), world.device.type
+    torch.manual_seed(0)
+    x = random(world, 1, 2, 12, 4, dtype=torch.float32)
+    whole, part = x.clone().requires_grad_(), context_parallel_shard(mesh, [x], [2])[0].requires_grad_()
+    with torch.autocast(kind, torch.bfloat16):
+        expected = F.scaled_dot_product_attention(whole, whole.bfloat16(), whole, is_causal=True)
+    with context_parallel(mesh, seq_len=12, method=method):
+        with torch.autocast(kind, torch.bfloat16):
+            out = F.scaled_dot_product_attention(part, part.bfloat16(), part, is_causal=True)
+        out.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    assert out.dtype is torch.bfloat16
+    assert part.grad.dtype is torch.float32
+    found = context_parallel_unshard(mesh, [out, part.grad], [2, 2])
+    for mine, its in zip(found, (expected, whole.grad), strict=True):
+        torch.testing.assert_close(mine, its, rtol=3e-2, atol=3e-2)
 
 
 @on_ranks(2)
@@ -279,6 +310,27 @@ def test_dropout_of_ulysses(world: World) -> None:
     assert not torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0][:, 0], weights[0][:, 1])
     assert torch.equal(again, seen[0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_recomputed_dropout_of_ulysses(world: World, reentrant: bool) -> None:
+    """The gradient of the values has the weights that the forward had: with ones on the diagonal they are its output."""
+    mesh = cp_mesh(world)
+    torch.manual_seed(0)
+    x = torch.zeros(1, 2, 8, 16, dtype=torch.float64, device=world.device)
+    values = torch.eye(16, dtype=torch.float64, device=world.device).expand(1, 2, 16, 16)
+    grad = random(world, 1, 2, 16, 16)
+    part, grad_part = context_parallel_shard(mesh, [values, grad], [2, 2])
+    part.requires_grad_()
+    dropping = lambda v: F.scaled_dot_product_attention(x, x, v, dropout_p=0.5)  # noqa: E731
+    with context_parallel(mesh, seq_len=16, method="ulysses"):
+        out = checkpoint(dropping, part, use_reentrant=reentrant)
+        torch.rand(3, device=world.device)  # the generator is elsewhere in the backward
+        out.backward(grad_part)
+    weights, found = context_parallel_unshard(mesh, [out, part.grad], [2, 2])
+    assert set((weights * 16).unique().tolist()) == {0.0, 2.0}
+    torch.testing.assert_close(found, weights.transpose(-1, -2) @ grad, rtol=1e-12, atol=1e-12)
 
 
 # ---------------------------------------------------------------------- refused, on every rank
