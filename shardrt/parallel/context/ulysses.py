@@ -34,8 +34,8 @@ class HeadwiseAttention:
     def __call__(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Queries (B, H, T, D), keys (B, K, T, D) and values (B, K, T, E) of this rank's T tokens -> (B, H, T, E)."""
         exchange = HeadExchange(self.ring, self.cut)
-        out = self._attend(*(_Exchange.apply(tensor, exchange, True) for tensor in (queries, keys, values)))
-        back: torch.Tensor = _Exchange.apply(out, exchange, False)
+        out = self._attend(*(_HeadSwap.apply(tensor, exchange, True) for tensor in (queries, keys, values)))
+        back: torch.Tensor = _HeadSwap.apply(out, exchange, False)
         return back
 
     def _attend(self, *whole: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def _drawn_seed(generator: torch.Generator) -> int:
     return int(torch.randint(2**62, (), generator=generator, device="cpu"))
 
 
-class _Exchange(torch.autograd.Function):
+class _HeadSwap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, exchange: HeadExchange, to_heads: bool) -> torch.Tensor:
         ctx.exchange, ctx.to_heads = exchange, to_heads
@@ -146,4 +146,4 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Exchange.apply(grad, ctx.exchange, not ctx.to_heads), None, None
+        return _HeadSwap.apply(grad, ctx.exchange, not ctx.to_heads), None, None
