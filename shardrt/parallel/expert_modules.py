@@ -36,8 +36,8 @@ class RoutedExpertsModule(InFront):
         note_load(self, request.counts)
         order = SortedOrder.of(index.reshape(-1), index.shape[1])
         rows = to_experts(order.sorted(hidden), planned.route)
-        ones = rows.new_ones((len(rows), 1))
-        made = _computed(self, forward, rows, planned.local_experts().unsqueeze(1), ones)
+        local = at_least_one(planned.local_experts().unsqueeze(1))
+        made = _computed(self, forward, rows, local, rows.new_ones(local.shape))
         made = from_experts(made, planned.route)
         weighted = made * weights.reshape(-1, 1).index_select(0, order.order)
         return order.restored(weighted).to(hidden.dtype)
@@ -57,7 +57,10 @@ class SortedExpertsModule(InFront):
         note_load(self, request.counts)
         order = SortedOrder.of(planned.local_experts())  # what came is sorted within each rank's part only
         rows = order.sorted(to_experts(x, planned.route))
-        made = _computed(self, forward, rows, planned.counts.sum(0).to(counts.dtype))
+        local = planned.counts.sum(0).to(counts.dtype)
+        if len(rows) == 0:
+            local[0] = 1
+        made = _computed(self, forward, rows, local)
         return from_experts(order.restored(made), planned.route)
 
 
@@ -134,15 +137,23 @@ def _text(tensor: torch.Tensor) -> str:
 
 
 def _computed(module: Any, forward: Forward, rows: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
-    """What the experts here make of the rows, (R, H)."""
-    if len(rows) == 0:
-        return run_exposed(module, lambda: _NoRows.apply(rows, *module.parameters()), (), {})
+    """What the experts here make of the rows, (R, H), with the arguments that `at_least_one` gives.
+
+    Invariant: autograd records the same on every rank, also where no row comes. A checkpoint computes again on every rank, or
+    on none; backwards exchange on every rank, of any order; no parameter has a gradient on some ranks only.
+    """
+    came, rows = len(rows), at_least_one(rows)
     with _local_experts(module):
         made: torch.Tensor = run_exposed(module, forward, (rows, *args), {})
     if made.shape != rows.shape:
         name = module.tp_state.experts.name
         raise ValueError(f"the experts '{name}' made {_text(made)} of {_text(rows)}: expected the same shape")
-    return made.to(rows.dtype)
+    return (made if came else made[:0]).to(rows.dtype)
+
+
+def at_least_one(rows: torch.Tensor) -> torch.Tensor:
+    """(R, ...), or (1, ...) of zeros where R is 0: a row for the first expert, whose result nobody sees."""
+    return rows if len(rows) else torch.cat((rows, rows.new_zeros((1, *rows.shape[1:]))))
 
 
 @contextmanager
@@ -157,22 +168,3 @@ def _local_experts(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         fields["num_experts"] = exchange.experts
-
-
-class _NoRows(torch.autograd.Function):
-    """No rows, made by experts whose gradients are zeros.
-
-    Invariant: the backward runs here as on every rank, since it exchanges; and no parameter has a gradient on some ranks only.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (rows, *params)]
-        return torch.empty_like(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return tuple(
-            torch.zeros(shape, dtype=dtype, device=device) if needed else None
-            for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad, strict=True)
-        )

@@ -23,6 +23,7 @@ from toys_ep import (
     RoutedExperts,
     SortedExperts,
     batch_of,
+    compare,
     divide,
     full_of,
     loss_of,
@@ -67,6 +68,27 @@ def test_ranks_and_experts_without_rows(world: World, sorted_rows: bool, recompu
     model = train_beside_one_process(world, mesh, whole, divided, loss=summed, batch=no_rows_on_the_last)
     summed(model, batch_of(0, 0)).backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("sorted_rows", [False, True])
+@pytest.mark.parametrize("frozen", ["rows", "experts", None])
+def test_a_checkpoint_of_the_experts_alone(world: World, sorted_rows: bool, frozen: str | None) -> None:
+    """All ranks compute again, also those to which no row comes."""
+    torch.manual_seed(0)
+    whole = (SortedExperts(6) if sorted_rows else RoutedExperts(6)).double().requires_grad_(frozen != "experts")
+    inputs = [torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=frozen != "rows") for _ in range(world.size)]
+    weights = torch.rand(4, 2, dtype=torch.float64)
+    choices = (torch.tensor([4, 0, 0, 0, 0, 0]),) if sorted_rows else (torch.tensor([[0, 1]] * 4), weights)
+    whole_losses = [whole(rows, *choices).square().sum() for rows in inputs]
+    torch.stack(whole_losses).mean().backward()
+    model = parallelize_module(copy.deepcopy(whole), world.mesh, ExpertParallel(sorted_rows=sorted_rows))
+    rows = inputs[world.rank].detach().requires_grad_(frozen != "rows")
+    checkpoint(model, rows, *choices, use_reentrant=False).square().sum().backward()
+    if rows.requires_grad:
+        torch.testing.assert_close(rows.grad, world.size * inputs[world.rank].grad, rtol=1e-12, atol=1e-12)
+    compare(model, whole, 1e-12)
+    assert all((param.grad is None) == (frozen == "experts") for param in model.parameters())
 
 
 @on_ranks(2, 4)
@@ -178,24 +200,35 @@ def test_what_is_sent(world: World) -> None:
         assert backward == {"all_to_all": (5 if recompute else 2) * layers}
 
 
-@on_ranks(2)
-def test_gradients_of_gradients(world: World) -> None:
-    """Of activations: of the norm of the gradient at the experts' input."""
+@on_ranks(2, 3)
+@pytest.mark.parametrize("sorted_rows", [False, True])
+@pytest.mark.parametrize("one_expert", [False, True])
+def test_gradients_of_gradients(world: World, sorted_rows: bool, one_expert: bool) -> None:
+    """Of the norm of the gradient at the experts' input, also where no row comes: of activations, and of parameters."""
     torch.manual_seed(0)
-    whole = RoutedExperts(4).double()
+    whole = (SortedExperts(6) if sorted_rows else RoutedExperts(6)).double()
     inputs = [torch.randn(5, WIDTH, dtype=torch.float64) for _ in range(world.size)]
-    chosen = [torch.randint(4, (5, 2)) for _ in range(world.size)]
+    chosen = [torch.randint(1 if one_expert else 6, (5, 2)) for _ in range(world.size)]
+    counts = [torch.bincount(each[:, 0], minlength=6) for each in chosen]
     weights = torch.rand(5, 2, dtype=torch.float64)
 
-    def second(experts: nn.Module, rank: int) -> torch.Tensor:
+    def second(experts: nn.Module, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The penalty, and its gradient."""
         x = inputs[rank].clone().requires_grad_()
-        (first,) = torch.autograd.grad(experts(x, chosen[rank], weights).square().sum(), x, create_graph=True)
-        (made,) = torch.autograd.grad(first.square().sum(), x)
-        return made
+        made = experts(x, counts[rank]) if sorted_rows else experts(x, chosen[rank], weights)
+        (first,) = torch.autograd.grad(made.square().sum(), x, create_graph=True)
+        penalty = first.square().sum()
+        return penalty, torch.autograd.grad(penalty, x, retain_graph=True)[0]
 
-    expected = second(whole, world.rank)
-    divided = parallelize_module(whole, world.mesh, ExpertParallel())
-    torch.testing.assert_close(second(divided, world.rank), expected, rtol=1e-12, atol=1e-12)
+    found = [second(whole, rank) for rank in range(world.size)]
+    torch.stack([penalty for penalty, _ in found]).mean().backward()
+    divided = parallelize_module(copy.deepcopy(whole), world.mesh, ExpertParallel(sorted_rows=sorted_rows))
+    penalty, made = second(divided, world.rank)
+    penalty.backward()
+    torch.testing.assert_close(made, found[world.rank][1], rtol=1e-12, atol=1e-12)
+    compare(divided, whole, 1e-12)
+    if not sorted_rows:
+        assert all(param.grad is not None for name, param in divided.named_parameters() if name != "bias")
 
 
 @on_ranks(4)
