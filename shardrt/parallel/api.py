@@ -199,12 +199,12 @@ def _check(module: nn.Module, entries: list[_Entry], mesh: DeviceMesh) -> None:
     styled: set[int] = set()
     splits: list[Split] = []
     for name, child, style in entries:
-        style.name = name or type(child).__name__
+        style.name, style.mesh = name or type(child).__name__, mesh
         if style.changes_parameters:
             if id(child) in styled or ("tp_state" in vars(child) and state_of(child).is_styled):
                 raise ValueError(f"'{style.name}' is parallelized already, or by two keys of the plan: expected one style")
             styled.add(id(child))
-        style.check(child, mesh)
+        style.check(child)
         splits += style.splits(child)
         if isinstance(style, ColwiseParallel) and isinstance(child, nn.Linear) and name:
             checks.whole_heads(module.get_submodule(name.rpartition(".")[0]), name, child, mesh.size)

@@ -37,7 +37,7 @@ class ExpertParallel(ParallelStyle):
     def __init__(self, *, sorted_rows: bool = False) -> None:
         self.sorted_rows = sorted_rows
 
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+    def check(self, module: nn.Module) -> None:
         """NotImplementedError for a module without grouped experts; ValueError if the ranks do not divide their number."""
         what = f"ExpertParallel of '{self.name}', a {type(module).__name__}"
         shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
@@ -51,9 +51,19 @@ class ExpertParallel(ParallelStyle):
         experts = leading.pop()[0]
         if vars(module).get("num_experts", experts) != experts:
             raise NotImplementedError(f"{what}: its num_experts is {module.num_experts}, its parameters have {experts} experts")
-        if experts % device_mesh.size:
+        if buffers := [name for name, buffer in module.named_buffers() if buffer.shape[:1] == (experts,)]:
+            raise NotImplementedError(
+                f"{what}: its buffers {', '.join(map(repr, buffers))} have a value for each of its {experts} experts, as it "
+                "seems, and stay whole on every rank: expected parameters (requires_grad=False for a constant), or none"
+            )
+        if "forward" in vars(module):
             raise ValueError(
-                f"{what}: its {experts} experts are not divisible by the {device_mesh.size} ranks of {device_mesh}: expected a "
+                f"{what}: it has a forward as an attribute of its own, which would run in the place of the exchange: set it "
+                "after parallelize_module"
+            )
+        if experts % self.mesh.size:
+            raise ValueError(
+                f"{what}: its {experts} experts are not divisible by the {self.mesh.size} ranks of {self.mesh}: expected a "
                 "mesh whose size divides them; make its axis smaller, and let fully_shard share experts among the ranks that "
                 "remain"
             )

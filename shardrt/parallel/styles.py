@@ -39,11 +39,12 @@ class ParallelStyle(ABC):
     """How one module is parallelized. `parallelize_module` calls `_apply` on every rank, for each module that a key matches.
 
     src_data_rank: the rank of the mesh whose parameters are taken; None: each rank keeps its own.   name: of the module that
-    is parallelized, in the plan's root. `parallelize_module` sets both.
+    is parallelized, in the plan's root.   mesh: that it is parallelized over. `parallelize_module` sets them.
     """
 
     src_data_rank: int | None = 0
     name: str = ""
+    mesh: DeviceMesh
     changes_parameters: ClassVar[bool] = False  # a module can have one such style
     one_batch: ClassVar[bool] = True  # the ranks of the mesh work on one batch together; False: each on its own
 
@@ -51,7 +52,7 @@ class ParallelStyle(ABC):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Parallelize `module` and return it, or what is to stand in its place."""
 
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:  # noqa: B027
+    def check(self, module: nn.Module) -> None:  # noqa: B027
         """Raise for a module that the style does not support, before anything is changed. Called on every rank."""
 
     def splits(self, module: nn.Module) -> list[Split]:
@@ -59,7 +60,8 @@ class ParallelStyle(ABC):
         return []
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name not in ("src_data_rank", "name"))
+        given = {name: value for name, value in vars(self).items() if name not in ("src_data_rank", "name", "mesh")}
+        fields = ", ".join(f"{name}={value!r}" for name, value in given.items())
         return f"{type(self).__name__}({fields})"
 
 
@@ -83,7 +85,7 @@ class _SplitStyle(ParallelStyle):
         self.use_local_output = use_local_output
         self.async_tp = async_tp
 
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+    def check(self, module: nn.Module) -> None:
         what = f"{type(self).__name__} of '{self.name}'"
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise NotImplementedError(
@@ -148,8 +150,8 @@ class RowwiseParallel(_SplitStyle):
 
     _default_input, _default_output = Shard(-1), Replicate()
 
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        super().check(module, device_mesh)
+    def check(self, module: nn.Module) -> None:
+        super().check(module)
         if isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.sparse):
             raise NotImplementedError(
                 f"RowwiseParallel of '{self.name}', whose rows are split, with scale_grad_by_freq={module.scale_grad_by_freq}, "

@@ -16,7 +16,14 @@ from ranks import on_ranks
 from shardrt import Shard
 from shardrt import checkpoint as checkpoint_io
 from shardrt.comm import DeviceMesh, World
-from shardrt.parallel import ColwiseParallel, ExpertParallel, expert_load, parallelize_module, update_expert_bias
+from shardrt.parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    ParallelStyle,
+    expert_load,
+    parallelize_module,
+    update_expert_bias,
+)
 from toys_ep import (
     WIDTH,
     MoEModel,
@@ -294,6 +301,9 @@ def test_modules_and_plans_that_are_refused(world: World) -> None:
     mesh = world.mesh
     other, wrong_number = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)), RoutedExperts(6)
     wrong_number.num_experts = 3
+    buffered, hidden_forward = MoEModel(6), MoEModel(6)
+    buffered.layers[0].experts.register_buffer("scale", torch.ones(6))
+    hidden_forward.layers[0].experts.forward = functools.partial(checkpoint, hidden_forward.layers[0].experts.forward)
     mixed = {"layers.0.experts": ExpertParallel(), "head": ColwiseParallel()}
     divided = parallelize_module(MoEModel(6), mesh, {"layers.*.experts": ExpertParallel()})
     for model, plan, error, match in (
@@ -311,6 +321,8 @@ def test_modules_and_plans_that_are_refused(world: World) -> None:
         ),
         (nn.ReLU(), ExpertParallel(), NotImplementedError, "found none"),
         (wrong_number, ExpertParallel(), NotImplementedError, "num_experts is 3, its parameters have 6 experts"),
+        (buffered, {"layers.0.experts": ExpertParallel()}, NotImplementedError, "its buffers 'scale' have a value for each of"),
+        (hidden_forward, {"layers.0.experts": ExpertParallel()}, ValueError, "set it after parallelize_module"),
         (MoEModel(6), mixed, ValueError, "ExpertParallel for 'layers.0.experts', whose ranks have batches of their own"),
         (divided, {"layers.*.experts": ExpertParallel()}, ValueError, "'layers.0.experts' is parallelized already"),
     ):
@@ -318,6 +330,24 @@ def test_modules_and_plans_that_are_refused(world: World) -> None:
             parallelize_module(model, mesh, plan)
     with pytest.raises(ValueError, match=r"experts.* is a DTensor on, .* cannot be sharded over"):
         shardrt.fully_shard(divided)
+
+
+class NotingMesh(ParallelStyle):
+    """A style of a user's own, whose check reads the mesh; its text is the same on every rank."""
+
+    def check(self, module: nn.Module) -> None:
+        self.ranks = self.mesh.size
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
+@on_ranks(2)
+def test_a_style_knows_its_mesh(world: World) -> None:
+    style = NotingMesh()
+    parallelize_module(nn.ReLU(), world.mesh, style)
+    assert style.mesh is world.mesh
+    assert repr(style) == "NotingMesh(ranks=2)"
 
 
 @on_ranks(1, 2, 3)
