@@ -6,12 +6,10 @@ The module's own forward runs, over the rows that came for the experts which thi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..torch_internals import in_backward
 from .expert_exchange import ExpertExchange, Request, SortedOrder, from_experts, to_experts
@@ -143,8 +141,7 @@ def _computed(module: Any, forward: Forward, rows: torch.Tensor, *args: torch.Te
     on none; backwards exchange on every rank, of any order; no parameter has a gradient on some ranks only.
     """
     came, rows = len(rows), at_least_one(rows)
-    with _local_experts(module):
-        made: torch.Tensor = run_exposed(module, forward, (rows, *args), {})
+    made: torch.Tensor = run_exposed(module, forward, (rows, *args), {})
     if made.shape != rows.shape:
         name = module.tp_state.experts.name
         raise ValueError(f"the experts '{name}' made {_text(made)} of {_text(rows)}: expected the same shape")
@@ -154,17 +151,3 @@ def _computed(module: Any, forward: Forward, rows: torch.Tensor, *args: torch.Te
 def at_least_one(rows: torch.Tensor) -> torch.Tensor:
     """(R, ...), or (1, ...) of zeros where R is 0: a row for the first expert, whose result nobody sees."""
     return rows if len(rows) else torch.cat((rows, rows.new_zeros((1, *rows.shape[1:]))))
-
-
-@contextmanager
-def _local_experts(module: nn.Module) -> Iterator[None]:
-    """In the block, `module.num_experts` is the number of the experts that this rank has."""
-    exchange, fields = exchange_of(vars(module)["tp_state"]), vars(module)
-    if "num_experts" not in fields:
-        yield
-        return
-    fields["num_experts"] = exchange.local
-    try:
-        yield
-    finally:
-        fields["num_experts"] = exchange.experts

@@ -18,7 +18,7 @@ class ExpertParallel(ParallelStyle):
     """Give each rank E / N of a module's E experts; rows of activations go to the experts' ranks and come back.
 
     The module: all of its parameters have the shape (E, ...), one of them at least three dims; its forward keeps the shape of
-    the rows (T, H). An attribute `num_experts` is the number of the local ones while the module's own forward runs.
+    the rows (T, H). An attribute `num_experts` becomes the number of this rank's.
     sorted_rows: False: the forward takes (hidden_states (T, H), top_k_index (T, K), top_k_weights (T, K)), as the experts of
     transformers; the weights are applied on the rows' own rank, so the module must only multiply by them. True: it takes
     (x (S, H) sorted by expert, num_tokens_per_expert (E,)), as torchtitan's `GroupedExperts`.
@@ -80,6 +80,8 @@ class ExpertParallel(ParallelStyle):
         experts = len(next(module.parameters()))
         for split in self.splits(module):
             split_parameter(split, device_mesh, self.src_data_rank)
-        state_of(module).experts = ExpertExchange(device_mesh, self.name, experts)
+        exchange = state_of(module).experts = ExpertExchange(device_mesh, self.name, experts)
+        if "num_experts" in vars(module):
+            module.num_experts = exchange.local
         give_class(module, SortedExpertsModule if self.sorted_rows else RoutedExpertsModule)
         return module

@@ -350,6 +350,26 @@ def test_a_style_knows_its_mesh(world: World) -> None:
     assert repr(style) == "NotingMesh(ranks=2)"
 
 
+@on_ranks(1, 2)
+def test_the_module_after_an_exception(world: World) -> None:
+    """Of its own forward: parameters are what they were, and the number of experts is the rank's, as in a copy."""
+    experts = RoutedExperts(4)
+    given = torch.randn(3, WIDTH), torch.tensor([[0, 3]] * 3), torch.rand(3, 2)
+    expected = experts(*given)
+    parallelize_module(experts, world.mesh, ExpertParallel())
+    before = dict(experts.named_parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_add", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            experts(*given)
+    assert all(param is before[name] for name, param in experts.named_parameters())
+    twin = copy.deepcopy(experts)
+    twin.load_state_dict(experts.state_dict())
+    assert experts.num_experts == twin.num_experts == 4 // world.size
+    for each in (experts, twin):
+        torch.testing.assert_close(each(*given), expected)
+
+
 @on_ranks(1, 2, 3)
 def test_rows_that_are_refused(world: World) -> None:
     """On every rank alike, also if one has them; afterwards the exchange goes on."""
