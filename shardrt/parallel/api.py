@@ -21,7 +21,7 @@ from ..torch_internals import hide_package_from_compiler
 from . import checks
 from .axis import axis_of
 from .modules import ParallelizedModule, give_class
-from .parameters import Split, check_shared, check_ties, keep_ties, make_equal
+from .parameters import Split, check_shared, check_sharers, keep_ties, make_equal
 from .state import state_of
 from .styles import ColwiseParallel, ParallelStyle
 
@@ -50,8 +50,9 @@ def parallelize_module(
     src_data_rank: the rank of the mesh whose parameters all others take; None: each rank keeps its own, which must fit.
     strict: a key that matches no module is an error; False: a warning, as in torch.
     Parameters of styled modules become `DTensor`s on the mesh, also in other modules that share them: those need a style by the
-    first forward, or `fully_shard`, which raise ValueError else. All others stay plain, equal on all ranks of the mesh; with
-    `ExpertParallel`, whose ranks have batches of their own, they are made equal only. Apply `fully_shard` afterwards.
+    first forward, or `fully_shard`, which raise ValueError else; with `ExpertParallel`, in the same plan. All others stay
+    plain, equal on all ranks of the mesh; with `ExpertParallel`, whose ranks have batches of their own, they are made equal
+    only. Apply `fully_shard` afterwards.
     Raises, on every rank, before anything is changed: ValueError for a key that matches nothing, a mesh with several axes, a
     rank that is not in the mesh, modules that are sharded or parallelized already, parameters on another mesh, ranks with
     different models or plans; NotImplementedError for a module that its style does not support, and for parameters with
@@ -71,7 +72,6 @@ def parallelize_module(
     keep_ties(made)
     make_equal([param for param in made.parameters() if not isinstance(param, DTensor)], device_mesh, src_data_rank)
     if not all(entry.style.one_batch for entry in entries):
-        check_ties(made)
         return made
     _mark_others(made, device_mesh)
     axis.regions.watch(made)
@@ -209,6 +209,8 @@ def _check(module: nn.Module, entries: list[_Entry], mesh: DeviceMesh) -> None:
         if isinstance(style, ColwiseParallel) and isinstance(child, nn.Linear) and name:
             checks.whole_heads(module.get_submodule(name.rpartition(".")[0]), name, child, mesh.size)
     check_shared(splits)
+    if not all(style.one_batch for *_, style in entries):
+        check_sharers(module, splits)
 
 
 def _check_parameter(name: str, param: nn.Parameter, mesh: DeviceMesh) -> None:

@@ -105,6 +105,19 @@ def check_ties(module: nn.Module) -> None:
             )
 
 
+def check_sharers(module: nn.Module, splits: Sequence[Split]) -> None:
+    """Raise ValueError if a module whose parameters are not to be split shares one that is."""
+    split = {id(each.param) for each in splits}
+    styled = {(id(each.module), each.name) for each in splits}
+    for prefix, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            if id(param) in split and (id(owner), name) not in styled:
+                raise ValueError(
+                    f"parameter '{f'{prefix}.{name}'.lstrip('.')}' is shared with a module whose style splits it: give its "
+                    "module a style in the same plan, or a parameter of its own"
+                )
+
+
 def _local(param: torch.Tensor, spec: Spec, src_data_rank: int | None) -> torch.Tensor:
     mesh, full = spec.mesh, param.detach()
     if src_data_rank is None or full.is_meta or mesh.size == 1:

@@ -301,7 +301,8 @@ def test_modules_and_plans_that_are_refused(world: World) -> None:
     mesh = world.mesh
     other, wrong_number = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)), RoutedExperts(6)
     wrong_number.num_experts = 3
-    buffered, hidden_forward = MoEModel(6), MoEModel(6)
+    buffered, hidden_forward, tied = MoEModel(6), MoEModel(6), MoEModel(6)
+    tied.layers[0].experts.up = tied.layers[1].experts.up
     buffered.layers[0].experts.register_buffer("scale", torch.ones(6))
     hidden_forward.layers[0].experts.forward = functools.partial(checkpoint, hidden_forward.layers[0].experts.forward)
     mixed = {"layers.0.experts": ExpertParallel(), "head": ColwiseParallel()}
@@ -323,11 +324,14 @@ def test_modules_and_plans_that_are_refused(world: World) -> None:
         (wrong_number, ExpertParallel(), NotImplementedError, "num_experts is 3, its parameters have 6 experts"),
         (buffered, {"layers.0.experts": ExpertParallel()}, NotImplementedError, "its buffers 'scale' have a value for each of"),
         (hidden_forward, {"layers.0.experts": ExpertParallel()}, ValueError, "set it after parallelize_module"),
+        (tied, {"layers.1.experts": ExpertParallel()}, ValueError, "'layers.0.experts.up' is shared .* in the same plan"),
         (MoEModel(6), mixed, ValueError, "ExpertParallel for 'layers.0.experts', whose ranks have batches of their own"),
         (divided, {"layers.*.experts": ExpertParallel()}, ValueError, "'layers.0.experts' is parallelized already"),
     ):
+        before = dict(model.named_parameters())
         with pytest.raises(error, match=match):
             parallelize_module(model, mesh, plan)
+        assert all(param is before[name] for name, param in model.named_parameters())
     with pytest.raises(ValueError, match=r"experts.* is a DTensor on, .* cannot be sharded over"):
         shardrt.fully_shard(divided)
 
