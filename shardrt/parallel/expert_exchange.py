@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -76,14 +77,18 @@ class Planned(NamedTuple):
 class ExpertExchange:
     """The ranks among which the experts of one module are divided. Copies of the module share it.
 
-    name: the module's, in the plan's root.   experts: E.
+    name: the module's, in the plan's root.   experts: E.   number: how many modules were divided over the mesh before.
     """
+
+    _made: ClassVar[WeakKeyDictionary[DeviceMesh, int]] = WeakKeyDictionary()
 
     def __init__(self, mesh: DeviceMesh, name: str, experts: int) -> None:
         self.mesh, self.name, self.experts = mesh, name, experts
         self.size = int(mesh.size)
         self.local = experts // self.size
         self.comm = mesh.communicator("experts")
+        self.number = self._made.get(mesh, 0)
+        self._made[mesh] = self.number + 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertExchange:
         return self
@@ -91,10 +96,16 @@ class ExpertExchange:
     def plan(self, request: Request) -> Planned:
         """Tell every rank how many rows it gets. Collective.
 
-        Raises ValueError on every rank alike, before a row is sent, if a rank's request does not fit, or differs in kind.
+        Raises ValueError on every rank of the mesh alike, before a row is sent, if a rank's request does not fit, differs in
+        kind, or is of another module; NotImplementedError in a dry world.
         """
+        if self.mesh.device.type == "meta":
+            raise NotImplementedError(
+                f"the experts '{self.name}' in a dry world (shardrt-plan): how many rows a rank gets depends on the tokens; "
+                "expected a plan without ExpertParallel"
+            )
         blocks = request.counts.new_empty((self.size, 1 + self.local))
-        blocks[:, 0] = torch.where(request.fits, fingerprint_of(request.kind), -1)
+        blocks[:, 0] = torch.where(request.fits, fingerprint_of(self._described(request)), -1)
         blocks[:, 1:] = request.counts.view(self.size, self.local)
         found, stream = torch.empty_like(blocks), current_stream(blocks.device)
         self.comm.all_to_all(found, blocks, stream=stream).wait(stream)
@@ -105,16 +116,25 @@ class ExpertExchange:
         sent, received = (tuple(sum(counts) for _, *counts in rows) for rows in (mine, theirs))
         return Planned(Route(self.comm, sent, received), found[:, 1:])
 
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise ValueError on every rank of the mesh: this one cannot take part in what others plan. Collective, as `plan`."""
+        counts = torch.zeros(self.experts, dtype=torch.int64, device=self.mesh.device)
+        self.plan(Request(counts, torch.zeros((), dtype=torch.bool, device=self.mesh.device), "", lambda: problem))
+        raise AssertionError
+
+    def _described(self, request: Request) -> str:
+        """What must be the same on all ranks: numbers tell modules of one name apart."""
+        return f"'{self.name}', number {self.number} over this mesh, with {request.kind}"
+
     def _refuse(self, request: Request) -> NoReturn:
-        everyone = self.comm.exchange((None if request.fits.item() else request.problem(), request.kind))
+        everyone = self.comm.exchange((None if request.fits.item() else request.problem(), self._described(request)))
         for rank, (problem, _) in enumerate(everyone):
             if problem is not None:
                 raise ValueError(f"the experts '{self.name}' on {self.mesh}: rank {rank} of it has {problem}")
         first = everyone[0][1]
         rank, kind = next((rank, kind) for rank, (_, kind) in enumerate(everyone) if kind != first)
         raise ValueError(
-            f"the experts '{self.name}' on {self.mesh}: rank 0 of it has {first}, rank {rank} has {kind}; expected the same on "
-            "every rank"
+            f"the experts on {self.mesh}: rank 0 of it has {first}, rank {rank} has {kind}; expected the same on every rank"
         )
 
 

@@ -28,12 +28,13 @@ class RoutedExpertsModule(InFront):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         forward: Forward = super().forward  # type: ignore[misc]
         exchange = exchange_of(self.tp_state)
-        hidden, index, weights = _given(forward, args, kwargs, 3)
+        hidden, index, weights = _given(exchange, forward, args, kwargs, 3)
         request = _request_of_choices(exchange, hidden, index, weights)
-        planned = exchange.plan(request)
-        note_load(self, request.counts)
         order = SortedOrder.of(index.reshape(-1), index.shape[1])
-        rows = to_experts(order.sorted(hidden), planned.route)
+        rows = order.sorted(hidden)
+        planned = exchange.plan(request)  # the host waits: a GPU has what stands above to do meanwhile
+        note_load(self, request.counts)
+        rows = to_experts(rows, planned.route)
         local = at_least_one(planned.local_experts().unsqueeze(1))
         made = _computed(self, forward, rows, local, rows.new_ones(local.shape))
         made = from_experts(made, planned.route)
@@ -49,7 +50,7 @@ class SortedExpertsModule(InFront):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         forward: Forward = super().forward  # type: ignore[misc]
         exchange = exchange_of(self.tp_state)
-        x, counts = _given(forward, args, kwargs, 2)
+        x, counts = _given(exchange, forward, args, kwargs, 2)
         request = _request_of_counts(exchange, x, counts)
         planned = exchange.plan(request)
         note_load(self, request.counts)
@@ -77,11 +78,19 @@ def note_load(module: Any, counts: torch.Tensor) -> None:
 # ---------------------------------------------------------------------- arguments
 
 
-def _given(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[torch.Tensor, ...]:
+def _given(
+    exchange: ExpertExchange, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> tuple[torch.Tensor, ...]:
     """The arguments in the order of the module's own forward."""
-    given = args if not kwargs else inspect.signature(forward).bind(*args, **kwargs).args
+    given = args
+    if kwargs:
+        try:
+            given = inspect.signature(forward).bind(*args, **kwargs).args
+        except TypeError as error:
+            exchange.refuse(f"arguments that its forward does not take: {error}")
     if len(given) != count or not all(isinstance(value, torch.Tensor) for value in given):
-        raise TypeError(f"expert parallelism calls a forward with {count} tensors; found {[type(v).__name__ for v in given]}")
+        types = ", ".join(type(value).__name__ for value in given)
+        exchange.refuse(f"a call with ({types}): expected {count} tensors, as ExpertParallel's sorted_rows says")
     return given
 
 
@@ -90,7 +99,7 @@ def _request_of_choices(exchange: ExpertExchange, hidden: torch.Tensor, index: t
     shaped = hidden.dim() == index.dim() == 2 and index.shape == weights.shape and len(index) == len(hidden)
     if not shaped or index.is_floating_point():
         found = f"hidden_states of {_text(hidden)}, top_k_index of {_text(index)}, top_k_weights of {_text(weights)}"
-        return _unfit(exchange, hidden, f"{found}: expected (tokens, width), integers (tokens, k), and (tokens, k)")
+        exchange.refuse(f"{found}: expected (tokens, width), integers (tokens, k), and (tokens, k)")
     experts, flat = exchange.experts, index.reshape(-1)
     bins = torch.zeros(experts + 2, dtype=torch.int64, device=hidden.device)
     bins.scatter_add_(0, flat.long().clamp(-1, experts) + 1, torch.ones_like(flat, dtype=torch.int64))
@@ -105,7 +114,7 @@ def _request_of_choices(exchange: ExpertExchange, hidden: torch.Tensor, index: t
 def _request_of_counts(exchange: ExpertExchange, x: torch.Tensor, counts: torch.Tensor) -> Request:
     if x.dim() != 2 or counts.shape != (exchange.experts,):
         found = f"x of {_text(x)}, num_tokens_per_expert of {_text(counts)}"
-        return _unfit(exchange, x, f"{found}: expected (tokens, width), and ({exchange.experts},)")
+        exchange.refuse(f"{found}: expected (tokens, width), and ({exchange.experts},)")
     rows = counts.to(x.device, torch.int64)
     fits = (rows >= 0).all() & (rows.sum() == len(x))
 
@@ -113,11 +122,6 @@ def _request_of_counts(exchange: ExpertExchange, x: torch.Tensor, counts: torch.
         return f"num_tokens_per_expert of {rows.tolist()}: expected no negative ones, and a sum of {len(x)}, the rows of x"
 
     return Request(rows, fits, _kind(x), problem)
-
-
-def _unfit(exchange: ExpertExchange, rows: torch.Tensor, problem: str) -> Request:
-    counts = torch.zeros(exchange.experts, dtype=torch.int64, device=rows.device)
-    return Request(counts, torch.zeros((), dtype=torch.bool, device=rows.device), "", lambda: problem)
 
 
 def _kind(rows: torch.Tensor) -> str:

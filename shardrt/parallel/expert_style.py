@@ -27,8 +27,9 @@ class ExpertParallel(ParallelStyle):
     experts over the remaining data parallel ranks, and the rest over all. No row is dropped, however uneven the choices are.
     Cost, of S rows of H elements: two all-to-alls forward and two backward, S * H elements each way, and one of E + N integers,
     for which the host waits.
-    Raises, in the forward, on every rank alike before a row is sent: ValueError for shapes, an expert that does not exist,
-    counts that do not add up, and ranks whose rows differ in dtype or width.
+    Raises, in the forward, on every rank of the mesh alike before a row is sent: ValueError for arguments, shapes, an expert
+    that does not exist, counts that do not add up, and ranks that call different modules, or whose rows differ in dtype or
+    width; NotImplementedError in a dry world.
     """
 
     changes_parameters = True
@@ -82,6 +83,6 @@ class ExpertParallel(ParallelStyle):
             split_parameter(split, device_mesh, self.src_data_rank)
         exchange = state_of(module).experts = ExpertExchange(device_mesh, self.name, experts)
         if "num_experts" in vars(module):
-            module.num_experts = exchange.local
+            vars(module)["num_experts"] = exchange.local
         give_class(module, SortedExpertsModule if self.sorted_rows else RoutedExpertsModule)
         return module

@@ -16,6 +16,7 @@ from ranks import on_ranks
 from shardrt import Shard
 from shardrt import checkpoint as checkpoint_io
 from shardrt.comm import DeviceMesh, World
+from shardrt.comm.dry import dry_world
 from shardrt.parallel import (
     ColwiseParallel,
     ExpertParallel,
@@ -374,6 +375,16 @@ def test_the_module_after_an_exception(world: World) -> None:
         torch.testing.assert_close(each(*given), expected)
 
 
+def test_a_dry_world_is_refused() -> None:
+    """By a sentence: tokens decide how many rows a rank gets."""
+    with dry_world(2) as world, torch.device("meta"):
+        experts = parallelize_module(RoutedExperts(4), world.mesh, ExpertParallel())
+        with pytest.raises(
+            NotImplementedError, match=r"'RoutedExperts' in a dry world .* expected a plan without ExpertParallel"
+        ):
+            experts(torch.randn(3, WIDTH), torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2))
+
+
 @on_ranks(1, 2, 3)
 def test_rows_that_are_refused(world: World) -> None:
     """On every rank alike, also if one has them; afterwards the exchange goes on."""
@@ -400,6 +411,8 @@ def test_rows_that_are_refused(world: World) -> None:
         (by_count, (x, counts), (x, counts + 1), rf"rank {last} of it has num_tokens_per_expert of \[5, .*a sum of 4"),
         (by_count, (x, counts), (x, counts - counts.flip(0)), rf"rank {last} of it has num_tokens_per_expert of \[4, .*-4\]"),
         (by_count, (x, counts), (x, counts[:4]), rf"rank {last} of it has x of .*expected \(tokens, width\), and \(6,\)"),
+        (routed, (x, chosen, weights), (x, chosen, None), rf"rank {last} of it has a call with \(.*NoneType\): expected 3 ten"),
+        (by_count, (x, counts), (x,), rf"rank {last} of it has a call with \(Tensor\): expected 2 tensors"),
         (routed, (x, chosen, weights), (wide, chosen, weights), rf"rows of torch.float32, {WIDTH} wide.* {WIDTH + 1} wide"),
         (by_count, (x, counts), (x.clone().requires_grad_(), counts), "with gradients, also of the rows; expected the same"),
     ):
@@ -407,7 +420,11 @@ def test_rows_that_are_refused(world: World) -> None:
             with pytest.raises(ValueError, match=match):
                 experts(*(bad if world.rank == last else good))
         assert experts(*good).shape == x.shape
-    with pytest.raises(TypeError, match="a forward with 3 tensors; found"):
-        routed(x, chosen, None)
+    with pytest.raises(ValueError, match=r"rank 0 of it has arguments that its forward does not take: .*'chosen'"):
+        routed(x, index=chosen, weights=weights)
+    twin = parallelize_module(RoutedExperts(6), world.mesh, ExpertParallel())
+    if world.size > 1:  # on the last rank another module of the same name
+        with pytest.raises(ValueError, match=r"'RoutedExperts', number \d+ .*'RoutedExperts', number \d+ .*the same on every"):
+            (twin if world.rank == last else routed)(x, chosen, weights)
     named = routed(hidden=x, weights=weights, chosen=chosen)
     assert torch.equal(named, routed(x, chosen, weights))
