@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardrt
 from ranks import on_ranks
-from shardrt import Shard
+from shardrt import Replicate, Shard
 from shardrt import checkpoint as checkpoint_io
 from shardrt.comm import DeviceMesh, World
 from shardrt.comm.dry import dry_world
@@ -118,6 +118,24 @@ def test_without_fully_shard_over_the_experts(world: World) -> None:
 
 
 @on_ranks(4)
+def test_beside_tensor_parallelism(world: World) -> None:
+    """Of other modules, over another axis, by a call for each: the ranks of "tp" have one batch."""
+    torch.manual_seed(0)
+    mesh, whole = DeviceMesh(world.comm, (2, 2), ("ep", "tp")), MoEModel(4).double()
+    model = copy.deepcopy(whole)
+    parallelize_module(model.head, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    with pytest.raises(ValueError, match=r"'head.weight' is parallelized already, over"):
+        parallelize_module(model, mesh["ep"], {"layers.*.experts": ExpertParallel()})
+    for layer in model.layers:
+        parallelize_module(layer.experts, mesh["ep"], ExpertParallel())
+    experts = [param for layer in model.layers for param in layer.experts.parameters()]
+    shardrt.fully_shard(model, mesh=mesh["ep"], ignored_params=experts)
+    torch.stack([loss_of(whole, batch_of(0, rank)) for rank in range(2)]).mean().backward()
+    loss_of(model, batch_of(0, world.rank // 2)).backward()
+    compare(model, whole, 1e-12)
+
+
+@on_ranks(4)
 def test_replicas_of_experts(world: World) -> None:
     """Hybrid: experts are replicated over the first axis, and sharded over the second; the rest over the last two."""
     torch.manual_seed(0)
@@ -134,16 +152,46 @@ def test_replicas_of_experts(world: World) -> None:
 
 @on_ranks(2)
 def test_accumulation_and_evaluation(world: World) -> None:
-    """Gradients of two microbatches add up; a forward without gradients in between changes nothing."""
+    """Gradients of two backwards add up; an evaluation gives what one process does, and changes nothing."""
     torch.manual_seed(0)
     mesh, whole = mesh_of(world, 2), MoEModel(4).double()
-
-    def twice(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    model = divide(copy.deepcopy(whole), mesh)
+    for microbatch in range(2):
+        torch.stack([loss_of(whole, batch_of(microbatch, rank)) for rank in range(2)]).mean().backward()
+        loss_of(model, batch_of(microbatch, world.rank)).backward()
         with torch.no_grad():
-            model(tokens[:, 1:])
-        return loss_of(model, tokens) + loss_of(model, tokens[:, 2:])
+            outs = [each.eval()(batch_of(9, world.rank)) for each in (whole, model)]
+        torch.testing.assert_close(outs[1], outs[0], rtol=1e-12, atol=1e-12)
+        for each in (whole, model):
+            each.train()
+    compare(model, whole, 1e-12)
+    assert all(param.grad is not None for param in model.parameters())
 
-    train_beside_one_process(world, mesh, whole, lambda model: divide(model, mesh), loss=twice)
+
+@on_ranks(2)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_choice_and_frozen_experts(world: World, frozen: bool) -> None:
+    """Frozen: the first layer's rows need no gradients, nor do its experts; the router does."""
+    torch.manual_seed(0)
+    mesh, whole = mesh_of(world, 2), MoEModel(4, top_k=1).double()
+    for module in (whole.tokens, *(layer.experts for layer in whole.layers)):
+        module.requires_grad_(not frozen)
+    train_beside_one_process(world, mesh, whole, lambda model: divide(model, mesh))
+    assert whole.layers[0].gate.weight.requires_grad
+
+
+@on_ranks(2, 4)
+def test_gradient_divide_factors(world: World) -> None:
+    """Where others get a factor, experts get it over the ranks of "ep", by which exchanges have divided."""
+    torch.manual_seed(0)
+    mesh, whole = mesh_of(world, 2), MoEModel(4).double()
+    model = divide(copy.deepcopy(whole), mesh)
+    model.set_gradient_divide_factor(3.0)
+    for layer in model.layers:
+        layer.experts.set_gradient_divide_factor(3.0 / 2)
+    (torch.stack([loss_of(whole, batch_of(0, rank)) for rank in range(world.size)]).sum() / 3.0).backward()
+    loss_of(model, batch_of(0, world.rank)).backward()
+    compare(model, whole, 1e-12)
 
 
 @on_ranks(2)
@@ -165,15 +213,19 @@ def test_bfloat16_and_a_copy(world: World) -> None:
 
 @on_ranks(2)
 def test_mixed_precision(world: World) -> None:
-    """`fully_shard` casts what the experts get; parameters and gradients stay in float32."""
+    """`fully_shard` casts what the experts get; parameters and gradients stay in float32, near those of one process."""
     torch.manual_seed(0)
     mesh, whole = mesh_of(world, 2), MoEModel(4)
     policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = divide(copy.deepcopy(whole), mesh, mp_policy=policy)
-    losses = [loss_of(each, batch_of(0, world.rank)) for each in (whole, model)]
-    losses[1].backward()
-    torch.testing.assert_close(losses[1].float(), losses[0], rtol=0.05, atol=0.05)
-    assert all(param.grad is not None and param.grad.dtype is torch.float32 for param in model.parameters())
+    expected = [loss_of(whole, batch_of(0, rank)) for rank in range(2)]
+    torch.stack(expected).mean().backward()
+    found = loss_of(model, batch_of(0, world.rank))
+    found.backward()
+    torch.testing.assert_close(found.float(), expected[world.rank], rtol=0.05, atol=0.05)
+    for (name, param), one in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert param.grad.dtype is torch.float32
+        assert (full_of(param.grad) - one.grad).norm() < 0.1 * one.grad.norm(), name
 
 
 @on_ranks(4)
