@@ -143,13 +143,13 @@ class ExpertExchange:
 
 def to_experts(rows: torch.Tensor, route: Route) -> torch.Tensor:
     """(S, H) -> (R, H). Differentiable. Collective, also the backward."""
-    made: torch.Tensor = _Exchange.apply(rows, route, 1.0, float(len(route.sent)))
+    made: torch.Tensor = _ExchangedRows.apply(rows, route, 1.0, float(len(route.sent)))
     return made
 
 
 def from_experts(rows: torch.Tensor, route: Route) -> torch.Tensor:
     """(R, H) -> (S, H), by the route that the rows came. Differentiable. Collective, also the backward."""
-    made: torch.Tensor = _Exchange.apply(rows, route.reversed(), 1.0, 1 / len(route.sent))
+    made: torch.Tensor = _ExchangedRows.apply(rows, route.reversed(), 1.0, 1 / len(route.sent))
     return made
 
 
@@ -183,7 +183,7 @@ class SortedOrder:
         return made
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangedRows(torch.autograd.Function):
     """factor: of what is sent.   back: of what the backward sends. A gradient's gradient is scaled as its tensor is."""
 
     @staticmethod
@@ -194,7 +194,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _Exchange.apply(grad, ctx.route.reversed(), ctx.back, ctx.factor), None, None, None
+        return _ExchangedRows.apply(grad, ctx.route.reversed(), ctx.back, ctx.factor), None, None, None
 
 
 class _SortedCopies(torch.autograd.Function):
