@@ -408,8 +408,8 @@ def test_bad_attention(world: World) -> None:
 
 @on_ranks(2)
 def test_flex_attention(world: World) -> None:
-    """The compiler says so in an error of its own."""
+    """The compiler says so in an error of its own; once shardrt is hidden from it, it names the function that refuses."""
     x = random(world, 2, 3, 4, 8)
     compiled = torch.compile(flex_attention, backend="eager")
-    with refused(Exception, "NotImplementedError"), context_parallel(cp_mesh(world), seq_len=8):
+    with refused(Exception, "NotImplementedError|_refused"), context_parallel(cp_mesh(world), seq_len=8):
         compiled(x, x, x)
