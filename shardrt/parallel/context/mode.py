@@ -130,6 +130,8 @@ class _Settings(NamedTuple):
 def _settings(ring: Ring, given: _CutBuffers, ids: torch.Tensor | None, method: str, balanced: bool, alone: bool) -> _Settings:
     if not alone:
         raise ValueError("nested in another context_parallel, or beside one of another thread: leave that one first")
+    if ring.mesh.device.type == "meta":
+        raise NotImplementedError("in a dry world: what it sends, and its kernels, are not forecast")
     if method not in get_args(Method):
         raise ValueError(f"method={method!r}: expected one of {get_args(Method)}")
     total = given.total()
