@@ -148,7 +148,7 @@ def _check_reads(job: ObservedJob, name: str) -> None:
 
 
 _TAKES_EFFECT = (
-    *("tp", "replicas", "reshard_after_forward", "mp_policy", "offload_policy", "quantization_policy", "prefetch_policy"),
+    *("tp", "cp", "replicas", "reshard_after_forward", "mp_policy", "offload_policy", "quantization_policy", "prefetch_policy"),
     "checkpoint_activations",
 )
 
@@ -202,9 +202,9 @@ def language_model_step(model: nn.Module, job: Job) -> torch.Tensor:
 
     Raises PlanError without `job.sequence`, and for a model that returns something else.
     """
-    if job.sequence is None:
+    if job.local_sequence is None:
         raise PlanError("expected a sequence length (--sequence), since the factory returns no step of its own")
-    tokens = torch.zeros((job.batch, job.sequence), dtype=torch.int64)
+    tokens = torch.zeros((job.batch, job.local_sequence), dtype=torch.int64)
     out = model(tokens)
     logits = getattr(out, "logits", out)
     if not isinstance(logits, torch.Tensor) or logits.dim() < 2:

@@ -145,9 +145,10 @@ def _train(program: Program, job: Job, groups: list[ParamGroup], operations: Ope
             assert isinstance(module, FSDPModule), "it has a group"
             module.set_requires_gradient_sync(job.gradient_sync == "every" or micro_batch == job.micro_batches)
         before = operations.flops
-        loss = program.step()
-        forward_flops += operations.flops - before
-        loss.backward()
+        with job.sequences():
+            loss = program.step()
+            forward_flops += operations.flops - before
+            loss.backward()
     return forward_flops
 
 

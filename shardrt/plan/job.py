@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 from .. import comm
 from ..comm import DeviceMesh
 from ..fsdp.base.policy import MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
+from ..parallel import context_parallel
+from ..parallel.context.cut import SequenceCut
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -30,9 +33,10 @@ class PlanError(ValueError):
 class Job:
     """A training job. What `fully_shard` takes has its names, and None means its default.
 
-    ranks: of the whole job, `replicas` * `shards` * `tp`.   tp: ranks of tensor parallelism, neighbours.
+    ranks: of the whole job, `replicas` * `shards` * `tp`.   tp: ranks of tensor parallelism, neighbours.   cp: ranks that have
+    parts of the same sequences; parameters are sharded over them as well, so that they are among the `shards`.
     replicas: of the sharded model (hybrid sharding).   batch, sequence: rows and tokens of a micro-batch of
-    each rank of the data-parallel mesh.   micro_batches: forwards and backwards of a step.
+    each rank, or `cp` ranks together.   micro_batches: forwards and backwards of a step.
     gradient_sync: which of them reduce gradients. "every" is what FSDP2 does unless it is told otherwise; "last" is
     `set_requires_gradient_sync(False)` until the last one: fewer reductions, and unsharded gradients are kept in between.
     optimizer: one of `OPTIMIZERS`.   checkpoint_activations: what the backward computes again, of the blocks: True: all of each
@@ -43,6 +47,7 @@ class Job:
 
     ranks: int
     tp: int = 1
+    cp: int = 1
     replicas: int = 1
     batch: int = 1
     sequence: int | None = None
@@ -57,17 +62,13 @@ class Job:
     checkpoint_activations: bool | int | str = False
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "tp", "replicas", "batch", "micro_batches", "sequence"):
+        for name in ("ranks", "tp", "cp", "replicas", "batch", "micro_batches", "sequence"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}={value}: expected a number of at least 1")
             if value is not None and value >= 1 << 31:
                 raise PlanError(f"{name}={value}: expected less than 2**31")
-        if self.ranks % (self.tp * self.replicas):
-            raise PlanError(
-                f"ranks={self.ranks} with tp={self.tp} and replicas={self.replicas}: expected a multiple of {self.tp} x "
-                f"{self.replicas} = {self.tp * self.replicas} ranks"
-            )
+        self._check_ranks()
         kept = self.reshard_after_forward
         if isinstance(kept, int) and not isinstance(kept, bool) and (kept < 1 or self.shards % kept):
             raise PlanError(f"reshard_after_forward={kept}: expected a divisor of the {self.shards} ranks sharded over")
@@ -81,6 +82,17 @@ class Job:
         if self.quantization_policy and self.shards == 1 and not codes_over_replicas:
             raise PlanError(f"{self.quantization_policy} with one rank to shard over: it has nobody to send codes to")
 
+    def _check_ranks(self) -> None:
+        if self.ranks % (self.tp * self.replicas):
+            raise PlanError(
+                f"ranks={self.ranks} with tp={self.tp} and replicas={self.replicas}: expected a multiple of {self.tp} x "
+                f"{self.replicas} = {self.tp * self.replicas} ranks"
+            )
+        if self.shards % self.cp:
+            raise PlanError(f"cp={self.cp}: expected a divisor of the {self.shards} ranks sharded over")
+        if self.cp > 1 and self.sequence is not None and self.sequence < self.cp:
+            raise PlanError(f"cp={self.cp} with sequence={self.sequence}: expected a token for each rank at least")
+
     @property
     def shards(self) -> int:
         """The ranks that a parameter, or this rank's part of it by tensor parallelism, is sharded over."""
@@ -89,7 +101,21 @@ class Job:
     @property
     def rows(self) -> int:
         """Rows of all ranks in a step."""
-        return self.batch * self.micro_batches * self.replicas * self.shards
+        return self.batch * self.micro_batches * self.replicas * self.shards // self.cp
+
+    @property
+    def local_sequence(self) -> int | None:
+        """Tokens of a row on this rank."""
+        return None if self.sequence is None else SequenceCut(self.sequence, self.cp, balanced=True).length(0)
+
+    def sequences(self) -> AbstractContextManager[None]:
+        """A block in which attention reaches the tokens of all `cp` ranks: around forward and backward."""
+        if self.cp == 1:
+            return nullcontext()
+        if self.sequence is None:
+            raise PlanError(f"cp={self.cp} without a sequence length: expected sequence=, the tokens of a row on all ranks")
+        shards = self.mesh()["shard"]
+        return context_parallel(shards.unflatten((self.shards // self.cp, self.cp), ("dp", "cp"))["cp"], seq_len=self.sequence)
 
     def mesh(self) -> DeviceMesh:
         """Over the ranks of the world: axes "replicate", "shard" and "tp". An axis of one rank is left out, but for "shard"."""

@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _GATHERED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 _REDUCED = {"int8": torch.int8}
 # Options that are fields of a job as they are.
-_OF_JOB = ("ranks", "tp", "replicas", "batch", "micro_batches", "optimizer", "gradient_sync", "reshard_after_forward")
+_OF_JOB = ("ranks", "tp", "cp", "replicas", "batch", "micro_batches", "optimizer", "gradient_sync", "reshard_after_forward")
 
 
 def plan_parser(description: str) -> Parser:
@@ -41,6 +41,7 @@ def plan_parser(description: str) -> Parser:
 def _add_ranks(group: Any) -> None:
     group.add_argument("--ranks", type=at_least(1), required=True, metavar="N", help="of the whole job")
     group.add_argument("--tp", type=at_least(1), default=1, metavar="N", help="ranks of tensor parallelism")
+    group.add_argument("--cp", type=at_least(1), default=1, metavar="N", help="ranks with parts of the same sequences")
     group.add_argument("--replicas", type=at_least(1), default=1, metavar="N", help="of the sharded model (hybrid sharding)")
     group.add_argument("--sheet", default="h100", help="hardware: a name of `shardrt-plan sheets`, or a TOML file")
     group.add_argument("--ranks-per-node", type=at_least(1), metavar="N", help="instead of the sheet's")

@@ -104,9 +104,10 @@ def _classes(name: str, preset: Preset) -> tuple[Callable[..., Any], Callable[..
 
 def _step(model: nn.Module, job: Job) -> torch.Tensor:
     """With its positions given, the model does not derive them from its part of the sequence."""
-    assert job.sequence is not None
-    tokens = torch.zeros((job.batch, job.sequence), dtype=torch.int64)
-    return token_loss(model(tokens, position_ids=torch.arange(job.sequence)[None]).logits, torch.zeros_like(tokens))
+    length = job.local_sequence
+    assert length is not None, "the preset's"
+    tokens = torch.zeros((job.batch, length), dtype=torch.int64)
+    return token_loss(model(tokens, position_ids=torch.arange(length)[None]).logits, torch.zeros_like(tokens))
 
 
 # ---------------------------------------------------------------------- tensor parallelism

@@ -83,6 +83,7 @@ def _heading(plan: PlannedJob) -> Iterator[str]:
     job = plan.job
     parts = {"replicated": job.replicas, "sharded": job.shards, "tensor-parallel": job.tp}
     shape = " x ".join(f"{size:,} {name}" for name, size in parts.items() if size > 1 or name == "sharded")
+    shape += f"; sequences in {job.cp} parts" if job.cp > 1 else ""
     yield f"{plan.name}: {_short(plan.numel)} parameters on {job.ranks:,} ranks ({shape})"
     yield f"on {plan.sheet.name}; {plan.ranks_per_node} ranks per node"
     micro = f" x {job.micro_batches} micro-batches" if job.micro_batches > 1 else ""

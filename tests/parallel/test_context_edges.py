@@ -16,7 +16,6 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ranks import on_ranks
 from shardrt.comm import DeviceMesh, World
-from shardrt.comm.dry import dry_world
 from shardrt.parallel import context_parallel, context_parallel_shard, context_parallel_unshard, tokens_per_rank
 from shardrt.parallel.context import mode
 from shardrt.parallel.context.transport import Gathering, Rotation, Transport, ring_of
@@ -350,10 +349,3 @@ def test_compiled_models(world: World, backend: str) -> None:
         out.square().sum().backward()
     torch.testing.assert_close(context_parallel_unshard(mesh, [out], [2])[0], expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(sum(mesh.exchange(model.weight.grad)), whole.weight.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_a_dry_world_is_refused() -> None:
-    with dry_world(2) as world:
-        refused = pytest.raises(NotImplementedError, match="in a dry world: what it sends, and its kernels, are not forecast")
-        with refused, context_parallel(world.mesh, seq_len=8):
-            pass

@@ -171,6 +171,8 @@ def test_the_ranks_of_a_job() -> None:
     job = Job(512, tp=8, replicas=4, batch=2, sequence=8192, micro_batches=3)
     assert job.shards == 16
     assert job.rows == 2 * 3 * 64
+    assert dataclasses.replace(job, cp=4).rows == 2 * 3 * 16
+    assert dataclasses.replace(job, cp=3 + 1, sequence=10).local_sequence == 3
     assert Job(8, replicas=8, quantization_policy=QuantizationPolicy(reduce=torch.int8)).shards == 1  # replicas send codes
 
 
@@ -180,6 +182,8 @@ def test_the_ranks_of_a_job() -> None:
         ({"ranks": 0}, r"ranks=0: expected a number of at least 1"),
         ({"ranks": 12, "tp": 8}, r"ranks=12 with tp=8 and replicas=1: expected a multiple of 8 x 1 = 8 ranks"),
         ({"ranks": 16, "tp": 4, "replicas": 3}, r"expected a multiple of 4 x 3 = 12"),
+        ({"ranks": 8, "cp": 3}, r"cp=3: expected a divisor of the 8 ranks sharded over"),
+        ({"ranks": 8, "cp": 4, "sequence": 3}, r"cp=4 with sequence=3: expected a token for each rank"),
         ({"ranks": 8, "reshard_after_forward": 3}, r"reshard_after_forward=3: expected a divisor of the 8 ranks"),
         ({"ranks": 8, "gradient_sync": "first"}, r"gradient_sync='first': expected one of every, last"),
         ({"ranks": 8, "checkpoint_activations": "ops"}, r"checkpoint_activations='ops': expected True, False, \"op\" or"),
@@ -702,6 +706,37 @@ def test_selective_recomputation_of_a_preset(capsys: pytest.CaptureFixture[str],
     kept = [found["memory"]["activations"] for found in (full, op, plain)]
     assert kept == sorted(set(kept))
     assert full["memory"]["activations"] <= second["memory"]["activations"] < plain["memory"]["activations"]
+
+
+def test_sequences_in_parts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of Llama 3 8B with 64 k tokens: a rank's activations and arithmetic fall with its part of the sequence."""
+    pytest.importorskip("transformers")
+    small = {**PRESETS["llama3-8b"].config, "num_hidden_layers": 2, "vocab_size": 256}
+    monkeypatch.setitem(PRESETS, "llama3-8b", dataclasses.replace(PRESETS["llama3-8b"], config=small))
+    common = ("--preset", "llama3-8b", "--ranks", "16", "--sequence", "65536", "--param-dtype", "bfloat16")
+    whole, halves, eighths = (
+        json.loads(run(capsys, *common, "--checkpoint-activations", "--no-search", "--json", *more)[1])
+        for more in ((), ("--cp", "2"), ("--cp", "8"))
+    )
+    matrices = 2 * 65536 * 2 * (10240 * 4096 + 3 * 4096 * 14336) + 2 * 65536 * 4096 * 256  # of a forward
+    for found, parts in ((halves, 2), (eighths, 8)):
+        assert found["memory"]["activations"] == pytest.approx(whole["memory"]["activations"] / parts, rel=0.05)
+        pairs = 65536**2 * (2 * parts + 2) / (4 * parts**2)  # a rank's own ones all, of the others' two chunks of four
+        assert found["model_flops"] == pytest.approx(3 * (matrices / parts + 2 * 4 * pairs * 4096), rel=1e-3)
+        assert found["tokens_per_second"] * found["step_seconds"] == pytest.approx(16 * 65536 / parts)
+    assert eighths["received_within_nbytes"] > halves["received_within_nbytes"] > whole["received_within_nbytes"]
+
+
+def test_a_step_that_does_not_cut_its_sequence() -> None:
+    def whole_step(model: nn.Module, job: Job) -> torch.Tensor:
+        q = torch.zeros((1, 1, 64, 8)) * model.weight.sum()
+        return F.scaled_dot_product_attention(q, q, q).sum()
+
+    job = Job(4, cp=2, sequence=64)
+    with dry_world(4):
+        program = make_program(lambda: (nn.Linear(8, 8), whole_step), job)
+        with job.sequences(), pytest.raises(PlanError, match="32 tokens"):
+            program.step()
 
 
 @pytest.mark.parametrize(
