@@ -123,7 +123,7 @@ ROWS = [
     Row("C4", "embedding and cross-entropy on parts of the vocabulary", "yes", "2 collectives", "vocabulary::two_collectives_forward_and_none_backward"),
     Row("C4", "loss_parallel", "backward inside", "backward anywhere", "vocabulary::the_context_of_loss_parallel"),
     Row("C4", "a transformer trains as on one process", "yes", "yes", "parallel_styles::a_transformer_trains_as_on_one_process"),
-    Row("C4", "the training script, 1-D and 2-D", "", "yes", "train_script::tensor_parallel_ranks_have_the_loss_curve_of_one"),
+    Row("C4", "the training script, 1-D and 2-D", "", "yes", "train_script::ranks_with_parts_of_a_sequence_have_the_loss_curve_of_one"),
     Row("C4", "expert parallelism under fully_shard, exact; uneven loads", "torchtitan", "yes", "expert_parallel::training_on_any_mesh"),
     Row("C4", "ranks and experts without tokens", "not tried", "yes", "expert_parallel::ranks_and_experts_without_rows"),
     Row("C4", "expert parallelism of transformers' models by a plan", "transformers' own", "yes", "expert_models::a_model_trains_as_on_one_process"),
