@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import (
 
 from ... import comm as runtime
 from ...comm import Communicator, Stream
+from ...comm.calls import INTEGERS
 from .arguments import BITWISE, counts, dense, equal_sizes, kind_of, one, options, reduce_op, row, some
 from .lane import DeviceLane, HostLane
 from .named import NamedGroup
@@ -32,6 +33,7 @@ from .staging import Staging
 from .work import ProcessGroupWork
 
 Tensors = list[torch.Tensor]
+_BITWISE = INTEGERS | {torch.bool}
 
 
 class ProcessGroupShardrt(NamedGroup):
@@ -121,7 +123,7 @@ class ProcessGroupShardrt(NamedGroup):
 
     def _reduce_in_place(self, tensors: Tensors, op: Any) -> Any:
         bitwise = BITWISE.get(kind_of(op))
-        if bitwise is not None and not all(tensor.dtype in _BITS for tensor in tensors):
+        if bitwise is not None and not all(tensor.dtype in _BITWISE for tensor in tensors):
             raise ValueError(f"all_reduce of {tensors[0].dtype} by {kind_of(op)}: expected integers or bool")
         known = None if bitwise is not None else reduce_op(op)
 
@@ -396,9 +398,7 @@ class ProcessGroupShardrt(NamedGroup):
         return self._note(self._lane(like.device).call(call, result, is_async=opts.asyncOp))
 
     def _lane(self, device: torch.device) -> HostLane | DeviceLane:
-        return self._open_lane(torch.device(device).type)
-
-    def _open_lane(self, kind: str) -> HostLane | DeviceLane:
+        kind = torch.device(device).type
         if not self._lanes:
             raise RuntimeError(f"process group '{self._name}': it was destroyed")
         if kind not in self._lanes:
@@ -412,11 +412,6 @@ class ProcessGroupShardrt(NamedGroup):
         if not 0 <= rank < self.size():
             raise ValueError(f"{name}: invalid rank {rank}: expected a rank of the group, below {self.size()}")
         return rank
-
-
-_BITS = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
-)
 
 
 def _combine(out: torch.Tensor, rows: torch.Tensor, combine: Any) -> None:
