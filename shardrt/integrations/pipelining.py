@@ -48,7 +48,7 @@ class PipelineStage(pipelining.PipelineStage):
         submodule.reshard()
         super().__init__(submodule, stage_index, num_stages, device, *args, **kwargs)
         self._keeps = keep_parameters
-        self._microbatches = self._backwards = 0  # of a step, and those of them whose backward has begun
+        self._backwards = 0  # those of a step that have begun
         if keep_parameters:
             submodule.set_reshard_after_forward(False)
 
@@ -57,10 +57,6 @@ class PipelineStage(pipelining.PipelineStage):
         super().clear_runtime_states()
         self._backwards = 0
 
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        self._microbatches = num_microbatches
-        return super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
-
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
@@ -68,7 +64,7 @@ class PipelineStage(pipelining.PipelineStage):
         sharded = self.submod
         assert isinstance(sharded, FSDPModule), "checked when it was made"
         self._backwards += 1
-        is_last = self._backwards == self._microbatches
+        is_last = self._backwards == self.chunks
         sharded.set_requires_gradient_sync(is_last)
         sharded.set_is_last_backward(is_last)
         sharded.set_reshard_after_backward(is_last or not self._keeps)
