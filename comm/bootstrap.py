@@ -63,6 +63,11 @@ class World:
     settings: EnvironmentSettings  # the variables of the environment, as they were at `init`
 
     @property
+    def machine(self) -> str:
+        """The type of the device whose kernels compute: "cpu" or "cuda". A dry world's is that of the machine it stands for."""
+        return self.device.type
+
+    @property
     def stream(self) -> Stream:
         """The stream the caller computes on."""
         return current_stream(self.device)

@@ -210,6 +210,10 @@ class DryWorld(World):
     compute: DryStream
     streams: dict[str, DryStream] = field(default_factory=dict)  # by role
 
+    @property
+    def machine(self) -> str:
+        return "cpu" if self.inline else "cuda"
+
     def stream_for(self, role: str) -> DryStream:
         if role not in self.streams:
             self.streams[role] = DryStream(role, self.host if self.inline else SimulatedClock(self.host.seconds), self.host)

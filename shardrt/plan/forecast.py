@@ -62,7 +62,7 @@ def forecast(
         meter.add("parameters", sum(group.gather.shard_nbytes for group in groups) + _other_nbytes(program.model, groups))
         meter.add("process", costs.sheet.memory.reserved_nbytes)
         operations = Operations(meter)
-        with observing(meter), FusedAttention(costs.sheet.device), operations:
+        with observing(meter), FusedAttention(world.machine), operations:
             optimizer = OPTIMIZERS[job.optimizer](program.model.parameters())
             _train(program, job, groups, operations)  # records in which order groups are used
             meter.live.kind = "optimizer"

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 
 from ...comm import world
-from ...comm.dry import DryWorld
 from ...torch_internals import aten_operator
 
 _SCORES = 2**24  # elements of the scores that the formula has at a time
@@ -57,20 +56,13 @@ class Kernel:
 
 def kernel_for(queries: torch.Tensor, values: torch.Tensor) -> Kernel:
     """The kernel for blocks of these tensors: the one place that chooses."""
-    kind, channels = _kind_of(queries.device), values.shape[-1]
+    kind = world().machine if queries.is_meta else queries.device.type
+    channels = values.shape[-1]
     if queries.shape[-1] != channels or queries.dtype not in _FUSED_DTYPES[kind]:
         return FORMULA
     if kind == "cpu":
         return FUSED_CPU
     return FUSED_CUDA if channels <= 256 and channels % 8 == 0 else FORMULA
-
-
-def _kind_of(device: torch.device) -> str:
-    """ "cpu" or "cuda"; in a dry world, that of the machine which is forecast."""
-    if device.type != "meta":
-        return device.type
-    here = world()
-    return "cpu" if isinstance(here, DryWorld) and here.inline else "cuda"
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
