@@ -1,8 +1,9 @@
-"""Draw the pictures of docs/concepts.md, context_parallel.md, stress.md and timelines.md: python docs/pictures.py [FOLDER]
+"""Draw the pictures of the pages that are plots or diagrams: python docs/pictures.py [FOLDER]
 
-layout.svg shows a plan of the real planner, context.svg chunks and pieces of the real cut. streams.svg and schedule.svg show a
-small simulation of the rules in docs/concepts.md, with made-up durations. soak.svg shows what was measured. timeline.svg shows
-a step of the real runtime in a dry world, with made-up durations. The same matplotlib writes the same bytes each time.
+layout.svg shows a plan of the real planner, context.svg chunks and pieces of the real cut, experts.svg and pipeline.svg what
+each rank holds in a dry world. streams.svg and schedule.svg show a small simulation of the rules in docs/concepts.md, and the
+schedule in pipeline.svg one of 1F1B, all with made-up durations. soak.svg shows what was measured. timeline.svg shows a step of
+the real runtime in a dry world, with made-up durations. The same matplotlib writes the same bytes each time.
 """
 
 from __future__ import annotations
@@ -11,29 +12,26 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
+from pictures_style import COLOURS, GREY, box, patches
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pictures_parallel import draw_context, draw_experts, draw_schedule_of_stages, draw_stages
 
 import shardrt
 from shardrt.comm.calls import CollectiveCall
 from shardrt.comm.dry import DryWorld, dry_world
 from shardrt.fsdp.params.layout import Layout, ParamSpec
 from shardrt.fsdp.params.planner import plan
-from shardrt.parallel.context.cut import SequenceCut
 from shardrt.timeline.events import BY_GROUP, Events
 from shardrt.timeline.picture import Stack, draw_stack
-
-plt.rcParams.update({"svg.hashsalt": "shardrt", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"})
-COLOURS = ("#88c0e0", "#f2b880", "#a8d08d", "#c9a8d8")
-GREY = "#e4e4e4"
 
 # ---------------------------------------------------------------------- layout
 
@@ -47,7 +45,7 @@ def draw_layout(axes: Axes) -> None:
     for colour, (index, placed) in zip(COLOURS, enumerate(layout.placed), strict=False):
         spec = placed.spec
         for row in range(spec.rows):
-            _box(axes, placed.offset + row * spec.row_nbytes, 1.0, spec.row_nbytes, colour, linewidth=0.4)
+            box(axes, placed.offset + row * spec.row_nbytes, 1.0, spec.row_nbytes, colour, line=0.4)
         middle = placed.offset + spec.nbytes / 2
         axes.text(middle, 2.08, f"{spec.name} {spec.shape}", ha="center", va="bottom", fontweight="bold")
         for rank in range(RANKS):
@@ -56,7 +54,7 @@ def draw_layout(axes: Axes) -> None:
         axes.text(sum(gap) / 2, 1.5, "padding", ha="center", va="center", rotation=90, fontsize=7, color="#777777")
     for rank in range(RANKS):
         begin = rank * layout.segment_nbytes
-        _box(axes, begin, 0.0, layout.segment_nbytes, GREY)
+        box(axes, begin, 0.0, layout.segment_nbytes, GREY)
         axes.text(begin + layout.segment_nbytes / 2, 0.5, f"segment of rank {rank}", ha="center", va="center")
         axes.axvline(begin, color="black", linewidth=1.2, ymax=0.82)
     axes.axvline(layout.nbytes, color="black", linewidth=1.2, ymax=0.82)
@@ -78,30 +76,6 @@ def _gaps(layout: Layout) -> list[tuple[int, int]]:
     """Bytes that belong to no parameter."""
     edges = sorted((placed.offset, placed.offset + placed.spec.nbytes) for placed in layout.placed)
     return [(end, begin) for (_, end), (begin, _) in pairwise([*edges, (layout.nbytes, layout.nbytes)]) if begin > end]
-
-
-def _box(axes: Axes, left: float, bottom: float, width: float, colour: str, linewidth: float = 0.8) -> None:
-    axes.broken_barh([(left, width)], (bottom, 1.0), facecolor=colour, edgecolor="black", linewidth=linewidth)
-
-
-# ---------------------------------------------------------------------- context parallelism
-
-
-def draw_context(axes: Axes) -> None:
-    """Causal attention of a sequence in chunks: whose rank computes what, and in which turn of the ring."""
-    cut = SequenceCut(2 * RANKS, RANKS, True)
-    tokens = [[token for chunk in cut.chunks(rank) for token in range(*chunk)] for rank in range(RANKS)]
-    for rank, owner in product(range(RANKS), repeat=2):
-        for _, queries, keys, causal in cut.pieces(rank, owner, True, None):
-            for query, key in product(tokens[rank][slice(*queries)], tokens[owner][slice(*keys)]):
-                if not causal or key <= query:
-                    _box(axes, key, query, 1.0, COLOURS[rank], linewidth=0.4)
-                    axes.text(key + 0.5, query + 0.5, str((rank - owner) % RANKS), ha="center", va="center", fontsize=8)
-    names = [f"rank {min(chunk, 2 * RANKS - 1 - chunk)}" for chunk in range(2 * RANKS)]
-    places = [chunk + 0.5 for chunk in range(2 * RANKS)]
-    axes.set_xticks(places, names, fontsize=7)
-    axes.set_yticks(places, names, fontsize=7)
-    axes.set(xlim=(0, 2 * RANKS), ylim=(2 * RANKS, 0), xlabel="chunks of keys, and who has them", ylabel="chunks of queries")
 
 
 # ---------------------------------------------------------------------- streams and schedule
@@ -166,7 +140,7 @@ def simulate(groups: int) -> Timeline:
 def draw_bars(axes: Axes, timeline: Timeline) -> None:
     """A lane for each stream."""
     for bar in timeline.bars:
-        _box(axes, bar.start, LANES.index(bar.lane) * 1.3, bar.end - bar.start, COLOURS[bar.group])
+        box(axes, bar.start, LANES.index(bar.lane) * 1.3, bar.end - bar.start, COLOURS[bar.group])
         middle = (bar.start + bar.end) / 2, LANES.index(bar.lane) * 1.3 + 0.5
         axes.text(*middle, bar.label.replace(" ", "\n"), ha="center", va="center", fontsize=7)
     axes.set_yticks([index * 1.3 + 0.5 for index in range(len(LANES))], [f"{lane} stream" for lane in LANES])
@@ -311,8 +285,9 @@ def draw_timeline(tracks: Axes, memory: Axes) -> None:
         tracks.annotate("", **ends, arrowprops={"arrowstyle": "->", "color": "#555555", "linewidth": 0.8})
     tracks.set(yticks=[-row for row in range(len(TRACKS))], ylim=(0.5 - len(TRACKS), 0.5))
     tracks.set_yticklabels(TRACKS)
-    patches = [Patch(facecolor=colour, edgecolor="black", linewidth=0.5) for colour in TRACK_COLOURS.values()]
-    tracks.legend(patches, list(TRACK_COLOURS), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    tracks.legend(
+        patches(TRACK_COLOURS.values()), list(TRACK_COLOURS), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8
+    )
     draw_stack(memory, Stack.of(events.counters, BY_GROUP))
     memory.set(xlabel="milliseconds", xlim=(0.0, max(span.end for span in events.spans) * 1e3))
 
@@ -337,6 +312,13 @@ def main() -> None:
     _, axes = plt.subplots(figsize=(5.6, 3.4), layout="constrained")
     draw_context(axes)
     _save(folder / "context.svg")
+    _, (ranks, buffers) = plt.subplots(1, 2, figsize=(9, 2.8), width_ratios=(4, 5), layout="constrained")
+    draw_experts(ranks, buffers)
+    _save(folder / "experts.svg")
+    _, (stages, schedule) = plt.subplots(2, figsize=(9, 4.8), height_ratios=(3, 2), layout="constrained")
+    draw_stages(stages)
+    draw_schedule_of_stages(schedule)
+    _save(folder / "pipeline.svg")
 
 
 def _save(path: Path) -> None:
