@@ -70,7 +70,7 @@ class DryStream(Stream):
     def __init__(self, name: str, clock: SimulatedClock, host: SimulatedClock) -> None:
         self.name = name
         self.waited, self.busy = 0.0, 0.0
-        self._clock = clock  # the host's own, for a stream that is the caller's thread
+        self.clock = clock  # the host's own, for a stream that is the caller's thread
         self._host = host
         self.overlaps = clock is not host
 
@@ -88,21 +88,21 @@ class DryStream(Stream):
         if isinstance(event, DryEvent):
             # The stream waits for the host until the host has come here.
             self.waited += max(0.0, event.at - self._reached())
-            self._clock.seconds = max(self.now(), event.at)
+            self.clock.seconds = max(self.now(), event.at)
         else:
             event.synchronize()
 
     def now(self) -> float:
-        return self._clock.seconds
+        return self.clock.seconds
 
     def run(self, seconds: float) -> None:
         """Compute for this time: work that the host issues now."""
-        self._clock.seconds = self._reached() + seconds
+        self.clock.seconds = self._reached() + seconds
         self.busy += seconds
 
     def communicate(self, seconds: float) -> None:
         """Spend this time on a collective that the host issues now."""
-        self._clock.seconds = self._reached() + seconds
+        self.clock.seconds = self._reached() + seconds
         self.waited += seconds
 
     def _reached(self) -> float:
@@ -218,6 +218,12 @@ class DryWorld(World):
         if role not in self.streams:
             self.streams[role] = DryStream(role, self.host if self.inline else SimulatedClock(self.host.seconds), self.host)
         return self.streams[role]
+
+    def advance(self, seconds: float) -> None:
+        """Let so much time pass for the host and on all streams."""
+        clocks = [self.host, self.compute.clock, *(stream.clock for stream in self.streams.values())]
+        for clock in {id(clock): clock for clock in clocks}.values():
+            clock.seconds += seconds
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TextIO
 
 from ..comm.fingerprint import printable
 from ..comm.options import Parser
+from ..progress import progress
 from .command_line.checkpoints import open_checkpoint
 from .command_line.convert import WRITERS, convert, select
 from .command_line.report import description, items_of, verify
@@ -77,7 +77,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     stored = read_stored(options.path)
     items = items_of(stored)
-    with _progress(sum(length for _, _, length in items)) as done:
+    with progress(sum(length for _, _, length in items), "B") as done:
         report = verify(stored, items, done)
     for line in report.damaged:
         _print(line)
@@ -87,7 +87,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     source = select(open_checkpoint(located(options.source)), options.only)
-    with _progress(sum(info.nbytes for info in source.tensors.values())) as done:
+    with progress(sum(info.nbytes for info in source.tensors.values()), "B") as done:
         convert(source, options.to, on_disk(options.target), options.max_shard_size, done)
     if source.objects and options.to == "safetensors":
         prefix, more = "" if options.only is None else f"{options.only}.", ", ..." if len(source.objects) > 3 else ""
@@ -99,18 +99,6 @@ def _convert(options: argparse.Namespace) -> int:
 def _print(line: str, file: TextIO | None = None) -> None:
     """Print a line, with characters escaped that a terminal would act on.   file: None for stdout."""
     print(printable(line), file=file)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar on a terminal, if tqdm is installed. Yields a function to call with the number of bytes just done."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda nbytes: None
-        return
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        yield bar.update
 
 
 if __name__ == "__main__":

@@ -51,11 +51,13 @@ class Route:
 class Request(NamedTuple):
     """What one rank asks of an exchange.
 
-    counts: (E,) int64, its rows for each expert.   fits: () bool, whether the counts are to be believed.
-    kind: in words, what must be the same on all ranks.   problem: says in words what does not fit.
+    counts: (E,) int64, its rows for each expert.   rows: how many it has in all.
+    fits: () bool, whether the counts are to be believed.   problem: says in words what does not fit.
+    kind: in words, what must be the same on all ranks.
     """
 
     counts: torch.Tensor
+    rows: int
     fits: torch.Tensor
     kind: str
     problem: Callable[[], str]
@@ -94,21 +96,18 @@ class ExpertExchange:
         return self
 
     def plan(self, request: Request) -> Planned:
-        """Tell every rank how many rows it gets. Collective.
+        """Tell every rank how many rows it gets; in a dry world, where rows have no values, as many as if choices were even.
 
-        Raises ValueError on every rank of the mesh alike, before a row is sent, if a rank's request does not fit, differs in
-        kind, or is of another module; NotImplementedError in a dry world.
+        Collective. Raises ValueError on every rank of the mesh alike, before a row is sent, if a rank's request does not fit,
+        differs in kind, or is of another module.
         """
-        if self.mesh.device.type == "meta":
-            raise NotImplementedError(
-                f"the experts '{self.name}' in a dry world (shardrt-plan): how many rows a rank gets depends on the tokens; "
-                "expected a plan without ExpertParallel"
-            )
         blocks = request.counts.new_empty((self.size, 1 + self.local))
         blocks[:, 0] = torch.where(request.fits, fingerprint_of(self._described(request)), -1)
         blocks[:, 1:] = request.counts.view(self.size, self.local)
         found, stream = torch.empty_like(blocks), current_stream(blocks.device)
         self.comm.all_to_all(found, blocks, stream=stream).wait(stream)
+        if blocks.is_meta:
+            return Planned(self._even(request.rows), found[:, 1:])
         # Cost: the host waits for the GPU here, once in each forward; sizes of tensors are the host's to know.
         mine, theirs = torch.stack((blocks, found)).tolist()
         if theirs[0][0] < 0 or any(mark != theirs[0][0] for mark, *_ in theirs):  # every rank sees the same marks
@@ -119,8 +118,13 @@ class ExpertExchange:
     def refuse(self, problem: str) -> NoReturn:
         """Raise ValueError on every rank of the mesh: this one cannot take part in what others plan. Collective, as `plan`."""
         counts = torch.zeros(self.experts, dtype=torch.int64, device=self.mesh.device)
-        self.plan(Request(counts, torch.zeros((), dtype=torch.bool, device=self.mesh.device), "", lambda: problem))
+        self.plan(Request(counts, 0, torch.zeros((), dtype=torch.bool, device=self.mesh.device), "", lambda: problem))
         raise AssertionError
+
+    def _even(self, rows: int) -> Route:
+        """The route of so many rows on each rank, if each expert gets as many as any other."""
+        sent = tuple(rows // self.size + (rank < rows % self.size) for rank in range(self.size))
+        return Route(self.comm, sent, (sent[self.mesh.rank],) * self.size)
 
     def _described(self, request: Request) -> str:
         """What must be the same on all ranks: numbers tell modules of one name apart."""

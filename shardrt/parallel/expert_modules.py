@@ -108,7 +108,7 @@ def _request_of_choices(exchange: ExpertExchange, hidden: torch.Tensor, index: t
     def problem() -> str:
         return f"a top_k_index from {int(flat.min())} to {int(flat.max())}: expected 0 to {experts - 1}"
 
-    return Request(bins[1:-1], fits, _kind(hidden), problem)
+    return Request(bins[1:-1], flat.numel(), fits, _kind(hidden), problem)
 
 
 def _request_of_counts(exchange: ExpertExchange, x: torch.Tensor, counts: torch.Tensor) -> Request:
@@ -121,7 +121,7 @@ def _request_of_counts(exchange: ExpertExchange, x: torch.Tensor, counts: torch.
     def problem() -> str:
         return f"num_tokens_per_expert of {rows.tolist()}: expected no negative ones, and a sum of {len(x)}, the rows of x"
 
-    return Request(rows, fits, _kind(x), problem)
+    return Request(rows, len(x), fits, _kind(x), problem)
 
 
 def _kind(rows: torch.Tensor) -> str:

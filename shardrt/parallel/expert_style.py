@@ -29,7 +29,7 @@ class ExpertParallel(ParallelStyle):
     for which the host waits.
     Raises, in the forward, on every rank of the mesh alike before a row is sent: ValueError for arguments, shapes, an expert
     that does not exist, counts that do not add up, and ranks that call different modules, or whose rows differ in dtype or
-    width; NotImplementedError in a dry world.
+    width. A dry world, where tokens choose nothing, has every expert chosen as often as any other.
     """
 
     changes_parameters = True

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from ..fsdp.api.fully_shard import fully_shard
 from ..fsdp.api.module import FSDPModule
 from ..parallel import cross_entropy
+from ..parallel.expert_modules import RoutedExpertsModule, SortedExpertsModule
 from ..parallel.modules import ParallelizedModule
 from ..tensor.dtensor import DTensor
 from .hardware import SheetError
@@ -91,6 +92,16 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
             f"{name}: no module is tensor-parallel, with tp={job.tp}: call shardrt.parallel.parallelize_module with "
             'job.mesh()["tp"] in the factory'
         )
+    if job.ep > 1 and not any(map(has_divided_experts, model.modules())):
+        raise PlanError(
+            f"{name}: no module's experts are divided, with ep={job.ep}: call shardrt.parallel.parallelize_module with "
+            'job.expert_mesh()["ep"] and ExpertParallel() in the factory'
+        )
+    if job.pp > 1 and "stage" not in job.reads:
+        raise PlanError(
+            f"{name}: the factory makes the same model for each stage, with pp={job.pp}: make that of job.stage, with a step "
+            "that takes what job.receive(*shape) returns, but for the first stage, and returns what it sends, but for the last"
+        )
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         shard_model(model, job, name)
     model.train()
@@ -98,8 +109,7 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
     def one_micro_batch() -> torch.Tensor:
         with told(f"{name}: the forward on the meta device failed:"), torch.device("meta"):
             loss = step(model, job)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise PlanError(f"{name}: expected a step that returns the loss, a tensor of one element; found {_kind(loss)}")
+        _check_made(loss, job, name)
         _check_reads(job, name)
         return loss
 
@@ -127,12 +137,29 @@ def _takes_a_job(factory: Callable[..., Any]) -> bool:
     )
 
 
+def _check_made(made: object, job: Job, name: str) -> None:
+    """Raise PlanError unless a step has returned the loss, or what the stage sends."""
+    is_loss = job.stage == job.pp - 1
+    if is_loss and not (isinstance(made, torch.Tensor) and made.numel() == 1):
+        raise PlanError(f"{name}: expected a step that returns the loss, a tensor of one element; found {_kind(made)}")
+    if not is_loss and not (isinstance(made, torch.Tensor) and made.requires_grad):
+        raise PlanError(
+            f"{name}: expected a step that returns what stage {job.stage} of {job.pp} sends, a tensor that needs a gradient; "
+            f"found {_kind(made)}"
+        )
+
+
 def _is_tensor_parallel(model: nn.Module) -> bool:
     """Whether some module has been parallelised, or some parameter is distributed over an axis "tp"."""
     params = (param for param in model.parameters() if isinstance(param, DTensor))
     return any(isinstance(module, ParallelizedModule) for module in model.modules()) or any(
         "tp" in param.device_mesh.axis_names for param in params
     )
+
+
+def has_divided_experts(module: nn.Module) -> bool:
+    """Whether `ExpertParallel` has divided the module's experts over ranks."""
+    return isinstance(module, RoutedExpertsModule | SortedExpertsModule)
 
 
 def _check_reads(job: ObservedJob, name: str) -> None:
@@ -148,7 +175,17 @@ def _check_reads(job: ObservedJob, name: str) -> None:
 
 
 _TAKES_EFFECT = (
-    *("tp", "cp", "replicas", "reshard_after_forward", "mp_policy", "offload_policy", "quantization_policy", "prefetch_policy"),
+    *(
+        "tp",
+        "cp",
+        "ep",
+        "replicas",
+        "reshard_after_forward",
+        "mp_policy",
+        "offload_policy",
+        "quantization_policy",
+        "prefetch_policy",
+    ),
     "checkpoint_activations",
 )
 
@@ -168,7 +205,7 @@ def check_meta(model: nn.Module, name: str) -> None:
 
 
 def shard_model(model: nn.Module, job: Job, name: str) -> None:
-    """Shard the elements of each nn.ModuleList, then the model.
+    """Shard divided experts, the elements of each nn.ModuleList, then the model.
 
     Raises PlanError for a model with too few blocks to checkpoint.
     """
@@ -179,6 +216,8 @@ def shard_model(model: nn.Module, job: Job, name: str) -> None:
     if isinstance(again, int) and again > len(found) > 0:
         raise PlanError(f"{name}: every {again}th block is to be recomputed, of {len(found)}; expected at most {len(found)}")
     checkpoint_blocks(found, again)
+    for module in list(filter(has_divided_experts, model.modules())):
+        fully_shard(module, **job.shard_options(experts=True))
     for block in found:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -200,8 +239,10 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
 def language_model_step(model: nn.Module, job: Job) -> torch.Tensor:
     """The mean cross-entropy of (batch, sequence) int64 tokens. What the model returns are logits, or has them as `logits`.
 
-    Raises PlanError without `job.sequence`, and for a model that returns something else.
+    Raises PlanError without `job.sequence`, in a pipeline, and for a model that returns something else.
     """
+    if job.pp > 1:
+        raise PlanError(f"pp={job.pp} with a factory that returns a module alone: return (model, step), both of job.stage")
     if job.local_sequence is None:
         raise PlanError("expected a sequence length (--sequence), since the factory returns no step of its own")
     tokens = torch.zeros((job.batch, job.local_sequence), dtype=torch.int64)

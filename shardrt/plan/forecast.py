@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -24,36 +26,50 @@ from .cost import Costs, bounding
 from .forecast_result import Forecast, GroupForecast
 from .history import History
 from .job import OPTIMIZERS, Job, Program
+from .lap import Lap
 from .meter import CollectiveMeter, Meter
 from .operations import Operations
+from .pipeline import Pass, StageRun, Turn, backward, forwards_ahead, pipelined, send, turns
 
+_FIRST = 3  # pairs of a forward and a backward that run before others count as the last one of them
 _OFFLOADED = ("parameters", "gradients", "optimizer")  # kinds of memory
 
 
-class _Measured(NamedTuple):
-    """What the forwards and backwards of a step take, and its optimizer; times in seconds."""
+class _Stage(NamedTuple):
+    """What a stage does alone. numel: of its parameters."""
 
-    trained: float
-    finished: float
-    computed: float  # while it trained
-    waited: float
-    forward_flops: int
+    forecast: Forecast
+    run: StageRun
+    numel: int
 
 
 def forecast(
     make: Callable[[Job], Program], job: Job, costs: Costs, *, timeline: Timeline | None = None, history: History | None = None
 ) -> Forecast:
-    """A step of rank 0, once the order of the groups is known.
+    """A step of rank 0, once the order of the groups is known; in a pipeline, of the first rank of each stage.
 
-    make: makes the program in the dry world that is current when it is called.
-    timeline, history: record the step.
+    make: makes the program, of the stage that its job names, in the dry world that is current when it is called.
+    timeline, history: record the step; in a pipeline, that of the first stage, as if it waited for no other.
     Raises what `make` and the program raise; ValueError if no module is sharded; SheetError for a machine without links that
     the job needs; RuntimeError while a timeline of another world is being recorded, which would get simulated times.
     """
     if is_recording():
         raise RuntimeError("a timeline is being recorded: close it before you make a forecast")
+    first = _stage(make, replace(job, stage=0), costs, timeline, history)
+    if job.pp == 1:
+        return first.forecast
+    stages = [first, *(_stage(make, replace(job, stage=stage), costs) for stage in range(1, job.pp))]
+    return pipelined(*zip(*stages, strict=True))
+
+
+def _stage(
+    make: Callable[[Job], Program], job: Job, costs: Costs, timeline: Timeline | None = None, history: History | None = None
+) -> _Stage:
     inline, collectives = costs.sheet.device == "cpu", CollectiveMeter(costs)
-    world_of = partial(dry_world, job.ranks, ranks_per_node=costs.per_node, inline=inline, costs=collectives.collective)
+    rank = job.stage * (job.ranks // job.pp)
+    world_of = partial(
+        dry_world, job.ranks, rank=rank, ranks_per_node=costs.per_node, inline=inline, costs=collectives.collective
+    )
     with _no_collections(), world_of() as world:
         program = make(job)
         groups = _groups(program.model)
@@ -64,7 +80,9 @@ def forecast(
         operations = Operations(meter)
         with observing(meter), FusedAttention(world.machine), operations:
             optimizer = OPTIMIZERS[job.optimizer](program.model.parameters())
-            _train(program, job, groups, operations)  # records in which order groups are used
+            laps = None if timeline or history else partial(Lap, world, costs, operations, collectives)
+            steps = _Steps(world, program, job, groups, operations, collectives, laps)
+            replace(steps, job=replace(job, micro_batches=1)).train()  # records in which order groups are used
             meter.live.kind = "optimizer"
             _finish(optimizer)
             meter.live.kind = "activations"
@@ -72,9 +90,10 @@ def forecast(
             for each in (meter, collectives, operations):
                 each.restart()
             with timeline or nullcontext():
-                measured = _measure(world, program, job, groups, operations, optimizer)
+                measured = _measure(steps, optimizer)
         meter.add_up(operations)
-        return _forecast(meter, collectives, operations, costs, groups, measured)
+        numel = sum(param.numel() for param in program.model.parameters())
+        return _Stage(_forecast(meter, collectives, operations, costs, groups, measured), measured.run, numel)
 
 
 @contextmanager
@@ -89,20 +108,107 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _measure(
-    world: DryWorld,
-    program: Program,
-    job: Job,
-    groups: list[ParamGroup],
-    operations: Operations,
-    optimizer: torch.optim.Optimizer,
-) -> _Measured:
-    compute = world.compute
+# ---------------------------------------------------------------------- a step
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The forwards and backwards of a program's steps, in a dry world.
+
+    laps: begins what counts several times; None: all micro-batches run, as it is needed where they are recorded.
+    """
+
+    world: DryWorld
+    program: Program
+    job: Job
+    groups: list[ParamGroup]
+    operations: Operations
+    collectives: CollectiveMeter
+    laps: Callable[[], Lap] | None
+
+    def train(self) -> tuple[StageRun, int]:
+        """All forwards and backwards of a step. Returns what each took, and the flops of the forwards."""
+        job, run, made, lap = self.job, StageRun(), deque[torch.Tensor](), None
+        flops, last = 0, dict[Pass, tuple[float, int]]()
+        ahead = forwards_ahead(job.schedule, job.stage, job.pp, job.micro_batches)
+        # Pairs of a forward and a backward that are as the one before: the first ones gather first, the last one reduces.
+        alike = range(0) if self.laps is None else range(_FIRST, job.micro_batches - ahead - 1)
+        with job.sequences():
+            for turn in turns(job.schedule, job.stage, job.pp, job.micro_batches):
+                begins, pair = turn.kind is Pass.FORWARD, turn.micro_batch - (ahead if turn.kind is Pass.FORWARD else 0)
+                if begins and alike and self.laps is not None and pair == _FIRST - 1:
+                    lap = self.laps()
+                if pair not in alike:
+                    last[turn.kind] = self._take(turn, made, run)
+                elif begins and pair == _FIRST and lap is not None:
+                    lap.repeat(len(alike))
+                run.turns.append((turn, last[turn.kind][0]))
+                flops += last[turn.kind][1]
+        return run, flops
+
+    def _take(self, turn: Turn, made: deque[torch.Tensor], run: StageRun) -> tuple[float, int]:
+        """Run a forward or backward. Returns its seconds, and the flops if it is a forward."""
+        start, flops = self.world.compute.now(), self.operations.flops
+        if turn.kind is Pass.FORWARD:
+            made.append(self.program.step())
+            flops = self.operations.flops - flops
+            run.message = self._send(made[-1])
+        else:
+            self._backward(turn.micro_batch, made.popleft())
+            flops = 0
+        return self.world.compute.now() - start, flops
+
+    def _send(self, made: torch.Tensor) -> float:
+        """Send it to the next stage, if there is one. Returns the seconds of the message, beside the caller's work."""
+        if self._is_last_stage():
+            return 0.0
+        before = self.collectives.seconds
+        send(self.job.mesh()["pp"], made)
+        return 0.0 if self.world.inline else self.collectives.seconds - before
+
+    def _backward(self, micro_batch: int, made: torch.Tensor) -> None:
+        job, is_last = self.job, micro_batch == self.job.micro_batches - 1
+        for module in (module for group in self.groups if group.parent is None for module in group.modules):
+            assert isinstance(module, FSDPModule), "it has a group"
+            module.set_requires_gradient_sync(is_last or (job.pp == 1 and job.gradient_sync == "every"))
+            if job.pp > 1:
+                module.set_is_last_backward(is_last)
+                module.set_reshard_after_backward(is_last or job.reshard_after_forward is not False)
+        if self._is_last_stage():
+            made.backward()
+        else:
+            backward(job.mesh()["pp"], made)
+
+    def _is_last_stage(self) -> bool:
+        return self.job.stage == self.job.pp - 1
+
+
+def _finish(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class _Measured(NamedTuple):
+    """What the forwards and backwards of a step take, and its optimizer; times in seconds."""
+
+    trained: float
+    finished: float
+    computed: float  # while it trained
+    waited: float
+    forward_flops: int
+    run: StageRun
+
+
+def _measure(steps: _Steps, optimizer: torch.optim.Optimizer) -> _Measured:
+    compute = steps.world.compute
     start, busy, waited = compute.now(), compute.busy, compute.waited
-    forward_flops = _train(program, job, groups, operations)
+    run, forward_flops = steps.train()
     trained, computed = compute.now(), compute.busy - busy
     _finish(optimizer)
-    return _Measured(trained - start, compute.now() - trained, computed, compute.waited - waited, forward_flops)
+    return _Measured(trained - start, compute.now() - trained, computed, compute.waited - waited, forward_flops, run)
+
+
+# ---------------------------------------------------------------------- what it comes to
 
 
 def _forecast(
@@ -134,27 +240,6 @@ def _forecast(
         bounds={bound.value: part for bound, part in bounds.items()},
         groups=tuple(map(_described, groups)),
     )
-
-
-def _train(program: Program, job: Job, groups: list[ParamGroup], operations: Operations) -> int:
-    """All forwards and backwards of a step. Returns the flops of the forwards."""
-    forward_flops = 0
-    roots = [module for group in groups if group.parent is None for module in group.modules]
-    for micro_batch in range(1, job.micro_batches + 1):
-        for module in roots:
-            assert isinstance(module, FSDPModule), "it has a group"
-            module.set_requires_gradient_sync(job.gradient_sync == "every" or micro_batch == job.micro_batches)
-        before = operations.flops
-        with job.sequences():
-            loss = program.step()
-            forward_flops += operations.flops - before
-            loss.backward()
-    return forward_flops
-
-
-def _finish(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def _groups(model: nn.Module) -> list[ParamGroup]:

@@ -27,8 +27,18 @@ class GroupForecast:
 
 
 @dataclass(frozen=True, slots=True)
+class StageForecast:
+    """One stage of a pipeline: its parameters, and a rank's peak memory in bytes, and seconds of a step at work and waiting."""
+
+    numel: int
+    peak_nbytes: int
+    busy_seconds: float
+    bubble_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
-    """A step of one rank: memory in bytes, times in seconds.
+    """A step of one rank: memory in bytes, times in seconds. Of a pipeline, a rank of the stage that needs most memory.
 
     memory: by kind, each at its own peak: the kinds of buffers (`BufferKind`); parameters, with the model's buffers; gradients,
     the sharded ones; activations, which include gradients before they are packed and all temporary tensors; optimizer;
@@ -38,6 +48,8 @@ class Forecast:
     compute_seconds: of operations on the stream that computes, without the optimizer's.   communication_seconds: of all
     collectives.   exposed_seconds: in which compute waits for communication, or is on its stream.
     dtype: of most of the flops, without "torch.".   bound: what limits the step most.
+    stages: of a pipeline, of which `fullest_stage` needs most memory; its step_seconds and bubble_seconds, in which the rank
+    waits for other stages, are those of all stages together, and model_flops the mean over them.
     """
 
     memory: dict[str, int]
@@ -56,6 +68,9 @@ class Forecast:
     bound: str
     bounds: dict[str, float]  # parts of the step by what bounds them, the largest first
     groups: tuple[GroupForecast, ...]
+    stages: tuple[StageForecast, ...] = ()
+    fullest_stage: int = 0
+    bubble_seconds: float = 0.0
 
     @property
     def padding_nbytes(self) -> int:

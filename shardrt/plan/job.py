@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+import math
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -15,6 +16,7 @@ from ..comm import DeviceMesh
 from ..fsdp.base.policy import MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
 from ..parallel import context_parallel
 from ..parallel.context.cut import SequenceCut
+from .pipeline import receive
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -23,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 GRADIENT_SYNCS = ("every", "last")  # micro-batches that reduce
+SCHEDULES = ("1f1b", "gpipe")  # orders of forwards and backwards in a pipeline
 
 
 class PlanError(ValueError):
@@ -33,12 +36,15 @@ class PlanError(ValueError):
 class Job:
     """A training job. What `fully_shard` takes has its names, and None means its default.
 
-    ranks: of the whole job, `replicas` * `shards` * `tp`.   tp: ranks of tensor parallelism, neighbours.   cp: ranks that have
-    parts of the same sequences; parameters are sharded over them as well, so that they are among the `shards`.
-    replicas: of the sharded model (hybrid sharding).   batch, sequence: rows and tokens of a micro-batch of
-    each rank, or `cp` ranks together.   micro_batches: forwards and backwards of a step.
-    gradient_sync: which of them reduce gradients. "every" is what FSDP2 does unless it is told otherwise; "last" is
-    `set_requires_gradient_sync(False)` until the last one: fewer reductions, and unsharded gradients are kept in between.
+    ranks: of the whole job, `pp` * `replicas` * `shards` * `tp`.   tp: ranks of tensor parallelism, neighbours.
+    cp: ranks that have parts of the same sequences.   ep: ranks that divide the experts of a layer among them. Parameters are
+    sharded over these ranks as well, so that they are among the `shards`; an expert over `shards` / `ep`.
+    pp: stages of a pipeline.   stage: which of them the rank has that is forecast.   schedule: one of `SCHEDULES`.
+    replicas: of the sharded model (hybrid sharding).   batch, sequence: rows and tokens of a micro-batch of each rank, or
+    `cp` ranks together.   micro_batches: forwards and backwards of a step.
+    gradient_sync: which of them reduce gradients; in a pipeline, always the last one. "every" is what FSDP2 does unless it is
+    told otherwise; "last" is `set_requires_gradient_sync(False)` until the last one: fewer reductions, and unsharded gradients
+    are kept in between.
     optimizer: one of `OPTIMIZERS`.   checkpoint_activations: what the backward computes again, of the blocks: True: all of each
     block; a number n: all of every n-th one; "op": each block but for attention and every second matrix multiplication.
     Raises PlanError for numbers below 1, parts that do not divide the ranks, an unknown optimizer or other name, and codes that
@@ -48,6 +54,10 @@ class Job:
     ranks: int
     tp: int = 1
     cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    stage: int = 0
+    schedule: str = "1f1b"
     replicas: int = 1
     batch: int = 1
     sequence: int | None = None
@@ -62,7 +72,7 @@ class Job:
     checkpoint_activations: bool | int | str = False
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "tp", "cp", "replicas", "batch", "micro_batches", "sequence"):
+        for name in ("ranks", "tp", "cp", "ep", "pp", "replicas", "batch", "micro_batches", "sequence"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}={value}: expected a number of at least 1")
@@ -72,7 +82,7 @@ class Job:
         kept = self.reshard_after_forward
         if isinstance(kept, int) and not isinstance(kept, bool) and (kept < 1 or self.shards % kept):
             raise PlanError(f"reshard_after_forward={kept}: expected a divisor of the {self.shards} ranks sharded over")
-        for name, known in (("optimizer", OPTIMIZERS), ("gradient_sync", GRADIENT_SYNCS)):
+        for name, known in (("optimizer", OPTIMIZERS), ("gradient_sync", GRADIENT_SYNCS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in known:
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
         again = self.checkpoint_activations
@@ -83,20 +93,22 @@ class Job:
             raise PlanError(f"{self.quantization_policy} with one rank to shard over: it has nobody to send codes to")
 
     def _check_ranks(self) -> None:
-        if self.ranks % (self.tp * self.replicas):
-            raise PlanError(
-                f"ranks={self.ranks} with tp={self.tp} and replicas={self.replicas}: expected a multiple of {self.tp} x "
-                f"{self.replicas} = {self.tp * self.replicas} ranks"
-            )
-        if self.shards % self.cp:
-            raise PlanError(f"cp={self.cp}: expected a divisor of the {self.shards} ranks sharded over")
+        sizes = {name: getattr(self, name) for name in ("pp", "tp", "replicas")}
+        if self.ranks % math.prod(sizes.values()):
+            given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+            raise PlanError(f"ranks={self.ranks} with {given}: expected a multiple of {math.prod(sizes.values())} ranks")
+        for name in ("cp", "ep"):
+            if self.shards % getattr(self, name):
+                raise PlanError(f"{name}={getattr(self, name)}: expected a divisor of the {self.shards} ranks sharded over")
+        if not 0 <= self.stage < self.pp:
+            raise PlanError(f"stage={self.stage} of pp={self.pp}: expected 0 to {self.pp - 1}")
         if self.cp > 1 and self.sequence is not None and self.sequence < self.cp:
             raise PlanError(f"cp={self.cp} with sequence={self.sequence}: expected a token for each rank at least")
 
     @property
     def shards(self) -> int:
         """The ranks that a parameter, or this rank's part of it by tensor parallelism, is sharded over."""
-        return self.ranks // (self.tp * self.replicas)
+        return self.ranks // (self.pp * self.tp * self.replicas)
 
     @property
     def rows(self) -> int:
@@ -117,17 +129,33 @@ class Job:
         shards = self.mesh()["shard"]
         return context_parallel(shards.unflatten((self.shards // self.cp, self.cp), ("dp", "cp"))["cp"], seq_len=self.sequence)
 
+    def receive(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """What the stage before this one sends, for a step of a stage of a pipeline: a tensor on the meta device.
+
+        dtype: None: that in which parameters are gathered, or torch's default. Raises PlanError on the first stage.
+        """
+        if self.stage == 0:
+            raise PlanError(f"receive{shape} on stage 0 of {self.pp}: expected a later stage; the first one makes its input")
+        return receive(self.mesh()["pp"], shape, dtype or self.mp_policy.param_dtype or torch.get_default_dtype())
+
     def mesh(self) -> DeviceMesh:
-        """Over the ranks of the world: axes "replicate", "shard" and "tp". An axis of one rank is left out, but for "shard"."""
-        sizes = {"replicate": self.replicas, "shard": self.shards, "tp": self.tp}
-        kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        """Over the ranks of the world: axes "pp", "replicate", "shard", "tp". One of one rank is left out, but for "shard"."""
+        return self._mesh({"shard": self.shards})
+
+    def expert_mesh(self) -> DeviceMesh:
+        """The same ranks, for experts: axes "shard" and "ep" in the place of "shard"; an expert is sharded over the former."""
+        return self._mesh({"shard": self.shards // self.ep, "ep": self.ep})
+
+    def _mesh(self, shards: Mapping[str, int]) -> DeviceMesh:
+        sizes = {"pp": self.pp, "replicate": self.replicas, **shards, "tp": self.tp}
+        kept = {name: size for name, size in sizes.items() if size > 1 or name in shards}
         return comm.world().mesh.unflatten(tuple(kept.values()), tuple(kept))
 
-    def shard_options(self) -> dict[str, Any]:
-        """The keywords of `fully_shard`."""
+    def shard_options(self, *, experts: bool = False) -> dict[str, Any]:
+        """The keywords of `fully_shard`; experts: for modules whose experts are divided over `expert_mesh()["ep"]`."""
         names = ("replicate", "shard") if self.replicas > 1 else ("shard",)
         return {
-            "mesh": self.mesh()[names],
+            "mesh": (self.expert_mesh() if experts else self.mesh())[names],
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": self.mp_policy,
             "offload_policy": self.offload_policy,
@@ -163,11 +191,11 @@ _FIELDS = frozenset(each.name for each in fields(Job))
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A sharded model on the meta device, made in the world that it is forecast for.
+    """A sharded model, or stage of one, on the meta device, made in the world that it is forecast for.
 
     reads: the fields of the job that the factory and the step have read so far.
     """
 
     model: nn.Module
-    step: Callable[[], torch.Tensor]  # the forward of one micro-batch: the loss, which has yet to go backward
+    step: Callable[[], torch.Tensor]  # the forward of one micro-batch: the loss, or what the stage sends to the next one
     reads: Set[str] = frozenset()

@@ -10,14 +10,18 @@ import torch
 
 from ..comm.options import Parser, at_least
 from ..fsdp.base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
-from .job import GRADIENT_SYNCS, OPTIMIZERS, Job, PlanError
+from .job import GRADIENT_SYNCS, OPTIMIZERS, SCHEDULES, Job, PlanError
 from .presets import PRESETS
+from .splits import AXES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _GATHERED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 _REDUCED = {"int8": torch.int8}
 # Options that are fields of a job as they are.
-_OF_JOB = ("ranks", "tp", "cp", "replicas", "batch", "micro_batches", "optimizer", "gradient_sync", "reshard_after_forward")
+_OF_JOB = (
+    *("ranks", "tp", "cp", "ep", "pp", "schedule", "replicas", "batch", "micro_batches", "optimizer", "gradient_sync"),
+    "reshard_after_forward",
+)
 
 
 def plan_parser(description: str) -> Parser:
@@ -42,7 +46,17 @@ def _add_ranks(group: Any) -> None:
     group.add_argument("--ranks", type=at_least(1), required=True, metavar="N", help="of the whole job")
     group.add_argument("--tp", type=at_least(1), default=1, metavar="N", help="ranks of tensor parallelism")
     group.add_argument("--cp", type=at_least(1), default=1, metavar="N", help="ranks with parts of the same sequences")
+    group.add_argument("--ep", type=at_least(1), default=1, metavar="N", help="ranks that divide a layer's experts")
+    group.add_argument("--pp", type=at_least(1), default=1, metavar="N", help="stages of a pipeline")
+    group.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (default: 1f1b)")
     group.add_argument("--replicas", type=at_least(1), default=1, metavar="N", help="of the sharded model (hybrid sharding)")
+    group.add_argument(
+        "--best",
+        nargs="*",
+        choices=AXES,
+        metavar="DEGREE",
+        help=f"find the best of these degrees for as many ranks and rows of a step (default: {', '.join(AXES)})",
+    )
     group.add_argument("--sheet", default="h100", help="hardware: a name of `shardrt-plan sheets`, or a TOML file")
     group.add_argument("--ranks-per-node", type=at_least(1), metavar="N", help="instead of the sheet's")
 

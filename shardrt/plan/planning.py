@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..fsdp.base.policy import QuantizationPolicy
+from ..progress import progress
 from ..timeline.events import BY_GROUP, Events
 from ..timeline.picture import draw_memory
 from ..timeline.timeline import Timeline
@@ -24,6 +25,7 @@ from .options import job_of
 from .presets import preset_factory
 from .report import PlannedJob
 from .search import break_even, largest_batch
+from .splits import AXES, JobForecast, best_splits, splits
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -31,8 +33,8 @@ PICTURES = (".png", ".svg", ".pdf")
 class Planner:
     """Forecasts jobs of one model on one machine.
 
-    numel: parameters of the whole model; 0 before the first forecast.   reads: what the last forecast's factory and step have
-    read of the job.
+    numel: parameters of the whole model; 0 before the first forecast.   reads: what the factory and step of the last forecast
+    have read of the job, in any stage.
     """
 
     def __init__(self, factory: Callable[..., Any], name: str, sheet: Sheet, ranks_per_node: int) -> None:
@@ -41,7 +43,11 @@ class Planner:
         self.sheet = sheet
         self.ranks_per_node = ranks_per_node
         self.numel = 0
-        self.reads: Set[str] = frozenset()
+        self._reads: list[Set[str]] = []
+
+    @property
+    def reads(self) -> Set[str]:
+        return frozenset().union(*self._reads)
 
     def forecast(
         self, job: Job, sheet: Sheet | None = None, timeline: Timeline | None = None, history: History | None = None
@@ -51,6 +57,7 @@ class Planner:
         sheet: another machine.   timeline, history: record the step.   Raises PlanError and SheetError.
         """
         costs = Costs(sheet or self.sheet, self.ranks_per_node)
+        self.numel, self._reads = 0, []
         with told(f"{self.name}: the step on the meta device failed:"):
             return forecast(self._make, job, costs, timeline=timeline, history=history)
 
@@ -82,8 +89,8 @@ class Planner:
 
     def _make(self, job: Job) -> Program:
         program = make_program(self.factory, job, self.name)
-        self.numel = sum(param.numel() for param in program.model.parameters())
-        self.reads = program.reads
+        self.numel += sum(param.numel() for param in program.model.parameters())
+        self._reads.append(program.reads)
         return program
 
 
@@ -97,9 +104,23 @@ def plan_of(options: argparse.Namespace) -> PlannedJob:
     name = options.preset if is_preset else options.factory
     factory = preset_factory(name) if is_preset else load_factory(name, options.step)
     planner = Planner(factory, name, sheet, options.ranks_per_node or sheet.ranks_per_node)
+    found_splits = () if options.best is None else _splits(planner, job, options.best or AXES)
+    job = found_splits[0].job if found_splits else job
     found = _recorded(planner, job, options.plot, options.timeline)
-    plan = PlannedJob(name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=_unread(job, planner.reads))
+    plan = PlannedJob(
+        name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=_unread(job, planner.reads), splits=found_splits
+    )
     return plan if options.no_search else _searched(plan, planner)
+
+
+def _splits(planner: Planner, job: Job, axes: Sequence[str]) -> tuple[JobForecast, ...]:
+    """The ways to divide the job by these degrees, the best first. Shows how far it is, where a person looks."""
+    jobs = splits(job, axes, planner.ranks_per_node)
+    with progress(len(jobs), "split") as done:
+        found = best_splits(jobs, planner.forecast, planner.sheet.memory.nbytes, done)
+    if not found:
+        raise PlanError(f"--best {' '.join(axes)}: the model can be divided over {job.ranks} ranks in none of {len(jobs)} ways")
+    return tuple(found)
 
 
 def _unread(job: Job, reads: Set[str]) -> tuple[str, ...]:
@@ -114,7 +135,7 @@ def _searched(plan: PlannedJob, planner: Planner) -> PlannedJob:
     largest = planner.largest_batch(job, plan.forecast, plan.sheet.memory.nbytes) if "batch" not in plan.unread else None
     pays = planner.pays_below(job) if job.quantization_policy else None
     other = None
-    if job.micro_batches > 1:
+    if job.micro_batches > 1 and job.pp == 1:
         other = planner.forecast(replace(job, gradient_sync="last" if job.gradient_sync == "every" else "every"))
     return replace(plan, largest_batch=largest, pays_below=pays, other_sync=other)
 

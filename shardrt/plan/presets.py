@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from ..parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from ..tensor.placement import Replicate, Shard
 from .factory import Step, describe, shard_model, token_loss
 from .hugging_face import fit_to_meta, quiet
 from .job import Job, PlanError
+from .pipeline import blocks_of_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +76,10 @@ PRESETS = {
 
 
 def preset_factory(name: str) -> Callable[[Job], tuple[nn.Module, Step]]:
-    """The factory of a preset, whose model is sharded, and tensor-parallel if the job is.
+    """The factory of a preset, whose model is sharded; tensor-parallel, with divided experts and in stages, if the job is.
 
     Raises PlanError for an unknown name, and if transformers is missing or does not import. The factory raises PlanError for a
-    sequence beyond the model's context, and for tensor parallelism that the model has no plan for.
+    sequence beyond the model's context, and for parallelism that the model has no plan for.
     """
     if name not in PRESETS:
         raise PlanError(f"preset {name!r}: expected one of {', '.join(PRESETS)}")
@@ -81,9 +91,15 @@ def preset_factory(name: str) -> Callable[[Job], tuple[nn.Module, Step]]:
             raise PlanError(f"preset {name} with sequence={job.sequence}: expected at most {preset.context} tokens")
         model = model_class(config_class(**preset.config, use_cache=False))
         fit_to_meta(model)
+        if job.pp > 1:
+            _check_stages(name, preset, job.pp)
+            _keep_stage(model.model, model, job)
         if job.tp > 1:
             _check_tensor_parallel(name, preset, job.tp)
-            parallelize_module(model, job.mesh()["tp"], llama_plan())
+            parallelize_module(model, job.mesh()["tp"], _present(llama_plan(), job))
+        if job.ep > 1:
+            _check_experts(name, preset, job.ep)
+            parallelize_module(model, job.expert_mesh()["ep"], {"model.layers.*.mlp.experts": ExpertParallel()})
         shard_model(model, job, name)
         return model, _step
 
@@ -106,8 +122,41 @@ def _step(model: nn.Module, job: Job) -> torch.Tensor:
     """With its positions given, the model does not derive them from its part of the sequence."""
     length = job.local_sequence
     assert length is not None, "the preset's"
-    tokens = torch.zeros((job.batch, length), dtype=torch.int64)
-    return token_loss(model(tokens, position_ids=torch.arange(length)[None]).logits, torch.zeros_like(tokens))
+    tokens, positions = torch.zeros((job.batch, length), dtype=torch.int64), torch.arange(length)[None]
+    if job.stage == 0:
+        made = model(tokens, position_ids=positions).logits
+    else:
+        width: Any = model.config.hidden_size  # type: ignore[union-attr]
+        received = job.receive(job.batch, math.ceil(length / job.tp), width)
+        made = model(inputs_embeds=received, position_ids=positions).logits
+    return token_loss(made, tokens) if job.stage == job.pp - 1 else made
+
+
+# ---------------------------------------------------------------------- stages and experts
+
+
+def _check_stages(name: str, preset: Preset, pp: int) -> None:
+    layers = preset.config.get("num_hidden_layers")
+    if layers is None:
+        raise PlanError(f"preset {name} with pp={pp}: its first and last layers share a weight; expected pp=1")
+    if pp > layers:
+        raise PlanError(f"preset {name} with pp={pp}: expected at most its {layers} layers")
+
+
+def _keep_stage(decoder: Any, model: Any, job: Job) -> None:
+    """Leave what the job's stage has: without an embedding it takes `inputs_embeds`, without a head it makes hidden states."""
+    decoder.layers = nn.ModuleList(decoder.layers[at] for at in blocks_of_stage(len(decoder.layers), job.stage, job.pp))
+    if job.stage > 0:
+        decoder.embed_tokens = None
+    if job.stage < job.pp - 1:
+        decoder.norm, model.lm_head = nn.Identity(), nn.Identity()
+
+
+def _check_experts(name: str, preset: Preset, ep: int) -> None:
+    experts = preset.config.get("num_local_experts", 0)
+    if not experts or experts % ep:
+        expected = f"a divisor of its {experts} experts" if experts else "ep=1: it has no experts"
+        raise PlanError(f"preset {name} with ep={ep}: expected {expected}")
 
 
 # ---------------------------------------------------------------------- tensor parallelism
@@ -119,6 +168,13 @@ def _check_tensor_parallel(name: str, preset: Preset, tp: int) -> None:
     heads = preset.config["num_key_value_heads"]
     if heads % tp:
         raise PlanError(f"preset {name} with tp={tp}: expected a divisor of its {heads} key and value heads")
+
+
+def _present(plan: dict[str, ParallelStyle], job: Job) -> dict[str, ParallelStyle]:
+    """The plan of the modules that the job's stage has."""
+    first, last = {"model.embed_tokens"}, {"model.norm", "lm_head"}
+    absent = (first if job.stage > 0 else set()) | (last if job.stage < job.pp - 1 else set())
+    return {name: style for name, style in plan.items() if name not in absent}
 
 
 def llama_plan() -> dict[str, ParallelStyle]:

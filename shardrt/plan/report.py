@@ -11,7 +11,9 @@ from typing import Any
 from .forecast_result import Forecast
 from .hardware import Sheet
 from .job import Job
+from .pipeline import forwards_ahead
 from .search import MOST
+from .splits import AXES, JobForecast
 
 _GIB = 1 << 30
 _LABEL, _NUMBER = 22, 12  # widths of columns
@@ -25,6 +27,7 @@ class PlannedJob:
     largest_batch: that fits, 0 if none does; None if not looked for.
     pays_below: bytes/s and rank of the slowest links up to which 8-bit codes make a step shorter, infinity for any links,
         0 if they do not at a hundredth of the sheet's; None if not looked for.
+    splits: the ways to divide the job that were looked at, the best first, which is this job's.
     other_sync: the forecast with gradients reduced in the other micro-batches; None with one micro-batch, or if not looked for.
     """
 
@@ -38,6 +41,7 @@ class PlannedJob:
     pays_below: float | None = None
     unread: tuple[str, ...] = ()
     other_sync: Forecast | None = None
+    splits: tuple[JobForecast, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -68,6 +72,9 @@ class PlannedJob:
 
 def lines(plan: PlannedJob) -> Iterator[str]:
     """The report, line by line."""
+    if plan.splits:
+        yield from _splits(plan)
+        yield ""
     yield from _heading(plan)
     yield ""
     yield from _memory(plan)
@@ -76,14 +83,36 @@ def lines(plan: PlannedJob) -> Iterator[str]:
     yield ""
     yield from _time(plan.forecast)
     yield ""
+    if plan.forecast.stages:
+        yield from _stages(plan)
+        yield ""
     yield from _results(plan)
+
+
+_SHOWN = 10  # splits
+
+
+def _splits(plan: PlannedJob) -> Iterator[str]:
+    """The table of the best ways to divide the job."""
+    fitting = sum(split.fits for split in plan.splits)
+    yield f"{len(plan.splits)} ways to divide {plan.job.ranks:,} ranks, {fitting} of them fit; the best ones:"
+    yield "".join(f"{name:>8}" for name in (*AXES, "shards")) + "".join(
+        f"{name:>15}" for name in ("micro-batches", "peak GiB", "step s", "tokens/s")
+    )
+    for split in plan.splits[:_SHOWN]:
+        job, made = split.job, split.forecast
+        rate = _short(job.rows * (job.sequence or 1) / made.step_seconds) if made.step_seconds else "-"
+        degrees = "".join(f"{getattr(job, name):>8,}" for name in (*AXES, "shards"))
+        cells = f"{job.micro_batches:,}", _gib(made.peak_nbytes), _seconds(made.step_seconds), rate
+        yield degrees + "".join(f"{cell:>15}" for cell in cells) + ("" if split.fits else "   does NOT fit")
 
 
 def _heading(plan: PlannedJob) -> Iterator[str]:
     job = plan.job
-    parts = {"replicated": job.replicas, "sharded": job.shards, "tensor-parallel": job.tp}
+    parts = {"pipeline stages": job.pp, "replicated": job.replicas, "sharded": job.shards, "tensor-parallel": job.tp}
     shape = " x ".join(f"{size:,} {name}" for name, size in parts.items() if size > 1 or name == "sharded")
     shape += f"; sequences in {job.cp} parts" if job.cp > 1 else ""
+    shape += f"; experts on {job.ep} ranks" if job.ep > 1 else ""
     yield f"{plan.name}: {_short(plan.numel)} parameters on {job.ranks:,} ranks ({shape})"
     yield f"on {plan.sheet.name}; {plan.ranks_per_node} ranks per node"
     micro = f" x {job.micro_batches} micro-batches" if job.micro_batches > 1 else ""
@@ -93,7 +122,7 @@ def _heading(plan: PlannedJob) -> Iterator[str]:
 
 def _memory(plan: PlannedJob) -> Iterator[str]:
     forecast, peak = plan.forecast, plan.forecast.peak_at
-    yield _row("memory of a rank", "GiB")
+    yield _row("memory of a rank", "GiB", f"of stage {forecast.fullest_stage}, which needs most" if forecast.stages else "")
     for kind in sorted(forecast.memory, key=lambda kind: (kind not in _ALWAYS, -forecast.memory[kind])):
         if forecast.memory[kind]:
             yield _row(f"  {kind}", _gib(forecast.memory[kind]), "" if kind in _ALWAYS else "at its own peak")
@@ -121,7 +150,26 @@ def _time(forecast: Forecast) -> Iterator[str]:
     exposed = forecast.exposed_seconds
     share = f" ({exposed / forecast.step_seconds:.0%} of the step)" if forecast.step_seconds else ""
     yield _row("  communication", _seconds(forecast.communication_seconds), f"exposed: {_seconds(exposed)}{share}")
+    if forecast.stages:
+        bubble = forecast.bubble_seconds
+        yield _row("  bubble", _seconds(bubble), f"{bubble / forecast.step_seconds:.1%} of the step, waiting for other stages")
     yield _row("  step", _seconds(forecast.step_seconds))
+
+
+def _stages(plan: PlannedJob) -> Iterator[str]:
+    """The table of the stages of a pipeline."""
+    job, columns = plan.job, ("parameters", "in flight", "peak GiB", "busy s", "bubble s")
+    yield f"{f'stages, {job.schedule}':<{_LABEL}}" + "".join(f"{column:>{_NUMBER}}" for column in columns)
+    for stage, each in enumerate(plan.forecast.stages):
+        flying = min(forwards_ahead(job.schedule, stage, job.pp, job.micro_batches) + 1, job.micro_batches)
+        cells = (
+            _short(each.numel),
+            str(flying),
+            _gib(each.peak_nbytes),
+            _seconds(each.busy_seconds),
+            _seconds(each.bubble_seconds),
+        )
+        yield f"{f'  {stage}':<{_LABEL}}" + "".join(f"{cell:>{_NUMBER}}" for cell in cells)
 
 
 def _results(plan: PlannedJob) -> Iterator[str]:
@@ -130,7 +178,7 @@ def _results(plan: PlannedJob) -> Iterator[str]:
     each = _significant(rate / plan.job.ranks, 4)
     yield _text("throughput", f"{_short(rate)} {unit}, {each} on each rank; MFU {plan.mfu:.1%}")
     yield _text("bound by", plan.forecast.bound)
-    if plan.job.micro_batches > 1:
+    if plan.job.micro_batches > 1 and plan.job.pp == 1:
         yield from _reductions(plan)
     for size in plan.unread:
         yield _text("note", f"the step does not read job.{size}: --{size} changes nothing but the rows and tokens counted here")
@@ -221,6 +269,15 @@ def as_json(plan: PlannedJob) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
         "largest_batch": plan.largest_batch,
+        "splits": [
+            {
+                **{name: getattr(split.job, name) for name in (*AXES, "shards", "micro_batches")},
+                "peak_nbytes": split.forecast.peak_nbytes,
+                "step_seconds": split.forecast.step_seconds,
+                "fits": split.fits,
+            }
+            for split in plan.splits
+        ],
         "unread": plan.unread,
         "other_gradient_sync": plan.other_sync
         and {

@@ -4,6 +4,7 @@ import copy
 import functools
 import shutil
 import tempfile
+from typing import cast
 
 import pytest
 import torch
@@ -427,14 +428,25 @@ def test_the_module_after_an_exception(world: World) -> None:
         torch.testing.assert_close(each(*given), expected)
 
 
-def test_a_dry_world_is_refused() -> None:
-    """By a sentence: tokens decide how many rows a rank gets."""
-    with dry_world(2) as world, torch.device("meta"):
-        experts = parallelize_module(RoutedExperts(4), world.mesh, ExpertParallel())
-        with pytest.raises(
-            NotImplementedError, match=r"'RoutedExperts' in a dry world .* expected a plan without ExpertParallel"
-        ):
-            experts(torch.randn(3, WIDTH), torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2))
+class CountingExperts(RoutedExperts):
+    """Makes something of its rows without a look at the choices, and keeps how many there were."""
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        self.came = len(hidden)
+        return hidden @ (self.down @ self.down.mT).sum(0) * weights
+
+
+@pytest.mark.parametrize(("rank", "came"), [(0, 21), (2, 18)])
+def test_in_a_dry_world_choices_are_even(rank: int, came: int) -> None:
+    """Ten tokens choose two experts each: a rank of three sends 7, 7 and 6 rows."""
+    with dry_world(3, rank=rank) as world, torch.device("meta"):
+        experts = parallelize_module(CountingExperts(6), world.mesh, ExpertParallel())
+        hidden = torch.randn(10, WIDTH, requires_grad=True)
+        made = experts(hidden, torch.zeros(10, 2, dtype=torch.int64), torch.rand(10, 2))
+        made.sum().backward()
+        assert hidden.grad is not None
+        assert made.shape == hidden.grad.shape == hidden.shape
+        assert cast(CountingExperts, experts).came == came
 
 
 @on_ranks(1, 2, 3)
