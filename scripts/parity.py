@@ -141,7 +141,7 @@ ROWS = [
     Row("C5", "extensions: all_gather_dtensor", "FSDP1", "yes", "tp_extensions::all_gather_dtensor"),
     Row("C5", "extensions: a class of the user's", "FSDP1, private", "yes", "tp_extensions::a_class_of_the_users"),
     Row("C6", "context parallelism: ring, all-gather; full or causal attention alone, without windows", "on GPUs: flash, memory-efficient, cuDNN", "on CPUs; not yet run on GPUs", "context_parallel::equal_to_one_process"),
-    Row("C6", "context parallelism: flex_attention", "on GPUs", "refused", "context_parallel::flex_attention"),
+    Row("C6", "context parallelism: FlexAttention, any mask", "on GPUs", "forward on CPUs, as torch; not yet run on GPUs", "context_flex::as_torch_on_one_process"),
     Row("C6", "lengths that do not divide", "no", "yes", "context_parallel::equal_to_one_process"),
     Row("C6", "documents", "flex_attention", "on CPUs; not yet run on GPUs", "context_parallel::equal_to_one_process"),
     Row("C6", "exchange of heads for tokens (Ulysses), with dropout", "no", "on CPUs; not yet run on GPUs", "context_parallel::dropout_of_ulysses"),

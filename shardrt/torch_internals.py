@@ -17,6 +17,7 @@ Two more are in `kernels/cuda.py` and `comm/streams.py`, which import nothing of
 | `disabled_torch_function`        | `torch._C._disabled_torch_function_impl`       |
 | `as_plain_tensors`               | `torch._C.DisableTorchFunctionSubclass`        |
 | `without_torch_functions`        | `torch._C.DisableTorchFunction`                |
+| `left_mode`                      | `_get_current_function_mode_stack`, `_pop_mode`, `_push_mode` |
 | `torch_attention`                | `torch._C._nn.scaled_dot_product_attention`    |
 | `preserve_version`               | `_unsafe_preserve_version_counter`             |
 | `same_storage`                   | `torch.UntypedStorage._cdata`                  |
@@ -42,8 +43,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from operator import attrgetter
 from typing import Any
@@ -56,6 +57,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.autograd import forward_ad, profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -157,6 +159,28 @@ as_plain_tensors: Callable[[], AbstractContextManager[None]] = torch._C.DisableT
 
 # Inside, neither that nor a `TorchFunctionMode` is called.
 without_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+
+
+@contextmanager
+def left_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """In the block, what this thread has entered of modes, but for this one."""
+    others = [each for each in _get_current_function_mode_stack() if each is not mode]
+    before = _replaced_modes(others)
+    try:
+        yield
+    finally:
+        _replaced_modes(before)
+
+
+def _replaced_modes(modes: list[TorchFunctionMode]) -> list[TorchFunctionMode]:
+    """Let the thread be in these modes. Returns those that it was in."""
+    before = _get_current_function_mode_stack()
+    for _ in before:
+        _pop_mode()
+    for each in modes:
+        _push_mode(each)
+    return before
+
 
 # torch's own attention, whatever `torch.nn.functional` has under its name.
 torch_attention: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention

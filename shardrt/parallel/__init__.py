@@ -4,7 +4,7 @@ Plans are those of `torch.distributed.tensor.parallel`; `context/` has what cuts
 """
 
 from .api import parallelize_module
-from .context import context_parallel, context_parallel_shard, context_parallel_unshard, tokens_per_rank
+from .context import context_parallel, context_parallel_shard, context_parallel_unshard, flex_attention, tokens_per_rank
 from .expert_load import expert_load, update_expert_bias
 from .expert_style import ExpertParallel
 from .loss import loss_parallel
@@ -33,6 +33,7 @@ __all__ = [
     "context_parallel_unshard",
     "cross_entropy",
     "expert_load",
+    "flex_attention",
     "loss_parallel",
     "parallelize_module",
     "tokens_per_rank",

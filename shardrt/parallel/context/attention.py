@@ -44,7 +44,7 @@ class Attention:
                 part = Block(at(queries, row, rows), at(k, row, columns), at(v, row, columns), causal, self.scale)
                 found.add(row, rows, kernel.forward(part), first=owner == self.ring.rank)
 
-        self.transport.visit(self.ring, lambda: self._packed(layout, keys, values), step)
+        self.transport.visit(self.ring, lambda: layout.packed(keys, values), step)
         return found.result()
 
     def backward(
@@ -67,7 +67,7 @@ class Attention:
                 at(grad_v, row, columns).add_(made.values)
             return terms
 
-        summed = self.transport.gradients(self.ring, lambda: self._packed(layout, keys, values), step)
+        summed = self.transport.gradients(self.ring, lambda: layout.packed(keys, values), step)
         grad_keys, grad_values = layout.views(summed, self.cut.length(self.ring.rank))
         return grad_queries.to(queries.dtype), grad_keys.to(keys.dtype), grad_values.to(values.dtype)
 
@@ -75,16 +75,7 @@ class Attention:
         return self.cut.pieces(self.ring.rank, owner, self.causal, self.documents)
 
     def _layout(self, keys: torch.Tensor, values: torch.Tensor) -> BlockLayout:
-        return BlockLayout(keys.shape[0], keys.shape[1], self.cut.longest, keys.shape[3], values.shape[3])
-
-    def _packed(self, layout: BlockLayout, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        own = keys.new_empty(layout.numel)
-        length = keys.shape[2]
-        if length < layout.longest:
-            own.zero_()  # what is sent beyond a rank's tokens is not read, but should not be memory of others
-        for target, source in zip(layout.views(own, length), (keys, values), strict=True):
-            target.copy_(source)
-        return own
+        return BlockLayout.of(keys, values, self.cut.longest)
 
 
 class _Function(torch.autograd.Function):

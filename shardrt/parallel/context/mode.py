@@ -31,6 +31,7 @@ from .ulysses import HeadwiseAttention
 
 Method = Literal["ring", "all_gather", "ulysses"]
 _TRANSPORTS: dict[str, type[Transport]] = {"ring": Rotation, "all_gather": Gathering}
+_current: _Mode | None = None  # that of the context; its writer holds the lock
 _running = threading.Lock()  # held by the context of this process: what it replaces is replaced for all threads
 
 
@@ -69,8 +70,9 @@ def context_parallel(
     modules is for `use_reentrant=False` with torch's default `determinism_check`. Raises on every rank, before anything is
     sent: ValueError for a mesh with several axes, buffers that do not fit or need a gradient, a second context in the process,
     queries, keys or values of other sizes, heads that "ulysses" cannot divide, and whatever differs between ranks;
-    NotImplementedError for attn_mask, dropout with another method than "ulysses", `F.multi_head_attention_forward` and
-    flex_attention; RuntimeError where another rank failed otherwise. Attention that a model computes by itself is not seen.
+    NotImplementedError for attn_mask, dropout with another method than "ulysses", `F.multi_head_attention_forward` and torch's
+    flex_attention, in whose place is `shardrt.parallel.flex_attention`; RuntimeError where another rank failed otherwise.
+    Attention that a model computes by itself is not seen.
     """
     ring = ring_for(mesh, "context_parallel")
     given = _CutBuffers(tuple(buffers or ()), tuple(buffer_seq_dims or ()), tuple(no_restore_buffers or ()), seq_len)
@@ -173,19 +175,26 @@ def _cut_in_place(ring: Ring, given: _CutBuffers, cut: SequenceCut) -> Iterator[
 @contextmanager
 def _replaced_attention(mode: _Mode) -> Iterator[None]:
     """In the block, `F.scaled_dot_product_attention` is the mode's; after it, what it was, which may be the user's own."""
+    global _current
     before = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = mode.attend
+    F.scaled_dot_product_attention, _current = mode.attend, mode
     try:
         with mode:
             yield
     finally:
-        F.scaled_dot_product_attention = before
+        F.scaled_dot_product_attention, _current = before, None
+
+
+def current_context() -> _Mode | None:
+    """The context that this process is in, on any thread: backwards compute checkpointed modules again on others."""
+    return _current
 
 
 class _Mode(TorchFunctionMode):
     def __init__(self, ring: Ring, settings: _Settings) -> None:
         super().__init__()
-        self._ring, self._settings = ring, settings
+        self.ring, self.settings = ring, settings
+        self.masks: dict[int, tuple[Any, Any]] = {}  # of whole sequences, by their id, and this rank's part of each
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch_attention:
@@ -193,7 +202,7 @@ class _Mode(TorchFunctionMode):
         if func in _refused():
             raise NotImplementedError(
                 f"{func.__name__} in context_parallel would attend to this rank's tokens alone: call "
-                "F.scaled_dot_product_attention, without a mask"
+                "F.scaled_dot_product_attention, without a mask, or shardrt.parallel.flex_attention"
             )
         return func(*args, **(kwargs or {}))
 
@@ -209,7 +218,7 @@ class _Mode(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """In the place of `F.scaled_dot_product_attention`."""
-        ring, (cut, documents, method) = self._ring, self._settings
+        ring, (cut, documents, method) = self.ring, self.settings
         with without_torch_functions():
             query, key, value = tensors = _autocast(query, key, value)
             call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

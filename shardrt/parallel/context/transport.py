@@ -37,6 +37,19 @@ class BlockLayout(NamedTuple):
     keys: int
     values: int
 
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, longest: int) -> BlockLayout:
+        return cls(keys.shape[0], keys.shape[1], longest, keys.shape[3], values.shape[3])
+
+    def packed(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The block of a rank's keys and values."""
+        block, length = keys.new_empty(self.numel), keys.shape[2]
+        if length < self.longest:
+            block.zero_()  # what is sent beyond a rank's tokens is not read, but should not be memory of others
+        for target, source in zip(self.views(block, length), (keys, values), strict=True):
+            target.copy_(source)
+        return block
+
     def views(self, block: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a rank that has `length` tokens."""
         shape = (self.rows, self.heads, self.longest)
