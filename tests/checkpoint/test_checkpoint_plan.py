@@ -286,6 +286,28 @@ def test_metadata_is_made_once_for_equal_states(world: World) -> None:
     check(world, longer, {"a": tensor}, b="y" * 1000)
 
 
+@on_ranks(2, 4)
+def test_copies_on_meshes_apart_are_compared(world: World) -> None:
+    """Replicas may differ by rounding; parts of a model with the names of others would be lost. Halves of the ranks."""
+    half = world.size // 2
+    mesh, upper = world.mesh.unflatten((2, half), ("pp", "dp"))["dp"], world.rank >= half
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        full = (torch.arange(1.0, 41.0).view(8, 5) * 3).to(dtype)
+        spec = Spec.of(mesh, [Shard(0)], full.shape)
+
+        def save(own: torch.Tensor, spec: Spec = spec) -> None:
+            found = [entry("same", DTensor(torch.zeros(spec.local_shard(own).shape), spec)), entry("plain", torch.ones(3))]
+            make_plan([*found, entry("stage.weight", DTensor(spec.local_shard(own), spec))], world.comm)
+
+        save(full)
+        save(full + upper * full // 100)
+        message = rf"'stage.weight': ranks 0 and {half} have different tensors of this name, on different meshes"
+        with pytest.raises(CheckpointError, match=message):
+            save(full.flip(0) if upper else full)
+        with pytest.raises(CheckpointError, match=message):
+            save(full * upper)
+
+
 @on_ranks(2, 3)
 def test_what_differs_is_refused_on_every_rank(world: World) -> None:
     last = world.rank == world.size - 1

@@ -149,6 +149,19 @@ def test_checkpoints_have_all_stages(world: World) -> None:
                 assert torch.equal(value.full_tensor(), saved[name][key])
 
 
+@on_ranks(2, 4)
+def test_checkpoints_of_stages_with_the_same_names(world: World) -> None:
+    """One of them would be lost."""
+    mesh = shardrt.init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(mesh["pp"].rank)
+    stage = shardrt.fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)), mesh=mesh["dp"])
+    with shared_folder(world) as folder:
+        with pytest.raises(checkpoint.CheckpointError, match=r"'model.0.weight', and 3 more: .* different names"):
+            checkpoint.save({"model": stage}, folder)
+        assert not list(folder.iterdir())
+        checkpoint.save({f"stage{mesh['pp'].rank}": stage}, folder)
+
+
 @on_ranks(2)
 def test_bad_stages(world: World) -> None:
     mesh = shardrt.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))

@@ -3,6 +3,7 @@
     describe      names, shapes, dtypes and placements of this rank's entries                         no communication
     compare       the descriptions and plain values of all ranks, which are usually equal             one collective
     check         the plain values, if they differ                                                    two more
+                  tensors of one name on several meshes, if there are any                             one more
     exchange      each description once, from the first rank that has it, if they differ; and the     one more
                   entries that ranks have for themselves, if there are any
     assign        which copy of each name is written: a copy is a set of ranks that have all of it    no communication
@@ -36,6 +37,7 @@ from ..geometry import TensorPart, parts
 from ..state.entries import Entry
 from .assignment import Agreed, Assigned, assign, order_names
 from .chunks import Boxes
+from .copies_alike import check_copies, names_on_several_meshes
 from .descriptions import Described, Description, describe, digest_of, fingerprint
 from .equal_values import check_values
 
@@ -78,11 +80,15 @@ def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
 
     entries: with different names; other ranks may have others.
     Raises CheckpointError if a rank has a tensor that cannot be saved, and CheckpointError on every rank if two ranks have
-    different tensors of one name, or if a rank of a tensor's mesh does not have it.
+    different tensors of one name, as far as some of their elements tell, or if a rank of a tensor's mesh does not have it.
     """
     with agreed(comm):
         description = describe(entries, comm.rank)
-    plan = agree(description, {each.name: each.value for each in entries if isinstance(each.value, bytes)}, comm)
+    objects = {each.name: each.value for each in entries if isinstance(each.value, bytes)}
+    plan = agree(description, objects, comm)
+    if several := names_on_several_meshes(plan.kinds):
+        tensors = {each.name: each.value for each in entries if isinstance(each.value, torch.Tensor)}
+        check_copies(several, description, tensors, comm)
     return _plan(entries, _newest.names(plan, comm.rank), plan, comm.rank)
 
 
