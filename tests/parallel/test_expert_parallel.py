@@ -52,6 +52,19 @@ def test_training_on_any_mesh(world: World, sorted_rows: bool) -> None:
         train_beside_one_process(world, mesh, whole, lambda model, m=mesh: divide(model, m, sorted_rows=sorted_rows), clip=0.05)
 
 
+@on_ranks(3, 4)
+def test_fewer_experts_than_ranks(world: World) -> None:
+    """Each has one or two, and shares them with others by rows of the second dim, as with FSDP2, or as it comes."""
+    mesh, few = mesh_of(world, 2 - world.size % 2), (None, lambda param: Shard(1) if param.dim() == 3 else None)
+    for placement_fn in few:
+        torch.manual_seed(0)
+        model = train_beside_one_process(
+            world, mesh, MoEModel(2).double(), lambda model, fn=placement_fn: divide(model, mesh, shard_placement_fn=fn)
+        )
+        dims = {each.dim for each in model.layers[0].experts.up.placements}
+        assert placement_fn is None or dims == {0, 1}
+
+
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("sorted_rows", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
