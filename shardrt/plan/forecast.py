@@ -135,13 +135,14 @@ class _Steps:
         alike = range(0) if self.laps is None else range(_FIRST, job.micro_batches - ahead - 1)
         with job.sequences():
             for turn in turns(job.schedule, job.stage, job.pp, job.micro_batches):
-                begins, pair = turn.kind is Pass.FORWARD, turn.micro_batch - (ahead if turn.kind is Pass.FORWARD else 0)
-                if begins and alike and self.laps is not None and pair == _FIRST - 1:
-                    lap = self.laps()
+                pair = turn.micro_batch - (ahead if turn.kind is Pass.FORWARD else 0)
+                if alike and self.laps is not None and turn.kind is Pass.FORWARD:
+                    if pair == alike.start - 1:
+                        lap = self.laps()
+                    elif pair == alike.start and lap is not None:
+                        lap.repeat(len(alike))
                 if pair not in alike:
                     last[turn.kind] = self._take(turn, made, run)
-                elif begins and pair == _FIRST and lap is not None:
-                    lap.repeat(len(alike))
                 run.turns.append((turn, last[turn.kind][0]))
                 flops += last[turn.kind][1]
         return run, flops

@@ -66,28 +66,38 @@ def flex_attention(
                 f"block_mask of {tuple(block_mask.shape)}: expected (.., .., {cut.total}, {cut.total}), of the whole sequence"
             )
         call = AttentionCall(query, key, value, None, 0.0, False, scale, enable_gqa)
-        return call.described(ring, cut, documents, method), score_mod is None, block_mask and tuple(block_mask.shape)
+        return (
+            call.described(ring, cut, documents, method),
+            score_mod is None,
+            None if block_mask is None else tuple(block_mask.shape),
+        )
 
     agreed(ring, "flex_attention in context_parallel", described)
     with left_mode(context):  # which refuses torch's function, whose compiler looks at it
         places = torch.cat([torch.arange(*chunk, device=query.device) for chunk in cut.chunks(ring.rank)])
         keys, values = _WholeSequence.apply(key, value, ring, cut)
-        mask = block_mask and context.masks.setdefault(id(block_mask), (block_mask, _local_mask(block_mask, places)))[1]
-        return run(query, keys, values, score_mod and _local_scores(score_mod, places), mask, scale, enable_gqa, **options)
+        scores = None if score_mod is None else _local_scores(score_mod, places)
+        mask = None if block_mask is None else _local_mask(context.masks, block_mask, places)
+        return run(query, keys, values, scores, mask, scale, enable_gqa, **options)
 
 
 def _local_scores(score_mod: Callable[..., torch.Tensor], places: torch.Tensor) -> Callable[..., torch.Tensor]:
     return lambda score, row, head, query, key: score_mod(score, row, head, places[query], key)
 
 
-def _local_mask(whole: BlockMask, places: torch.Tensor) -> BlockMask:
-    rows, heads, _, keys = whole.shape
-    return create_block_mask(
-        lambda row, head, query, key: whole.mask_mod(row, head, places[query], key),
-        *(rows, heads, len(places), keys),
-        device=places.device,
-        BLOCK_SIZE=whole.BLOCK_SIZE,
-    )
+def _local_mask(known: dict[int, tuple[Any, Any]], whole: BlockMask, places: torch.Tensor) -> BlockMask:
+    """The rows of a mask at these places. known: masks and their rows, by the id of the mask, which stays as long."""
+    if id(whole) not in known:
+        rows, heads, _, keys = whole.shape
+        local = create_block_mask(
+            lambda row, head, query, key: whole.mask_mod(row, head, places[query], key),
+            *(rows, heads, len(places), keys),
+            device=places.device,
+            BLOCK_SIZE=whole.BLOCK_SIZE,
+        )
+        known[id(whole)] = whole, local
+    made: BlockMask = known[id(whole)][1]
+    return made
 
 
 class _WholeSequence(torch.autograd.Function):
