@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .comm import DeviceMesh, ReduceOp
+from .comm import DeviceMesh, ReduceOp, current_stream
 from .kernels import rescale, total_norm
 from .tensor.dtensor import DTensor
 from .tensor.reductions import combine, rounds_over
@@ -22,6 +22,8 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    pp_mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
     """Scale gradients in place so that their total norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
@@ -32,10 +34,14 @@ def clip_grad_norm_(
         the parameters' meshes, also if those of one replica alone are not finite. It names the first such parameters and the
         ranks that hold those parts of the gradients, which are averages over the ranks already. Plain parameters have no mesh:
         without any sharded one, a rank may raise alone.
+    pp_mesh: the ranks that have the parameters of other pipeline stages, such as `mesh["pp"]`. The norm is then of the
+        gradients of all stages, and error_if_nonfinite raises on the ranks of all, whichever stage it is. A parameter that is
+        on several stages counts on each.
     Returns: the norm before clipping, a 0-dim float32 tensor (float64 if a gradient is), the same on all ranks, on the mesh's
         device.
-    Collective. Cost: an all-reduce of one float64 for each mesh (one more with tensor parallelism), and one pass to scale; no
-    host sync. error_if_nonfinite: for M meshes, M * M all-reduces of one byte, and a host sync.
+    Collective. Cost: an all-reduce of one float64 for each mesh (one more with tensor parallelism), an all-gather of one over
+    pp_mesh, and one pass to scale; no host sync. error_if_nonfinite: for M meshes, M * M all-reduces of one byte, one more over
+    pp_mesh, and a host sync.
     Raises ValueError for a norm_type <= 0, and for a `Partial` gradient.
     """
     if norm_type <= 0:
@@ -47,8 +53,10 @@ def clip_grad_norm_(
     local_norms = [total_norm(local, norm_type, mesh.device) for mesh, local in meshes.items()]
     norms += [_norm_over_mesh(mesh, mine, norm_type) for mesh, mine in zip(meshes, local_norms, strict=True)]
     norm = _same_bits(torch.linalg.vector_norm(torch.stack(norms), norm_type), listed)
+    if pp_mesh is not None:
+        norm = _norm_over_stages(pp_mesh, norm, norm_type)
     if error_if_nonfinite:
-        _raise_if_nonfinite([*norms, *local_norms, norm], listed)  # a maximum may leave NaNs out
+        _raise_if_nonfinite([*norms, *local_norms, norm], listed, pp_mesh)  # a maximum may leave NaNs out
     # As in torch: no branch on the value, which would be a host sync; 1e-6 prevents a division by zero.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for local in (*meshes.values(), plain):
@@ -90,12 +98,24 @@ def _norm_over_mesh(mesh: DeviceMesh, mine: torch.Tensor, norm_type: float) -> t
     return combine(mine**norm_type, ReduceOp.SUM, mesh) ** (1.0 / norm_type)
 
 
-def _raise_if_nonfinite(norms: list[torch.Tensor], params: list[torch.Tensor]) -> None:
+def _norm_over_stages(mesh: DeviceMesh, mine: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of all pipeline stages' gradients.   mine: the norm of this one's, the same on all ranks of the stage.
+
+    They are gathered, so that every rank adds up in one order, and all get the same bits: each is in an all-reduce of its own.
+    """
+    sent = mine.to(mesh.device).reshape(1)
+    everyone = sent.new_empty(int(mesh.size))
+    stream = current_stream(mesh.device)
+    mesh.communicator("tensor").all_gather(everyone, sent, stream=stream).wait(stream)
+    return torch.linalg.vector_norm(everyone, norm_type)
+
+
+def _raise_if_nonfinite(norms: list[torch.Tensor], params: list[torch.Tensor], pp_mesh: DeviceMesh | None) -> None:
     """Raise RuntimeError on all ranks of the parameters' meshes if one of the norms is not finite on any of them. Collective.
 
-    Hazard: a rank that raises alone leaves others waiting.
+    With pp_mesh, on all ranks of all stages. Hazard: a rank that raises alone leaves others waiting.
     """
-    meshes = rounds_over(params)
+    meshes = [*rounds_over(params), *([] if pp_mesh is None else [pp_mesh])]  # those of a stage first: its ranks then agree
     is_wrong = ~torch.stack([norm.to(norms[-1].device) for norm in norms]).isfinite().all()
     for mesh in meshes:
         is_wrong = combine(is_wrong, ReduceOp.MAX, mesh)

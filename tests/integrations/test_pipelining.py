@@ -162,6 +162,59 @@ def test_checkpoints_of_stages_with_the_same_names(world: World) -> None:
         checkpoint.save({f"stage{mesh['pp'].rank}": stage}, folder)
 
 
+def stage_with_gradients(world: World, factor: float) -> tuple[nn.Module, nn.Module, DeviceMesh]:
+    """A model with gradients, this rank's sharded stage of it with the same ones, and the mesh of stages."""
+    mesh = DeviceMesh(world.comm, (2, 2) if world.size == 4 else (world.size, 1), ("pp", "dp"))
+    pp, draw = mesh["pp"], torch.Generator().manual_seed(1)
+    whole, every = nn.Sequential(*blocks(int(pp.size))), blocks(int(pp.size))
+    for param in whole.parameters():
+        param.grad = factor * torch.randn(param.shape, dtype=param.dtype, generator=draw)
+    stage, same = every[pp.rank], whole[pp.rank]
+    shardrt.fully_shard(stage[0], mesh=mesh["dp"])
+    shardrt.fully_shard(stage, mesh=mesh["dp"], ignored_params={stage[2].bias})
+    for param, other in zip(stage.parameters(), same.parameters(), strict=True):
+        grad = other.grad.clone()
+        sharded = isinstance(param, shardrt.DTensor)
+        param.grad = shardrt.distribute_tensor(grad, param.device_mesh, param.placements) if sharded else grad
+    return whole, stage, pp
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, shardrt.DTensor) else tensor
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@on_ranks(2, 3, 4)
+def test_gradients_are_clipped_by_the_norm_of_all_stages(world: World, norm_type: float) -> None:
+    """Sharded ones and a plain one of each stage; the norm has the same bits on every rank."""
+    for max_norm in (0.01, 1e6):
+        whole, stage, pp = stage_with_gradients(world, 1.0)
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm, norm_type)
+        found = shardrt.clip_grad_norm_(stage.parameters(), max_norm, norm_type, pp_mesh=pp)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        assert len(set(world.comm.exchange(found.item()))) == 1
+        for param, other in zip(stage.parameters(), whole[pp.rank].parameters(), strict=True):
+            torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@on_ranks(2, 3, 4)
+def test_a_gradient_of_one_stage_that_is_not_finite_raises_on_all(world: World, norm_type: float) -> None:
+    _, stage, pp = stage_with_gradients(world, 1.0)
+    grad = stage[0].weight.grad
+    if world.rank == world.size - 1:
+        grad.to_local()[-1] = float("nan")
+    before = [full(param.grad).clone() for param in stage.parameters()]
+    with pytest.raises(RuntimeError, match=rf"infinite or NaN: 'weight' on rank {world.size - 1}; none has been scaled"):
+        shardrt.clip_grad_norm_(stage.parameters(), 0.1, norm_type, error_if_nonfinite=True, pp_mesh=pp)
+    for param, kept in zip(stage.parameters(), before, strict=True):
+        torch.testing.assert_close(full(param.grad), kept, rtol=0, atol=0, equal_nan=True)
+    _, stage, pp = stage_with_gradients(world, 1e200)
+    if norm_type == 2.0:
+        with pytest.raises(RuntimeError, match="the norm of the gradients overflows"):
+            shardrt.clip_grad_norm_(stage.parameters(), 0.1, norm_type, error_if_nonfinite=True, pp_mesh=pp)
+
+
 @on_ranks(2)
 def test_bad_stages(world: World) -> None:
     mesh = shardrt.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
