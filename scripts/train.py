@@ -4,13 +4,17 @@
     mpirun -n 4 python scripts/train.py --data ~/books --steps 2000 --dtype bfloat16
     mpirun -n 4 python scripts/train.py --tp 2         # 2-D: each matrix in two parts, sharded over two ranks each
     mpirun -n 4 python scripts/train.py --cp 2 --context 512     # each sequence in two parts; parameters on all four ranks
+    mpirun -n 4 python scripts/train.py --experts 8 --ep 2       # a mixture of experts, half of each layer's on each rank
+    mpirun -n 4 python scripts/train.py --pp 2 --untied          # two pipeline stages, each sharded over two ranks
+    mpirun -n 8 python scripts/train.py --cp 2 --ep 2 --pp 2 --experts 8 --untied --batch 16
     python -m shardrt.launch --restarts 5 -n 4 scripts/train.py --resume auto --out runs/a      # goes on after whatever ends it
     python -m shardrt.launch --survive -n 4 scripts/train.py --resume auto --out runs/a         # also without lost ranks
 
 One step, the same on every rank:
-  1. draw this rank's rows of the global batch, one micro-batch at a time
+  1. draw this rank's rows of the global batch
   2. forward and backward of each micro-batch; the last backward averages the gradients over the ranks
-  3. clip by the norm over all ranks, set the learning rate, step the optimizer on the local shards
+  3. clip by the norm over all ranks, set the learning rate, step the optimizer on the local shards; with --experts, move the
+     biases that even out their loads
   4. average the loss over the ranks
 and every --eval-every steps the validation loss. Only rank 0 writes: a progress bar, then log.jsonl
 (a line with the configuration, then one per step, of shardrt.Metrics), loss.png and sample.txt in --out.
@@ -19,6 +23,8 @@ The global batch does not depend on the number of ranks, so neither does the los
 With --tp N, groups of N neighbouring ranks have the parts of each matrix and, between the matrices,
 of each sequence; they read the same rows. Parameters are sharded over the groups.
 With --cp N, groups of N ranks read the same rows as well, and each rank has its part of every sequence, in attention too.
+With --ep N, groups of N neighbouring ranks, of those that --cp and the data have, have the experts of each layer between them.
+With --pp N, the ranks are in N runs, and each run has some of the blocks, one after the other: a stage of the pipeline.
 
 With --check-every N, the ranks compare what they must have alike, before the first step and after every N steps, and the run
 ends if they do not: the initial model, parameters that are not sharded, the optimizer's steps and learning rates.
@@ -40,117 +46,33 @@ import json
 import math
 import os
 import sys
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 import common.checkout  # noqa: F401  # before shardrt
 import shardrt
-from common.models import GPT, GPTConfig, next_byte_loss, shard
-from common.options import Parser, agreed, at_least, exit_with_usage_error
+from common.experts import divide_experts, even_out, experts_of
+from common.models import GPT, next_byte_loss, shard
+from common.options import agreed, exit_with_usage_error
 from common.parallel import gpt_plan
 from common.text import Corpus, batch, default_files, find_files, rank_rows, read_corpus, write_sample
+from common.training_options import Options, check_dimensions, check_ranks, parse_options
 from shardrt.parallel import context_parallel, context_parallel_shard, cross_entropy, parallelize_module
 from shardrt.timeline.picture import draw_memory
 
+if TYPE_CHECKING:
+    from common.stages import Pipeline
+
 # ---------------------------------------------------------------------- options
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line, one field per flag."""
-
-    data: list[Path]
-    max_bytes: int
-    layers: int
-    heads: int
-    channels: int
-    context: int
-    untied: bool
-    tp: int
-    cp: int
-    steps: int
-    batch: int
-    micro_batches: int
-    lr: float
-    warmup: int
-    weight_decay: float
-    clip: float
-    dtype: str
-    eval_every: int
-    eval_batches: int
-    check_every: int
-    peak_tflops: float
-    tensorboard: bool
-    timeline: bool
-    prompt: str
-    sample_bytes: int
-    seed: int
-    resume: str
-    save_every: int
-    keep: int
-    out: Path
-
-    @property
-    def readers(self) -> int:
-        """How many ranks read the same rows."""
-        return self.tp * self.cp
-
-    @property
-    def model(self) -> GPTConfig:
-        return GPTConfig(self.layers, self.heads, self.channels, self.context, not self.untied)
-
-
-def parse_options() -> Options:
-    parser = Parser(description=__doc__)
-    add, count = parser.add_argument, at_least(1)
-    text = parser.add_argument_group("text").add_argument
-    text("--data", type=Path, nargs="+", default=[], help="files or folders; default: Python's standard library")
-    text("--max-bytes", type=count, default=1 << 25, help="read no more than this")
-    shape = parser.add_argument_group("model").add_argument
-    shape("--layers", type=count, default=4)
-    shape("--heads", type=count, default=4)
-    shape("--channels", type=count, default=128)
-    shape("--context", type=count, default=128, help="sequence length in bytes")
-    shape("--untied", action="store_true", help="do not share the weight of the head and the embedding")
-    add("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks, with sequence parallelism")
-    add("--cp", type=count, default=1, metavar="N", help="context-parallel ranks: each has a part of every sequence")
-    add("--steps", type=count, default=1000)
-    add("--batch", type=count, default=12, help="sequences per step over all ranks")
-    add("--micro-batches", type=count, default=1, help="accumulate gradients over this many micro-batches per rank")
-    add("--lr", type=at_least(0.0, float), default=4e-3, help="the highest learning rate")
-    add("--warmup", type=at_least(0), default=30, help="steps until the highest learning rate")
-    add("--weight-decay", type=at_least(0.0, float), default=0.1)
-    add("--clip", type=at_least(0.0, float), default=1.0, help="the maximum gradient norm")
-    dtype = "of the computation; with float64, of the parameters as well"
-    add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help=dtype)
-    add("--eval-every", type=count, default=100, help="steps between two validations")
-    add("--eval-batches", type=count, default=4)
-    add("--check-every", type=at_least(0), default=0, metavar="N", help="steps between two comparisons of the ranks; 0: none")
-    add("--peak-tflops", type=at_least(0.0, float), default=0.0, help="of one device, for mfu(%%) in the log; 0: not known")
-    add("--tensorboard", action="store_true", help="write the figures for TensorBoard as well, to OUT/tensorboard")
-    add("--timeline", action="store_true", help="record three steps for Perfetto in OUT/timeline, and draw OUT/memory.png")
-    add("--prompt", default="def ", help="start of the sample")
-    add("--sample-bytes", type=at_least(0), default=300)
-    add("--seed", type=at_least(0), default=0)
-    saving = parser.add_argument_group("checkpoints").add_argument
-    resume = "auto: save checkpoints in OUT/checkpoints, and continue from the newest one; never: no checkpoints (default)"
-    saving("--resume", choices=("auto", "never"), default="never", help=resume)
-    saving("--save-every", type=count, default=100, help="steps between two checkpoints")
-    saving("--keep", type=count, default=3, help="how many checkpoints remain")
-    add("--out", type=Path, help="folder for log, plot and sample; default: runs/, and in it one named by the time")
-    options = parser.parse_args()
-    if options.out is None and options.resume == "auto":
-        exit_with_usage_error("--resume auto needs --out: the folder to continue in")
-    options.out = options.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    return Options(**vars(options))
 
 
 def read_checked(options: Options, ranks: int) -> Corpus:
@@ -162,28 +84,9 @@ def read_checked(options: Options, ranks: int) -> Corpus:
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the plot of the losses needs matplotlib: pip install 'shardrt[train]'")
     check_ranks(options, ranks)
-    if options.heads % options.tp != 0:
-        raise ValueError(f"--heads {options.heads} does not divide by --tp {options.tp}: each rank has whole heads")
-    if options.context % (2 * options.cp) != 0:
-        raise ValueError(f"--context {options.context} does not divide by 2 x --cp {options.cp}: ranks have equal parts of it")
-    _ = options.model  # raises ValueError for an invalid shape
+    check_dimensions(options)
     files = find_files(options.data) if options.data else default_files()
     return read_corpus(files, options.context, options.max_bytes)
-
-
-def check_ranks(options: Options, ranks: int) -> None:
-    """Raise ValueError for options that cannot work on so many ranks. No collective."""
-    if ranks % options.readers != 0:
-        which = " and ".join(f"--{name} {size}" for name, size in (("tp", options.tp), ("cp", options.cp)) if size > 1)
-        raise ValueError(f"{which}: the product does not divide the {ranks} ranks")
-    readers = ranks // options.readers
-    parts = readers * options.micro_batches
-    if options.batch % parts != 0:
-        what = "ranks" if options.readers == 1 else "groups of ranks"
-        raise ValueError(
-            f"--batch {options.batch} does not divide by {readers} {what} x "
-            f"{options.micro_batches} micro-batches: use a multiple of {parts}"
-        )
 
 
 def check_alike(options: Options, corpus: Corpus, world: shardrt.World) -> None:
@@ -198,6 +101,14 @@ def check_alike(options: Options, corpus: Corpus, world: shardrt.World) -> None:
             )
         if digest != everyone[0][1]:
             exit_with_usage_error("the ranks read different text: pass --data that is the same on all machines")
+
+
+def check_survival(options: Options, world: shardrt.World) -> None:
+    """Exit with a usage error if the job is to go on without lost ranks, and cannot. The same on every rank."""
+    if options.pp > 1 and world.settings.survive:
+        exit_with_usage_error(
+            f"--pp {options.pp} under shardrt.launch --survive: a stage is lost with its ranks; start with --restarts instead"
+        )
 
 
 # ---------------------------------------------------------------------- training
@@ -218,92 +129,145 @@ class Trainer:
         self, options: Options, corpus: Corpus, world: shardrt.World, quantization: shardrt.QuantizationPolicy | None = None
     ) -> None:
         self.options, self.corpus, self.world = options, corpus, world
-        shape = world.size // options.readers, options.cp, options.tp
-        self.mesh = shardrt.DeviceMesh(world.comm, shape, ("dp", "cp", "tp"))
-        self.model = GPT(options.model, options.seed).to(world.device)
-        self.zero = torch.zeros((), device=world.device)  # of the dtype in which losses are added
+        shape = options.pp, world.size // options.readers, options.cp, options.tp
+        self.mesh = shardrt.DeviceMesh(world.comm, shape, ("pp", "dp", "cp", "tp"))
+        self.sharing = self.mesh["dp", "cp"].flatten()  # the ranks that have a parameter between them, each with its own tokens
+        whole = GPT(options.model, options.seed).to(world.device)
         if options.dtype == "float64":
-            self.model.double()  # the same numbers: they are drawn in float32
-            self.zero = self.zero.double()
+            whole.double()  # the same numbers: they are drawn in float32
         if options.check_every > 0:
-            shardrt.check_replicas(self.model)  # as long as each rank has all of it
-        if options.tp > 1:
-            parallelize_module(self.model, self.mesh["tp"], gpt_plan(shardrt.parallel, shardrt))
-        policy = shardrt.MixedPrecisionPolicy()
-        if options.dtype == "bfloat16":
-            policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        mesh = self.mesh["dp", "cp"].flatten()
-        shard(
-            self.model,
-            lambda module: shardrt.fully_shard(module, mesh=mesh, mp_policy=policy, quantization_policy=quantization),
-        )
+            shardrt.check_replicas(whole)  # as long as each rank has all of it
+        self.model, self.batches = self.divided(whole, quantization)
         parameters = self.model.parameters()
         decay = options.weight_decay
         self.optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=decay, fused=True)
 
+    def divided(self, whole: GPT, quantization: shardrt.QuantizationPolicy | None) -> tuple[nn.Module, MicroBatches | Pipeline]:
+        """What this rank has of the model, sharded, and what runs its micro-batches."""
+        options, mesh = self.options, self.mesh
+        if options.pp == 1:
+            model: nn.Module = whole
+        else:
+            from common import stages  # which imports torch.distributed
+
+            model = stages.GPTStage(whole, mesh["pp"].rank, options.pp)
+        if options.tp > 1:
+            plan = gpt_plan(shardrt.parallel, shardrt)
+            own = {name: style for name, style in plan.items() if getattr(model, name.split(".")[0]) is not None}
+            parallelize_module(model, mesh["tp"], own)
+        policy = shardrt.MixedPrecisionPolicy()
+        if options.dtype == "bfloat16":
+            policy = shardrt.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        fully_shard = partial(shardrt.fully_shard, mp_policy=policy, quantization_policy=quantization)
+        if options.experts > 0:
+            same_experts = divide_experts(model, self.sharing, options.ep)
+            for experts in experts_of(model):
+                fully_shard(experts, mesh=same_experts)
+        shard(model, partial(fully_shard, mesh=self.sharing))
+        assert isinstance(model, shardrt.FSDPModule)
+        if options.pp == 1:
+            return model, MicroBatches(model, options.micro_batches)
+        return model, stages.Pipeline(model, mesh["pp"], loss_of, options.micro_batches, self.shapes())
+
     def step(self, step: int) -> Step:
         """One optimizer step on global batch `step`."""
-        loss = self.forward_backward(step)
-        norm = shardrt.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        with self.sequences():
+            loss = self.batches.step(*self.batch(self.corpus.train, step))
+        stages = self.mesh["pp"] if self.options.pp > 1 else None
+        norm = shardrt.clip_grad_norm_(self.model.parameters(), self.options.clip, pp_mesh=stages)
         lr = learning_rate(self.options, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.options.experts > 0:
+            even_out(self.model, self.sharing)
         return Step(loss, norm, lr)
 
     def check(self, step: int) -> None:
         """With --check-every, raise RuntimeError on every rank if the ranks have gone apart by the end of step `step`."""
         every = self.options.check_every
         if every > 0 and (step + 1) % every == 0:
-            compared = shardrt.check_replicas(self.model, self.optimizer, step=step)
+            compared = shardrt.check_replicas(self.model, self.optimizer, mesh=self.mesh["dp", "cp", "tp"], step=step)
             if step < every and self.world.rank == 0:
                 tqdm.write(f"replicas at step {step}: {compared}")
-
-    def forward_backward(self, step: int) -> torch.Tensor:
-        """Accumulate this rank's gradients over its micro-batches; returns its mean loss, ()."""
-        micro_batches, total = self.rows(), self.zero.clone()
-        assert isinstance(self.model, shardrt.FSDPModule)  # since fully_shard
-        for rows in micro_batches:
-            self.model.set_requires_gradient_sync(rows is micro_batches[-1])
-            with self.sequences():
-                loss = self.loss(self.corpus.train, step, rows) / len(micro_batches)
-                loss.backward()
-            total += loss.detach()
-        return total
 
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss over --eval-batches batches of the validation text, the same in every call. Collective."""
-        steps = range(self.options.eval_batches)
-        parts = [(step, rows) for step in steps for rows in self.rows()]
-        total = self.zero.clone()
-        for step, rows in parts:
+        self.model.eval()  # rows for experts are not counted
+        losses = []
+        for step in range(self.options.eval_batches):
             with self.sequences():
-                total += self.loss(self.corpus.validation, step, rows) / len(parts)
-        return self.world.mean(total).item()
+                losses.append(self.batches.evaluate(*self.batch(self.corpus.validation, step)))
+        self.model.train()
+        return self.world.mean(torch.stack(losses).mean()).item()
 
-    def loss(self, text: torch.Tensor, step: int, rows: range) -> torch.Tensor:
-        options, device = self.options, self.world.device
+    def batch(self, text: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """This rank's rows of a global batch, and with --cp its part of each: inputs (B, T), targets (B, T), positions (T,).
+
+        Tensor and context parallel ranks, and the stages of a pipeline, read the same rows.
+        """
+        options, dp = self.options, self.mesh["dp"]
+        (rows,) = rank_rows(options.batch, dp.rank, int(dp.size), 1)
         whole = *batch(text, options.seed, step, rows, options.batch, options.context), torch.arange(options.context)
-        inputs, targets, positions = (each.to(device) for each in whole)
+        inputs, targets, positions = (each.to(self.world.device) for each in whole)
         if options.cp > 1:  # equal parts: the mean over the ranks is that over the tokens
             cut = context_parallel_shard(self.mesh["cp"], [inputs, targets, positions], [1, 1, 0])
             inputs, targets, positions = cut
-        logits = self.model(inputs, positions)
-        if isinstance(logits, shardrt.DTensor):  # in parts of the vocabulary
-            return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
-        return next_byte_loss(logits, targets)
+        return inputs, targets, positions
 
     def sequences(self) -> AbstractContextManager[None]:
         """With --cp, a block in which attention reaches all parts of the sequences."""
         options = self.options
         return nullcontext() if options.cp == 1 else context_parallel(self.mesh["cp"], seq_len=options.context)
 
-    def rows(self) -> list[range]:
-        """This rank's rows of a global batch, one range per micro-batch. Tensor and context parallel ranks read the same."""
-        options, dp = self.options, self.mesh["dp"]
-        return rank_rows(options.batch, dp.rank, dp.size, options.micro_batches)
+    def shapes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bytes and activations of a micro-batch of this rank, on the meta device."""
+        options = self.options
+        rows = options.batch // (int(self.mesh["dp"].size) * options.micro_batches)
+        part, dtype = options.context // options.cp, getattr(torch, options.dtype)
+        shape = rows, part // options.tp, options.channels
+        tokens = torch.empty(rows, part, dtype=torch.int64, device="meta")
+        return tokens, torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+class MicroBatches:
+    """A rank's micro-batches, one after the other, through a model that the rank runs from end to end."""
+
+    def __init__(self, model: shardrt.FSDPModule, count: int) -> None:
+        self.model, self.count = model, count
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Add up this rank's gradients. Returns its mean loss, ()."""
+        losses = []
+        for number, (rows, wanted) in enumerate(self._cut(inputs, targets), 1):
+            self.model.set_requires_gradient_sync(number == self.count)
+            loss = loss_of(self.model(rows, positions), wanted) / self.count
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """This rank's mean loss, ()."""
+        losses = [loss_of(self.model(rows, positions), wanted) for rows, wanted in self._cut(inputs, targets)]
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits (B, T, V) of bytes (B, T). Collective."""
+        logits = self.model(tokens)
+        return logits.full_tensor() if isinstance(logits, shardrt.DTensor) else logits
+
+    def _cut(self, inputs: torch.Tensor, targets: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(inputs.chunk(self.count), targets.chunk(self.count), strict=True)
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean of the losses of the next bytes."""
+    if isinstance(logits, shardrt.DTensor):  # in parts of the vocabulary
+        return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+    return next_byte_loss(logits, targets)
 
 
 def learning_rate(options: Options, step: int) -> float:
@@ -351,7 +315,7 @@ class Training:
             for index in range(options.steps):
                 self.step(index)
             return
-        survive = shardrt.Survival(group=options.readers) if world.settings.survive else None
+        survive = shardrt.Survival(group=options.leaving) if world.settings.survive else None
         folder = options.out / "checkpoints"
         with shardrt.Run(folder, self.build, options.save_every, options.keep, survive=survive) as run:
             run.train(options.steps, self.step)
@@ -471,7 +435,7 @@ def plot_losses(log: Path, picture: Path) -> None:
 
 
 def main() -> None:
-    options = parse_options()
+    options = parse_options(__doc__)
     # Before anything may fail on one rank alone, such as the text of one machine: the others can then be told.
     world = shardrt.init()
     if world.is_newcomer:  # in the place of a lost rank: the others are past this, and wait in `Run`
@@ -479,10 +443,12 @@ def main() -> None:
     else:
         corpus = agreed(world, lambda: read_checked(options, world.size))
         check_alike(options, corpus, world)
+    check_survival(options, world)
     training = Training(options, corpus)
     training.train()
     assert training.trainer is not None, "it has trained"
-    sample = write_sample(training.trainer.model, options.prompt, options.sample_bytes, options.seed)
+    logits, device = training.trainer.batches.logits, shardrt.comm.world().device
+    sample = write_sample(logits, options.context, device, options.prompt, options.sample_bytes, options.seed)
     if shardrt.comm.world().rank == 0:
         (options.out / "sample.txt").write_text(sample, encoding="utf-8")
         plot_losses(options.out / "log.jsonl", options.out / "loss.png")

@@ -27,7 +27,8 @@ import common.checkout  # noqa: F401  # before shardrt
 import shardrt
 from common.options import agreed
 from common.text import Corpus
-from train import Options, Trainer, check_alike, parse_options, read_checked
+from common.training_options import Options, parse_options
+from train import Trainer, check_alike, read_checked
 
 SMALLEST = 1 << 12  # elements of a parameter that is quantised: the default leaves most of so small a model whole
 CODES = torch.int8
@@ -110,7 +111,7 @@ def plot(curves: dict[str, Curve], picture: Path) -> None:
 
 
 def main() -> None:
-    options = replace(parse_options(), check_every=0, resume="never")
+    options = replace(parse_options(__doc__), check_every=0, resume="never")
     world = shardrt.init()
     corpus = agreed(world, lambda: read_checked(options, world.size))
     check_alike(options, corpus, world)

@@ -3,7 +3,8 @@
 Each has `blocks`, an nn.ModuleList whose members are sharded one by one, then the model itself. The
 weights depend on the seed only, so every rank builds the same model.
 
-Legend: B sequences, T tokens each, C channels, H heads, D = C / H channels per head, V = 256 bytes.
+Legend: B sequences, T tokens each, C channels, H heads, D = C / H channels per head, V = 256 bytes; E experts of a layer, of
+which each token goes through K.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class GPTConfig:
     channels: int = 128
     context: int = 128  # the maximum sequence length
     tied: bool = True  # the head and the embedding share their weight
+    experts: int = 0  # of each block, in the place of its MLP; 0: an MLP
+    top_k: int = 2  # of them that a token goes through
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "channels", "context"):
@@ -37,6 +40,8 @@ class GPTConfig:
                 f"channels={self.channels} does not divide into heads={self.heads}: "
                 f"use a multiple, such as {self.heads * max(1, round(self.channels / self.heads))}"
             )
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k={self.top_k}: expected 1 to {self.experts}, the experts of a layer")
 
 
 class Attention(nn.Module):
@@ -59,20 +64,67 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
+class MLPExperts(nn.Module):
+    """E MLPs without biases, of which rows go through those that they chose: what `shardrt.parallel.ExpertParallel` takes."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(config.experts, 4 * config.channels, config.channels))
+        self.down = nn.Parameter(torch.empty(config.experts, config.channels, 4 * config.channels))
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden: (rows, C).   chosen, weights: (rows, K). Sums have a fixed order, for the same bits each time."""
+        rows, top_k = chosen.shape
+        order = chosen.flatten().argsort(stable=True)  # by expert
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.up)).tolist()
+        copies = hidden[:, None].expand(rows, top_k, -1).flatten(0, 1)[order].split(counts)
+        made = [F.linear(F.gelu(F.linear(x, up)), down) for x, up, down in zip(copies, self.up, self.down, strict=True)]
+        restored = torch.cat(made)[order.argsort()].unflatten(0, (rows, top_k))
+        return (restored * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+class Mixture(nn.Module):
+    """A mixture of experts: a router, and the experts among which it chooses for each token.
+
+    `bias` is added to the scores that choose, not to the weights: it keeps loads even without a loss of its own, see
+    `shardrt.parallel.update_expert_bias`.
+    """
+
+    bias: torch.Tensor  # (E,), the same on all ranks
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.router = nn.Linear(config.channels, config.experts, bias=False)
+        self.experts = MLPExperts(config)
+        self.register_buffer("bias", torch.zeros(config.experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)  # (B * T, C)
+        logits = self.router(rows)
+        scores = logits.softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # (B * T, E)
+        chosen = (scores + self.bias).topk(self.top_k).indices
+        weights = scores.gather(-1, chosen)
+        return self.experts(rows, chosen, weights / weights.sum(-1, keepdim=True)).view_as(x)
+
+
 class Block(nn.Module):
-    """A pre-norm transformer block: attention, then an MLP, each with a residual connection."""
+    """A pre-norm transformer block: attention, then an MLP or a mixture of experts, each with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.channels, bias=False)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.channels, bias=False)
-        self.up = nn.Linear(config.channels, 4 * config.channels, bias=False)
-        self.down = nn.Linear(4 * config.channels, config.channels, bias=False)
+        self.mixture = Mixture(config) if config.experts else None
+        if self.mixture is None:
+            self.up = nn.Linear(config.channels, 4 * config.channels, bias=False)
+            self.down = nn.Linear(4 * config.channels, config.channels, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        y = self.mlp_norm(x)
+        return x + (self.down(F.gelu(self.up(y))) if self.mixture is None else self.mixture(y))
 
 
 class GPT(nn.Module):
@@ -178,10 +230,10 @@ def initialize(model: nn.Module, seed: int) -> None:
         if parameter.dim() == 1:
             parameter.fill_(1.0 if "norm" in name else 0.0)
             continue
-        std = parameter.shape[1] ** -0.5
+        std = parameter.shape[-1] ** -0.5
         if name in ("tokens.weight", "positions.weight"):
             std = 0.1
-        elif name.endswith(("attention.out.weight", "down.weight", "linear.weight")):
+        elif name.endswith(("attention.out.weight", "down.weight", "experts.down", "linear.weight")):
             std /= branches**0.5
         parameter.normal_(0.0, std, generator=generator)
 

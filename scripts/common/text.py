@@ -10,13 +10,11 @@ import hashlib
 import os
 import random
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-import shardrt
-from common.models import GPT
 
 VALIDATION_PART = 10  # the last tenth is the validation set
 TEMPERATURE = 0.8  # of sampling: below 1, likely bytes become likelier
@@ -97,23 +95,21 @@ def rank_rows(size: int, rank: int, ranks: int, micro_batches: int) -> list[rang
     return [range(first + i * rows, first + (i + 1) * rows) for i in range(micro_batches)]
 
 
-@torch.no_grad()
-def write_sample(model: GPT, prompt: str, length: int, seed: int) -> str:
-    """Return `prompt` continued by `length` bytes that the model predicts.
+def write_sample(
+    logits: Callable[[torch.Tensor], torch.Tensor], context: int, device: torch.device, prompt: str, length: int, seed: int
+) -> str:
+    """Return `prompt` continued by `length` bytes that a model predicts.
 
+    logits: from bytes (1, T) on `device`, at most `context` of them, to those of each next byte (1, T, V).
     prompt: from the command line; bytes of it that are no text are kept as they are.
     Collective: a sharded model's forward runs on all ranks. Every rank draws from the same generator
     and runs the same number of iterations.
-    Cost: one forward per byte over at most `model.context` bytes; keys and values are not cached.
+    Cost: one forward per byte over at most `context` bytes; keys and values are not cached.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens, device = list(os.fsencode(prompt)), next(model.parameters()).device
+    tokens = list(os.fsencode(prompt))
     for _ in range(length):
-        window = torch.tensor([tokens[-model.context :]], device=device)
-        logits = model(window)
-        if isinstance(logits, shardrt.DTensor):  # in parts of the vocabulary
-            logits = logits.full_tensor()
-        logits = logits[0, -1].double().cpu()  # (V,)
-        probabilities = torch.softmax(logits / TEMPERATURE, dim=0)
+        found = logits(torch.tensor([tokens[-context:]], device=device))[0, -1].double().cpu()  # (V,)
+        probabilities = torch.softmax(found / TEMPERATURE, dim=0)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return bytes(tokens).decode(errors="replace")

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,10 +17,13 @@ import pytest
 import torch
 
 import shardrt
+from common.experts import RATE, divide_experts, even_out
+from common.models import BYTES, GPT, GPTConfig, Mixture, MLPExperts
 from common.text import Corpus, find_files
-from ranks import run_script
+from common.training_options import Options
+from ranks import on_ranks, run_script
 from shardrt import World
-from train import Options, check_alike, read_checked, recorded
+from train import check_alike, check_survival, read_checked, recorded
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 STEPS = 20
@@ -28,6 +32,8 @@ SMALL = (
     "--eval-every 10 --eval-batches 1 --sample-bytes 20"
 )
 FLOAT64 = "--dtype float64 --steps 10"
+FEW = "--dtype float64 --steps 5 --warmup 2"
+MIXTURE = "--untied --experts 4"
 
 # Each rank writes to its own file, so that the launcher cannot mix their output.
 LAUNCH = """
@@ -39,6 +45,8 @@ os.dup2(output, 2)
 sys.argv = [flag.replace("RANK", rank) for flag in {command}]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
+with open(f"{folder}/modules.{{rank}}", "w") as file:
+    print(*sys.modules, sep="\\n", file=file)
 """
 
 
@@ -138,6 +146,53 @@ def test_ranks_with_parts_of_a_sequence_have_the_loss_curve_of_one(
     assert (done.out / "sample.txt").read_text() == (alone_float64.out / "sample.txt").read_text()
 
 
+@pytest.fixture(scope="module")
+def alone_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """The run of a few steps of a model on one rank, by its flags."""
+    return cache(lambda model: train(tmp_path_factory.mktemp("alone"), 1, f"{FEW} {model}"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "split"),
+    [
+        (4, MIXTURE, "--cp 2 --ep 2 --pp 2"),
+        pytest.param(2, MIXTURE, "--ep 2 --micro-batches 3", marks=pytest.mark.all),
+        pytest.param(4, MIXTURE, "--cp 2 --ep 2", marks=pytest.mark.all),
+        pytest.param(2, "--untied", "--pp 2", marks=pytest.mark.all),
+        pytest.param(4, "--untied", "--pp 2 --tp 2 --micro-batches 3", marks=pytest.mark.all),
+        pytest.param(3, "--untied --layers 4", "--pp 3 --micro-batches 4 --check-every 2", marks=pytest.mark.all),
+    ],
+)
+def test_ranks_with_experts_or_stages_have_the_loss_curve_of_one(
+    alone_with: Callable[[str], Run], tmp_path: Path, ranks: int, model: str, split: str
+) -> None:
+    expected, done = alone_with(model), train(tmp_path, ranks, f"{FEW} {model} {split}")
+    assert done.curve() == pytest.approx(expected.curve(), rel=0, abs=1e-12)
+    assert done.curve("grad_norm") == pytest.approx(expected.curve("grad_norm"), rel=1e-10)
+    assert done.log()[-1]["validation_loss"] == pytest.approx(expected.log()[-1]["validation_loss"], rel=0, abs=1e-12)
+    assert (done.out / "sample.txt").read_text() == (expected.out / "sample.txt").read_text()
+    assert not any(done.output[1:]), "only rank 0 may print"
+    assert "torch.distributed.pipelining" not in (expected.out.parent / "modules.0").read_text().split()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "split", "tolerance"),
+    [(2, "--ep 2", 1e-12), pytest.param(4, "--pp 2 --ep 2", 0.0, marks=pytest.mark.all)],
+)
+def test_stages_and_experts_go_on_as_they_were_or_divided_otherwise(
+    tmp_path: Path, ranks: int, split: str, tolerance: float
+) -> None:
+    """From step 3 of 5, which two stages of two ranks have saved."""
+    flags = f"{FEW} {MIXTURE} --resume auto --save-every 3"
+    whole = train(tmp_path, 4, f"{flags} --pp 2 --ep 2")
+    log = whole.log()
+    shutil.rmtree(whole.out / "checkpoints" / "step-00000005")
+    done = train(tmp_path, ranks, f"{flags} {split}")
+    for name in ("loss", "grad_norm"):
+        assert done.curve(name) == pytest.approx([line[name] for line in log[1:]], rel=0, abs=tolerance)
+    assert done.log()[-1]["validation_loss"] == pytest.approx(log[-1]["validation_loss"], rel=0, abs=tolerance)
+
+
 @pytest.mark.all
 def test_tensor_parallel_ranks_in_float32(alone: Run, tmp_path: Path) -> None:
     done = train(tmp_path, 4, "--tp 2 --micro-batches 2")
@@ -193,11 +248,12 @@ def test_data_that_one_rank_lacks_ends_every_rank_with_the_message(tmp_path: Pat
 
 
 OPTIONS = Options(
-    data=[], max_bytes=1 << 20, layers=2, heads=2, channels=32, context=32, untied=False, tp=1, cp=1, steps=1, batch=12,
-    micro_batches=1, lr=1e-3, warmup=1, weight_decay=0.0, clip=1.0, dtype="float32", eval_every=1, eval_batches=1,
-    check_every=0, peak_tflops=0.0, tensorboard=False, timeline=False, prompt="def", sample_bytes=1, seed=0,
+    data=[], max_bytes=1 << 20, layers=2, heads=2, channels=32, context=32, untied=False, experts=0, top_k=2, tp=1, cp=1, ep=1,
+    pp=1, steps=1, batch=12, micro_batches=1, lr=1e-3, warmup=1, weight_decay=0.0, clip=1.0, dtype="float32", eval_every=1,
+    eval_batches=1, check_every=0, peak_tflops=0.0, tensorboard=False, timeline=False, prompt="def", sample_bytes=1, seed=0,
     resume="never", save_every=1, keep=1, out=Path("runs"),
 )  # fmt: skip
+STAGES = {"pp": 2, "untied": True, "micro_batches": 2}
 
 
 @pytest.mark.parametrize(
@@ -208,6 +264,25 @@ OPTIONS = Options(
         ({"cp": 3}, 3, "--context 32 does not divide by 2 x --cp 3"),
         ({"tp": 2, "heads": 3, "channels": 96}, 2, "--heads 3 does not divide by --tp 2"),
         ({"tp": 2, "batch": 7, "micro_batches": 2}, 4, r"--batch 7 .*2 groups of ranks x 2 micro-batches: use a multiple of 4"),
+        ({"tp": 2, "pp": 2, "untied": True}, 6, "--tp 2 and --pp 2: the product does not divide the 6 ranks"),
+        ({"pp": 2}, 2, "--pp 2: the first stage has the embedding, .* pass --untied"),
+        ({"pp": 3, "untied": True, "micro_batches": 3}, 3, "--pp 3 with --layers 2: each stage has at least one"),
+        (STAGES | {"micro_batches": 1}, 2, "--pp 2 with --micro-batches 1: use at least as many as stages"),
+        (
+            {"pp": 2, "untied": True, "micro_batches": 2, "tp": 4, "cp": 2, "heads": 4, "context": 36},
+            16,
+            "18 bytes, .* by --tp",
+        ),
+        ({"ep": 2}, 2, "--ep 2 divides experts, and there are none: give --experts"),
+        ({"experts": 3, "ep": 2}, 2, "--experts 3 does not divide by --ep 2"),
+        ({"experts": 6, "ep": 3}, 4, "--ep 3 does not divide the 4 ranks"),
+        (
+            {"experts": 4, "ep": 4, "pp": 2, "untied": True, "micro_batches": 2},
+            4,
+            "--ep 4 does not divide the 2 ranks of a stage",
+        ),
+        ({"experts": 4, "tp": 2}, 2, "--experts 4 with --tp 2"),
+        ({"experts": 4, "top_k": 5}, 1, "top_k=5: expected 1 to 4"),
         ({"prompt": ""}, 1, "--prompt is empty"),
         ({"out": TRAIN}, 1, "--out .*train.py is not a folder"),
     ],
@@ -271,6 +346,76 @@ def test_options_that_differ_between_ranks(
     with nullcontext() if message is None else pytest.raises(SystemExit, match="2"):
         run_as(OPTIONS, corpora[0], lambda mine: [mine, *given])
     assert (message or "") in capfd.readouterr().err
+
+
+def test_stages_do_not_go_on_without_lost_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    world = cast(World, SimpleNamespace(settings=SimpleNamespace(survive=True)))
+    check_survival(OPTIONS, world)
+    with pytest.raises(SystemExit, match="2"):
+        check_survival(replace(OPTIONS, pp=2), world)
+    assert "--pp 2 under shardrt.launch --survive" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_stages_are_the_whole_model_in_parts(count: int) -> None:
+    from common.stages import GPTStage  # it imports torch.distributed
+
+    whole = GPT(GPTConfig(5, 2, 8, 6, tied=False)).double()
+    names, sizes = list(whole.state_dict()), list[int]()
+    tokens = torch.arange(12).view(2, 6)
+    expected, positions, x, found = whole(tokens), torch.arange(6).expand(2, 6), tokens, list[str]()
+    for index in range(count):
+        stage = GPTStage(whole, index, count)
+        x = stage(x, positions)
+        found += stage.state_dict()
+        sizes.append(len(stage.blocks))
+    assert found == names
+    assert max(sizes) - min(sizes) <= 1
+    torch.testing.assert_close(x, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_experts_are_a_sum_over_what_each_token_chose(top_k: int) -> None:
+    """One after the other, and gradients; nobody chooses the last expert."""
+    torch.manual_seed(0)
+    experts = MLPExperts(GPTConfig(1, 1, 6, 8, experts=4, top_k=top_k)).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden, weights = torch.randn(7, 6, dtype=torch.float64, requires_grad=True), torch.rand(7, top_k, dtype=torch.float64)
+    chosen = torch.stack([torch.randperm(3)[:top_k] for _ in range(7)])
+    rows = []
+    for row, own, weight in zip(hidden, chosen.tolist(), weights, strict=True):
+        terms = [
+            w * (experts.down[e] @ torch.nn.functional.gelu(experts.up[e] @ row)) for e, w in zip(own, weight, strict=True)
+        ]
+        rows.append(torch.stack(terms).sum(0))
+    expected, found = torch.stack(rows), experts(hidden, chosen, weights)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    given = (hidden, *experts.parameters())
+    grads = [torch.autograd.grad(made.square().sum(), given, allow_unused=True) for made in (found, expected)]
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
+def test_biases_follow_the_loads_of_all_ranks(world: World) -> None:
+    config = GPTConfig(layers=2, heads=2, channels=8, context=9, experts=4)
+    tokens = torch.randint(BYTES, (world.size, 9), generator=torch.Generator().manual_seed(1))
+    whole, chosen = GPT(config).double(), list[torch.Tensor]()
+    for module in whole.modules():
+        if isinstance(module, MLPExperts):
+            module.register_forward_pre_hook(lambda _, given: chosen.append(given[1]))
+    whole(tokens)
+    model = GPT(config).double()
+    divide_experts(model, world.mesh, 2)
+    model(tokens[world.rank : world.rank + 1])
+    even_out(model, world.mesh)
+    mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
+    assert len(mixtures) == 2
+    for mixture, choices in zip(mixtures, chosen, strict=True):
+        loads = torch.bincount(choices.flatten(), minlength=4).double()
+        assert loads.max() > loads.min(), "else there is nothing to even out"
+        torch.testing.assert_close(mixture.bias, RATE * (loads.mean() - loads).sign(), rtol=0, atol=0)
 
 
 def test_what_is_read_as_text(tmp_path: Path) -> None:
