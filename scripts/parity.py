@@ -124,6 +124,7 @@ ROWS = [
     Row("C4", "loss_parallel", "backward inside", "backward anywhere", "vocabulary::the_context_of_loss_parallel"),
     Row("C4", "a transformer trains as on one process", "yes", "yes", "parallel_styles::a_transformer_trains_as_on_one_process"),
     Row("C4", "the training script, 1-D and 2-D", "", "yes", "train_script::ranks_with_parts_of_a_sequence_have_the_loss_curve_of_one"),
+    Row("C4", "the training script: experts and pipeline stages, with context parallelism", "", "yes", "train_script::ranks_with_experts_or_stages_have_the_loss_curve_of_one"),
     Row("C4", "expert parallelism under fully_shard, exact; uneven loads", "torchtitan", "yes", "expert_parallel::training_on_any_mesh"),
     Row("C4", "ranks and experts without tokens", "not tried", "yes", "expert_parallel::ranks_and_experts_without_rows"),
     Row("C4", "expert parallelism of transformers' models by a plan", "transformers' own", "yes", "expert_models::a_model_trains_as_on_one_process"),
@@ -182,6 +183,8 @@ ROWS = [
     Row("-", "DDP and its hooks, FSDP2, DTensor, functional collectives, DCP on it", "yes", "by the bridge", "torch_distributed::training_is_gloos"),
     Row("-", "torch's pipelines: GPipe, 1F1B, interleaved, zero-bubble", "yes", "by the bridge", "torch_distributed::pipelines_are_gloos"),
     Row("-", "sharded stages in torch's pipelines, reduced once in a step", "yes", "but zero-bubble with the interleaved bubble", "pipelining::sharded_stages_train_as_one_process"),
+    Row("-", "one norm of the gradients of all pipeline stages, the same to the bit on every rank", "torchtitan", "yes", "pipelining::gradients_are_clipped_by_the_norm_of_all_stages"),
+    Row("-", "checkpoints of another number of pipeline stages", "DCP", "yes", "train_script::stages_and_experts_go_on_as_they_were_or_divided_otherwise"),
     Row("-", "a script for FSDP2, changed in 11 lines", "", "yes", "examples::from_fsdp2_trains_as_the_original"),
 ]  # fmt: skip
 

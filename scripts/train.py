@@ -6,7 +6,7 @@
     mpirun -n 4 python scripts/train.py --cp 2 --context 512     # each sequence in two parts; parameters on all four ranks
     mpirun -n 4 python scripts/train.py --experts 8 --ep 2       # a mixture of experts, half of each layer's on each rank
     mpirun -n 4 python scripts/train.py --pp 2 --untied          # two pipeline stages, each sharded over two ranks
-    mpirun -n 8 python scripts/train.py --cp 2 --ep 2 --pp 2 --experts 8 --untied --batch 16
+    mpirun -n 8 python scripts/train.py --cp 2 --ep 2 --pp 2 --experts 8 --untied
     python -m shardrt.launch --restarts 5 -n 4 scripts/train.py --resume auto --out runs/a      # goes on after whatever ends it
     python -m shardrt.launch --survive -n 4 scripts/train.py --resume auto --out runs/a         # also without lost ranks
 
@@ -23,8 +23,10 @@ The global batch does not depend on the number of ranks, so neither does the los
 With --tp N, groups of N neighbouring ranks have the parts of each matrix and, between the matrices,
 of each sequence; they read the same rows. Parameters are sharded over the groups.
 With --cp N, groups of N ranks read the same rows as well, and each rank has its part of every sequence, in attention too.
-With --ep N, groups of N neighbouring ranks, of those that --cp and the data have, have the experts of each layer between them.
-With --pp N, the ranks are in N runs, and each run has some of the blocks, one after the other: a stage of the pipeline.
+With --experts N, each block has a router and N experts in the place of its MLP. With --ep N, groups of N neighbouring ranks
+have these between them, and send each other the tokens that chose them; nothing else changes, each rank has its own rows.
+With --pp N, the first of N equal parts of the ranks has the first blocks, the next one those that follow: stages of a pipeline,
+through which --micro-batches go one after the other. They are saved under the names of the whole model, for any --pp.
 
 With --check-every N, the ranks compare what they must have alike, before the first step and after every N steps, and the run
 ends if they do not: the initial model, parameters that are not sharded, the optimizer's steps and learning rates.
@@ -35,7 +37,8 @@ With --resume auto, checkpoints are saved in OUT/checkpoints, and the script sta
 The lines of the log from there on are written anew.
 
 With it, under `shardrt.launch --survive`, it goes on within seconds when ranks are lost, from copies in memory, and under
-`--replace` also on as many ranks as before: --batch has to be divisible by the numbers of ranks that may be left.
+`--replace` also on as many ranks as before: --batch has to be divisible by the numbers of ranks that may be left. Stages of a
+pipeline do not go on so.
 """
 
 from __future__ import annotations
@@ -131,26 +134,25 @@ class Trainer:
         self.options, self.corpus, self.world = options, corpus, world
         shape = options.pp, world.size // options.readers, options.cp, options.tp
         self.mesh = shardrt.DeviceMesh(world.comm, shape, ("pp", "dp", "cp", "tp"))
-        self.sharing = self.mesh["dp", "cp"].flatten()  # the ranks that have a parameter between them, each with its own tokens
+        self.sharing = self.mesh["dp", "cp"].flatten()  # the ranks that share a parameter, each with tokens of its own
         whole = GPT(options.model, options.seed).to(world.device)
         if options.dtype == "float64":
             whole.double()  # the same numbers: they are drawn in float32
         if options.check_every > 0:
             shardrt.check_replicas(whole)  # as long as each rank has all of it
-        self.model, self.batches = self.divided(whole, quantization)
+        self.model = self.divided(whole, quantization)
+        self.micro_batches = self.scheduled()
         parameters = self.model.parameters()
         decay = options.weight_decay
         self.optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=decay, fused=True)
 
-    def divided(self, whole: GPT, quantization: shardrt.QuantizationPolicy | None) -> tuple[nn.Module, MicroBatches | Pipeline]:
-        """What this rank has of the model, sharded, and what runs its micro-batches."""
+    def divided(self, model: nn.Module, quantization: shardrt.QuantizationPolicy | None) -> nn.Module:
+        """What this rank has of the model: a stage of it, parts of that, and shards of these."""
         options, mesh = self.options, self.mesh
-        if options.pp == 1:
-            model: nn.Module = whole
-        else:
-            from common import stages  # which imports torch.distributed
+        if options.pp > 1:
+            from common.stages import GPTStage  # imports torch.distributed, which nothing else here needs
 
-            model = stages.GPTStage(whole, mesh["pp"].rank, options.pp)
+            model = GPTStage(model, mesh["pp"].rank, options.pp)
         if options.tp > 1:
             plan = gpt_plan(shardrt.parallel, shardrt)
             own = {name: style for name, style in plan.items() if getattr(model, name.split(".")[0]) is not None}
@@ -164,15 +166,25 @@ class Trainer:
             for experts in experts_of(model):
                 fully_shard(experts, mesh=same_experts)
         shard(model, partial(fully_shard, mesh=self.sharing))
-        assert isinstance(model, shardrt.FSDPModule)
+        return model
+
+    def scheduled(self) -> MicroBatches | Pipeline:
+        """What runs this rank's micro-batches through the model."""
+        options, count = self.options, self.options.micro_batches
         if options.pp == 1:
-            return model, MicroBatches(model, options.micro_batches)
-        return model, stages.Pipeline(model, mesh["pp"], loss_of, options.micro_batches, self.shapes())
+            return MicroBatches(self.model, count)
+        from common.stages import Pipeline
+
+        rows, part = options.batch // (int(self.mesh["dp"].size) * count), options.context // options.cp
+        tokens = torch.empty(rows, part, dtype=torch.int64, device="meta")
+        shape, dtype = (rows, part // options.tp, options.channels), getattr(torch, options.dtype)
+        activations = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        return Pipeline(self.model, self.mesh["pp"], loss_of, count, (tokens, activations))
 
     def step(self, step: int) -> Step:
         """One optimizer step on global batch `step`."""
         with self.sequences():
-            loss = self.batches.step(*self.batch(self.corpus.train, step))
+            loss = self.micro_batches.step(*self.batch(self.corpus.train, step))
         stages = self.mesh["pp"] if self.options.pp > 1 else None
         norm = shardrt.clip_grad_norm_(self.model.parameters(), self.options.clip, pp_mesh=stages)
         lr = learning_rate(self.options, step)
@@ -199,7 +211,7 @@ class Trainer:
         losses = []
         for step in range(self.options.eval_batches):
             with self.sequences():
-                losses.append(self.batches.evaluate(*self.batch(self.corpus.validation, step)))
+                losses.append(self.micro_batches.evaluate(*self.batch(self.corpus.validation, step)))
         self.model.train()
         return self.world.mean(torch.stack(losses).mean()).item()
 
@@ -209,7 +221,7 @@ class Trainer:
         Tensor and context parallel ranks, and the stages of a pipeline, read the same rows.
         """
         options, dp = self.options, self.mesh["dp"]
-        (rows,) = rank_rows(options.batch, dp.rank, int(dp.size), 1)
+        rows = rank_rows(options.batch, dp.rank, int(dp.size))
         whole = *batch(text, options.seed, step, rows, options.batch, options.context), torch.arange(options.context)
         inputs, targets, positions = (each.to(self.world.device) for each in whole)
         if options.cp > 1:  # equal parts: the mean over the ranks is that over the tokens
@@ -222,20 +234,12 @@ class Trainer:
         options = self.options
         return nullcontext() if options.cp == 1 else context_parallel(self.mesh["cp"], seq_len=options.context)
 
-    def shapes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bytes and activations of a micro-batch of this rank, on the meta device."""
-        options = self.options
-        rows = options.batch // (int(self.mesh["dp"].size) * options.micro_batches)
-        part, dtype = options.context // options.cp, getattr(torch, options.dtype)
-        shape = rows, part // options.tp, options.channels
-        tokens = torch.empty(rows, part, dtype=torch.int64, device="meta")
-        return tokens, torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-
 
 class MicroBatches:
     """A rank's micro-batches, one after the other, through a model that the rank runs from end to end."""
 
-    def __init__(self, model: shardrt.FSDPModule, count: int) -> None:
+    def __init__(self, model: nn.Module, count: int) -> None:
+        assert isinstance(model, shardrt.FSDPModule)  # since fully_shard
         self.model, self.count = model, count
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -447,7 +451,7 @@ def main() -> None:
     training = Training(options, corpus)
     training.train()
     assert training.trainer is not None, "it has trained"
-    logits, device = training.trainer.batches.logits, shardrt.comm.world().device
+    logits, device = training.trainer.micro_batches.logits, shardrt.comm.world().device
     sample = write_sample(logits, options.context, device, options.prompt, options.sample_bytes, options.seed)
     if shardrt.comm.world().rank == 0:
         (options.out / "sample.txt").write_text(sample, encoding="utf-8")

@@ -30,8 +30,9 @@ class GPTStage(nn.Module):
     Everything has the name that it has in the GPT, so that checkpoints have the same names for any number of stages.
     """
 
-    def __init__(self, whole: GPT, index: int, count: int) -> None:
+    def __init__(self, whole: nn.Module, index: int, count: int) -> None:
         super().__init__()
+        assert isinstance(whole, GPT)
         is_first, is_last = index == 0, index == count - 1
         blocks = list(whole.blocks.named_children())
         start, stop = (len(blocks) * each // count for each in (index, index + 1))

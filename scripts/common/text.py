@@ -88,11 +88,10 @@ def batch(text: torch.Tensor, seed: int, step: int, rows: range, size: int, cont
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def rank_rows(size: int, rank: int, ranks: int, micro_batches: int) -> list[range]:
-    """The contiguous rows of rank `rank` in a global batch of `size` rows: one range per micro-batch."""
-    rows = size // (ranks * micro_batches)
-    first = rank * rows * micro_batches
-    return [range(first + i * rows, first + (i + 1) * rows) for i in range(micro_batches)]
+def rank_rows(size: int, rank: int, ranks: int) -> range:
+    """The contiguous rows of rank `rank` in a global batch of `size` rows, which the ranks divide."""
+    rows = size // ranks
+    return range(rank * rows, (rank + 1) * rows)
 
 
 def write_sample(
