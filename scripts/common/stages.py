@@ -66,7 +66,7 @@ class Pipeline:
     """
 
     def __init__(self, stage: nn.Module, mesh: DeviceMesh, loss: Loss, count: int, shapes: tuple[Tensor, Tensor]) -> None:
-        if not dist.is_initialized():
+        if not dist.is_initialized():  # by another pipeline of this process
             torch_distributed.init_process_group()
         self.stage, self.mesh, self.last = stage, mesh, int(mesh.size) - 1
         self.comm = mesh.communicator("stages")
