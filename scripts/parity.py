@@ -182,7 +182,7 @@ ROWS = [
     Row("-", "a process group of torch.distributed: every collective, messages, groups", "yes", "by a bridge, on shardrt's communicators", "torch_distributed::calls_are_gloos"),
     Row("-", "DDP and its hooks, FSDP2, DTensor, functional collectives, DCP on it", "yes", "by the bridge", "torch_distributed::training_is_gloos"),
     Row("-", "torch's pipelines: GPipe, 1F1B, interleaved, zero-bubble", "yes", "by the bridge", "torch_distributed::pipelines_are_gloos"),
-    Row("-", "sharded stages in torch's pipelines, reduced once in a step", "yes", "but zero-bubble with the interleaved bubble", "pipelining::sharded_stages_train_as_one_process"),
+    Row("-", "sharded stages in torch's pipelines, reduced once in a step", "yes", "but zero-bubble without its gain", "pipelining::sharded_stages_train_as_one_process"),
     Row("-", "one norm of the gradients of all pipeline stages, the same to the bit on every rank", "torchtitan", "yes", "pipelining::gradients_are_clipped_by_the_norm_of_all_stages"),
     Row("-", "checkpoints of another number of pipeline stages", "DCP", "yes", "train_script::stages_and_experts_go_on_as_they_were_or_divided_otherwise"),
     Row("-", "a script for FSDP2, changed in 11 lines", "", "yes", "examples::from_fsdp2_trains_as_the_original"),

@@ -25,7 +25,7 @@ class PipelineStage(pipelining.PipelineStage):
     keep_parameters: leave parameters gathered from the first forward of a step until its last backward, as torch does with
     FSDP2's modules: one gather in a step. False: free them after each forward and backward, and gather them again.
     Schedules that compute gradients of inputs and of weights apart (zero-bubble, DualPipeV) run, but get both with those of
-    inputs, since a sharded module's backward is one: the bubble is that of interleaved 1F1B.
+    inputs, since a sharded module's backward is one: the bubble is no smaller than that of interleaved 1F1B.
     Raises: ValueError for a module that is not sharded.
     """
 

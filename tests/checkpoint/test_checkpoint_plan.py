@@ -287,25 +287,32 @@ def test_metadata_is_made_once_for_equal_states(world: World) -> None:
 
 
 @on_ranks(2, 4)
-def test_copies_on_meshes_apart_are_compared(world: World) -> None:
-    """Replicas may differ by rounding; parts of a model with the names of others would be lost. Halves of the ranks."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.float8_e4m3fn])
+def test_copies_on_meshes_apart_are_compared(world: World, dtype: torch.dtype) -> None:
+    """Replicas may differ by rounding; parts of a model with the names of others would be lost. Halves of the ranks.
+
+    The halves cut by other rows, the last rank's local tensor is conjugated where it is complex, some have no elements.
+    """
     half = world.size // 2
-    mesh, upper = world.mesh.unflatten((2, half), ("pp", "dp"))["dp"], world.rank >= half
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        full = (torch.arange(1.0, 41.0).view(8, 5) * 3).to(dtype)
-        spec = Spec.of(mesh, [Shard(0)], full.shape)
+    mesh, upper, last = world.mesh.unflatten((2, half), ("pp", "dp"))["dp"], world.rank >= half, world.rank == world.size - 1
+    full = torch.arange(1.0, 41.0).view(8, 5) * 3
+    counts = (8, *[0] * (half - 1)) if upper else (*[1] * (half - 1), 9 - half)
 
-        def save(own: torch.Tensor, spec: Spec = spec) -> None:
-            found = [entry("same", DTensor(torch.zeros(spec.local_shard(own).shape), spec)), entry("plain", torch.ones(3))]
-            make_plan([*found, entry("stage.weight", DTensor(spec.local_shard(own), spec))], world.comm)
+    def save(own: torch.Tensor) -> None:
+        spec = Spec.of(mesh, [RaggedShard(0, counts)], own.shape)
+        local = spec.local_shard(own).to(dtype)
+        local = local.conj() if last and local.is_complex() else local
+        found = [entry("same", DTensor(torch.zeros(local.shape), spec)), entry("plain", torch.ones(3))]
+        found.append(entry("number", DTensor(full.mean().to(dtype), Spec.of(mesh, [Replicate()], torch.Size()))))
+        make_plan([*found, entry("stage.weight", DTensor(local, spec))], world.comm)
 
-        save(full)
-        save(full + upper * full // 100)
-        message = rf"'stage.weight': ranks 0 and {half} have different tensors of this name, on different meshes"
+    save(full)
+    save(full + upper * full / 100)
+    save(torch.where(torch.arange(5) == 0, torch.nan if dtype.is_floating_point else 0, full))
+    message = rf"'stage.weight': ranks . and [{half}-{world.size - 1}] have different tensors of this name, on different meshes"
+    for other in (full.flip(0) if upper else full, full * upper + full.mean() * (full == 3) * ~upper):
         with pytest.raises(CheckpointError, match=message):
-            save(full.flip(0) if upper else full)
-        with pytest.raises(CheckpointError, match=message):
-            save(full * upper)
+            save(other)
 
 
 @on_ranks(2, 3)

@@ -156,8 +156,10 @@ def test_checkpoints_of_stages_with_the_same_names(world: World) -> None:
     torch.manual_seed(mesh["pp"].rank)
     stage = shardrt.fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)), mesh=mesh["dp"])
     with shared_folder(world) as folder:
-        with pytest.raises(checkpoint.CheckpointError, match=r"'model.0.weight', and 3 more: .* different names"):
+        with pytest.raises(checkpoint.CheckpointError, match=r"'model.0.bias', and 3 more: .* different names"):
             checkpoint.save({"model": stage}, folder)
+        with pytest.raises(checkpoint.CheckpointError, match=r"'0.bias', and 3 more: .* different names"):
+            checkpoint.save_safetensors(stage, folder)
         assert not list(folder.iterdir())
         checkpoint.save({f"stage{mesh['pp'].rank}": stage}, folder)
 

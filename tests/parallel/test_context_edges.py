@@ -336,15 +336,16 @@ class Plain(nn.Module):
         return attend(x @ self.weight)
 
 
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @on_ranks(2)
-def test_compiled_models(world: World, backend: str) -> None:
+def test_compiled_models(world: World, backend: str, method: Any) -> None:
     mesh, x = cp_mesh(world), whole_input(world)
     whole, model = Plain().to(world.device), Plain().to(world.device)
     expected = whole(x)
     expected.square().sum().backward()
     part = context_parallel_shard(mesh, [x], [2])[0]
-    with context_parallel(mesh, seq_len=9):
+    with context_parallel(mesh, seq_len=9, method=method):
         out = torch.compile(model, backend=backend)(part)
         out.square().sum().backward()
     torch.testing.assert_close(context_parallel_unshard(mesh, [out], [2])[0], expected, rtol=1e-12, atol=1e-12)

@@ -52,6 +52,23 @@ def mask_of(tokens: int, block: int = 128) -> BlockMask:
     return create_block_mask(window, 2, HEADS, tokens, tokens, device="cpu", BLOCK_SIZE=block)
 
 
+def blocks_alone(tokens: int) -> BlockMask:
+    """Blocks of 6 tokens, the first of which attend to each other alone."""
+    number = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    return BlockMask.from_kv_blocks(number, torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32), BLOCK_SIZE=tokens // 2)
+
+
+def mask_that_fails(tokens: int, *, fails: bool) -> BlockMask:
+    mask = create_block_mask(window, 2, HEADS, tokens, tokens, device="cpu")
+    if fails:
+
+        def fail(*index: Index) -> torch.Tensor:
+            raise IndexError("of the caller")
+
+        mask.mask_mod = fail
+    return mask
+
+
 def inputs(tokens: int, heads: int = HEADS, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     torch.manual_seed(tokens)
     return [torch.randn(2, count, tokens, WIDTH, dtype=dtype) for count in (HEADS, heads, heads)]
@@ -114,6 +131,9 @@ def test_what_is_refused(world: World) -> None:
         ("method='ring', no document_ids: expected method='all_gather'", NotImplementedError, parts, {"method": "ring"}),
         ("document_ids: expected", NotImplementedError, parts, {"documents": torch.zeros(tokens, dtype=torch.int64)}),
         (r"block_mask of \(2, 4, 6, 6\): expected \(.., .., 12, 12\)", ValueError, (*parts, None, mask_of(6)), {}),
+        ("expected one with a mask_mod", NotImplementedError, (*parts, None, blocks_alone(tokens)), {}),
+        ("of the caller", Exception, (*parts, None, mask_that_fails(tokens, fails=last)), {}),
+        ("expected the same on every rank", ValueError, [*parts[:2], parts[2].clone().requires_grad_(last)], {}),
         ("expected this rank's", ValueError, [part[:, :, :1] for part in parts], {}),
         ("expected the same on every rank", ValueError, (*parts, slopes if last else None), {}),
         ("2 tokens on . ranks: expected some on each rank", ValueError, parts, {"seq_len": 2}),

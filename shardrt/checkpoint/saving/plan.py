@@ -37,7 +37,7 @@ from ..geometry import TensorPart, parts
 from ..state.entries import Entry
 from .assignment import Agreed, Assigned, assign, order_names
 from .chunks import Boxes
-from .copies_alike import check_copies, names_on_several_meshes
+from .copies_alike import check_copies
 from .descriptions import Described, Description, describe, digest_of, fingerprint
 from .equal_values import check_values
 
@@ -86,9 +86,7 @@ def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
         description = describe(entries, comm.rank)
     objects = {each.name: each.value for each in entries if isinstance(each.value, bytes)}
     plan = agree(description, objects, comm)
-    if several := names_on_several_meshes(plan.kinds):
-        tensors = {each.name: each.value for each in entries if isinstance(each.value, torch.Tensor)}
-        check_copies(several, description, tensors, comm)
+    check_copies(plan.kinds, {each.name: each.value for each in entries if isinstance(each.value, torch.Tensor)}, comm)
     return _plan(entries, _newest.names(plan, comm.rank), plan, comm.rank)
 
 

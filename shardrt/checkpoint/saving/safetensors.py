@@ -44,6 +44,7 @@ from ..geometry import TensorPart, byte_runs, memory_of, parts, pieces
 from ..state.entries import Entry
 from ..state.models import named_tensors
 from .assignment import assign
+from .copies_alike import check_copies
 from .descriptions import Described, describe
 from .plan import agree
 from .save import AsyncSave, begin, finish
@@ -178,7 +179,9 @@ def _prepare(
         tensors = _tensors(model)
         described = describe([Entry(name, tensor, (name,)) for name, tensor in tensors.items()], comm.rank)
     # Each name is stored, even if two are the same memory: these files have no way to say so.
-    assigned = list(assign(agree(tuple(each._replace(tied=None) for each in described), {}, comm)))
+    everyones = agree(tuple(each._replace(tied=None) for each in described), {}, comm)
+    check_copies(everyones.kinds, tensors, comm)
+    assigned = list(assign(everyones))
     with agreed(comm):
         infos = {each.entry.name: _stored_info(each.entry, dtype) for each in assigned}
         layout = lay_out(infos, split_into_files(infos, nbytes), texts, beside / target.name)

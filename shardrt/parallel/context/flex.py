@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
-from ...torch_internals import left_mode
+from ...torch_internals import left_mode, visible_to_compiler
 from ..axis import owned
 from .agreement import agreed
 from .call import AttentionCall
@@ -42,10 +42,11 @@ def flex_attention(
     score_mod, block_mask: as without context parallelism: of positions in the whole sequence of S tokens, (.., .., S, S).
     kernel: `torch.compile(torch.nn.attention.flex_attention.flex_attention)`, made once; None: torch's function as it is, which
     makes all T * S scores, and knows no gradients on the CPU.   options: more arguments for it.
-    Outside of the context it is that function. Collective in it. Cost: keys and values of all S tokens on each rank; the first
-    call with a block_mask in a context looks at each of its T * S places.
+    Outside of the context it is that function. Collective in it. Cost: keys and values of all S tokens on each rank, until the
+    backward; the first call with a block_mask in a context looks at each of its T * S places, with some 20 bytes for each.
     Raises in it, on every rank before anything is sent: ValueError for sizes that do not fit, a rank without tokens, and what
-    differs between ranks; NotImplementedError for another method and for document_ids, which a mask can tell as well.
+    differs between ranks; NotImplementedError for another method, for document_ids, which a mask can tell as well, and for a
+    mask of blocks alone; RuntimeError where a mask_mod failed on another rank.
     """
     run: Callable[..., Any] = kernel or torch_flex_attention
     context = current_context()
@@ -65,16 +66,18 @@ def flex_attention(
             raise ValueError(
                 f"block_mask of {tuple(block_mask.shape)}: expected (.., .., {cut.total}, {cut.total}), of the whole sequence"
             )
+        if block_mask is not None and block_mask.mask_mod is noop_mask and block_mask.sparsity() > 0:
+            raise NotImplementedError("block_mask of blocks alone, which ranks do not have whole: expected one with a mask_mod")
         call = AttentionCall(query, key, value, None, 0.0, False, scale, enable_gqa)
-        return (
-            call.described(ring, cut, documents, method),
-            score_mod is None,
-            None if block_mask is None else tuple(block_mask.shape),
-        )
+        found = call.described(ring, cut, documents, method), key.requires_grad or value.requires_grad, score_mod is None
+        if block_mask is None:
+            return found
+        _local_mask(context.masks, block_mask, places)  # here, so that all ranks hear of it if a mask_mod fails
+        return *found, tuple(block_mask.shape)
 
-    agreed(ring, "flex_attention in context_parallel", described)
     with left_mode(context):  # which refuses torch's function, whose compiler looks at it
         places = torch.cat([torch.arange(*chunk, device=query.device) for chunk in cut.chunks(ring.rank)])
+        agreed(ring, "flex_attention in context_parallel", described)
         keys, values = _WholeSequence.apply(key, value, ring, cut)
         scores = None if score_mod is None else _local_scores(score_mod, places)
         mask = None if block_mask is None else _local_mask(context.masks, block_mask, places)
@@ -82,15 +85,15 @@ def flex_attention(
 
 
 def _local_scores(score_mod: Callable[..., torch.Tensor], places: torch.Tensor) -> Callable[..., torch.Tensor]:
-    return lambda score, row, head, query, key: score_mod(score, row, head, places[query], key)
+    return visible_to_compiler(lambda score, row, head, query, key: score_mod(score, row, head, places[query], key))
 
 
 def _local_mask(known: dict[int, tuple[Any, Any]], whole: BlockMask, places: torch.Tensor) -> BlockMask:
     """The rows of a mask at these places. known: masks and their rows, by the id of the mask, which stays as long."""
     if id(whole) not in known:
-        rows, heads, _, keys = whole.shape
+        (rows, heads, _, keys), mask_mod = whole.shape, whole.mask_mod
         local = create_block_mask(
-            lambda row, head, query, key: whole.mask_mod(row, head, places[query], key),
+            visible_to_compiler(lambda row, head, query, key: mask_mod(row, head, places[query], key)),
             *(rows, heads, len(places), keys),
             device=places.device,
             BLOCK_SIZE=whole.BLOCK_SIZE,

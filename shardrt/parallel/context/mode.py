@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ...comm import DeviceMesh
-from ...torch_internals import torch_attention, without_torch_functions
+from ...torch_internals import hide_package_from_compiler, torch_attention, without_torch_functions
 from .agreement import agreed, ring_for
 from .attention import Attention
 from .call import AttentionCall
@@ -74,6 +74,7 @@ def context_parallel(
     flex_attention, in whose place is `shardrt.parallel.flex_attention`; RuntimeError where another rank failed otherwise.
     Attention that a model computes by itself is not seen.
     """
+    hide_package_from_compiler()
     ring = ring_for(mesh, "context_parallel")
     given = _CutBuffers(tuple(buffers or ()), tuple(buffer_seq_dims or ()), tuple(no_restore_buffers or ()), seq_len)
     alone = _running.acquire(blocking=False)
