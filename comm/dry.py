@@ -154,7 +154,7 @@ class DryBackend(Backend):
         return self.part(ranks, name)
 
     def empty(self, numel: int, dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
-        return _uncounted(numel, dtype)
+        return uncounted(numel, dtype)
 
     def node_memory(self, nbytes: int) -> DryMemory:
         return DryMemory(nbytes)
@@ -163,7 +163,7 @@ class DryBackend(Backend):
         """Do nothing: this backend holds nothing."""
 
 
-def _uncounted(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def uncounted(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor that no operation makes: who counts what operations make does not count it."""
     memory = torch.empty(0, dtype=dtype, device=META)
     memory.untyped_storage().resize_(numel * dtype.itemsize)
@@ -174,10 +174,10 @@ class DryMemory(NodeMemory):
     """Memory of a node whose other ranks do not exist."""
 
     def __init__(self, nbytes: int) -> None:
-        self.private = _uncounted(nbytes, torch.uint8)
+        self.private = uncounted(nbytes, torch.uint8)
 
     def part(self, start: int, nbytes: int) -> torch.Tensor:
-        return _uncounted(nbytes, torch.uint8)
+        return uncounted(nbytes, torch.uint8)
 
     def take_copy(self) -> None:
         """Do nothing: nobody writes."""

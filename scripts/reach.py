@@ -27,7 +27,7 @@ EVERYWHERE = {
     "tests/support/worker.py",
 }
 ALWAYS = "test_docs.py"  # reads every file
-SOURCES = ("", "scripts/", "tests/support/", "tests/fake_cuda/")  # folders whose modules are imported by name
+SOURCES = ("", "docs/", "scripts/", "tests/support/", "tests/fake_cuda/")  # folders whose modules are imported by name
 
 
 def reached_tests(revision: str) -> list[str]:

@@ -97,11 +97,6 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
             f"{name}: no module's experts are divided, with ep={job.ep}: call shardrt.parallel.parallelize_module with "
             'job.expert_mesh()["ep"] and ExpertParallel() in the factory'
         )
-    if job.pp > 1 and "stage" not in job.reads:
-        raise PlanError(
-            f"{name}: the factory makes the same model for each stage, with pp={job.pp}: make that of job.stage, with a step "
-            "that takes what job.receive(*shape) returns, but for the first stage, and returns what it sends, but for the last"
-        )
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         shard_model(model, job, name)
     model.train()
@@ -113,7 +108,7 @@ def make_program(factory: Callable[..., Any], job: Job, name: str = "factory") -
         _check_reads(job, name)
         return loss
 
-    return Program(model, one_micro_batch, job.reads)
+    return Program(model, one_micro_batch, job.reads, job.received)
 
 
 def _call(factory: Callable[..., Any], job: Job, name: str) -> tuple[nn.Module, Step]:
@@ -144,8 +139,8 @@ def _check_made(made: object, job: Job, name: str) -> None:
         raise PlanError(f"{name}: expected a step that returns the loss, a tensor of one element; found {_kind(made)}")
     if not is_loss and not (isinstance(made, torch.Tensor) and made.requires_grad):
         raise PlanError(
-            f"{name}: expected a step that returns what stage {job.stage} of {job.pp} sends, a tensor that needs a gradient; "
-            f"found {_kind(made)}"
+            f"{name}: expected a step that returns what stage {job.stage} of {job.pp} sends, a tensor that needs a gradient "
+            f"(stages without one are not forecast); found {_kind(made)}"
         )
 
 

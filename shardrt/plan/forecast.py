@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,22 +25,23 @@ from .attention import FusedAttention
 from .cost import Costs, bounding
 from .forecast_result import Forecast, GroupForecast
 from .history import History
-from .job import OPTIMIZERS, Job, Program
+from .job import OPTIMIZERS, Job, PlanError, Program
 from .lap import Lap
 from .meter import CollectiveMeter, Meter
 from .operations import Operations
-from .pipeline import Pass, StageRun, Turn, backward, forwards_ahead, pipelined, send, turns
+from .pipeline import Message, Pass, StageRun, Turn, backward, forwards_ahead, pipelined, send, turns
 
 _FIRST = 3  # pairs of a forward and a backward that run before others count as the last one of them
 _OFFLOADED = ("parameters", "gradients", "optimizer")  # kinds of memory
 
 
 class _Stage(NamedTuple):
-    """What a stage does alone. numel: of its parameters."""
+    """What a stage does alone. numel: of its parameters.   received: in the forward of a micro-batch."""
 
     forecast: Forecast
     run: StageRun
     numel: int
+    received: list[Message]
 
 
 def forecast(
@@ -59,7 +60,15 @@ def forecast(
     if job.pp == 1:
         return first.forecast
     stages = [first, *(_stage(make, replace(job, stage=stage), costs) for stage in range(1, job.pp))]
-    return pipelined(*zip(*stages, strict=True))
+    for number, (one, other) in enumerate(pairwise(stages)):
+        if (sent := [one.run.sent]) != other.received:
+            found = [" and ".join(map(str, messages)) or "nothing" for messages in (sent, other.received)]
+            raise PlanError(
+                f"stage {number} of {job.pp} sends {found[0]}, and stage {number + 1} receives {found[1]}: expected the same. "
+                "A factory makes the model of job.stage, and its step takes what job.receive(*shape) returns, but for the "
+                "first stage, and returns what it sends, but for the last"
+            )
+    return pipelined([each.forecast for each in stages], [each.run for each in stages], [each.numel for each in stages])
 
 
 def _stage(
@@ -79,10 +88,15 @@ def _stage(
         meter.add("process", costs.sheet.memory.reserved_nbytes)
         operations = Operations(meter)
         with observing(meter), FusedAttention(world.machine), operations:
+            if job.pp > 1 and not any(True for _ in program.model.parameters()):
+                raise PlanError(f"stage {job.stage} of {job.pp} has no parameters: expected some on each; take fewer stages")
             optimizer = OPTIMIZERS[job.optimizer](program.model.parameters())
             laps = None if timeline or history else partial(Lap, world, costs, operations, collectives)
             steps = _Steps(world, program, job, groups, operations, collectives, laps)
-            replace(steps, job=replace(job, micro_batches=1)).train()  # records in which order groups are used
+            recorded, _ = replace(steps, job=replace(job, micro_batches=1)).train()  # in which order groups are used
+            received = list(program.received)
+            messages = [*received, *([recorded.sent] if recorded.sent is not None else [])]
+            meter.add("messages", job.micro_batches * sum(message.nbytes for message in messages))
             meter.live.kind = "optimizer"
             _finish(optimizer)
             meter.live.kind = "activations"
@@ -93,7 +107,7 @@ def _stage(
                 measured = _measure(steps, optimizer)
         meter.add_up(operations)
         numel = sum(param.numel() for param in program.model.parameters())
-        return _Stage(_forecast(meter, collectives, operations, costs, groups, measured), measured.run, numel)
+        return _Stage(_forecast(meter, collectives, operations, costs, groups, measured), measured.run, numel, received)
 
 
 @contextmanager
@@ -153,19 +167,20 @@ class _Steps:
         if turn.kind is Pass.FORWARD:
             made.append(self.program.step())
             flops = self.operations.flops - flops
-            run.message = self._send(made[-1])
+            self._send(made[-1], run)
         else:
             self._backward(turn.micro_batch, made.popleft())
             flops = 0
         return self.world.compute.now() - start, flops
 
-    def _send(self, made: torch.Tensor) -> float:
-        """Send it to the next stage, if there is one. Returns the seconds of the message, beside the caller's work."""
+    def _send(self, made: torch.Tensor, run: StageRun) -> None:
+        """Send it to the next stage, if there is one. On the host, where the caller's thread sends, it is in its time."""
         if self._is_last_stage():
-            return 0.0
+            return
         before = self.collectives.seconds
         send(self.job.mesh()["pp"], made)
-        return 0.0 if self.world.inline else self.collectives.seconds - before
+        run.message = 0.0 if self.world.inline else self.collectives.seconds - before
+        run.sent = Message(tuple(made.shape), made.dtype)
 
     def _backward(self, micro_batch: int, made: torch.Tensor) -> None:
         job, is_last = self.job, micro_batch == self.job.micro_batches - 1

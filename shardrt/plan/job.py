@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,7 +16,7 @@ from ..comm import DeviceMesh
 from ..fsdp.base.policy import MixedPrecisionPolicy, OffloadPolicy, PrefetchPolicy, QuantizationPolicy
 from ..parallel import context_parallel
 from ..parallel.context.cut import SequenceCut
-from .pipeline import receive
+from .pipeline import Message, receive
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -82,6 +82,9 @@ class Job:
         kept = self.reshard_after_forward
         if isinstance(kept, int) and not isinstance(kept, bool) and (kept < 1 or self.shards % kept):
             raise PlanError(f"reshard_after_forward={kept}: expected a divisor of the {self.shards} ranks sharded over")
+        if isinstance(kept, int) and not isinstance(kept, bool) and self.shards // self.ep % kept:
+            given = f"reshard_after_forward={kept} with ep={self.ep}"
+            raise PlanError(f"{given}: expected a divisor of the {self.shards // self.ep} ranks that share an expert")
         for name, known in (("optimizer", OPTIMIZERS), ("gradient_sync", GRADIENT_SYNCS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in known:
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
@@ -136,7 +139,12 @@ class Job:
         """
         if self.stage == 0:
             raise PlanError(f"receive{shape} on stage 0 of {self.pp}: expected a later stage; the first one makes its input")
-        return receive(self.mesh()["pp"], shape, dtype or self.mp_policy.param_dtype or torch.get_default_dtype())
+        found = Message(shape, dtype or self.mp_policy.param_dtype or torch.get_default_dtype())
+        self._note(found)
+        return receive(self.mesh()["pp"], *found)
+
+    def _note(self, received: Message) -> None:
+        """Do nothing: an `ObservedJob` keeps it."""
 
     def mesh(self) -> DeviceMesh:
         """Over the ranks of the world: axes "pp", "replicate", "shard", "tp". One of one rank is left out, but for "shard"."""
@@ -169,7 +177,9 @@ class ObservedJob(Job):
     What nobody reads has no effect, which whoever has asked for it is to be told.
     """
 
-    reads: set[str] = set()  # noqa: RUF012  # of one that `dataclasses.replace` has made: nobody asks it
+    # Of one that `dataclasses.replace` has made: nobody asks it.
+    reads: set[str] = set()  # noqa: RUF012
+    received: list[Message] = []  # noqa: RUF012
 
     @classmethod
     def of(cls, job: Job) -> ObservedJob:
@@ -178,7 +188,11 @@ class ObservedJob(Job):
         for name in _FIELDS:
             object.__setattr__(made, name, getattr(job, name))
         object.__setattr__(made, "reads", set())
+        object.__setattr__(made, "received", [])
         return made
+
+    def _note(self, received: Message) -> None:
+        self.received.append(received)
 
     def __getattribute__(self, name: str) -> Any:
         if name in _FIELDS:
@@ -193,9 +207,10 @@ _FIELDS = frozenset(each.name for each in fields(Job))
 class Program:
     """A sharded model, or stage of one, on the meta device, made in the world that it is forecast for.
 
-    reads: the fields of the job that the factory and the step have read so far.
+    reads: the fields of the job that the factory and the step have read so far.   received: what the step has received.
     """
 
     model: nn.Module
     step: Callable[[], torch.Tensor]  # the forward of one micro-batch: the loss, or what the stage sends to the next one
     reads: Set[str] = frozenset()
+    received: Sequence[Message] = ()

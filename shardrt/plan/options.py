@@ -52,10 +52,9 @@ def _add_ranks(group: Any) -> None:
     group.add_argument("--replicas", type=at_least(1), default=1, metavar="N", help="of the sharded model (hybrid sharding)")
     group.add_argument(
         "--best",
-        nargs="*",
-        choices=AXES,
-        metavar="DEGREE",
-        help=f"find the best of these degrees for as many ranks and rows of a step (default: {', '.join(AXES)})",
+        type=_degrees,
+        metavar="all|DEGREES",
+        help=f"find the best of these degrees for as many ranks and rows of a step: all, or some of {','.join(AXES)}",
     )
     group.add_argument("--sheet", default="h100", help="hardware: a name of `shardrt-plan sheets`, or a TOML file")
     group.add_argument("--ranks-per-node", type=at_least(1), metavar="N", help="instead of the sheet's")
@@ -114,6 +113,13 @@ def _reshard(text: str) -> bool | int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected true, false or a number of ranks")
     return int(text)
+
+
+def _degrees(text: str) -> tuple[str, ...]:
+    named = AXES if text == "all" else tuple(text.split(","))
+    if not set(named) <= set(AXES):
+        raise argparse.ArgumentTypeError(f"{text}: expected all, or some of {','.join(AXES)}, with commas between them")
+    return named
 
 
 def _selective(text: str) -> str | int:

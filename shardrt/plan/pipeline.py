@@ -8,6 +8,7 @@ come. Of equal stages p and micro-batches m, the bubble is the part (p - 1) / (m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -17,6 +18,7 @@ import torch
 
 from .. import comm
 from ..comm import DeviceMesh
+from ..comm.dry import uncounted
 from .forecast_result import Forecast, StageForecast
 
 BUBBLE = "pipeline bubble"
@@ -25,6 +27,20 @@ BUBBLE = "pipeline bubble"
 class Pass(Enum):
     FORWARD = auto()
     BACKWARD = auto()
+
+
+class Message(NamedTuple):
+    """What a stage sends to the next one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}"
 
 
 class Turn(NamedTuple):
@@ -60,10 +76,12 @@ def blocks_of_stage(blocks: int, stage: int, stages: int) -> range:
 
 # ---------------------------------------------------------------------- messages
 
+# torch's stages have a buffer for each message that they receive in a step, which stays until the next one.
+
 
 def receive(pipeline: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """What the stage before this one sends, on the meta device; its gradient is sent back when the backward has made it."""
-    received, back = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True), pipeline.rank - 1
+    received, back = uncounted(math.prod(shape), dtype).view(shape).requires_grad_(), pipeline.rank - 1
     _transfer(pipeline, "recv", received.detach(), back)
 
     def send_back(received: torch.Tensor) -> None:
@@ -82,7 +100,7 @@ def send(pipeline: DeviceMesh, made: torch.Tensor) -> None:
 
 def backward(pipeline: DeviceMesh, made: torch.Tensor) -> None:
     """Run the backward of a stage that is not the last, with the gradient that the next one sends."""
-    gradient = torch.empty_like(made)
+    gradient = uncounted(made.numel(), made.dtype).view(made.shape)
     _transfer(pipeline, "recv", gradient, pipeline.rank + 1)
     made.backward(gradient)
 
@@ -100,37 +118,37 @@ def _transfer(pipeline: DeviceMesh, call: str, tensor: torch.Tensor, peer: int) 
 
 @dataclass(slots=True)
 class StageRun:
-    """What a stage's turns took. message: seconds from when it has made something until the next stage has it."""
+    """What a stage's turns took.
+
+    sent: the shape and dtype of what it sends on, None on the last stage.   message: the seconds that takes on its link.
+    """
 
     turns: list[tuple[Turn, float]] = field(default_factory=list)
+    sent: Message | None = None
     message: float = 0.0
 
 
 def finish_times(runs: Sequence[StageRun]) -> list[float]:
-    """The seconds at which the stages, in order, have done all of their turns."""
-    done: dict[tuple[int, Turn], float] = {}
+    """The seconds at which the stages, in order, have done all of their turns. A link carries one message at a time."""
+    arrives = dict[tuple[int, Turn], float]()  # by the stage that waits for it
+    links = dict[tuple[int, Pass], float]()  # when they are free
     clocks, places = [0.0] * len(runs), [0] * len(runs)
     while any(place < len(run.turns) for place, run in zip(places, runs, strict=True)):
         before = sum(places)
         for stage, run in enumerate(runs):
-            while places[stage] < len(run.turns):
-                turn, seconds = run.turns[places[stage]]
-                comes = _arrival(runs, done, stage, turn)
-                if comes is None:
+            for turn, seconds in run.turns[places[stage] :]:
+                is_first = stage == (0 if turn.kind is Pass.FORWARD else len(runs) - 1)
+                if not is_first and (stage, turn) not in arrives:
                     break
-                clocks[stage] = done[stage, turn] = max(clocks[stage], comes) + seconds
+                clocks[stage] = max(clocks[stage], arrives.get((stage, turn), 0.0)) + seconds
                 places[stage] += 1
+                needs_it = stage + (1 if turn.kind is Pass.FORWARD else -1)
+                link = min(stage, needs_it), turn.kind
+                if 0 <= needs_it < len(runs):
+                    links[link] = max(links.get(link, 0.0), clocks[stage]) + runs[link[0]].message
+                    arrives[needs_it, turn] = links[link]
         assert sum(places) > before, "no stage can go on: not the turns of one schedule"
     return clocks
-
-
-def _arrival(runs: Sequence[StageRun], done: dict[tuple[int, Turn], float], stage: int, turn: Turn) -> float | None:
-    """When a stage has what a turn needs from a neighbour; None if that one has not made it yet."""
-    needs = stage - 1 if turn.kind is Pass.FORWARD else stage + 1
-    if not 0 <= needs < len(runs):
-        return 0.0
-    made = done.get((needs, turn))
-    return None if made is None else made + runs[min(needs, stage)].message
 
 
 def pipelined(forecasts: Sequence[Forecast], runs: Sequence[StageRun], numels: Sequence[int]) -> Forecast:

@@ -25,7 +25,7 @@ from .options import job_of
 from .presets import preset_factory
 from .report import PlannedJob
 from .search import break_even, largest_batch
-from .splits import AXES, JobForecast, best_splits, splits
+from .splits import Splits, best_splits, splits
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -104,23 +104,26 @@ def plan_of(options: argparse.Namespace) -> PlannedJob:
     name = options.preset if is_preset else options.factory
     factory = preset_factory(name) if is_preset else load_factory(name, options.step)
     planner = Planner(factory, name, sheet, options.ranks_per_node or sheet.ranks_per_node)
-    found_splits = () if options.best is None else _splits(planner, job, options.best or AXES)
-    job = found_splits[0].job if found_splits else job
+    divided = None if options.best is None else _splits(planner, job, options.best)
+    job = job if divided is None else divided.found[0].job
     found = _recorded(planner, job, options.plot, options.timeline)
     plan = PlannedJob(
-        name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=_unread(job, planner.reads), splits=found_splits
+        name, planner.numel, job, sheet, planner.ranks_per_node, found, unread=_unread(job, planner.reads), splits=divided
     )
     return plan if options.no_search else _searched(plan, planner)
 
 
-def _splits(planner: Planner, job: Job, axes: Sequence[str]) -> tuple[JobForecast, ...]:
-    """The ways to divide the job by these degrees, the best first. Shows how far it is, where a person looks."""
+def _splits(planner: Planner, job: Job, axes: Sequence[str]) -> Splits:
+    """The ways to divide the job by these degrees. Shows how far it is, where a person looks."""
     jobs = splits(job, axes, planner.ranks_per_node)
     with progress(len(jobs), "split") as done:
         found = best_splits(jobs, planner.forecast, planner.sheet.memory.nbytes, done)
-    if not found:
-        raise PlanError(f"--best {' '.join(axes)}: the model can be divided over {job.ranks} ranks in none of {len(jobs)} ways")
-    return tuple(found)
+    if not found.found:
+        first = f", the first because: {found.refused[0][1]}" if found.refused else ""
+        raise PlanError(
+            f"--best {','.join(axes)}: the model can be divided over {job.ranks} ranks in none of {len(jobs)} ways{first}"
+        )
+    return found
 
 
 def _unread(job: Job, reads: Set[str]) -> tuple[str, ...]:
@@ -154,7 +157,8 @@ def _recorded(planner: Planner, job: Job, plot: Path | None, timeline: Path | No
     found = planner.forecast(job, timeline=recorded, history=history)
     if plot is not None:
         events = Events(recorded.events.spans, history.counters())
-        draw_memory(events, plot, by=BY_GROUP, muted=KINDS, title=f"{planner.name}: memory of one of {job.ranks:,} ranks")
+        title = f"{planner.name}: memory of one of {job.ranks:,} ranks{', of stage 0, alone' if job.pp > 1 else ''}"
+        draw_memory(events, plot, by=BY_GROUP, muted=KINDS, title=title)
     return found
 
 

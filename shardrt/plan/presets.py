@@ -89,11 +89,14 @@ def preset_factory(name: str) -> Callable[[Job], tuple[nn.Module, Step]]:
     def make(job: Job) -> tuple[nn.Module, Step]:
         if job.sequence is not None and job.sequence > preset.context:
             raise PlanError(f"preset {name} with sequence={job.sequence}: expected at most {preset.context} tokens")
-        model = model_class(config_class(**preset.config, use_cache=False))
-        fit_to_meta(model)
+        config = dict(preset.config)
         if job.pp > 1:
             _check_stages(name, preset, job.pp)
-            _keep_stage(model.model, model, job)
+            config["num_hidden_layers"] = len(blocks_of_stage(config["num_hidden_layers"], job.stage, job.pp))
+        model = model_class(config_class(**config, use_cache=False))
+        fit_to_meta(model)
+        if job.pp > 1:
+            _keep_ends(model.model, model, job)
         if job.tp > 1:
             _check_tensor_parallel(name, preset, job.tp)
             parallelize_module(model, job.mesh()["tp"], _present(llama_plan(), job))
@@ -143,9 +146,8 @@ def _check_stages(name: str, preset: Preset, pp: int) -> None:
         raise PlanError(f"preset {name} with pp={pp}: expected at most its {layers} layers")
 
 
-def _keep_stage(decoder: Any, model: Any, job: Job) -> None:
-    """Leave what the job's stage has: without an embedding it takes `inputs_embeds`, without a head it makes hidden states."""
-    decoder.layers = nn.ModuleList(decoder.layers[at] for at in blocks_of_stage(len(decoder.layers), job.stage, job.pp))
+def _keep_ends(decoder: Any, model: Any, job: Job) -> None:
+    """Leave the ends of a job's stage: without an embedding it takes `inputs_embeds`, without a head `logits` are hidden."""
     if job.stage > 0:
         decoder.embed_tokens = None
     if job.stage < job.pp - 1:

@@ -13,7 +13,7 @@ from .hardware import Sheet
 from .job import Job
 from .pipeline import forwards_ahead
 from .search import MOST
-from .splits import AXES, JobForecast
+from .splits import AXES, Splits
 
 _GIB = 1 << 30
 _LABEL, _NUMBER = 22, 12  # widths of columns
@@ -27,7 +27,7 @@ class PlannedJob:
     largest_batch: that fits, 0 if none does; None if not looked for.
     pays_below: bytes/s and rank of the slowest links up to which 8-bit codes make a step shorter, infinity for any links,
         0 if they do not at a hundredth of the sheet's; None if not looked for.
-    splits: the ways to divide the job that were looked at, the best first, which is this job's.
+    splits: the ways to divide the job that were looked at, of which the first is this job's; None if not looked for.
     other_sync: the forecast with gradients reduced in the other micro-batches; None with one micro-batch, or if not looked for.
     """
 
@@ -41,7 +41,7 @@ class PlannedJob:
     pays_below: float | None = None
     unread: tuple[str, ...] = ()
     other_sync: Forecast | None = None
-    splits: tuple[JobForecast, ...] = ()
+    splits: Splits | None = None
 
     @property
     def fits(self) -> bool:
@@ -72,8 +72,8 @@ class PlannedJob:
 
 def lines(plan: PlannedJob) -> Iterator[str]:
     """The report, line by line."""
-    if plan.splits:
-        yield from _splits(plan)
+    if plan.splits is not None:
+        yield from _splits(plan.splits, plan.job.ranks)
         yield ""
     yield from _heading(plan)
     yield ""
@@ -92,19 +92,23 @@ def lines(plan: PlannedJob) -> Iterator[str]:
 _SHOWN = 10  # splits
 
 
-def _splits(plan: PlannedJob) -> Iterator[str]:
+def _splits(splits: Splits, ranks: int) -> Iterator[str]:
     """The table of the best ways to divide the job."""
-    fitting = sum(split.fits for split in plan.splits)
-    yield f"{len(plan.splits)} ways to divide {plan.job.ranks:,} ranks, {fitting} of them fit; the best ones:"
+    fitting = sum(split.fits for split in splits.found)
+    yield f"{len(splits.found)} ways to divide {ranks:,} ranks, {fitting} of them fit; the best ones:"
     yield "".join(f"{name:>8}" for name in (*AXES, "shards")) + "".join(
         f"{name:>15}" for name in ("micro-batches", "peak GiB", "step s", "tokens/s")
     )
-    for split in plan.splits[:_SHOWN]:
+    for split in splits.found[:_SHOWN]:
         job, made = split.job, split.forecast
         rate = _short(job.rows * (job.sequence or 1) / made.step_seconds) if made.step_seconds else "-"
         degrees = "".join(f"{getattr(job, name):>8,}" for name in (*AXES, "shards"))
         cells = f"{job.micro_batches:,}", _gib(made.peak_nbytes), _seconds(made.step_seconds), rate
         yield degrees + "".join(f"{cell:>15}" for cell in cells) + ("" if split.fits else "   does NOT fit")
+    if splits.refused:
+        job, error = splits.refused[0]
+        given = ", ".join(f"{axis}={getattr(job, axis)}" for axis in AXES if getattr(job, axis) > 1)
+        yield f"left out are {len(splits.refused)} that the model refuses, the first with {given or 'none of them'}: {error}"
 
 
 def _heading(plan: PlannedJob) -> Iterator[str]:
@@ -127,7 +131,8 @@ def _memory(plan: PlannedJob) -> Iterator[str]:
         if forecast.memory[kind]:
             yield _row(f"  {kind}", _gib(forecast.memory[kind]), "" if kind in _ALWAYS else "at its own peak")
     verdict = "fits in" if plan.fits else "does NOT fit in"
-    when = f"{_significant(peak.seconds, 3)} s into the step{f', at {peak.group}' if peak.group else ''}"
+    step = f"the {'work of the stage' if forecast.stages else 'step'}"
+    when = f"{_significant(peak.seconds, 3)} s into {step}{f', at {peak.group}' if peak.group else ''}"
     yield _row("  peak of the sum", _gib(forecast.peak_nbytes), f"{verdict} {_gib(plan.sheet.memory.nbytes)}; {when}")
     gathered = _gib(sum(group.gathered_nbytes for group in forecast.groups))
     fsdp2 = _gib(forecast.fsdp2_padding_nbytes)
@@ -276,7 +281,7 @@ def as_json(plan: PlannedJob) -> dict[str, Any]:
                 "step_seconds": split.forecast.step_seconds,
                 "fits": split.fits,
             }
-            for split in plan.splits
+            for split in (plan.splits.found if plan.splits is not None else ())
         ],
         "unread": plan.unread,
         "other_gradient_sync": plan.other_sync

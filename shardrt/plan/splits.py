@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from .forecast_result import Forecast
 from .job import Job, PlanError
@@ -36,7 +37,8 @@ def splits(job: Job, axes: Iterable[str], ranks_per_node: int) -> list[Job]:
         except PlanError:
             continue
         count, rest = divmod(job.rows, other.rows)
-        if not rest and other.pp <= count and other.tp <= max(ranks_per_node, job.tp):
+        on_one_node = job.ranks <= ranks_per_node or ranks_per_node % other.tp == 0
+        if not rest and other.pp <= count and (on_one_node or other.tp == job.tp):
             found.append(replace(other, micro_batches=count))
     return sorted(found, key=lambda job: sum(getattr(job, axis) > 1 for axis in AXES))
 
@@ -45,24 +47,36 @@ def _with(job: Job, degrees: dict[str, int]) -> Job:
     return replace(job, micro_batches=1, **degrees)  # type: ignore[arg-type]
 
 
+class Splits(NamedTuple):
+    """found: the fastest first of those that fit, then by memory.   refused: what the model said to others, in order."""
+
+    found: tuple[JobForecast, ...]
+    refused: tuple[tuple[Job, PlanError], ...]
+
+
 def best_splits(
     jobs: Iterable[Job], forecast: Callable[[Job], Forecast], capacity: int, done: Callable[[int], object]
-) -> list[JobForecast]:
-    """The jobs that the model can be divided by: the fastest first of those that fit in `capacity` bytes, then by memory.
+) -> Splits:
+    """The jobs, as far as the model can be divided by them. capacity: bytes of a rank.   done: is told of each job that is.
 
-    A degree that the model refuses while all others are 1 is not tried again.   done: is told of each job that is.
+    A degree that the model refuses while all others are 1 is not tried again.
     """
-    found, refused = [], set[tuple[str, int]]()
+    found, refused = list[JobForecast](), list[tuple[Job, PlanError]]()
+    known = dict[tuple[str, int], PlanError]()
     for job in jobs:
-        degrees = {(axis, getattr(job, axis)) for axis in AXES if getattr(job, axis) > 1}
+        degrees = [(axis, getattr(job, axis)) for axis in AXES if getattr(job, axis) > 1]
+        error = next((known[each] for each in degrees if each in known), None)
         try:
-            if not degrees & refused:
+            if error is None:
                 made = forecast(job)
                 found.append(JobForecast(job, made, made.peak_nbytes <= capacity))
-        except PlanError:
-            refused |= degrees if len(degrees) == 1 else set()
+        except PlanError as problem:
+            error = problem
+            known.update(dict.fromkeys(degrees, problem) if len(degrees) == 1 else {})
+        if error is not None:
+            refused.append((job, error))
         done(1)
-    return sorted(found, key=_rank)
+    return Splits(tuple(sorted(found, key=_rank)), tuple(refused))
 
 
 def _rank(split: JobForecast) -> tuple[bool, float]:

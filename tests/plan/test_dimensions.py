@@ -19,7 +19,6 @@ from shardrt.plan.factory import make_program
 from shardrt.plan.forecast import forecast
 from shardrt.plan.forecast_result import Forecast
 from shardrt.plan.hardware import load_sheet
-from shardrt.plan.history import History
 from shardrt.plan.job import Job, PlanError
 from shardrt.plan.pipeline import Pass, StageRun, blocks_of_stage, finish_times, forwards_ahead, turns
 from shardrt.plan.presets import PRESETS, preset_factory
@@ -59,8 +58,8 @@ def staged(job: Job) -> tuple[nn.Module, Callable[[nn.Module, Job], torch.Tensor
     return Stage(len(blocks_of_stage(LAYERS, job.stage, job.pp))), step
 
 
-def forecast_of(factory: Factory, job: Job, sheet: str = "h100", history: History | None = None) -> Forecast:
-    return forecast(lambda job: make_program(factory, job, "model"), job, Costs(load_sheet(sheet)), history=history)
+def forecast_of(factory: Factory, job: Job) -> Forecast:
+    return forecast(lambda job: make_program(factory, job, "model"), job, Costs(load_sheet("h100")))
 
 
 # ---------------------------------------------------------------------- pipelines
@@ -87,7 +86,7 @@ def test_the_bubble_of_equal_stages(stages: int, micro_batches: int, schedule: s
 
     def run(stage: int, message: float) -> StageRun:
         every = turns(schedule, stage, stages, micro_batches)
-        return StageRun([(turn, 1.0 if turn.kind is Pass.FORWARD else 2.0) for turn in every], message)
+        return StageRun([(turn, 1.0 if turn.kind is Pass.FORWARD else 2.0) for turn in every], message=message)
 
     alone = 3.0 * (micro_batches + stages - 1)
     assert max(finish_times([run(stage, 0.0) for stage in range(stages)])) == alone
@@ -95,6 +94,16 @@ def test_the_bubble_of_equal_stages(stages: int, micro_batches: int, schedule: s
     assert with_messages >= alone + 2 * 0.25 * (stages - 1)
     if schedule == "gpipe":
         assert with_messages == alone + 2 * 0.25 * (stages - 1)
+
+
+def test_a_link_carries_one_message_at_a_time() -> None:
+    """Sixteen of a second each, one after the other, and their gradients back as the last has come."""
+    runs = [
+        StageRun([(turn, 0.1 if turn.kind is Pass.FORWARD else 0.2) for turn in turns("gpipe", stage, 2, 16)], message=1.0)
+        for stage in range(2)
+    ]
+    assert finish_times(runs)[1] == pytest.approx(0.1 + 16 * 1.0 + 0.1 + 16 * 0.2)
+    assert finish_times(runs)[0] == pytest.approx(0.1 + 16 * 1.0 + 0.1 + 0.2 + 16 * 1.0 + 0.2)
 
 
 def test_a_slow_stage_decides() -> None:
@@ -129,6 +138,7 @@ def test_bytes_of_a_pipeline(keeps: bool, schedule: str) -> None:
     within = 2 * (gathers + 1) * weight // 2 + 5 * activation  # one message for each micro-batch
     assert found.received_within_nbytes == pytest.approx(within, abs=64)
     assert found.received_across_nbytes == 0
+    assert found.memory["messages"] == 5 * activation, "torch has a buffer for each"
     assert found.model_flops * 2 == forecast_of(staged, Job(2, micro_batches=5)).model_flops
     assert found.step_seconds == pytest.approx(found.bubble_seconds + found.stages[0].busy_seconds)
     assert found.bounds["pipeline bubble"] == pytest.approx(found.bubble_seconds / found.step_seconds)
@@ -137,11 +147,16 @@ def test_bytes_of_a_pipeline(keeps: bool, schedule: str) -> None:
 
 @pytest.mark.parametrize(("schedule", "more"), [("1f1b", 1), ("gpipe", 0)])
 def test_micro_batches_in_flight(schedule: str, more: int) -> None:
-    """A layer on each stage keeps its input and its ReLU's result; on an earlier stage, of one micro-batch more."""
+    """A layer keeps its ReLU's result, beside what was received; on an earlier stage, of one micro-batch more."""
     found = forecast_of(staged, Job(8, pp=4, micro_batches=6, schedule=schedule))
     peaks = [stage.peak_nbytes for stage in found.stages]
-    assert peaks[1] - peaks[2] == more * 2 * 4 * ROWS * WIDTH
+    assert peaks[1] - peaks[2] == more * 4 * ROWS * WIDTH
     assert [forwards_ahead(schedule, stage, 4, 6) for stage in range(4)] == ([3, 2, 1, 0] if more else [6] * 4)
+
+
+def test_equal_stages_are_stages() -> None:
+    found = forecast_of(equal_stages, Job(4, pp=2, micro_batches=3))
+    assert [stage.numel for stage in found.stages] == [2 * WIDTH * WIDTH] * 2
 
 
 def test_messages_between_nodes_cost_more() -> None:
@@ -164,8 +179,10 @@ def test_messages_between_nodes_cost_more() -> None:
         {"micro_batches": 7, "pp": 2, "schedule": "gpipe"},
     ],
 )
-def test_micro_batches_that_count_without_being_run(options: dict[str, Any], sheet: str) -> None:
-    """A step whose history is recorded runs all of them, and all figures are the same."""
+def test_micro_batches_that_count_without_being_run(
+    options: dict[str, Any], sheet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All figures are the same where all of them run."""
     machine = load_sheet("h100")
     if sheet == "cpu":
         machine = dataclasses.replace(machine, device="cpu")
@@ -180,13 +197,13 @@ def test_micro_batches_that_count_without_being_run(options: dict[str, Any], she
 
         return model, counting
 
-    def run(history: History | None) -> Forecast:
+    def run() -> Forecast:
         calls.clear()
-        job = Job(8, **options)
-        return forecast(lambda job: make_program(counted, job, "model"), job, Costs(machine), history=history)
+        return forecast(lambda job: make_program(counted, job, "model"), Job(8, **options), Costs(machine))
 
-    few, ran = run(None), len(calls)
-    all_of_them = run(History())
+    few, ran = run(), len(calls)
+    monkeypatch.setattr("shardrt.plan.forecast._FIRST", 1000)
+    all_of_them = run()
     assert (ran < len(calls)) == (options.get("schedule") != "gpipe")
     assert figures(few) == pytest.approx(figures(all_of_them), rel=1e-9)
 
@@ -203,7 +220,22 @@ def figures(found: Forecast) -> dict[str, float]:
 
 
 def careless(job: Job) -> Any:
-    return staged(Job(job.ranks))
+    return staged(Job(job.ranks))[0], lambda model, job: model(torch.empty(ROWS, WIDTH)).sum()
+
+
+def other_shapes(job: Job) -> Any:
+    model, step = staged(job)
+    return model, step if job.stage == 0 else lambda model, job: model(job.receive(ROWS // 2, WIDTH)).sum()
+
+
+def an_empty_stage(job: Job) -> Any:
+    model, step = staged(job)
+    return (model if job.stage == 0 else nn.Identity()), step
+
+
+def equal_stages(job: Job) -> Any:
+    """Their step alone looks at the stage."""
+    return Stage(2), staged(job)[1]
 
 
 def early(job: Job) -> Any:
@@ -223,9 +255,15 @@ def model_alone(job: Job) -> Any:
 @pytest.mark.parametrize(
     ("factory", "options", "message"),
     [
-        (careless, {"pp": 2}, r"the factory makes the same model for each stage, with pp=2: make that of job.stage"),
+        (
+            careless,
+            {"pp": 2},
+            r"stage 0 of 2 sends .*, and stage 1 receives nothing: expected the same. A factory makes",
+        ),
         (early, {"pp": 2}, r"receive\(3, 64\) on stage 0 of 2: expected a later stage"),
-        (no_output, {"pp": 2}, r"what stage 0 of 2 sends, a tensor that needs a gradient; found NoneType"),
+        (no_output, {"pp": 2}, r"what stage 0 of 2 sends, a tensor that needs a gradient .*; found NoneType"),
+        (other_shapes, {"pp": 2}, r"stage 0 of 2 sends torch.float32 of shape \(32, 64\), and stage 1 receives .* \(16, 64\)"),
+        (an_empty_stage, {"pp": 2}, r"stage 1 of 2 has no parameters: expected some on each"),
         (staged, {"ep": 2}, r"no module's experts are divided, with ep=2: .*job.expert_mesh\(\)"),
         (model_alone, {"pp": 2}, r"pp=2 with a factory that returns a module alone: return \(model, step\), both of job.stage"),
     ],
@@ -241,6 +279,7 @@ def test_factories_without_stages_or_experts(factory: Factory, options: dict[str
         ({"ranks": 8, "pp": 3}, r"ranks=8 with pp=3: expected a multiple of 3 ranks"),
         ({"ranks": 8, "pp": 2, "tp": 2, "replicas": 3}, r"ranks=8 with pp=2, tp=2, replicas=3: expected a multiple of 12"),
         ({"ranks": 8, "pp": 4, "ep": 4}, r"ep=4: expected a divisor of the 2 ranks sharded over"),
+        ({"ranks": 8, "ep": 8, "reshard_after_forward": 8}, r"=8 with ep=8: expected a divisor of the 1 ranks that share an"),
         ({"ranks": 8, "pp": 0}, r"pp=0: expected a number of at least 1"),
         ({"ranks": 8, "pp": 2, "stage": 2}, r"stage=2 of pp=2: expected 0 to 1"),
         ({"ranks": 8, "schedule": "2f2b"}, r"schedule='2f2b': expected one of 1f1b, gpipe"),
@@ -358,7 +397,8 @@ def test_the_best_split_fits_and_is_the_fastest() -> None:
 
     jobs = splits(Job(8, micro_batches=8, sequence=64), ("pp", "tp", "cp"), 8)
     done: list[int] = []
-    found = best_splits(jobs, made, 30, done.append)
+    found, refused = best_splits(jobs, made, 30, done.append)
+    assert len(found) + len(refused) == len(jobs)
     assert sum(done) == len(jobs)
     assert sum(job.tp > 1 for job in asked) == 3, "2, 4 and 8, alone"
     fitting = [split for split in found if split.fits]
@@ -372,7 +412,7 @@ def test_the_best_split_fits_and_is_the_fastest() -> None:
 def test_the_command_finds_the_best_split(capsys: pytest.CaptureFixture[str]) -> None:
     """Its report is that of the best one; the table has them all."""
     given = ("--preset", "llama3-8b", "--ranks", "8", "--sequence", "64", "--micro-batches", "2", "--param-dtype", "bfloat16")
-    assert main((*given, "--best", "pp", "tp", "--no-search", "--json")) == 0
+    assert main((*given, "--best", "pp,tp", "--no-search", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     best = found["splits"][0]
     assert {name: found["job"][name] for name in ("pp", "tp", "micro_batches")} == {
@@ -385,4 +425,9 @@ def test_the_command_finds_the_best_split(capsys: pytest.CaptureFixture[str]) ->
     assert "ways to divide 8 ranks" in table
     assert "stages, 1f1b" in table
     assert main(("--preset", "gpt2", "--ranks", "8", "--pp", "2", "--best", "tp", "--no-search")) == 2
-    assert "--best tp: the model can be divided over 8 ranks in none of" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--best tp: the model can be divided over 8 ranks in none of" in error
+    assert "the first because: preset gpt2 with pp=2: its first and last layers share a weight" in error
+    with pytest.raises(SystemExit):
+        main((*given, "--best", "tp,dp"))
+    assert "tp,dp: expected all, or some of pp,tp,cp,ep" in capsys.readouterr().err
