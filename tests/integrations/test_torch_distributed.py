@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from ranks import FRESH, on_ranks, run_script
 from shardrt.comm import MismatchError, World
@@ -455,6 +456,27 @@ def test_pipelines_are_gloos(world: World, kind: str) -> None:
         found, expected = pipelined(world.rank, world.size, kind, ours), pipelined(world.rank, world.size, kind, gloo)
         assert len(found) == (2 * world.size if world.rank == world.size - 1 else 0)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@on_ranks(2, 3)
+def test_torchs_context_parallelism_is_gloos(world: World, rotate: str) -> None:
+    """Its ring over the parts of a sequence, with rounds of head and tail. Its context has no rule for attention on the CPU."""
+    forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    torch.manual_seed(world.rank)
+    q, k, v, grad = torch.randn(4, 2, 3, 2 * 16, 8)
+    found = []
+    ring.set_rotate_method(rotate)
+    with process_groups() as groups:
+        for group in groups:
+            out, lse, *_ = ring._templated_ring_attention(group, 2, forward, q, k, v, is_causal=True)
+            given = {"query": q, "key": k, "value": v, "out": out, "logsumexp": lse, "is_causal": True, "dropout_p": 0.0}
+            grads = ring._templated_ring_attention_backward(
+                group, 2, backward, grad_out=grad, grad_out_name="grad_out", **given
+            )
+            found.append([out, lse, *grads[:3]])
+    assert all(map(torch.equal, *found))
 
 
 @on_ranks(2)
