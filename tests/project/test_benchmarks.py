@@ -81,6 +81,28 @@ def test_divided_experts_have_the_losses_of_whole_ones() -> None:
     assert summary["ratio"] == summary["ms"]["experts divided"] / summary["ms"]["fully_shard"] > 0
 
 
+@pytest.mark.all
+def test_a_pipeline_of_sharded_stages_has_the_losses_of_torchs() -> None:
+    sizes = (
+        "--layers",
+        "2",
+        "--channels",
+        "32",
+        "--context",
+        "8",
+        "--micro-batches",
+        "2",
+        "3",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+    )
+    results = run_script(BENCH.with_name("pipeline.py"), *sizes)["results"]  # it compares the losses
+    assert [result["micro_batches"] for result in results] == [2, 3]
+    assert all(min(result.values()) > 0 for result in results)
+
+
 def timing(seconds: list[float], peak: float, *calls: list[Call]) -> Timing:
     """Of one rank: a half of each step is the forward, a quarter the backward."""
     halves, quarters = [each / 2 for each in seconds], [each / 4 for each in seconds]
@@ -296,7 +318,7 @@ def test_scripts_look_for_the_checkout_before_they_import_shardrt() -> None:
         if first is not None:
             found.append(path.name)
             assert not [line for line in lines[:first] if line.startswith(("import shardrt", "from shardrt"))], path
-    benches = {"step.py", "overlap.py", "padding.py", "parallel.py", "context.py", "experts.py", "checkpoint.py"}
+    benches = {"step.py", "overlap.py", "padding.py", "parallel.py", "context.py", "experts.py", "pipeline.py", "checkpoint.py"}
     benches |= {"quantized_gather.py", "quantized_training.py", "forecast.py", "growth.py", "peak.py", "published.py"}
     benches |= {"survival.py", "survival_job.py"}
     assert benches | {"train.py", "gpu_check.py", "table.py", "gpu_forecast.py"} == set(found)
