@@ -79,12 +79,10 @@ class Job:
             if value is not None and value >= 1 << 31:
                 raise PlanError(f"{name}={value}: expected less than 2**31")
         self._check_ranks()
-        kept = self.reshard_after_forward
-        if isinstance(kept, int) and not isinstance(kept, bool) and (kept < 1 or self.shards % kept):
-            raise PlanError(f"reshard_after_forward={kept}: expected a divisor of the {self.shards} ranks sharded over")
-        if isinstance(kept, int) and not isinstance(kept, bool) and self.shards // self.ep % kept:
-            given = f"reshard_after_forward={kept} with ep={self.ep}"
-            raise PlanError(f"{given}: expected a divisor of the {self.shards // self.ep} ranks that share an expert")
+        kept, sharing = self.reshard_after_forward, self.shards // self.ep  # the ranks of an expert divide those of the rest
+        if isinstance(kept, int) and not isinstance(kept, bool) and (kept < 1 or sharing % kept):
+            what = "ranks sharded over" if self.ep == 1 else f"ranks that share an expert, with ep={self.ep}"
+            raise PlanError(f"reshard_after_forward={kept}: expected a divisor of the {sharing} {what}")
         for name, known in (("optimizer", OPTIMIZERS), ("gradient_sync", GRADIENT_SYNCS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in known:
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")

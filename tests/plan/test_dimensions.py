@@ -279,7 +279,10 @@ def test_factories_without_stages_or_experts(factory: Factory, options: dict[str
         ({"ranks": 8, "pp": 3}, r"ranks=8 with pp=3: expected a multiple of 3 ranks"),
         ({"ranks": 8, "pp": 2, "tp": 2, "replicas": 3}, r"ranks=8 with pp=2, tp=2, replicas=3: expected a multiple of 12"),
         ({"ranks": 8, "pp": 4, "ep": 4}, r"ep=4: expected a divisor of the 2 ranks sharded over"),
-        ({"ranks": 8, "ep": 8, "reshard_after_forward": 8}, r"=8 with ep=8: expected a divisor of the 1 ranks that share an"),
+        (
+            {"ranks": 8, "ep": 8, "reshard_after_forward": 8},
+            r"=8: expected a divisor of the 1 ranks that share an expert, with ep=8",
+        ),
         ({"ranks": 8, "pp": 0}, r"pp=0: expected a number of at least 1"),
         ({"ranks": 8, "pp": 2, "stage": 2}, r"stage=2 of pp=2: expected 0 to 1"),
         ({"ranks": 8, "schedule": "2f2b"}, r"schedule='2f2b': expected one of 1f1b, gpipe"),
