@@ -24,13 +24,13 @@ _TOLERANCE = 0.05  # of the norm of their elements
 _Elements = Mapping[int, float]  # by their place in the whole tensor, row by row
 
 
-def check_copies(kinds: Iterable[Description], tensors: Mapping[str, torch.Tensor], comm: Communicator) -> None:
+def check_copies(kinds: Sequence[Description], tensors: Mapping[str, torch.Tensor], comm: Communicator) -> None:
     """Raise CheckpointError on every rank if tensors of one name, on meshes of different ranks, have different elements.
 
     kinds: the descriptions of all ranks.   tensors: of this rank, by name. Collective if there is such a name. Cost: a transfer
     from the device of up to eight numbers for each.
     """
-    names = _on_several_meshes(kinds)
+    names = _on_several_meshes(kinds) if len(kinds) > 1 else set[str]()
     if not names:
         return
     with agreed(comm):

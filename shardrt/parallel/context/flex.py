@@ -76,7 +76,7 @@ def flex_attention(
         return *found, tuple(block_mask.shape)
 
     with left_mode(context):  # which refuses torch's function, whose compiler looks at it
-        places = torch.cat([torch.arange(*chunk, device=query.device) for chunk in cut.chunks(ring.rank)])
+        places = context.places(query.device)
         agreed(ring, "flex_attention in context_parallel", described)
         keys, values = _WholeSequence.apply(key, value, ring, cut)
         scores = None if score_mod is None else _local_scores(score_mod, places)

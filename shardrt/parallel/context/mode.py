@@ -196,6 +196,14 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.ring, self.settings = ring, settings
         self.masks: dict[int, tuple[Any, Any]] = {}  # of whole sequences, by their id, and this rank's part of each
+        self._places: dict[torch.device, torch.Tensor] = {}
+
+    def places(self, device: torch.device) -> torch.Tensor:
+        """Where in the sequence this rank's tokens are: (T,) int64."""
+        if device not in self._places:
+            chunks = self.settings.cut.chunks(self.ring.rank)
+            self._places[device] = torch.cat([torch.arange(*chunk, device=device) for chunk in chunks])
+        return self._places[device]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch_attention:
