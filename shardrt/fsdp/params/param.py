@@ -259,13 +259,21 @@ class GatheredParameter(nn.Parameter):
     """
 
     sharded: DTensor | None = None  # a copy has none
+    aliases: Sequence[ref[torch.Tensor]] = ()  # what was detached from it while it had this class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
+    def detach(self) -> torch.Tensor:
+        """The values, without autograd. They stay the same when `.data` is assigned."""
+        made = super().detach()
+        if self.sharded is not None:
+            self.aliases = [*(each for each in self.aliases if each() is not None), ref(made)]
+        return made
+
     @property
     def data(self) -> torch.Tensor:
-        """The values, without autograd. (Unlike torch's, they share the version counter, which reveals writes.)"""
+        """As `detach()`. (Unlike torch's, this shares the version counter, which reveals writes.)"""
         return self.detach()
 
     @data.setter
@@ -274,11 +282,19 @@ class GatheredParameter(nn.Parameter):
         if self.sharded is None:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             return
+        found = [alias for each in self.aliases if (alias := each()) is not None]
+        if any(alias is value for alias in found):
+            return  # the values are there
+        self.aliases = ()
+        if found:
+            kept = super().detach().clone()
+            for alias in found:
+                alias.data = kept
         gathered = self.sharded.gathered_spec
         given = value if gathered is None or isinstance(value, DTensor) else DTensor(value.detach(), gathered)
         self.sharded.data = given.to(self.sharded.dtype) if value.dtype == self.dtype else given
         with torch.no_grad():
-            self.data.copy_(whole(value, gathered) if isinstance(value, DTensor) else value)
+            super().detach().copy_(whole(value, gathered) if isinstance(value, DTensor) else value)
 
 
 def whole(value: DTensor, gathered: Spec | None) -> torch.Tensor:

@@ -115,4 +115,5 @@ class VisibleParams:
         for param in self._plain:
             param.__class__ = LinearWeight if "place" in param.__dict__ else nn.Parameter
             param.__dict__.pop("sharded", None)  # which cannot be pickled
+            param.__dict__.pop("aliases", None)
         self.exposed = False
