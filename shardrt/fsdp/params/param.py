@@ -297,6 +297,14 @@ class GatheredParameter(nn.Parameter):
             super().detach().copy_(whole(value, gathered) if isinstance(value, DTensor) else value)
 
 
+def times_written(params: Sequence[ShardedParam]) -> list[int]:
+    """How often torch has written each shard: through the DTensor and what was detached from it, or through its local tensor.
+
+    Only the same or another number counts. What writes by other means (numpy, kernels that are given an address) adds nothing.
+    """
+    return [param.sharded._version + param.sharded._local_tensor._version for param in params]  # type: ignore[attr-defined]
+
+
 def whole(value: DTensor, gathered: Spec | None) -> torch.Tensor:
     """What a module sees of a sharded value: all of it, or this rank's part by the outer placements. Collective."""
     if gathered is None:
