@@ -60,6 +60,7 @@ class DTensor(torch.Tensor):
     # On a parameter: each rank's gradient is only a term of what these placements say, until it is reduced. None: it is whole.
     grad_placements: tuple[Placement, ...] | None = None
     tp_leaf: object | None = None  # a tensor-parallel forward reads this in the parameter's place; written by shardrt.parallel
+    handed_out: bool = False  # somebody had its local tensor, and may write it so that no version shows it
     gathered_spec: Spec | None = None  # the spec of what a module sees of a sharded parameter, if that is not all of it
 
     @staticmethod
@@ -143,6 +144,9 @@ class DTensor(torch.Tensor):
         """
         if snapshots.current is not None or snapshots.read_elsewhere:
             snapshots.wait_to_write([self._local_tensor])
+        for each in getattr(self, "_aliases", ()):
+            if (alias := each()) is not None:
+                alias.handed_out = True
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor
         if grad_placements is None:

@@ -214,13 +214,23 @@ class ShardedParam:
         if same_storage(local.untyped_storage(), self.unsharded.untyped_storage()):
             increment_version(sharded)  # the write is in the shard's memory already
             return
-        part = self.part_of(self.unsharded.detach(), sharded.spec).to(local.device)
+        part, same = self._compared()
         # Only elements that were changed: the rest may be less precise than the shard, or NaN beside a NaN in a block of codes.
-        gathered = self._as_gathered(part.dtype)
-        same = (part == gathered) | (part.isnan() & gathered.isnan())
         wait_to_write([local])
         local.copy_(torch.where(same, local, part.to(local.dtype)))
         increment_version(sharded)
+
+    @torch.no_grad()
+    def differs(self) -> bool:
+        """Whether this rank's shard is not what was gathered of it."""
+        return not bool(self._compared()[1].all())
+
+    def _compared(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of the unsharded parameter, and where it is what a gather makes of the shard."""
+        local = self.local
+        part = self.part_of(self.unsharded.detach(), cast(DTensor, self.sharded).spec).to(local.device)
+        gathered = self._as_gathered(part.dtype)
+        return part, (part == gathered) | (part.isnan() & gathered.isnan())
 
     def _as_gathered(self, dtype: torch.dtype) -> torch.Tensor:
         """What a gather makes of this rank's part, in `dtype`."""
@@ -298,11 +308,13 @@ class GatheredParameter(nn.Parameter):
 
 
 def times_written(params: Sequence[ShardedParam]) -> list[int]:
-    """How often torch has written each shard: through the DTensor and what was detached from it, or through its local tensor.
+    """How often torch has written the shards: first each through the DTensor and what was detached from it; then each through
+    its local tensor, which one rank may do alone.
 
-    Only the same or another number counts. What writes by other means (numpy, kernels that are given an address) adds nothing.
+    What writes by other means (numpy, kernels that are given an address) adds nothing.
     """
-    return [param.sharded._version + param.sharded._local_tensor._version for param in params]  # type: ignore[attr-defined]
+    through_locals = [param.sharded._local_tensor._version for param in params]  # type: ignore[attr-defined]
+    return [param.sharded._version for param in params] + through_locals
 
 
 def whole(value: DTensor, gathered: Spec | None) -> torch.Tensor:
