@@ -16,7 +16,7 @@ from ...comm import Event, Stream, current_stream
 from ..base.events import Step, during
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from ..schedule import hooks, moves, registered
-from ..schedule.param_group import GroupSettings, ParamGroup
+from ..schedule.param_group import GroupSettings, ParamGroup, free_stale
 from ..schedule.state_dicts import check_state_dict_options
 
 
@@ -72,7 +72,8 @@ class FSDPModule:
         runtime.streams.begin()
         for group in self.param_groups:
             registered.check_registered(group)
-            group.invalidate_stale()
+        free_stale(self.param_groups)
+        for group in self.param_groups:
             group.unshard()
         handle = UnshardHandle(self.param_groups)
         if async_op:
@@ -411,6 +412,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     if not sharded:
         raise ValueError(f"unsharded('{type(module).__name__}'): no module in it is sharded; call fully_shard first")
     kept = {group: replace(group.settings) for group in groups_of(sharded)}
+    free_stale(list(kept))  # the last time that ranks tell each other what they have written
     for group in kept:
         group.settings.reshard_after_forward, group.settings.user_has_unsharded = False, True
     try:

@@ -214,13 +214,23 @@ class ShardedParam:
         if same_storage(local.untyped_storage(), self.unsharded.untyped_storage()):
             increment_version(sharded)  # the write is in the shard's memory already
             return
-        part = self.part_of(self.unsharded.detach(), sharded.spec).to(local.device)
+        part, same = self._compared()
         # Only elements that were changed: the rest may be less precise than the shard, or NaN beside a NaN in a block of codes.
-        gathered = self._as_gathered(part.dtype)
-        same = (part == gathered) | (part.isnan() & gathered.isnan())
         wait_to_write([local])
         local.copy_(torch.where(same, local, part.to(local.dtype)))
         increment_version(sharded)
+
+    @torch.no_grad()
+    def differs(self) -> bool:
+        """Whether this rank's shard is not what was gathered of it."""
+        return not bool(self._compared()[1].all())
+
+    def _compared(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of the unsharded parameter, and where it is what a gather makes of the shard."""
+        local = self.local
+        part = self.part_of(self.unsharded.detach(), cast(DTensor, self.sharded).spec).to(local.device)
+        gathered = self._as_gathered(part.dtype)
+        return part, (part == gathered) | (part.isnan() & gathered.isnan())
 
     def _as_gathered(self, dtype: torch.dtype) -> torch.Tensor:
         """What a gather makes of this rank's part, in `dtype`."""
@@ -259,13 +269,21 @@ class GatheredParameter(nn.Parameter):
     """
 
     sharded: DTensor | None = None  # a copy has none
+    aliases: Sequence[ref[torch.Tensor]] = ()  # what was detached from it while it had this class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
+    def detach(self) -> torch.Tensor:
+        """The values, without autograd. They stay the same when `.data` is assigned."""
+        made = super().detach()
+        if self.sharded is not None:
+            self.aliases = [*(each for each in self.aliases if each() is not None), ref(made)]
+        return made
+
     @property
     def data(self) -> torch.Tensor:
-        """The values, without autograd. (Unlike torch's, they share the version counter, which reveals writes.)"""
+        """As `detach()`. (Unlike torch's, this shares the version counter, which reveals writes.)"""
         return self.detach()
 
     @data.setter
@@ -274,11 +292,29 @@ class GatheredParameter(nn.Parameter):
         if self.sharded is None:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             return
+        found = [alias for each in self.aliases if (alias := each()) is not None]
+        if any(alias is value for alias in found):
+            return  # the values are there
+        self.aliases = ()
+        if found:
+            kept = super().detach().clone()
+            for alias in found:
+                alias.data = kept
         gathered = self.sharded.gathered_spec
         given = value if gathered is None or isinstance(value, DTensor) else DTensor(value.detach(), gathered)
         self.sharded.data = given.to(self.sharded.dtype) if value.dtype == self.dtype else given
         with torch.no_grad():
-            self.data.copy_(whole(value, gathered) if isinstance(value, DTensor) else value)
+            super().detach().copy_(whole(value, gathered) if isinstance(value, DTensor) else value)
+
+
+def times_written(params: Sequence[ShardedParam]) -> list[int]:
+    """How often torch has written the shards: first each through the DTensor and what was detached from it; then each through
+    its local tensor, which one rank may do alone.
+
+    What writes by other means (numpy, kernels that are given an address) adds nothing.
+    """
+    through_locals = [param.sharded._local_tensor._version for param in params]  # type: ignore[attr-defined]
+    return [param.sharded._version for param in params] + through_locals
 
 
 def whole(value: DTensor, gathered: Spec | None) -> torch.Tensor:

@@ -91,6 +91,12 @@ class VisibleParams:
         for weight, place in self.linear:
             weight.__class__, weight.place = LinearWeight, place  # type: ignore[attr-defined]
 
+    def differ(self) -> bool:
+        """Whether this rank's shards are not what was gathered of them. Only those are looked at that somebody has had as local
+        tensors: the versions of others show all writes.
+        """
+        return any(watched.differs() for watched in self._watched if watched.sharded.handed_out)  # type: ignore[attr-defined]
+
     def expose(self) -> None:
         """From now on the user's code can reach the unsharded parameters: notice what it writes to them. No-op if exposed."""
         if self.exposed:
@@ -115,4 +121,5 @@ class VisibleParams:
         for param in self._plain:
             param.__class__ = LinearWeight if "place" in param.__dict__ else nn.Parameter
             param.__dict__.pop("sharded", None)  # which cannot be pickled
+            param.__dict__.pop("aliases", None)
         self.exposed = False

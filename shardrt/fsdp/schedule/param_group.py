@@ -42,7 +42,7 @@ from ..memory.buffers import BufferMaker
 from ..memory.context import Context, Streams
 from ..params.in_place import give_places
 from ..params.layout import Layout
-from ..params.param import ShardedParam, Slot
+from ..params.param import ShardedParam, Slot, times_written
 from ..params.visible import VisibleParams
 from ..reduce.coded import CodedReduction, QuantizedReduction
 from ..reduce.packed import PackedGrads
@@ -118,7 +118,7 @@ class ParamGroup:
     reduction: GradientReduction | None  # of the trainable parameters; written with them
     set_aside: SetAside  # gradients of parameters that are not trainable now
     _sees_dtensors: bool  # an extension of the user's shows DTensors to the modules; written with `trainable`
-    _versions: list[int]  # of the shards at the last invalidate_stale(); others now mean that shards have changed since
+    _written: list[int]  # the shards' times_written() when free_stale() was last called; others now mean that they have changed
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class ParamGroup:
         self.calls = ModuleCalls(self._modules)
         self.runtime, self.ready, self.set_aside = None, None, SetAside()
         self._readers, self._grad_streams = {}, {}
-        self.trainable, self.reduction, self._versions = [], None, []
+        self.trainable, self.reduction, self._written = [], None, []
         # Communicators are made here, where every rank is: in a pipeline, ranks of a later stage wait for this one's output.
         for param in params:
             if param.outer is not None:
@@ -241,9 +241,8 @@ class ParamGroup:
         return self.settings.reshard_after_forward is not False
 
     def begin(self) -> None:
-        """An iteration starts."""
+        """An iteration starts; `free_stale` follows."""
         self.refresh_trainable()
-        self.invalidate_stale()
         if len(self._modules) > 1:
             self.calls.begin_iteration()
 
@@ -293,13 +292,30 @@ class ParamGroup:
         """Whether each rank has only terms of some gradients, which are added up over the ranks of another mesh."""
         return self.reduction is not None and bool(self.reduction.partial_sums)
 
-    def invalidate_stale(self) -> None:
-        """Free what is gathered, all or a part, if the shards have changed since, by an optimizer for example."""
-        versions = [param.sharded._version for param in self.params]
-        if (self.ready is not None or self.gather.post_forward_shard is not None) and self._versions != versions:
-            self.gather.drop_post_forward_shard(self._streams.gather)
-            self.reshard()
-        self._versions = versions
+    @property
+    def is_kept(self) -> bool:
+        """Whether something is gathered, all or a part: the same on all ranks."""
+        return self.ready is not None or self.gather.post_forward_shard is not None
+
+    def note_writes(self) -> bool:
+        """Whether the shards were written since the last call, as far as this rank can tell."""
+        before, self._written = self._written, times_written(self.params)
+        return self._written != before
+
+    def differs(self) -> bool:
+        """Whether shards that somebody has had are not what was gathered of them. On the host; a GPU would have to wait.
+
+        Cost: such shards, and this rank's part of what was gathered, are read.
+        """
+        if self.ready is None or not self.gather.needs_launch or self.mesh.device.type != "cpu":
+            return False
+        self.ready.wait(self._streams.compute)
+        return self.visible.differ()
+
+    def free_kept(self) -> None:
+        """Free what is gathered, all or a part."""
+        self.gather.drop_post_forward_shard(self._streams.gather)
+        self.reshard()
 
     # ------------------------------------------------------------------ full parameters, in the order of a step
 
@@ -311,7 +327,12 @@ class ParamGroup:
             self.ready = DONE
             return
         if self.ready is not None and not self.visible.unsharded and not in_backward():
-            self.invalidate_stale()
+            if self.root.calls.phase is GroupPhase.IDLE:
+                free_stale([self])
+            elif self._written[: len(self.params)] != [param.sharded._version for param in self.params]:
+                # Written in this forward, by all ranks alike. Cost: of telling each other, a call for each group.
+                self.note_writes()
+                self.free_kept()
         if self.ready is not None and not self.gather.is_paused:
             return
         with during(Step.GATHER, self), outside_transforms():
@@ -473,3 +494,24 @@ class ParamGroup:
         self._grad_streams.clear()
         self.gather.drop_post_forward_shard(self._streams.gather)
         self.reshard()
+
+
+def free_stale(groups: Sequence[ParamGroup]) -> None:
+    """Free what is gathered of those of these groups whose shards were written since, on any rank, such as by an optimizer.
+
+    The ranks tell each other, since one may have written its shard alone, or have passed over an empty one. Inside of
+    `unsharded` they run on their own, and only see their own writes.
+    Cost: nothing unless something is kept; then a comparison of 63 bits for each mesh, 13 us between two ranks of a node, and
+    that of `ParamGroup.differs`.
+    """
+    written = {group: group.note_writes() for group in groups}
+    kept = [group for group in groups if group.is_kept]
+    for comm in dict.fromkeys(group.gather_comm for group in kept):
+        shared = [group for group in kept if group.gather_comm is comm and not group.settings.user_has_unsharded]
+        if shared:
+            mine = [written[group] or group.differs() for group in shared]
+            everyone = comm.differing(mine) or [mine]
+            written.update(zip(shared, map(any, zip(*everyone, strict=True)), strict=True))
+    for group in kept:
+        if written[group]:
+            group.free_kept()

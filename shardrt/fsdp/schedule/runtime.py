@@ -19,12 +19,13 @@ from ..base.events import Step, during
 from ..base.policy import RootSettings
 from ..memory import context
 from ..memory.buffers import FlatBuffer, Handoff
+from ..params.param import times_written
 from ..reduce.grad_layout import reduce_layout
 from ..reduce.packed import HeldGrads, PackedGrads
 from ..reduce.reduce import GradientReduction
 from . import registered, symmetric_windows
 from .moves import warn_of_unwritten
-from .param_group import ParamGroup
+from .param_group import ParamGroup, free_stale
 from .prefetch import PrefetchQueue
 from .same_batches import FirstBatch
 
@@ -137,6 +138,7 @@ class Runtime(context.Context):
             self.streams.compute.wait(done)  # modules read the shards themselves
         for group in self.groups:
             group.begin()
+        free_stale(self.groups)
         self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
         self.prefetch.begin(self._settings.prefetch)
 
@@ -153,8 +155,7 @@ class Runtime(context.Context):
 
     def _writes(self) -> int:
         """How often trainable shards were written: also by optimizers whose gradients stay, or are dropped after a forward."""
-        params = [param for group in self.groups for param in group.params if param.sharded.requires_grad]
-        return sum(param.sharded._local_tensor._version for param in params)  # type: ignore[attr-defined]
+        return sum(times_written([param for group in self.groups for param in group.params if param.sharded.requires_grad]))
 
     def end_forward(self) -> None:
         """The root's forward is over: free what was gathered ahead and not used."""
