@@ -8,6 +8,7 @@ Two more are in `kernels/cuda.py` and `comm/streams.py`, which import nothing of
 | `current_backward`               | `torch._C._current_graph_task_id`              |
 | `queue_backward_callback`        | `Variable._execution_engine`                   |
 | `wanted`                         | `torch._C._will_engine_execute_node`           |
+| `surround_functions`             | `torch.autograd.function._SingleLevelFunction` |
 | `may_be_kept`, `grad_hooks`      | `Tensor._backward_hooks`                       |
 | `post_accumulate_grad_hooks`     | `Tensor._post_accumulate_grad_hooks`           |
 | `current_transform`              | `torch._C._functorch.peek_interpreter_stack`   |
@@ -56,6 +57,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.autograd import forward_ad, profiler
+from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -86,6 +88,23 @@ def in_backward() -> bool:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def surround_functions(is_watched: Callable[[type], bool], call: Callable[..., Any]) -> None:
+    """From now on, where an argument's class is watched, `call(kind, apply, args, kwargs)` takes the place of `kind.apply`.
+
+    kind: a subclass of `torch.autograd.Function`, whose `apply` the user may have taken before.
+    Cost: 0.3 us for each function, and 0.1 us for each argument.
+    """
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        run = super(_SingleLevelFunction, kind).apply
+        for arg in args:
+            if is_watched(type(arg)):
+                return call(kind, run, args, kwargs)
+        return run(*args, **kwargs)
+
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[method-assign]
 
 
 _HookGetter = Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from ..comm import DeviceMesh, ReduceOp, current_mesh
 from ..torch_internals import OpOverload, disabled_torch_function
 from . import snapshots
+from .group_registry import group_of
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
 from .redistribute import check_replicas, redistribute
 from .strides import with_stride, with_stride_of
@@ -298,6 +299,19 @@ class DTensor(torch.Tensor):
         """The mesh over which the tensor is distributed."""
         return self.spec.mesh
 
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """As torch's method. RuntimeError for a part of a `register_multi_grad_hook` on a parameter of a sharded module.
+
+        Such a hook would wait for nodes of autograd: those of sharded parameters run in no backward.
+        """
+        if getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.") and group_of(self) is not None:
+            raise RuntimeError(
+                f"register_multi_grad_hook on parameter '{self.full_name}' of a sharded module (rank {self.spec.mesh.rank}): it "
+                'would never be called; use mode="any", or register_post_accumulate_grad_hook or register_hook on each '
+                "parameter, which are called with sharded gradients once they are reduced"
+            )
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor(shape={tuple(self.shape)}, {self.spec.placements}, local={self._local_tensor})"
 
@@ -377,7 +391,12 @@ def _set_requires_grad(tensor: DTensor, value: bool) -> None:
 
 
 def _leaf_grad(grad: torch.Tensor, leaf: DTensor | None) -> torch.Tensor:
-    return grad if leaf is None else _redistribute_grad(grad, leaf.spec.of_gradient())
+    if leaf is None:
+        return grad
+    if not isinstance(grad, DTensor) and group_of(leaf) is not None:
+        # Plain tensors take part in what makes it, which each rank may have of its own. Cost: a reduce-scatter.
+        grad = _FromLocal.apply(grad, leaf.spec.moved([Partial("avg")] * leaf.spec.mesh.ndim))
+    return _redistribute_grad(grad, leaf.spec.of_gradient())
 
 
 class _FromLocal(torch.autograd.Function):

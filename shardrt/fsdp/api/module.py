@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from ...comm import Event, Stream, current_stream
+from ...torch_internals import in_backward
+from ..base.autograd import GroupPhase
 from ..base.events import Step, during
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from ..schedule import hooks, moves, registered
@@ -72,6 +74,8 @@ class FSDPModule:
         runtime.streams.begin()
         for group in self.param_groups:
             registered.check_registered(group)
+            if runtime.root.calls.phase is GroupPhase.IDLE and not in_backward():
+                group.refresh_trainable()  # what is gathered may be used by hand, without a forward
         free_stale(self.param_groups)
         for group in self.param_groups:
             group.unshard()

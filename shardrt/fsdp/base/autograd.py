@@ -172,6 +172,14 @@ def _of_every_level(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield (tensor := inner)
 
 
+def before_backward_of(tensors: Iterable[torch.Tensor], callback: Callable[[], None]) -> None:
+    """Call `callback` before the nodes that made these tensors run, those below a view included (see `_below_views`)."""
+    for tensor in tensors if current_transform() is None else _of_every_level(tensors):
+        for made in (tensor, tensor._base):
+            if made is not None and (node := made.grad_fn) is not None:
+                GradHook.at(node).on_pre_backward(callback)
+
+
 class ModuleCalls:
     """The calls of a group's modules: those running, and those whose backward is under way."""
 

@@ -19,6 +19,7 @@ from ...tensor.replaced import note_gathered, note_replaced
 from ...tensor.snapshots import wait_to_write
 from ...torch_internals import same_storage
 from ..memory.buffers import FlatBuffer
+from .by_hand import HandUse, run_by_hand
 from .layout import Layout
 from .tensor_parallel import OuterSharding
 
@@ -265,11 +266,16 @@ class ShardedParam:
 class GatheredParameter(nn.Parameter):
     """The class of an unsharded parameter while the user can reach it, such as between a forward and its backward.
 
-    Assignments to its `data` and in-place writes are passed on to the sharded parameter.
+    Assignments to its `data` and in-place writes are passed on to the sharded parameter. Its group is told of operations on it.
     """
 
     sharded: DTensor | None = None  # a copy has none
     aliases: Sequence[ref[torch.Tensor]] = ()  # what was detached from it while it had this class
+    hand_use: HandUse | None = None  # a copy has none
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        return run_by_hand(func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)

@@ -99,8 +99,8 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
             group.gather.pause()
         if group is runtime.root:
             runtime.end_forward()
-        elif group.visible.unsharded and runtime.root.calls.phase is GroupPhase.IDLE:  # outside the root's forward
-            group.leave_unsharded()
+        elif group.visible.unsharded and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
+            group.leave_unsharded()  # code outside of the module may compute with its parameters now
     return output
 
 
@@ -150,10 +150,7 @@ def start(group: ParamGroup) -> Runtime:
 def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
     runtime = group.runtime
     if runtime is None:
-        raise RuntimeError(
-            f"backward of '{group.name}' (rank {group.mesh.rank}): its parameters have moved to another dtype or "
-            "device since the forward; run the forward again"
-        )
+        raise group.moved_since_forward()
     runtime.begin_backward()
     if not group.calls.begin_backward(call, group):
         if group.visible.unsharded:

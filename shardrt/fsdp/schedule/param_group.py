@@ -40,6 +40,7 @@ from ..gather.gather import AllGather, FlatGather, Gather, subgroup
 from ..gather.mapped import DONE, MappedGather
 from ..memory.buffers import BufferMaker
 from ..memory.context import Context, Streams
+from ..params.by_hand import HandUse
 from ..params.in_place import give_places
 from ..params.layout import Layout
 from ..params.param import ShardedParam, Slot, times_written
@@ -220,7 +221,7 @@ class ParamGroup:
         """
         self.runtime, self._streams = runtime, runtime.streams
         self.gather.attach(runtime, self.settings, window, self)
-        self.visible.attach(self.params)
+        self.visible.attach(self.params, HandUse(self.gather.full.holds, self.begin_hand_backward))
 
     def detach(self) -> None:
         """Leave the runtime, between iterations. The next forward of the root makes another."""
@@ -419,7 +420,9 @@ class ParamGroup:
         if self.ready is None:
             return
         with during(Step.POST_BACKWARD, self):
-            if self.settings.reshard_after_backward and not is_needed:
+            if self.settings.user_has_unsharded:
+                self.leave_unsharded()
+            elif self.settings.reshard_after_backward and not is_needed:
                 self.reshard()
             else:
                 self.visible.show_sharded()
@@ -433,11 +436,12 @@ class ParamGroup:
         When one more gradient is ready: if it is the last one. Not where parameters may be unused: ranks may then have all
         gradients at different points, and only the end of the module is the same point for all.
         When a call of the module is over: if there is any gradient, or if zeros stand for gradients that other ranks may have.
-        When the backward is over: also for what earlier backwards have left packed.
+        When the backward is over: also for what earlier backwards have left packed. Inside of `unsharded` only then, since ranks
+        may have used different parameters by hand.
 
         reduced: this backward has reduced the group already.
         """
-        if self.reduction is None:
+        if self.reduction is None or (self.settings.user_has_unsharded and progress is not BackwardProgress.BACKWARD_DONE):
             return False
         if progress is BackwardProgress.GRADIENT_READY:
             return not self.settings.reduce_unused and all(param.unsharded.grad is not None for param in self.trainable)
@@ -447,6 +451,23 @@ class ParamGroup:
             return self.settings.reduce_unused
         unused = self.settings.reduce_unused and not reduced
         return self.settings.sync_gradients and (self.reduction.needs_reduction or unused)
+
+    def begin_hand_backward(self) -> None:
+        """The backward comes to a node of code outside of the modules that has used the gathered parameters."""
+        if self.runtime is None:
+            raise self.moved_since_forward()
+        self.runtime.begin_backward()
+        self.note_gradients()
+        with during(Step.PRE_BACKWARD, self):
+            self.unshard()
+            self.wait_unsharded()
+
+    def moved_since_forward(self) -> RuntimeError:
+        """The error of a backward whose forward ran before the group left its runtime."""
+        return RuntimeError(
+            f"backward of '{self.name}' (rank {self.mesh.rank}): its parameters have moved to another dtype or "
+            "device since the forward; run the forward again"
+        )
 
     def note_gradients(self) -> None:
         """Note that gradients are made on the current stream, or that it has waited for the one on which they were made."""

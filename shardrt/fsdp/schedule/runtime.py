@@ -122,7 +122,7 @@ class Runtime(context.Context):
         if self._end is not End.REACHED:
             raise self._did_not_end()
         for group in self.groups:
-            registered.check_registered(group)
+            registered.check_registered(group, runs=group is self.root)
         self._unknown.warn()
         with during(Step.ROOT_PRE_FORWARD):
             self._begin_iteration()
@@ -267,6 +267,8 @@ class Runtime(context.Context):
         self._end = End.REACHED
 
     def _finish_backward(self) -> None:
+        if by_hand := [group for group in self.groups if group.settings.user_has_unsharded]:
+            self._agree_on_gradients(by_hand)
         for group in self.groups:
             if group.reduction_due(BackwardProgress.BACKWARD_DONE, reduced=group in self._reduced):
                 self.reduce(group)
@@ -285,6 +287,21 @@ class Runtime(context.Context):
             self._first_written = self._writes()
         if self._settings.is_last_backward:
             self.settle()
+
+    def _agree_on_gradients(self, groups: Sequence[ParamGroup]) -> None:
+        """Inside of `unsharded`, ranks may use different parameters: give this rank zeros where others have a gradient.
+
+        No-op on a rank without a gradient in these groups; then no rank may have one. Collective on the others.
+        """
+        params = [param for group in groups for param in group.trainable]
+        have = [param.unsharded.grad is not None for param in params]
+        if not any(have) or (answers := self.root.device_mesh.differing(have)) is None:
+            return
+        for group in groups:
+            group.note_gradients()
+        for param, *others in zip(params, *answers, strict=True):
+            if param.unsharded.grad is None and any(others):
+                param.unsharded.grad = torch.zeros_like(param.unsharded)
 
     def settle(self) -> None:
         """Let the caller's stream, where the optimizer runs, see all gradients, and free the buffers of the reductions."""
