@@ -422,13 +422,17 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     try:
         for handle in [child.unshard(async_op=True) for child in sharded]:
             cast(UnshardHandle, handle).wait()
+        for group in groups_of(sharded):
+            group.keep()
         yield
     finally:
         for group, before in kept.items():
             group.settings.reshard_after_forward = before.reshard_after_forward
             group.settings.user_has_unsharded = before.user_has_unsharded
         for group in groups_of(sharded):  # the first gather may have made some
-            group.reshard()
+            # Those of a block around this one stay; those whose modules run now end with that.
+            if not group.settings.user_has_unsharded and group.calls.phase is GroupPhase.IDLE:
+                group.reshard()
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

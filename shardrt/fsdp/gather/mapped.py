@@ -63,7 +63,7 @@ class MappedGather(FlatGather):
 
     _memory: NodeMemory | None = None  # of the node; written by _become_resident()
     _state: Reading = Reading.NOTHING  # written by _meet(), fill_unsharded(), pause() and release()
-    _keeps: bool = False  # what was launched is kept; written by launch()
+    _keeps: bool = False  # what was launched is kept; written by launch(), resume() and keep()
     _filled: Sequence[int] = ()  # times_written() of the shards that were cast last; written by _cast()
     # Written by _discard_writes().
     _forwards: int = 0
@@ -194,9 +194,14 @@ class MappedGather(FlatGather):
             self._memory.end_reading()
             self._state = Reading.NOTHING
 
-    def resume(self, stream: Stream) -> None:
+    def resume(self, stream: Stream, *, keeps: bool) -> Work:
         """The ranks meet again: one that has paused longer than others would not be known to read."""
-        self._meet(stream).synchronize()
+        self._keeps = keeps
+        return self._meet(stream)
+
+    def keep(self, stream: Stream) -> None:
+        self._keeps = True
+        self.fill_unsharded(stream)
 
     def wait_for_readers(self) -> bool:
         """Wait until the other ranks have read what this one has read last. Returns: False if this one still does."""

@@ -49,7 +49,8 @@ def pre_forward(
         else:
             check_registered(group)
         group.calls.move(GroupPhase.FORWARD, group)
-        ahead = runtime.prefetch.forward_starts(group)
+        # What this rank alone runs must not be recorded: the ranks' orders are to agree, and nothing is gathered in it.
+        ahead = [] if group.runs_alone else runtime.prefetch.forward_starts(group)
     else:
         ahead = []
     group.unshard()
@@ -90,7 +91,8 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
             _check_output_type(group, output)
     if not in_backward():
         group.calls.move(GroupPhase.IDLE, group)
-        used_next, last = runtime.prefetch.forward_ends(group), group.calls.all_have_run(module)
+        used_next = not group.runs_alone and runtime.prefetch.forward_ends(group)
+        last = group.calls.all_have_run(module)
         if group.reshards_after_forward:
             _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
             if last and not used_next and not runtime.keeps_gathered:

@@ -241,6 +241,17 @@ class ParamGroup:
             return self.parent is not None or not torch.is_grad_enabled()
         return self.settings.reshard_after_forward is not False
 
+    @property
+    def runs_alone(self) -> bool:
+        """Whether a forward that begins or ends now is this rank's own: inside of `unsharded`, without gradients.
+
+        False for one inside a forward of the root that gathers, which all ranks run.
+        """
+        if not self.settings.user_has_unsharded or torch.is_grad_enabled():
+            return False
+        root = self.root
+        return root.settings.user_has_unsharded or root.calls.phase is GroupPhase.IDLE
+
     def begin(self) -> None:
         """An iteration starts; `free_stale` follows."""
         self.refresh_trainable()
@@ -340,7 +351,8 @@ class ParamGroup:
             if self.ready is None:
                 self.ready = self.gather.launch(self._streams.gather, keeps=self._keeps_gathered)
             else:
-                self.gather.resume(self._streams.gather)
+                self.ready = self.gather.resume(self._streams.gather, keeps=self._keeps_gathered)
+                self._readers.clear()  # also a stream that has read it before waits
 
     @property
     def _keeps_gathered(self) -> bool:
@@ -358,11 +370,16 @@ class ParamGroup:
         if self.visible.unsharded and compute in self._readers:
             return
         self._readers[compute] = None
-        with during(Step.WAIT, self):
+        with during(Step.WAIT, self), outside_transforms():
             self.ready.wait(compute)
             self.gather.fill_unsharded(compute)
             if not self.visible.unsharded:
                 self.visible.show_unsharded()
+
+    def keep(self) -> None:
+        """Let what is gathered be this rank's own until it is resharded: from now on ranks use it without meeting."""
+        with outside_transforms():
+            self.gather.keep(self._streams.compute)
 
     def reshard(self) -> None:
         """Let the modules see the shards and free what is gathered. No-op while sharded."""

@@ -140,7 +140,8 @@ class Runtime(context.Context):
             group.begin()
         free_stale(self.groups)
         self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
-        self.prefetch.begin(self._settings.prefetch)
+        if not self.root.runs_alone:
+            self.prefetch.begin(self._settings.prefetch)
 
     def _has_allocated(self) -> bool:
         """Whether all lasting memory is allocated, as far as can be told: an optimizer has stepped, or none will.
