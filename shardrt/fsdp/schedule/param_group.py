@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from ...comm import Communicator, DeviceMesh, Stream, Work
+from ...comm.calls import Subject, about
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import set_group
 from ...torch_internals import in_backward, outside_transforms
@@ -52,6 +53,12 @@ from ..reduce.unpacked import UnpackedReduction
 
 if TYPE_CHECKING:  # a group and its runtime refer to each other
     from .runtime import Runtime
+
+_ADVICE = (
+    "where ranks leave out modules or parameters on purpose, let the others have zeros for their gradients: see "
+    "set_reduce_scatter_unused_params(True, skipped_modules=True)"
+)
+_made: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()  # how many groups were made on a communicator
 
 
 @dataclass(slots=True)
@@ -91,6 +98,7 @@ class ParamGroup:
     _modules: Sequence[ref[nn.Module]]
 
     name: str  # the full names of its modules, once the root is known; written by rename()
+    subject: Subject  # what its collectives are for, as ranks compare it; written by rename()
 
     # Written by adopt(), of the group or of its parent.
     parent: ParamGroup | None
@@ -117,6 +125,7 @@ class ParamGroup:
     _grad_streams: dict[Stream, None]  # streams that made gradients since the last pack_grads(); written by note_gradients()
     trainable: list[ShardedParam]  # written by refresh_trainable() and detach()
     reduction: GradientReduction | None  # of the trainable parameters; written with them
+    _subjects: dict[frozenset[int], Subject]  # by positions among `trainable`; written by about_grads()
     set_aside: SetAside  # gradients of parameters that are not trainable now
     _sees_dtensors: bool  # an extension of the user's shows DTensors to the modules; written with `trainable`
     _written: list[int]  # the shards' times_written() when free_stale() was last called; others now mean that they have changed
@@ -141,18 +150,19 @@ class ParamGroup:
         self.offloads = policies.offload.applies_to(mesh.device)
         self.settings = settings
         self.ignored = ignored
-        self.name = type(modules[0]).__name__
         self.parent, self.children = None, []
         self.root_settings = RootSettings() if root_settings is None else root_settings
         self.calls = ModuleCalls(self._modules)
         self.runtime, self.ready, self.set_aside = None, None, SetAside()
         self._readers, self._grad_streams = {}, {}
-        self.trainable, self.reduction, self._written = [], None, []
+        self.trainable, self.reduction, self._written, self._subjects = [], None, [], {}
         # Communicators are made here, where every rank is: in a pipeline, ranks of a later stage wait for this one's output.
         for param in params:
             if param.outer is not None:
                 param.outer.open_communicators(mesh)
         self.gather_comm = self.mesh.communicator("gather")
+        self._number = _made[self.gather_comm] = _made.get(self.gather_comm, 0) + 1
+        self.rename(type(modules[0]).__name__)
         self.reduce_comm = self.mesh.communicator("reduce")
         self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
         if type(settings.reshard_after_forward) is int:
@@ -194,8 +204,11 @@ class ParamGroup:
         self._take([param.clone_spec() for param in params])
 
     def rename(self, name: str) -> None:
-        """Give the group the name that errors and profiles show."""
-        self.name = name
+        """Give the group the name that errors and profiles show.
+
+        Its number tells groups of one name apart: those of two models, or of one module.
+        """
+        self.name, self.subject = name, Subject(f"'{name}' (group {self._number})", _ADVICE)
 
     def adopt(self, children: Sequence[ParamGroup]) -> None:
         """Make this the parent of groups of sharded modules inside its own, or of its own modules on other meshes."""
@@ -266,6 +279,7 @@ class ParamGroup:
         found = self.set_aside.exchange(f"'{self.name}' (rank {self.mesh.rank})", self.reduction, trainable)
         assert self.runtime is not None, "attach() comes first"
         self.trainable, self.reduction = [], None  # until all is made, so that the next iteration tries again if that fails
+        self._subjects.clear()
         for param in self.params:
             param.unsharded.requires_grad_(False)
         self.calls.unwatch_gradients()
@@ -347,7 +361,7 @@ class ParamGroup:
                 self.free_kept()
         if self.ready is not None and not self.gather.is_paused:
             return
-        with during(Step.GATHER, self), outside_transforms():
+        with during(Step.GATHER, self), about(self.subject), outside_transforms():
             if self.ready is None:
                 self.ready = self.gather.launch(self._streams.gather, keeps=self._keeps_gathered)
             else:
@@ -405,7 +419,7 @@ class ParamGroup:
     def reshard_to_subgroup(self, ranks: int) -> None:
         """Reshard, but keep a part: this rank and its neighbours, `ranks` in all, gather the parameters from each other."""
         if self.ready is not None:
-            with during(Step.KEEP, self), outside_transforms():
+            with during(Step.KEEP, self), about(self.subject), outside_transforms():
                 self.gather.reshard_to_subgroup(ranks, self._streams.gather)
             self.reshard()
 
@@ -514,10 +528,26 @@ class ParamGroup:
             param.unsharded.grad = None
         return packed
 
+    def about_grads(self, packed: PackedGrads) -> about:
+        """What the reductions of `packed` are for: this group's gradients, of those parameters that have one.
+
+        Cost: a look-up if some have none, such as frozen ones; the words are made once for the same parameters.
+        """
+        positions = packed.positions
+        if len(positions) == len(self.params):
+            return about(self.subject)
+        if positions not in self._subjects:
+            reduced = [self.trainable[position].name for position in sorted(positions)]
+            missing = [param.name for param in self.params if param.name not in reduced]
+            word, names = ("without", missing) if len(missing) <= len(reduced) else ("only", reduced)
+            self._subjects[positions] = Subject(f"{self.subject}, {word} {', '.join(names)}", _ADVICE)
+        return about(self._subjects[positions])
+
     def reduce_grads(self, packed: PackedGrads) -> None:
         """Reduce what is packed over the shard ranks."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.launch(packed, self._streams.reduce)
+        with self.about_grads(packed):
+            self.reduction.launch(packed, self._streams.reduce)
 
     # ------------------------------------------------------------------ after a failure
 

@@ -239,7 +239,8 @@ class Runtime(context.Context):
         for stream in dict.fromkeys(grads.stream for grads in packed.values()):
             streams.reduce.wait(stream.record())
         for group in [group for group in packed if group.sums_terms] if self._tensor_parallel else ():
-            _reduction(group).sum_terms(packed[group], streams.reduce)
+            with group.about_grads(packed[group]):
+                _reduction(group).sum_terms(packed[group], streams.reduce)
         joint = {group: group.reduce_comm for group in packed if _reduction(group).launches_jointly}
         _launch(packed, joint, lambda group: group.reduce_grads(packed[group]))
         if streams.post_reduce is not streams.reduce:
@@ -249,8 +250,11 @@ class Runtime(context.Context):
     def _reduce_over_replicas(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         replicated = {group: group.all_reduce_comm for group in packed if group.all_reduce_comm is not None}
         joint = {group: ranks for group, ranks in replicated.items() if _reduction(group).launches_jointly_over_replicas}
-        post_reduce = self.streams.post_reduce
-        _launch(replicated, joint, lambda group: _reduction(group).launch_over_replicas(packed[group], post_reduce))
+        _launch(replicated, joint, lambda group: self._launch_over_replicas(group, packed[group]))
+
+    def _launch_over_replicas(self, group: ParamGroup, packed: PackedGrads) -> None:
+        with group.about_grads(packed):
+            _reduction(group).launch_over_replicas(packed, self.streams.post_reduce)
 
     def _retire(self, newest: int) -> None:
         """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
