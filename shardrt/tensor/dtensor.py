@@ -12,13 +12,14 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import is_grad_enabled, nn
+from torch import is_grad_enabled, is_inference_mode_enabled, nn
 from torch.autograd.graph import increment_version
 
 from ..comm import DeviceMesh, ReduceOp, current_mesh
 from ..torch_internals import OpOverload, disabled_torch_function
 from . import snapshots
 from .group_registry import group_of
+from .inference_mode import outside_inference_mode, run_in_inference_mode
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
 from .redistribute import check_replicas, redistribute
 from .strides import with_stride, with_stride_of
@@ -81,9 +82,12 @@ class DTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if is_inference_mode_enabled():
+            return run_in_inference_mode(RULES[func], func, args, kwargs or {})
         return RULES[func](func, args, kwargs or {})
 
     @staticmethod
+    @outside_inference_mode()
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -154,6 +158,7 @@ class DTensor(torch.Tensor):
             return _ToLocal.apply(self, self.spec.of_gradient())
         return _ToLocal.apply(self, _checked_grad_spec(self.spec, grad_placements, self._local_tensor.shape))
 
+    @outside_inference_mode()
     def redistribute(
         self,
         device_mesh: DeviceMesh | Sequence[Placement] | None = None,
@@ -319,6 +324,7 @@ class DTensor(torch.Tensor):
         """The full tensor as nested lists, on every rank. Collective."""
         return self.full_tensor().tolist()
 
+    @outside_inference_mode()
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """A leaf tensor with copies of this rank's shard and of the gradient, on the same mesh. No communication."""
         if id(self) in memo:
@@ -466,6 +472,8 @@ def _without_dispatcher(name: str) -> Callable[..., torch.Tensor]:
             else:
                 return method(self, *args, **kwargs)
         if spec.partial or is_grad_enabled():  # autograd records the operation on the DTensor
+            return method(self, *args, **kwargs)
+        if not in_place and is_inference_mode_enabled():
             return method(self, *args, **kwargs)
         if in_place and (snapshots.current is not None or snapshots.read_elsewhere):
             snapshots.wait_to_write([self._local_tensor])

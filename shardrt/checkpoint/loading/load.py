@@ -20,6 +20,7 @@ from ...comm import Communicator
 from ...comm.bootstrap import world
 from ...comm.fingerprint import printable
 from ...tensor.dtensor import DTensor
+from ...tensor.inference_mode import outside_inference_mode
 from ...tensor.snapshots import wait_to_write
 from ..disk.storage import located
 from ..errors import CheckpointError, agreed
@@ -27,7 +28,7 @@ from ..formats.dcp.metadata import read_stored
 from ..formats.stored import without_checksums
 from ..geometry import memory_of
 from ..state.entries import Folder, folder_and_state, members, modules_of, optimizers_of
-from ..state.models import materialise, outside_inference_mode
+from ..state.models import materialise
 from ..state.names import ParameterNames, cleaner, joined
 from ..state.names import Path as Keys
 from ..state.stateful import SomeNames, has_state
@@ -71,7 +72,7 @@ def load(*given: Any, strict: bool = True, key_map: KeyMap | None = None, **name
     """
     folder, state = folder_and_state("load", given, named)
     wait_to_write()
-    with outside_inference_mode(modules_of(state).values()):
+    with outside_inference_mode():
         _load(folder, state, key_map, strict=strict)
 
 
@@ -80,7 +81,7 @@ def load_copy(folder: Path, state: dict[str, Any], bring: Bring) -> None:
 
     bring: is called on every rank alike, with the names of files that this rank is about to read.
     """
-    with outside_inference_mode(modules_of(state).values()):
+    with outside_inference_mode():
         _load(folder, state, None, strict=True, bring=bring)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...tensor.dtensor import DTensor
+from ...tensor.inference_mode import overwrite
 from ...tensor.local_optimizers import steps_locally
 from ...tensor.optimizer_state import elementwise_keys
 from ..errors import CheckpointError
@@ -192,7 +193,7 @@ class OptimizerLoader:
             if isinstance(value, torch.Tensor):
                 current = group.get(str(keys[0]))
                 if isinstance(current, torch.Tensor) and current.shape == value.shape:
-                    self._contents.finish.append(partial(current.copy_, value))
+                    self._contents.finish.append(partial(overwrite, current, value))
                     value = current
                 elif on_device:
                     value = value.to(group["params"][0].device)

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from ...comm import world
 from ...tensor.dtensor import DTensor
+from ...tensor.inference_mode import outside_inference_mode
 from ...tensor.snapshots import wait_to_write
 from ..disk.storage import on_disk
 from ..errors import CheckpointError, agreed
@@ -40,6 +41,11 @@ def load_safetensors(
     Raises, on every rank alike: CheckpointError for files that do not fit the model, with all missing and unexpected names and
     wrong shapes, and for those that the format does not allow.
     """
+    with outside_inference_mode():
+        return _load(model, folder, key_map, strict=strict)
+
+
+def _load(model: nn.Module, folder: str | os.PathLike[str], key_map: KeyMap | None, *, strict: bool) -> LoadedKeys:
     comm = world().comm
     with agreed(comm):
         path = on_disk(folder)
@@ -67,4 +73,4 @@ def _read(stored: Stored, targets: Sequence[tuple[str, torch.Tensor]]) -> None:
         stored,
         (fetch for name, tensor in targets for fetch in fetches(name, stored.tensors[name], memory_of(name, tensor.detach()))),
     )
-    increment_version([tensor for _, tensor in targets])  # the next forward gathers again
+    increment_version([tensor for _, tensor in targets if not tensor.is_inference()])  # the next forward gathers again

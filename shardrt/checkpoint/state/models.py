@@ -1,4 +1,4 @@
-"""What saves and loads need of models: their tensors by name, memory for those on the meta device, a way out of inference mode.
+"""What saves and loads need of models: their tensors by name, memory for those on the meta device.
 
 A tensor that has several names (tied weights) is stored once. The name is the one that `transformers` keeps: its modules'
 `_tied_weights_keys` are the names, or patterns of names, that are left out.
@@ -7,8 +7,7 @@ A tensor that has several names (tied weights) is stored once. The name is the o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -128,17 +127,3 @@ def materialise(module: nn.Module, device: torch.device, optimizers: Iterable[Op
             group["params"] = [made.get(param, param) for param in group["params"]]
         for param in [param for param in optimizer.state if param in made]:
             optimizer.state[made[param]] = optimizer.state.pop(param)
-
-
-@contextmanager
-def outside_inference_mode(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Leave inference mode for the `with` block, unless it has made tensors of these modules: those can only change in it.
-
-    What is made in the block, such as optimizer state, can be trained afterwards.
-    """
-    inside = torch.is_inference_mode_enabled()
-    if not inside or any(t.is_inference() for module in modules for t in (*module.parameters(), *module.buffers())):
-        yield
-    else:
-        with torch.inference_mode(False), torch.no_grad():
-            yield

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ...comm import world
 from ...tensor.dtensor import DTensor
+from ...tensor.inference_mode import outside_inference_mode
 from ..geometry import inner_tensors
 from ..state.names import ParameterNames, clean_state, cleaner
 from ..state.optimizers import Whole, flat_form, numbered, state_by_name
@@ -24,6 +25,7 @@ from ..state.trees import mapped
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
+@outside_inference_mode()
 def get_model_state_dict(
     model: nn.Module, *, submodules: Iterable[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
@@ -45,6 +47,7 @@ def get_model_state_dict(
     return _collected(state, chosen)
 
 
+@outside_inference_mode()
 def get_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, *, submodules: Iterable[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
@@ -76,6 +79,7 @@ def get_state_dict(
     )
 
 
+@outside_inference_mode()
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     """`optimizer.state_dict()` as a single process has it: full tensors, on the host. Collective.
 

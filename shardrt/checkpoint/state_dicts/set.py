@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ...comm import World, world
 from ...tensor.dtensor import DTensor
+from ...tensor.inference_mode import outside_inference_mode, overwrite
 from ...tensor.local_optimizers import steps_locally
 from ...tensor.optimizer_state import elementwise_keys
 from ...tensor.placement import Spec
@@ -39,6 +40,7 @@ class _Sent(NamedTuple):
     value: torch.Tensor | None
 
 
+@outside_inference_mode()
 def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> LoadedKeys:
     """Load a state dict of full or sharded tensors into the model. Collective.
 
@@ -54,6 +56,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
     return _set_model(model, model_state_dict, StateDictOptions.of(options), ())
 
 
+@outside_inference_mode()
 def set_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, optim_state_dict: Mapping[str, Any], *, options: Any = None
 ) -> None:
@@ -80,6 +83,7 @@ def set_optimizer_state_dict(
         optimizer.load_state_dict(_packed(optimizer, each, saved, keys, here))
 
 
+@outside_inference_mode()
 def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a result of `full_optimizer_state`, or of `state_dict()` in a single process. Collective.
 
@@ -104,6 +108,7 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
     optimizer.load_state_dict({**state, **_packed(optimizer, names, saved, elementwise, here)})
 
 
+@outside_inference_mode()
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -145,11 +150,11 @@ def _set_model(
 @torch.no_grad()
 def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(target, DTensor):
-        target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        overwrite(target, value.full_tensor() if isinstance(value, DTensor) else value)
         return
     shard = _shard_of(value, target.spec)
     wait_to_write([target._local_tensor])
-    target._local_tensor.copy_(shard)
+    overwrite(target._local_tensor, shard)
     increment_version(target)  # the next forward gathers again
 
 

@@ -15,6 +15,7 @@ from ... import comm
 from ...comm import DeviceMesh, malloc
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import group_of, set_group
+from ...tensor.inference_mode import outside_inference_mode
 from ...tensor.placement import Shard
 from ...tensor.replicated import marks_of, replicas_mesh
 from ..base.policy import (
@@ -46,6 +47,7 @@ ModuleOrModules = TypeVar("ModuleOrModules", bound=nn.Module | Sequence[nn.Modul
 PlacementFunction = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
+@outside_inference_mode()
 def fully_shard(
     module: ModuleOrModules,
     *,
