@@ -25,7 +25,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ...torch_internals import in_backward, outside_transforms
+from ...torch_internals import in_backward, outside_modes, outside_transforms
 from ..base import events
 from ..base.autograd import BackwardProgress, ForwardCall, GroupPhase
 from ..base.events import Step, during
@@ -45,7 +45,8 @@ def pre_forward(
         if group is runtime.root:
             runtime.begin_forward()
             if runtime.first_batch.due:
-                runtime.first_batch.compare(args, kwargs)
+                with outside_modes():
+                    runtime.first_batch.compare(args, kwargs)
         else:
             check_registered(group)
         group.calls.move(GroupPhase.FORWARD, group)

@@ -136,9 +136,10 @@ class Runtime(context.Context):
         self.streams.begin(done)
         if done is not None and any(group.gather.resident for group in self.groups):
             self.streams.compute.wait(done)  # modules read the shards themselves
-        for group in self.groups:
-            group.begin()
-        free_stale(self.groups)
+        with outside_transforms():
+            for group in self.groups:
+                group.begin()
+            free_stale(self.groups)
         self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
         if not self.root.runs_alone:
             self.prefetch.begin(self._settings.prefetch)
@@ -187,7 +188,8 @@ class Runtime(context.Context):
             self.keeps_gathered |= self.makes_graph
             for group in self.groups:
                 if group.visible.exposed:
-                    group.visible.conceal()
+                    with outside_transforms():
+                        group.visible.conceal()
             queue_backward_callback(self._end_backward)
 
     def _did_not_end(self) -> RuntimeError:
@@ -210,7 +212,7 @@ class Runtime(context.Context):
         again = any(packed.keys() & self._to_reduce.keys() for packed, _ in self._in_flight)  # with the same buffers
         with during(Step.RETIRE, *self._to_reduce):
             self._retire(0 if again else self._reductions_in_flight - 1)
-        with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
+        with torch.no_grad(), outside_transforms():  # backward(create_graph=True) runs its hooks with gradients enabled
             packed = {group: group.pack_grads() for group in self._to_reduce}
             if sent := {group: grads for group, grads in packed.items() if grads is not None}:
                 self._send(sent)
