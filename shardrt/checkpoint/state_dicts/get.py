@@ -21,6 +21,7 @@ from ..geometry import inner_tensors
 from ..state.fresh import fresh_state, is_fresh, mark_fresh
 from ..state.names import ParameterNames, clean_state, cleaner
 from ..state.optimizers import Whole, flat_form, numbered, state_by_name
+from ..state.stateful import mark_differing
 from ..state.trees import mapped
 
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -44,7 +45,9 @@ def get_model_state_dict(
         state = {name: value for name, value in state.items() if name not in frozen}
     if submodules is not None:
         state = dict(_inside(model, set(submodules), state, keep_prefixes=chosen.keep_submodule_prefixes))
-    return _collected(state, chosen)
+    collected = _collected(state, chosen)
+    mark_differing(collected.values())
+    return collected
 
 
 def get_optimizer_state_dict(
