@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ...comm import Event, Stream, current_stream
+from ...torch_internals import nodes_made
 from ..base.events import Step, during
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from ..schedule import hooks, moves, registered
@@ -350,7 +351,7 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
     for group in module.param_groups:
         with during(Step.PRE_FORWARD, group):
             args, kwargs = hooks.pre_forward(runtime, group, args, kwargs)
-    first.calls.running = True
+    first.calls.running, nodes_before = True, nodes_made()
     try:
         with during(Step.FORWARD, *module.param_groups):
             output = forward(*args, **kwargs)
@@ -360,9 +361,10 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
         raise
     finally:
         first.calls.running = False
+    made_nodes = nodes_made() != nodes_before
     for group in reversed(module.param_groups):
         with during(Step.POST_FORWARD, group):
-            output = hooks.post_forward(runtime, group, cast(nn.Module, module), output)
+            output = hooks.post_forward(runtime, group, cast(nn.Module, module), output, made_nodes=made_nodes)
     return output
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 from weakref import ref
 
 import torch
@@ -17,7 +17,7 @@ from ...tensor.dtensor import DTensor
 from ...tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
 from ...tensor.replaced import note_gathered, note_replaced
 from ...tensor.snapshots import wait_to_write
-from ...torch_internals import same_storage
+from ...torch_internals import requires_grad, same_storage
 from ..memory.buffers import FlatBuffer
 from .layout import Layout
 from .tensor_parallel import OuterSharding
@@ -255,13 +255,28 @@ class ShardedParam:
 class GatheredParameter(nn.Parameter):
     """The class of an unsharded parameter while the user can reach it, such as between a forward and its backward.
 
-    Assignments to its `data` and in-place writes are passed on to the sharded parameter.
+    Assignments to its `data` and `requires_grad`, and in-place writes, are passed on to the sharded parameter.
     """
 
     sharded: DTensor | None = None  # a copy has none
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    @property
+    def requires_grad(self) -> bool:
+        """As that of the sharded parameter, which both get."""
+        return requires_grad(self if self.sharded is None else self.sharded)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        if self.sharded is not None:
+            self.sharded.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self.requires_grad = requires_grad
+        return self
 
     @property
     def data(self) -> torch.Tensor:

@@ -48,6 +48,7 @@ def pre_forward(
                 runtime.first_batch.compare(args, kwargs)
         else:
             check_registered(group)
+            group.follow_requires_grad(reduces=torch.is_grad_enabled())  # code around this module may have frozen it
         group.calls.move(GroupPhase.FORWARD, group)
         ahead = runtime.prefetch.forward_starts(group)
     else:
@@ -77,20 +78,28 @@ def _watch_inputs(
     return args, kwargs
 
 
-def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output: Any) -> Any:
-    """The module has run. Returns: its output, ready for backward."""
+def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output: Any, *, made_nodes: bool) -> Any:
+    """The module has run. Returns: its output, ready for backward.
+
+    made_nodes: autograd has recorded something meanwhile. Modes that the module has set itself are over.
+    """
     dtype = group.mp_policy.output_dtype
     if dtype is not None:
         output = map_tensors(partial(_cast, dtype), output)
     tensors = tensors_in(output)
-    if torch.is_grad_enabled():
+    is_watched = False
+    if torch.is_grad_enabled() or made_nodes:
+        if not torch.is_grad_enabled():
+            group.calls.forward_call = ForwardCall()  # under no_grad, and the module has enabled gradients: no input is watched
         call = group.calls.forward_call
-        runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
+        is_watched = runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
         if call.inputs and not tensors:
             _check_output_type(group, output)
     if not in_backward():
+        runtime.recorded = made_nodes or is_watched
+        group.pass_requires_grad_on()
         group.calls.move(GroupPhase.IDLE, group)
-        used_next, last = runtime.prefetch.forward_ends(group), group.calls.all_have_run(module)
+        used_next, last = runtime.prefetch.forward_ends(group, runtime.recorded), group.calls.all_have_run(module)
         if group.reshards_after_forward:
             _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
             if last and not used_next and not runtime.keeps_gathered:
@@ -98,9 +107,9 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
         if last and group.ready is not None:
             group.gather.pause()
         if group is runtime.root:
-            runtime.end_forward()
+            runtime.end_forward(until_backward=is_watched)
         elif group.visible.unsharded and runtime.root.calls.phase is GroupPhase.IDLE:  # outside the root's forward
-            group.leave_unsharded()
+            group.leave_unsharded(until_backward=is_watched)
     return output
 
 
