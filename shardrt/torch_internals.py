@@ -7,6 +7,7 @@ Two more are in `kernels/cuda.py` and `comm/streams.py`, which import nothing of
 |----------------------------------|------------------------------------------------|
 | `current_backward`               | `torch._C._current_graph_task_id`              |
 | `queue_backward_callback`        | `Variable._execution_engine`                   |
+| `nodes_made`                     | `torch._C._autograd._get_sequence_nr`          |
 | `wanted`                         | `torch._C._will_engine_execute_node`           |
 | `surround_functions`             | `torch.autograd.function._SingleLevelFunction` |
 | `may_be_kept`, `grad_hooks`      | `Tensor._backward_hooks`                       |
@@ -82,6 +83,13 @@ def aten_operator(name: str) -> OpOverloadPacket | None:
 
 # The number of the backward that runs in this thread, each another one; -1 outside.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+
+# How many nodes of graphs this thread has made, but for those of leaves. Cost: 25 ns.
+nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+# Whether a tensor requires gradients, whatever its class says. Cost: called for each parameter in each step, so it is in C.
+requires_grad: Callable[[torch.Tensor], bool] = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 def in_backward() -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from ...comm import Event, Stream, current_stream
 from ...torch_internals import in_backward
 from ..base.autograd import GroupPhase
+from ...torch_internals import nodes_made
 from ..base.events import Step, during
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from ..schedule import hooks, moves, registered
@@ -75,7 +76,7 @@ class FSDPModule:
         for group in self.param_groups:
             registered.check_registered(group)
             if runtime.root.calls.phase is GroupPhase.IDLE and not in_backward():
-                group.refresh_trainable()  # what is gathered may be used by hand, without a forward
+                group.follow_requires_grad(reduces=True)  # what is gathered may be used by hand, without a forward
         free_stale(self.param_groups)
         for group in self.param_groups:
             group.unshard()
@@ -355,7 +356,7 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
     for group in module.param_groups:
         with during(Step.PRE_FORWARD, group):
             args, kwargs = hooks.pre_forward(runtime, group, args, kwargs)
-    first.calls.running = True
+    first.calls.running, nodes_before = True, nodes_made()
     try:
         with during(Step.FORWARD, *module.param_groups):
             output = forward(*args, **kwargs)
@@ -365,9 +366,10 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
         raise
     finally:
         first.calls.running = False
+    made_nodes = nodes_made() != nodes_before
     for group in reversed(module.param_groups):
         with during(Step.POST_FORWARD, group):
-            output = hooks.post_forward(runtime, group, cast(nn.Module, module), output)
+            output = hooks.post_forward(runtime, group, cast(nn.Module, module), output, made_nodes=made_nodes)
     return output
 
 

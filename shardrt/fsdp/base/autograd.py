@@ -138,16 +138,21 @@ class TensorWatcher:
         grad_hook.on_post_backward(call, callback)
         return tensor
 
-    def watch_outputs(self, call: ForwardCall, callback: Callable[[], None], tensors: Sequence[torch.Tensor]) -> None:
-        """Call `callback` when the gradient of one of these outputs of `call` is complete: the module's backward begins."""
+    def watch_outputs(self, call: ForwardCall, callback: Callable[[], None], tensors: Sequence[torch.Tensor]) -> bool:
+        """Call `callback` when the gradient of one of these outputs of `call` is complete: the module's backward begins.
+
+        Returns: whether there is such an output.
+        """
+        found = False
         for tensor in tensors if current_transform() is None else _of_every_level(tensors):
             if (node := tensor.grad_fn) is not None:
                 grad_hook = GradHook.at(node)
                 if grad_hook.ended_call is not call:  # an input that is passed on does not begin the module's backward
-                    self._newest_output = grad_hook
+                    self._newest_output, found = grad_hook, True
                     grad_hook.on_pre_backward(callback)
                     if (base := tensor._base) is not None and (below := _below_views(node, base.grad_fn, call)) is not None:
                         GradHook.at(below).on_pre_backward(callback)
+        return found
 
 
 def _below_views(node: Node, origin: Node | None, call: ForwardCall) -> Node | None:
@@ -186,11 +191,12 @@ class ModuleCalls:
 
     phase: GroupPhase  # written by move() and reset()
     running: bool  # one of the modules is in its forward; written by `module.run_forward` alone
-    forward_call: ForwardCall  # the call of the module that runs, or ran last; written by `hooks.pre_forward` alone
+    forward_call: ForwardCall  # the call of the module that runs, or ran last; written by `hooks` alone
     open_calls: set[ForwardCall]  # calls whose backward is under way
     _modules: Sequence[ref[nn.Module]]
     _not_run: set[ref[nn.Module]]  # modules that have not run since the last time that all had run
-    _watches: list[RemovableHandle]  # hooks on the gradients of the trainable parameters, if they are watched
+    _on_gradient: Callable[[torch.Tensor], None] | None  # called for each gradient of a trainable parameter, if any is watched
+    _watches: list[RemovableHandle]  # hooks that call it
 
     def __init__(self, modules: Sequence[ref[nn.Module]]) -> None:
         self.phase = GroupPhase.IDLE
@@ -199,7 +205,7 @@ class ModuleCalls:
         self.open_calls = set()
         self._modules = modules
         self._not_run = set(modules)
-        self._watches = []
+        self._on_gradient, self._watches = None, []
 
     def move(self, phase: GroupPhase, group: Group) -> None:
         """Enter `phase`. Raises RuntimeError, which names the group, if it cannot follow the current phase."""
@@ -229,8 +235,15 @@ class ModuleCalls:
 
         Cost: some microseconds of Python per parameter and backward.
         """
-        if not self._watches:
-            self._watches = [param.register_post_accumulate_grad_hook(callback) for param in params]
+        if self._on_gradient is None:
+            self._on_gradient = callback
+            self.watch_again(params)
+
+    def watch_again(self, params: Iterable[nn.Parameter]) -> None:
+        """Watch these parameters instead, in graphs that exist as well. No-op if no gradients are watched."""
+        if self._on_gradient is not None:
+            self._remove_watches()
+            self._watches = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in params]
 
     @property
     def watches_gradients(self) -> bool:
@@ -239,6 +252,10 @@ class ModuleCalls:
 
     def unwatch_gradients(self) -> None:
         """Stop watching gradients, until `watch_gradients` is called again."""
+        self._on_gradient = None
+        self._remove_watches()
+
+    def _remove_watches(self) -> None:
         while self._watches:
             self._watches.pop().remove()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 from weakref import ref
 
 import torch
@@ -17,7 +17,7 @@ from ...tensor.dtensor import DTensor
 from ...tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
 from ...tensor.replaced import note_gathered, note_replaced
 from ...tensor.snapshots import wait_to_write
-from ...torch_internals import same_storage
+from ...torch_internals import requires_grad, same_storage
 from ..memory.buffers import FlatBuffer
 from .by_hand import HandUse, run_by_hand
 from .layout import Layout
@@ -286,6 +286,21 @@ class GatheredParameter(nn.Parameter):
         if self.sharded is not None:
             self.aliases = [*(each for each in self.aliases if each() is not None), ref(made)]
         return made
+
+    @property
+    def requires_grad(self) -> bool:
+        """As that of the sharded parameter, which both get."""
+        return requires_grad(self if self.sharded is None else self.sharded)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        if self.sharded is not None:
+            self.sharded.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self.requires_grad = requires_grad
+        return self
 
     @property
     def data(self) -> torch.Tensor:

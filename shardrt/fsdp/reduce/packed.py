@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,13 @@ class PackBuffer:
         starts = [gap.storage_offset() - self.flat.storage_offset() for gap in self.gaps]
         gaps = [grads.segment[start : start + gap.numel()] for start, gap in zip(starts, self.gaps, strict=True)]
         return PackBuffer(FlatBuffers(()), grads.segment, pieces, whole, gaps, self.cuts, self.uncut, grads)
+
+    def gradient(self, position: int, param: ShardedParam) -> torch.Tensor:
+        """A copy of the gradient at this position, that of `param`, put together of its pieces."""
+        pieces = sorted((piece for piece, _ in self.cuts if piece.position == position), key=attrgetter("start"))
+        parts = [self.flat[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]
+        whole = torch.cat([self.flat[:0], *parts])
+        return whole.as_strided(param.shape, outermost_stride(param.shape, param.dim))
 
     def zero_gaps(self) -> None:
         for gap in self.gaps:

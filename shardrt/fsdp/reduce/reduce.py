@@ -23,7 +23,7 @@ failed reduction has packed counts as accumulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -38,7 +38,7 @@ from ..memory.buffers import BufferMaker, CommBuffer, CommFlatBuffer, FlatBuffer
 from ..params.in_place import Given
 from ..params.layout import Layout
 from ..params.param import ShardedParam, placement_of
-from .grad_layout import ALIGN, ReduceLayout, Scaling, TermSum, reduce_layout, term_sums
+from .grad_layout import ALIGN, GradRange, ReduceLayout, Scaling, TermSum, reduce_layout, term_sums
 from .packed import Accumulated, HeldGrads, Output, PackBuffer, PackedGrads, lay_out
 from .sharded_grads import ShardedGrads
 
@@ -56,7 +56,7 @@ class GradientReduction:
     in_blocks: ClassVar[bool] = False  # each parameter begins a new block of codes, and the padding of a block is read
     launches_jointly: bool  # launch() may be one of a group of calls: it does not read at once what it receives
     launches_jointly_over_replicas: bool = True  # so may launch_over_replicas()
-    params: list[ShardedParam]  # the trainable ones
+    params: list[ShardedParam]  # of which it reduces gradients
     grads: ShardedGrads
     partial_sums: list[TermSum]  # one for each mesh over which terms of gradients are added up
     _comm: Communicator  # of the ranks that share the parameters
@@ -65,6 +65,7 @@ class GradientReduction:
     _dtype: torch.dtype  # in which gradients are reduced
     _ranks: int  # the number of ranks that are averaged over
     _everything: frozenset[int]  # the positions of all parameters
+    _own: Sequence[GradRange]  # of this rank's segment
     _accumulated: Accumulated | PackedGrads | None  # packed, not published; written by pack(), publish() and discard()
     _partial: PackBuffer  # (s,) gradients that are reduced within a replica only, as one piece
     _partial_positions: frozenset[int]  # parameters with a gradient in `_partial`; written by publish() and discard()
@@ -72,11 +73,13 @@ class GradientReduction:
     _in_comm_buffer: PackBuffer | None  # a buffer that the communicator sends without a copy
     _early: PackBuffer | None  # where place() has made tensors since the last pack(); written by both and drop_early()
     _given: Given  # what place() has made since the last pack()
+    _kept: Sequence[torch.Tensor | None] = ()  # as autograd has made them, () for none: of an `UnpackedReduction` only
     _stream: Stream  # the stream that allocated what is held or was begun by place(); written by pack() and place()
 
     def __init__(
         self,
         params: Sequence[ShardedParam],
+        chosen: Sequence[ShardedParam],
         layout: Layout,
         comm: Communicator,
         replicas: Communicator | None,
@@ -85,14 +88,15 @@ class GradientReduction:
         buffers: BufferMaker,
         comm_buffer: CommBuffer | None = None,
     ) -> None:
-        """params: all of the group's; those that require gradients take part.   dtype: that in which gradients are reduced."""
-        trainable = [index for index, param in enumerate(params) if param.sharded.requires_grad]
+        """params: all of the group's.   chosen: those that take part, in order.   dtype: that in which gradients are reduced."""
+        trainable = [index for index, param in enumerate(params) if param in chosen]
         self.params = [params[index] for index in trainable]
         self._comm, self._replicas, self._settings, self._dtype = comm, replicas, settings, dtype
         self._ranks = comm.size * (1 if replicas is None else replicas.size)
         self._everything = frozenset(range(len(trainable)))
         self._accumulated, self._early, self._given = None, None, Given()
         found = reduce_layout(layout, trainable, comm.rank, BLOCK if self.in_blocks else ALIGN)
+        self._own = found.own
         placements = [placement_of(index, layout) for index in trainable]
         self.grads = ShardedGrads(self.params, placements, found, comm.rank, dtype, buffers)
         self._partial_positions = _NONE
@@ -130,6 +134,60 @@ class GradientReduction:
         if self._accumulated is not None:
             return HeldGrads.ACCUMULATED
         return HeldGrads.PARTIAL if self._partial_positions else HeldGrads.NOTHING
+
+    @property
+    def held_params(self) -> set[ShardedParam]:
+        """The parameters of whose gradients something is held."""
+        accumulated = _NONE if self._accumulated is None else self._accumulated.positions
+        return {self.params[position] for position in accumulated | self._partial_positions}
+
+    def take_over(self, older: GradientReduction, post_reduce: Stream) -> None:
+        """Hold what `older` holds instead of it, since others of the group's parameters are trainable from now on.
+
+        All parameters of which it holds gradients must be among these.   post_reduce: the stream on which it has published.
+        Cost: these gradients are copied twice.
+        """
+        stream = self._stream = older._stream
+        stream.wait(post_reduce.record())
+        to = {position: self.params.index(param) for position, param in enumerate(older.params) if param in self.params}
+        if older._kept:
+            self._keep({to[position]: grad for position, grad in enumerate(older._kept) if grad is not None})
+        if (held := older._accumulated) is not None:
+            self._hold({to[position] for position in held.positions}, held.scaling)
+            stream.submit(partial(self._fill_held, held.source, {to[position]: position for position in held.positions}))
+            stream.submit(held.source.buffer.release)
+            older._accumulated = None
+        if older._partial_positions:
+            self._partial_positions = frozenset(to[position] for position in older._partial_positions)
+            stream.submit(self._partial.buffer.allocate)
+            stream.submit(partial(self._copy_partial, older, {to[p]: p for p in older._partial_positions}))
+            stream.submit(older._partial.buffer.release)
+            older._partial_positions = _NONE
+
+    def _hold(self, positions: Set[int], scaling: Scaling) -> None:
+        self._accumulated = Accumulated(self._ordinary, frozenset(positions), scaling)
+        self._stream.submit(self._ordinary.buffer.allocate)
+        self._zero_padding(self._ordinary, self._stream)
+
+    def _fill_held(self, source: PackBuffer, sources: Mapping[int, int]) -> None:
+        grads: list[torch.Tensor | None] = [None] * len(self.params)
+        for position, other in sources.items():
+            grads[position] = source.gradient(other, self.params[position])
+        self._ordinary.fill(grads, 1.0, pack_into, _NONE)
+
+    def _keep(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """Hold these gradients of earlier backwards, which autograd has made."""
+        scaling = self._scaling()
+        self._hold(grads.keys(), scaling)
+        every = [grads.get(position) for position in range(len(self.params))]
+        self._stream.submit(partial(self._ordinary.fill, every, scaling.before, pack_into, _NONE))
+
+    def _copy_partial(self, older: GradientReduction, sources: Mapping[int, int]) -> None:
+        self._partial.flat.zero_()
+        for position, source in sources.items():
+            to, taken = self._own[position], older._own[source]
+            numel = taken.stop - taken.start
+            self._partial.flat[to.offset : to.offset + numel] = older._partial.flat[taken.offset : taken.offset + numel]
 
     def packs_on(self, stream: Stream) -> Stream:
         """The stream to pack on: `stream`, or, if a buffer with gradients is held, the stream that allocated it."""
@@ -400,52 +458,3 @@ class CustomReduction(GradientReduction):
 
     def launch(self, packed: PackedGrads, stream: Stream) -> None:
         self._custom(packed.out, packed.source.flat, packed.scaling.op, self._comm, stream)
-
-
-# ---------------------------------------------------------------------- parameters that require no gradient at the moment
-
-
-class SetAside:
-    """A group's reductions that hold gradients of parameters which are not trainable now, by these parameters.
-
-    Two optimizers that take turns, as those of a GAN, switch `requires_grad` of each other's parameters off. Gradients that one
-    of them accumulates without reducing them are set aside meanwhile, with their reduction, until its parameters are on again.
-    """
-
-    _reductions: dict[tuple[ShardedParam, ...], GradientReduction]
-
-    def __init__(self) -> None:
-        self._reductions = {}
-
-    def holds(self, current: GradientReduction | None) -> bool:
-        """Whether the group holds gradients. current: its reduction, which is of the trainable parameters."""
-        return bool(self._reductions) or (current is not None and current.held is not HeldGrads.NOTHING)
-
-    def exchange(
-        self, group: str, current: GradientReduction | None, trainable: Sequence[ShardedParam]
-    ) -> GradientReduction | None:
-        """Set `current` aside if it holds gradients. Returns: the reduction that holds those of exactly `trainable`, if any.
-
-        group: its name and rank, for the error.
-        Raises RuntimeError, and changes nothing, if some of the parameters of a reduction that holds gradients are trainable
-        and they are not exactly the trainable ones.
-        """
-        held = dict(self._reductions)
-        if current is not None and current.held is not HeldGrads.NOTHING:
-            held[tuple(current.params)] = current
-        for params in held:
-            if params != tuple(trainable) and not set(params).isdisjoint(trainable):
-                raise RuntimeError(
-                    f"requires_grad of parameters of {group} changed while it holds accumulated gradients: expected all "
-                    f"{len(params)} that these are of, '{params[0].name}' among them, or none of them; run a backward with "
-                    "set_requires_gradient_sync(True) first"
-                )
-        found = held.pop(tuple(trainable), None)
-        self._reductions = held
-        return found
-
-    def discard(self) -> None:
-        """Forget these reductions, after a failed iteration."""
-        for reduction in self._reductions.values():
-            reduction.discard()
-        self._reductions = {}

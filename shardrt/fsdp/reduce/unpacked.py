@@ -7,7 +7,7 @@ each step makes gradients of its own, and `zero_grad()` frees them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -44,6 +44,14 @@ class UnpackedReduction(GradientReduction):
     @property
     def held(self) -> HeldGrads:
         return HeldGrads.ACCUMULATED if self._kept else super().held
+
+    @property
+    def held_params(self) -> set[ShardedParam]:
+        kept = {self.params[position] for position, grad in enumerate(self._kept) if grad is not None}
+        return super().held_params | kept
+
+    def _keep(self, grads: Mapping[int, torch.Tensor]) -> None:
+        self._kept = [grads.get(position) for position in range(len(self.params))]
 
     def discard(self) -> None:
         super().discard()

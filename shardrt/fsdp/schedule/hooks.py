@@ -49,6 +49,7 @@ def pre_forward(
                     runtime.first_batch.compare(args, kwargs)
         else:
             check_registered(group)
+            group.follow_requires_grad(reduces=torch.is_grad_enabled())  # code around this module may have frozen it
         group.calls.move(GroupPhase.FORWARD, group)
         # What this rank alone runs must not be recorded: the ranks' orders are to agree, and nothing is gathered in it.
         ahead = [] if group.runs_alone else runtime.prefetch.forward_starts(group)
@@ -79,20 +80,28 @@ def _watch_inputs(
     return args, kwargs
 
 
-def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output: Any) -> Any:
-    """The module has run. Returns: its output, ready for backward."""
+def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output: Any, *, made_nodes: bool) -> Any:
+    """The module has run. Returns: its output, ready for backward.
+
+    made_nodes: autograd has recorded something meanwhile. Modes that the module has set itself are over.
+    """
     dtype = group.mp_policy.output_dtype
     if dtype is not None:
         output = map_tensors(partial(_cast, dtype), output)
     tensors = tensors_in(output)
-    if torch.is_grad_enabled():
+    is_watched = False
+    if torch.is_grad_enabled() or made_nodes:
+        if not torch.is_grad_enabled():
+            group.calls.forward_call = ForwardCall()  # under no_grad, and the module has enabled gradients: no input is watched
         call = group.calls.forward_call
-        runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
+        is_watched = runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
         if call.inputs and not tensors:
             _check_output_type(group, output)
     if not in_backward():
+        runtime.recorded = made_nodes or is_watched
+        group.pass_requires_grad_on()
         group.calls.move(GroupPhase.IDLE, group)
-        used_next = not group.runs_alone and runtime.prefetch.forward_ends(group)
+        used_next = not group.runs_alone and runtime.prefetch.forward_ends(group, runtime.recorded)
         last = group.calls.all_have_run(module)
         if group.reshards_after_forward:
             _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
@@ -101,9 +110,9 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
         if last and group.ready is not None:
             group.gather.pause()
         if group is runtime.root:
-            runtime.end_forward()
+            runtime.end_forward(until_backward=is_watched)
         elif group.visible.unsharded and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
-            group.leave_unsharded()  # code outside of the module may compute with its parameters now
+            group.leave_unsharded(until_backward=is_watched)  # code outside of the module may compute with its parameters now
     return output
 
 

@@ -27,6 +27,7 @@ from ...tensor.inference_mode import outside_inference_mode
 from ..base.autograd import GroupPhase
 from ..memory.host_memory import POOL
 from ..params.param import ShardedParam
+from ..reduce.packed import HeldGrads
 from .param_group import ParamGroup
 from .registered import check_replacements
 
@@ -114,7 +115,7 @@ def _check_between_iterations(group: ParamGroup) -> None:
                 f"'{each.name}' is running (rank {rank}): another dtype or device, by to(), half(), to_empty() "
                 "and the like, comes between iterations; after an exception call reset_iter_state() on the root first"
             )
-        if each.set_aside.holds(each.reduction):
+        if each.reduction is not None and each.reduction.held is not HeldGrads.NOTHING:
             raise RuntimeError(
                 f"'{each.name}' has accumulated gradients that are not reduced (rank {rank}): before another "
                 "dtype or device, by to(), half(), to_empty() and the like, run a backward with "

@@ -32,7 +32,7 @@ from ...comm import Communicator, DeviceMesh, Stream, Work
 from ...comm.calls import Subject, about
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import set_group
-from ...torch_internals import in_backward, outside_transforms
+from ...torch_internals import in_backward, outside_transforms, requires_grad
 from ..base.autograd import BackwardProgress, GroupPhase, ModuleCalls
 from ..base.events import Step, during
 from ..base.policy import MixedPrecisionPolicy, Policies, QuantizationPolicy, RootSettings, StepSettings
@@ -48,7 +48,7 @@ from ..params.param import ShardedParam, Slot, times_written
 from ..params.visible import VisibleParams
 from ..reduce.coded import CodedReduction, QuantizedReduction
 from ..reduce.packed import PackedGrads
-from ..reduce.reduce import CustomReduction, GradientReduction, SetAside
+from ..reduce.reduce import CustomReduction, GradientReduction
 from ..reduce.unpacked import UnpackedReduction
 
 if TYPE_CHECKING:  # a group and its runtime refer to each other
@@ -118,16 +118,19 @@ class ParamGroup:
     # Written by attach().
     runtime: Runtime | None  # that of the root, made by its first forward; written by detach() too
     _streams: Streams
+    _sharded: list[nn.Parameter]  # of `params`
+    _unsharded: list[nn.Parameter]
 
     # Written by a step.
     ready: Work | None  # done when the parameters are gathered; None while sharded; written by unshard() and reshard()
     _readers: dict[Stream, None]  # streams that used what is gathered; written by wait_unsharded() and reshard()
     _grad_streams: dict[Stream, None]  # streams that made gradients since the last pack_grads(); written by note_gradients()
-    trainable: list[ShardedParam]  # written by refresh_trainable() and detach()
-    reduction: GradientReduction | None  # of the trainable parameters; written with them
-    _subjects: dict[frozenset[int], Subject]  # by positions among `trainable`; written by about_grads()
-    set_aside: SetAside  # gradients of parameters that are not trainable now
-    _sees_dtensors: bool  # an extension of the user's shows DTensors to the modules; written with `trainable`
+    trainable: list[ShardedParam]  # those that get gradients; written by follow_requires_grad() and detach()
+    reduction: GradientReduction | None  # of the trainable parameters and those whose gradients it holds; written with them
+    _followed: list[bool]  # which of `params` were trainable when all that depends on it was made; [] before, or if it must be
+    _shown: list[bool]  # which of `_unsharded` required gradients then; written by pass_requires_grad_on() too
+    _sees_dtensors: bool  # an extension of the user's shows DTensors to the modules; written with `reduction`
+    _subjects: dict[frozenset[int], Subject]  # by positions among those of `reduction`; written by about_grads()
     _written: list[int]  # the shards' times_written() when free_stale() was last called; others now mean that they have changed
 
     def __init__(
@@ -153,9 +156,9 @@ class ParamGroup:
         self.parent, self.children = None, []
         self.root_settings = RootSettings() if root_settings is None else root_settings
         self.calls = ModuleCalls(self._modules)
-        self.runtime, self.ready, self.set_aside = None, None, SetAside()
+        self.runtime, self.ready = None, None
         self._readers, self._grad_streams = {}, {}
-        self.trainable, self.reduction, self._written, self._subjects = [], None, [], {}
+        self.trainable, self.reduction, self._followed, self._written, self._subjects = [], None, [], [], {}
         # Communicators are made here, where every rank is: in a pipeline, ranks of a later stage wait for this one's output.
         for param in params:
             if param.outer is not None:
@@ -233,8 +236,10 @@ class ParamGroup:
         window: an all-gather through a symmetric window, if the group has one.
         """
         self.runtime, self._streams = runtime, runtime.streams
+        self._sharded = [param.sharded for param in self.params]
         self.gather.attach(runtime, self.settings, window, self)
         self.visible.attach(self.params, HandUse(self.gather.full.holds, self.begin_hand_backward))
+        self._unsharded, self._shown = [param.unsharded for param in self.params], []
 
     def detach(self) -> None:
         """Leave the runtime, between iterations. The next forward of the root makes another."""
@@ -243,15 +248,20 @@ class ParamGroup:
             self.gather.detach(self._streams.gather)
         self.visible.set_linear(())  # they refer to the reduction, and it to them
         self.calls.unwatch_gradients()
-        self.runtime, self.reduction, self.trainable = None, None, []
+        self.runtime, self.reduction, self.trainable, self._followed = None, None, [], []
 
     # ------------------------------------------------------------------ an iteration begins
+
+    @property
+    def makes_graph(self) -> bool:
+        """Whether the forward that ended last under the root has recorded what a backward may come back to."""
+        return self.runtime is not None and self.runtime.recorded
 
     @property
     def reshards_after_forward(self) -> bool:
         """Whether the full parameters are freed after a forward. Then its modules must not return any of them."""
         if self.settings.reshard_after_forward is None:
-            return self.parent is not None or not torch.is_grad_enabled()
+            return self.parent is not None or not self.makes_graph
         return self.settings.reshard_after_forward is not False
 
     @property
@@ -267,50 +277,87 @@ class ParamGroup:
 
     def begin(self) -> None:
         """An iteration starts; `free_stale` follows."""
-        self.refresh_trainable()
+        self.follow_requires_grad(reduces=torch.is_grad_enabled())
         if len(self._modules) > 1:
             self.calls.begin_iteration()
 
-    def refresh_trainable(self) -> None:
-        """Follow the sharded parameters' `requires_grad`, which the user may change between iterations."""
-        trainable = [param for param in self.params if param.sharded.requires_grad]
-        if trainable == self.trainable or (not torch.is_grad_enabled() and self.set_aside.holds(self.reduction)):
-            return
-        found = self.set_aside.exchange(f"'{self.name}' (rank {self.mesh.rank})", self.reduction, trainable)
-        assert self.runtime is not None, "attach() comes first"
-        self.trainable, self.reduction = [], None  # until all is made, so that the next iteration tries again if that fails
-        self._subjects.clear()
-        for param in self.params:
-            param.unsharded.requires_grad_(False)
-        self.calls.unwatch_gradients()
-        self.visible.set_linear(())
-        self._sees_dtensors = any(isinstance(param.unsharded, DTensor) for param in trainable)
-        if trainable:
-            self.reduction = found or self._make_reduction(self.runtime, trainable)
-            # Cost: a group around others would hold the packed buffer for all of the backward. Where reductions overlap
-            # compute, the last one holds the buffer while gradients are computed: 10 of 12 groups would not get it.
-            if self.runtime.is_large(self.nbytes) and not self.children and not self._streams.reduce.overlaps:
-                self.visible.set_linear(
-                    give_places(trainable, self.reduction.has_place, self.reduction.place, self.calls, self._streams)
-                )
-        for param in trainable:
-            param.unsharded.requires_grad_()
-        self.trainable = trainable
+    def follow_requires_grad(self, *, reduces: bool) -> None:
+        """Let parameters require gradients where the shards do now: the user may change that at any time.
 
-    def _make_reduction(self, context: Context, trainable: Sequence[ShardedParam]) -> GradientReduction:
+        As in one process, a forward makes its graph of the parameters that require gradients in it, and a backward, of
+        whichever forward, gives gradients to those of them that require gradients when it begins.
+        reduces: such gradients may follow. Otherwise only the graph is concerned, such as that of `enable_grad` in `no_grad`.
+        Cost: one comparison of lists, 40 ns for each parameter, in each forward and each backward.
+        """
+        if self.visible.unsharded:  # between two calls of a module inside of one forward of the root
+            self.pass_requires_grad_on()
+        flags = list(map(requires_grad, self._sharded))
+        if flags == self._followed and not self.visible.was_exposed:
+            return
+        self.visible.was_exposed = self.visible.exposed
+        if flags == self._followed == list(map(requires_grad, self._unsharded)):
+            return
+        self._followed, self._shown = [], flags
+        for param, flag in zip(self.params, flags, strict=True):
+            param.unsharded.requires_grad_(flag)
+        if reduces and self._follow_trainable([param for param, flag in zip(self.params, flags, strict=True) if flag]):
+            self._followed = flags
+
+    def pass_requires_grad_on(self) -> None:
+        """Let the shards require gradients where code inside of a forward has let the gathered parameters, which it sees.
+
+        Those that are exposed do so themselves.
+        """
+        flags = list(map(requires_grad, self._unsharded))
+        if flags != self._shown and not self.visible.was_exposed:
+            for sharded, flag, before in zip(self._sharded, flags, self._shown, strict=True):
+                if flag != before:
+                    sharded.requires_grad_(flag)
+            self._followed, self._shown = [], flags
+
+    def _follow_trainable(self, trainable: list[ShardedParam]) -> bool:
+        """Returns: False if the reduction has to be made anew once it has published what it holds of others."""
+        older = self.reduction
+        held = set() if older is None else older.held_params
+        chosen = [param for param in self.params if param in held or param in trainable]
+        if chosen != ([] if older is None else older.params):
+            assert self.runtime is not None, "attach() comes first"
+            made = self._make_reduction(self.runtime, chosen) if chosen else None
+            if made is not None and older is not None and held:
+                made.take_over(older, self._streams.post_reduce)
+            self._use_reduction(made)
+        if trainable != self.trainable:
+            self.trainable = trainable
+            self.calls.watch_again(param.unsharded for param in trainable)
+        return len(chosen) == len(trainable)
+
+    def _use_reduction(self, reduction: GradientReduction | None) -> None:
+        self.reduction = reduction
+        self._subjects.clear()
+        self.visible.set_linear(())
+        if reduction is None or self.runtime is None:
+            return
+        self._sees_dtensors = any(isinstance(param.unsharded, DTensor) for param in reduction.params)
+        # Cost: a group around others would hold the packed buffer for all of the backward. Where reductions overlap
+        # compute, the last one holds the buffer while gradients are computed: 10 of 12 groups would not get it.
+        if self.runtime.is_large(self.nbytes) and not self.children and not self._streams.reduce.overlaps:
+            places = give_places(reduction.params, reduction.has_place, reduction.place, self.calls, self._streams)
+            self.visible.set_linear(places)
+
+    def _make_reduction(self, context: Context, chosen: Sequence[ShardedParam]) -> GradientReduction:
         comm, replicas, dtype = (
             self.reduce_comm,
             self.all_reduce_comm,
-            self.mp_policy.reduction_dtype(p.dtype for p in trainable),
+            self.mp_policy.reduction_dtype(p.dtype for p in chosen),
         )
         buffers = BufferMaker(self.mesh.device, context.memory, self)
-        about = self.params, self.layout, comm, replicas, self.settings, dtype, buffers
+        about = self.params, chosen, self.layout, comm, replicas, self.settings, dtype, buffers
         comm_buffer = context.comm_buffer_for(self.nbytes, symmetric=self.settings.symmetric)
         if self.coded is not None:
             return QuantizedReduction(self.coded, *about, comm_buffer if self.coded.shards is None else None)
         if self.settings.reduce_scatter is not None:
             return CustomReduction(*about)
-        kind = UnpackedReduction if UnpackedReduction.suits(trainable, comm, replicas, dtype) else GradientReduction
+        kind = UnpackedReduction if UnpackedReduction.suits(chosen, comm, replicas, dtype) else GradientReduction
         return kind(*about, comm_buffer)
 
     @property
@@ -427,18 +474,18 @@ class ParamGroup:
     def finish_forward(self) -> None:
         """Reshard after the parameters' last use in a forward. If the settings say so, keep a part for the backward."""
         ranks = self.settings.reshard_after_forward
-        if isinstance(ranks, bool) or ranks is None or self.gather.resident or not torch.is_grad_enabled():
+        if isinstance(ranks, bool) or ranks is None or self.gather.resident or not self.makes_graph:
             self.reshard()
         else:
             self.reshard_to_subgroup(ranks)
 
-    def leave_unsharded(self) -> None:
+    def leave_unsharded(self, *, until_backward: bool) -> None:
         """End a forward after which the parameters stay gathered.
 
-        With gradients enabled, or inside of `unsharded`, the user can reach the gathered parameters from now on. Otherwise the
-        modules see shards, since no backward follows after which they would see them again.
+        until_backward: a backward will come back to what the forward has returned. Then, and inside of `unsharded`, the user
+        can reach the gathered parameters from now on. Otherwise the modules see shards, since nothing would show them again.
         """
-        if torch.is_grad_enabled() or self.settings.user_has_unsharded:
+        if until_backward or self.settings.user_has_unsharded:
             self.visible.expose()
         else:
             self.visible.show_sharded()
@@ -453,7 +500,7 @@ class ParamGroup:
             return
         with during(Step.POST_BACKWARD, self):
             if self.settings.user_has_unsharded:
-                self.leave_unsharded()
+                self.leave_unsharded(until_backward=False)
             elif self.settings.reshard_after_backward and not is_needed:
                 self.reshard()
             else:
@@ -476,7 +523,8 @@ class ParamGroup:
         if self.reduction is None or (self.settings.user_has_unsharded and progress is not BackwardProgress.BACKWARD_DONE):
             return False
         if progress is BackwardProgress.GRADIENT_READY:
-            return not self.settings.reduce_unused and all(param.unsharded.grad is not None for param in self.trainable)
+            waits = self.settings.reduce_unused or not self.trainable
+            return not waits and all(param.unsharded.grad is not None for param in self.trainable)
         if [param for param in self.trainable if param.unsharded.grad is not None]:  # Cost: any() would take twice as long
             return True
         if progress is BackwardProgress.MODULE_DONE:
@@ -512,7 +560,7 @@ class ParamGroup:
         `note_gradients`.
         """
         assert self.reduction is not None, "only trainable parameters get gradients"
-        grads = [param.unsharded.grad for param in self.trainable]
+        grads = [param.unsharded.grad for param in self.reduction.params]
         if self._sees_dtensors:
             grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
         made_on, self._grad_streams = self._grad_streams, {}
@@ -525,7 +573,7 @@ class ParamGroup:
             packed = self.reduction.pack(grads, stream)
         for other in others:  # Hazard: gradients that they have allocated are about to be freed
             other.wait(stream.record())
-        for param in self.trainable:
+        for param in self.reduction.params:
             param.unsharded.grad = None
         return packed
 
@@ -535,10 +583,11 @@ class ParamGroup:
         Cost: a look-up if some have none, such as frozen ones; the words are made once for the same parameters.
         """
         positions = packed.positions
+        assert self.reduction is not None, "it has packed"
         if len(positions) == len(self.params):
             return about(self.subject)
         if positions not in self._subjects:
-            reduced = [self.trainable[position].name for position in sorted(positions)]
+            reduced = [self.reduction.params[position].name for position in sorted(positions)]
             missing = [param.name for param in self.params if param.name not in reduced]
             word, names = ("without", missing) if len(missing) <= len(reduced) else ("only", reduced)
             self._subjects[positions] = Subject(f"{self.subject}, {word} {', '.join(names)}", _ADVICE)
@@ -559,7 +608,6 @@ class ParamGroup:
             param.unsharded.grad = param.sharded.grad = None
         if self.reduction is not None:
             self.reduction.discard()
-        self.set_aside.discard()
         self._grad_streams.clear()
         self.gather.drop_post_forward_shard(self._streams.gather)
         self.reshard()

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-import torch
-
 from ...comm import Stream
 from ..base.policy import PrefetchPolicy
 from ..memory import context
@@ -155,8 +153,8 @@ class PrefetchQueue:
                 "they are used until the order repeats (logged once)"
             )
 
-    def forward_ends(self, group: ParamGroup) -> bool:
-        """The forward of `group` is over.
+    def forward_ends(self, group: ParamGroup, has_graph: bool) -> bool:
+        """The forward of `group` is over. has_graph: a backward may come back to it.
 
         Returns: whether it is expected to be used next, by another call of its module or because the backward begins with
         it. Freeing it would save no memory then.
@@ -165,7 +163,7 @@ class PrefetchQueue:
         self._finished.append(group)
         if self._forward.next_is(len(self._started), group):
             return True
-        if position < self._keep_from or group.settings.reshard_after_forward is not None or not torch.is_grad_enabled():
+        if position < self._keep_from or group.settings.reshard_after_forward is not None or not has_graph:
             return False
         return position < len(self._predicted_finish) and self._predicted_finish[position] is group
 

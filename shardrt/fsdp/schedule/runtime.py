@@ -57,6 +57,7 @@ class Runtime(context.Context):
     _in_flight: deque[tuple[Mapping[ParamGroup, PackedGrads], Sequence[Handoff]]]
     _reductions_in_flight: int  # the most buckets in flight; written when an iteration begins
     _reduced: set[ParamGroup]  # groups that were reduced in this backward
+    recorded: bool  # the forward that ended last, of any module, has made nodes of a graph; written by hooks.post_forward
     _forwards: int  # how many have begun so far
     _first_written: int | None  # `_writes()` when the first backward ended
     _end: End
@@ -76,7 +77,7 @@ class Runtime(context.Context):
         self.first_batch = FirstBatch(root)
         self._to_reduce, self._to_reduce_nbytes = {}, 0
         self._in_flight, self._reductions_in_flight = deque(), 1
-        self._reduced = set()
+        self._reduced, self.recorded = set(), False
         self._forwards, self._first_written = 0, None
         self._end, self.makes_graph, self.keeps_gathered = End.REACHED, False, False
         names = {module: name for name, module in root.modules[0].named_modules()}
@@ -93,7 +94,7 @@ class Runtime(context.Context):
             self._attach()
             self._unknown = registered.UnknownParams(root)
             for group in self.groups:
-                group.refresh_trainable()
+                group.follow_requires_grad(reduces=True)
         except BaseException:  # for example, out of memory: the next forward tries again
             for group in self.groups:
                 group.detach()
@@ -159,15 +160,20 @@ class Runtime(context.Context):
         """How often trainable shards were written: also by optimizers whose gradients stay, or are dropped after a forward."""
         return sum(times_written([param for group in self.groups for param in group.params if param.sharded.requires_grad]))
 
-    def end_forward(self) -> None:
-        """The root's forward is over: free what was gathered ahead and not used."""
+    def end_forward(self, *, until_backward: bool) -> None:
+        """The root's forward is over: free what was gathered ahead and not used.
+
+        until_backward: it has returned tensors to which a backward will come back.
+        """
         for group in self.groups:
-            stays = self.keeps_gathered or torch.is_grad_enabled() or not group.reshards_after_forward
+            if group.visible.unsharded:
+                group.pass_requires_grad_on()
+            stays = self.keeps_gathered or self.recorded or not group.reshards_after_forward
             if group.visible.unsharded and stays:
-                group.leave_unsharded()
+                group.leave_unsharded(until_backward=until_backward)
             elif not self.keeps_gathered:
                 group.reshard()
-        if not torch.is_grad_enabled() and any(group.offloads for group in self.groups):
+        if not until_backward and any(group.offloads for group in self.groups):
             self.streams.gather.synchronize()  # the caller may write to the shards, on the host
 
     def gather_ahead(self, groups: list[ParamGroup], step: Step) -> None:
@@ -190,6 +196,7 @@ class Runtime(context.Context):
                 if group.visible.exposed:
                     with outside_transforms():
                         group.visible.conceal()
+                group.follow_requires_grad(reduces=True)
             queue_backward_callback(self._end_backward)
 
     def _did_not_end(self) -> RuntimeError:
