@@ -1,4 +1,4 @@
-"""Parameters of sharded modules in code that is no forward of these modules: gathered ones by hand, shards in custom functions."""
+"""Parameters of sharded modules in code that is no forward of these: gathered ones by hand, shards in custom functions."""
 
 import copy
 import pickle
@@ -284,8 +284,8 @@ def read_by_hand(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 BY_HAND = (
-    in_block, after_block, function_after_forward, views, forward_by_hand, with_penalty, penalty_alone, penalty_later, unshard, accumulated, functions,
-    mixed, frozen, second_order,
+    in_block, after_block, function_after_forward, views, forward_by_hand, with_penalty, penalty_alone, penalty_later, unshard,
+    accumulated, functions, mixed, frozen, second_order,
 )  # fmt: skip
 
 
@@ -366,7 +366,8 @@ def test_hooks_of_sharded_parameters(world: World) -> None:
     torch.autograd.graph.register_multi_grad_hook([model.inp.weight, model.mid.weight], seen.append, mode="any")
     with shardrt.unsharded(model):
         (model.inp.weight * (world.rank + 1)).sum().backward()
-    assert len(seen) == 3 and all(torch.equal(each, torch.full((13, 5), 1.5).double()) for each in (seen[0], seen[2]))
+    assert len(seen) == 3
+    assert all(torch.equal(each, torch.full((13, 5), 1.5).double()) for each in (seen[0], seen[2]))
     with pytest.raises(RuntimeError, match=rf"register_multi_grad_hook on parameter 'extra'.*\(rank {world.rank}\)"):
         torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), print)
     own = shardrt.distribute_tensor(torch.ones(4), world.mesh).requires_grad_()
@@ -377,7 +378,7 @@ def test_hooks_of_sharded_parameters(world: World) -> None:
 
 @on_ranks(2)
 def test_functions_that_cannot_be_given_a_shard(world: World) -> None:
-    """Before the first forward, in transforms (by operations of its backward), with tensor-parallel parameters: an error names the parameter."""
+    """Before the first forward, in transforms, with tensor-parallel parameters: an error names the module or the parameter."""
     model: Any = shard(Net().double())
     with pytest.raises(RuntimeError, match="'Linear' before that of its root"):
         Mul.apply(torch.ones(2, 13).double(), model.out.weight)
@@ -405,20 +406,18 @@ def test_copies_of_what_is_gathered(world: World) -> None:
     with shardrt.unsharded(model):
         view = model.inp.weight.detach().t()
         for made in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), model.inp.weight.clone()):
-            assert type(made) is torch.Tensor and torch.equal(made, view if made.shape == view.shape else view.t())
+            assert type(made) is torch.Tensor
+            assert torch.equal(made, view if made.shape == view.shape else view.t())
         assert isinstance(copy.deepcopy(model.inp.weight), nn.Parameter)
+        assert type(pickle.loads(pickle.dumps(model.inp.weight))) is nn.Parameter
         other = torch.ones(5).double().as_subclass(Other)
-        assert type(model.inp.weight @ other) is Other and isinstance(model.inp.weight, nn.Parameter)
+        assert type(model.inp.weight @ other) is Other
+        assert isinstance(model.inp.weight, nn.Parameter)
         compiled = torch.compile(lambda x, weight: (x @ weight.t()).sin().sum(), backend="eager")
         compiled(batch(0), model.inp.weight).backward()
-    expected = whole_gradient(model, batch(0))
-    torch.testing.assert_close(model.inp.weight.grad.full_tensor(), expected)
-
-
-def whole_gradient(model: Any, x: torch.Tensor) -> torch.Tensor:
     weight = model.inp.weight.full_tensor().detach().requires_grad_()
-    (x @ weight.t()).sin().sum().backward()
-    return weight.grad
+    (batch(0) @ weight.t()).sin().sum().backward()
+    torch.testing.assert_close(model.inp.weight.grad.full_tensor(), weight.grad)
 
 
 class Other(torch.Tensor):

@@ -3,7 +3,7 @@
 Their forward runs without gradients, and their backward makes whatever it likes, so no rule of an operation on a `DTensor` can
 see that each rank makes a gradient of its own. So such a call is a forward of the parameter's module: it gathers, the function
 is given the gathered parameter, and its gradient is averaged. Operators of `torch.library.register_autograd`, and
-`torch.utils.checkpoint(use_reentrant=True)`, are such functions as well.
+`checkpoint(use_reentrant=True)` of `torch.utils.checkpoint`, are such functions as well.
 """
 
 from __future__ import annotations
