@@ -422,3 +422,24 @@ def test_copies_of_what_is_gathered(world: World) -> None:
 
 class Other(torch.Tensor):
     """A class with torch's own `__torch_function__`."""
+
+
+@on_ranks(3)
+def test_what_stays_gathered_may_be_used_on_one_rank(world: World) -> None:
+    """Between a forward and its backward: nothing is sent for it alone."""
+    torch.manual_seed(0)
+    whole = Net().double()
+    model = shard(copy.deepcopy(whole), reshard_after_forward=False)
+
+    def run(net: Any, x: torch.Tensor, factor: float, rank: int) -> None:
+        loss = net(x).square().mean()
+        if rank == 1:
+            loss = loss + net.mid.weight.square().sum() + (x @ net.inp.weight.t()).exp().mean()
+        loss.mul(factor).backward()
+
+    for step in range(2):
+        rows = batch(step, 4 * world.size).chunk(world.size)
+        run(model, rows[world.rank], 1.0, world.rank)
+        for rank in range(world.size):
+            run(whole, rows[rank], 1 / world.size, rank)
+        compare(whole, model, 1e-12, f"step {step}")

@@ -438,7 +438,8 @@ class ParamGroup:
         self.runtime.begin_backward()
         self.note_gradients()
         with during(Step.PRE_BACKWARD, self):
-            self.unshard()
+            if self.ready is None:  # else no rank communicates: others may not use the group by hand
+                self.unshard()
             self.wait_unsharded()
 
     def moved_since_forward(self) -> RuntimeError:
