@@ -48,7 +48,7 @@ class DTensor(torch.Tensor):
     made from, or of a contiguous one. Created by `fully_shard`, `distribute_tensor`, `from_local`, and `shardrt.tensor.zeros`
     and the like.
     `from_local`, `to_local`, `redistribute` and `full_tensor` are differentiable. The gradient of a leaf has the placements of
-    the leaf, with `Replicate` in the place of `Partial`.
+    the leaf, with `Replicate` in the place of `Partial`. A plain gradient of a sharded module's parameter is averaged.
     An operation that is not defined on sharded tensors raises NotImplementedError.
     """
 
@@ -193,7 +193,8 @@ class DTensor(torch.Tensor):
         """The full tensor, of the global shape, on every rank; it shares memory with a replicated tensor. Collective.
 
         grad_placements: the placements of the gradient, of which each rank's gradient is the shard; None: each rank has the
-        full gradient. Raises ValueError for those that do not fit the mesh or the shape.
+        full gradient. `Partial("avg")` for each axis averages gradients that differ between ranks, as those of their own rows.
+        Raises ValueError for those that do not fit the mesh or the shape.
         Cost: an all-gather for each sharded axis, an all-reduce for each partial one.
         """
         return self.redistribute(self.spec.replicated).to_local(grad_placements)
@@ -311,8 +312,8 @@ class DTensor(torch.Tensor):
         """
         if getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.") and group_of(self) is not None:
             raise RuntimeError(
-                f"register_multi_grad_hook on parameter '{self.full_name}' of a sharded module (rank {self.spec.mesh.rank}): it "
-                'would never be called; use mode="any", or register_post_accumulate_grad_hook or register_hook on each '
+                f"register_multi_grad_hook on parameter '{self.full_name}' of a sharded module (rank {self.spec.mesh.rank}): "
+                'it would never be called; use mode="any", or register_post_accumulate_grad_hook or register_hook on each '
                 "parameter, which are called with sharded gradients once they are reduced"
             )
         return super().register_hook(hook)  # type: ignore[no-untyped-call]

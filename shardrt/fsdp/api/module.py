@@ -69,6 +69,7 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters and register them in place of the shards. Collective.
 
+        They may be used by hand, alike on all ranks: a backward gathers them if need be, and averages their gradients.
         async_op: return at once; the handle's `wait()`, or the module's next forward, does the rest.
         """
         runtime = self.param_group.runtime or hooks.start(self.param_group.root)
@@ -411,7 +412,10 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 
     Ranks may then run different numbers of forwards without gradients, or different parts of the model, for example to generate
     texts of different lengths. Entering is collective, leaving is not.
-    Cost: the memory of all parameters in their compute dtypes. If parameters are written to inside, the next forward gathers
+    Parameters may be used by hand. Their gradients are averaged when a backward ends, here or later; one that begins later
+    gathers what it needs. A parameter whose gradient some ranks lack counts as zero there; each rank must have one of some.
+    Cost: the memory of all parameters in their compute dtypes; gradients are not reduced before a backward ends, and ranks
+    compare which they have. If parameters are written to inside, the next forward gathers
     them again, which is collective.   Raises ValueError if no module is sharded.
     """
     sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]

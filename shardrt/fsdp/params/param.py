@@ -17,7 +17,7 @@ from ...tensor.dtensor import DTensor
 from ...tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
 from ...tensor.replaced import note_gathered, note_replaced
 from ...tensor.snapshots import wait_to_write
-from ...torch_internals import requires_grad, same_storage
+from ...torch_internals import as_plain_tensors, requires_grad, same_storage
 from ..memory.buffers import FlatBuffer
 from .by_hand import HandUse, run_by_hand
 from .layout import Layout
@@ -278,7 +278,8 @@ class GatheredParameter(nn.Parameter):
         return run_by_hand(func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        with as_plain_tensors():
+            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
     def detach(self) -> torch.Tensor:
         """The values, without autograd. They stay the same when `.data` is assigned."""

@@ -515,8 +515,8 @@ class ParamGroup:
         When one more gradient is ready: if it is the last one. Not where parameters may be unused: ranks may then have all
         gradients at different points, and only the end of the module is the same point for all.
         When a call of the module is over: if there is any gradient, or if zeros stand for gradients that other ranks may have.
-        When the backward is over: also for what earlier backwards have left packed. Inside of `unsharded` only then, since ranks
-        may have used different parameters by hand.
+        When the backward is over: also for what earlier backwards have left packed. Inside of `unsharded` only then: ranks may
+        have used different parameters by hand.
 
         reduced: this backward has reduced the group already.
         """
@@ -539,7 +539,8 @@ class ParamGroup:
         self.runtime.begin_backward()
         self.note_gradients()
         with during(Step.PRE_BACKWARD, self):
-            self.unshard()
+            if self.ready is None:  # else no rank communicates: others may not use the group by hand
+                self.unshard()
             self.wait_unsharded()
 
     def moved_since_forward(self) -> RuntimeError:

@@ -281,8 +281,7 @@ class Runtime(context.Context):
         self._end = End.REACHED
 
     def _finish_backward(self) -> None:
-        if by_hand := [group for group in self.groups if group.settings.user_has_unsharded]:
-            self._agree_on_gradients(by_hand)
+        self._agree_on_gradients([group for group in self.groups if group.settings.user_has_unsharded])
         for group in self.groups:
             if group.reduction_due(BackwardProgress.BACKWARD_DONE, reduced=group in self._reduced):
                 self.reduce(group)
