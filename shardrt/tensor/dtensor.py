@@ -244,7 +244,7 @@ class DTensor(torch.Tensor):
             increment_version(self)
             return
         known = getattr(self, "_aliases", None)
-        if known is not None and known is getattr(value, "_aliases", None):
+        if isinstance(value, DTensor) and value.spec is self.spec and self._shares_memory(value):
             return  # the values are there
         name = "a DTensor" if self.full_name is None else f"parameter '{self.full_name}'"
         if value.shape != self.shape or value.dtype != self.dtype:
@@ -261,11 +261,16 @@ class DTensor(torch.Tensor):
             else:
                 shard = self.spec.local_shard(value.full_tensor() if isinstance(value, DTensor) else value)
             if known is not None and not self._part():
-                self._local_tensor = shard.clone()
+                self._local_tensor = _copied(shard)
                 return
             snapshots.wait_to_write([self._local_tensor])
             self._local_tensor.copy_(shard)
         increment_version(self)  # the new version makes the next forward gather again
+
+    def move_to(self, other: DTensor) -> None:
+        """Be in the memory of another tensor from now on, and lie over the ranks as it does."""
+        self._leave_aliases()
+        self._local_tensor, self.spec = other._local_tensor, other.spec
 
     def _leave_aliases(self) -> tuple[bool, list[DTensor]]:
         """Forget what shares the memory. Returns: whether this tensor was detached from another one, and the others."""
@@ -276,6 +281,10 @@ class DTensor(torch.Tensor):
         self._aliases = []
         return len(others) < len(found), others
 
+    def _shares_memory(self, other: DTensor) -> bool:
+        """For two of one spec. Empty shards do."""
+        return self._local_tensor.data_ptr() == other._local_tensor.data_ptr()
+
     def _part(self) -> bool:
         """Before values are assigned: let others that share the memory keep what is there, in memory of their own.
 
@@ -285,10 +294,9 @@ class DTensor(torch.Tensor):
         is_alias, others = self._leave_aliases()
         if is_alias and not isinstance(self, nn.Parameter):
             return False
-        place = self._local_tensor.data_ptr()  # a parameter may have got another one since
-        moved = [each for each in others if not isinstance(each, nn.Parameter) and each._local_tensor.data_ptr() == place]
+        moved = [each for each in others if not isinstance(each, nn.Parameter) and self._shares_memory(each)]
         if moved:
-            kept = self._local_tensor.detach().clone()
+            kept = _copied(self._local_tensor)
             for alias in moved:
                 if type(alias._local_tensor) is torch.Tensor:
                     alias._local_tensor.data = kept  # who has asked for it keeps the values as well
@@ -344,6 +352,12 @@ class DTensor(torch.Tensor):
             f"a DTensor (of shape {tuple(self.shape)}) cannot be pickled, since a rank holds only its shard: call "
             "full_tensor() on every rank, and torch.save a state dict of the full tensors on one rank"
         )
+
+
+def _copied(local: torch.Tensor) -> torch.Tensor:
+    """A copy that counts as written when it is, in inference mode too."""
+    with torch.inference_mode(False), torch.no_grad():
+        return local.clone()
 
 
 def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
@@ -475,6 +489,8 @@ def _without_dispatcher(name: str) -> Callable[..., torch.Tensor]:
         if spec.partial or is_grad_enabled():  # autograd records the operation on the DTensor
             return method(self, *args, **kwargs)
         if not in_place and is_inference_mode_enabled():
+            return method(self, *args, **kwargs)
+        if kwargs and any(isinstance(value, torch.Tensor) for value in kwargs.values()):
             return method(self, *args, **kwargs)
         if in_place and (snapshots.current is not None or snapshots.read_elsewhere):
             snapshots.wait_to_write([self._local_tensor])

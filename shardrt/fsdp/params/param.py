@@ -148,7 +148,7 @@ class ShardedParam:
             note_replaced(self.original if before is None else before, self.sharded)
         else:
             self.sharded = before
-            before._local_tensor, before.spec = sharded._local_tensor, sharded.spec  # type: ignore[attr-defined]
+            cast(DTensor, before).move_to(sharded)
         if before is not None and self.original.grad is not None:
             grad = self.part_of(self.original.grad, sharded.spec)
             self.sharded.grad = self.sharded_like(grad.to(sharded._local_tensor.device).clone())
