@@ -27,6 +27,7 @@ from .moves import warn_of_unwritten
 from .param_group import ParamGroup
 from .prefetch import PrefetchQueue
 from .same_batches import FirstBatch
+from .turns import Turns
 
 _ONLY_FORWARD = 4  # forwards without a backward after which none is expected
 
@@ -47,6 +48,7 @@ class Runtime(context.Context):
     prefetch: PrefetchQueue
     watcher: TensorWatcher
     first_batch: FirstBatch
+    turns: Turns | None  # if ranks may skip modules; written by begin_forward() and reset()
     _settings: RootSettings
     _tensor_parallel: bool  # some parameters are tensor-parallel
     _unknown: registered.UnknownParams
@@ -73,6 +75,7 @@ class Runtime(context.Context):
         self.prefetch = PrefetchQueue(self.streams.gather)
         self.watcher = TensorWatcher()
         self.first_batch = FirstBatch(root)
+        self.turns = None
         self._to_reduce, self._to_reduce_nbytes = {}, 0
         self._in_flight, self._reductions_in_flight = deque(), 1
         self._reduced = set()
@@ -123,6 +126,7 @@ class Runtime(context.Context):
         for group in self.groups:
             registered.check_registered(group)
         self._unknown.warn()
+        self.turns = Turns.of(self, self.groups)
         with during(Step.ROOT_PRE_FORWARD):
             self._begin_iteration()
 
@@ -156,6 +160,23 @@ class Runtime(context.Context):
         params = [param for group in self.groups for param in group.params if param.sharded.requires_grad]
         return sum(param.sharded._local_tensor._version for param in params)  # type: ignore[attr-defined]
 
+    def enter_forward(self, group: ParamGroup) -> None:
+        """A module of `group` runs next: gather its parameters, and those that come next."""
+        group.calls.move(GroupPhase.FORWARD, group)
+        ahead = self.prefetch.forward_starts(group)
+        group.unshard()
+        group.wait_unsharded()
+        self.gather_ahead(ahead, Step.FORWARD_PREFETCH)
+
+    def leave_forward(self, group: ParamGroup, *, is_last: bool) -> None:
+        """A module of `group` has run. is_last: so have the others of the group."""
+        group.calls.move(GroupPhase.IDLE, group)
+        used_next = self.prefetch.forward_ends(group)
+        if is_last and group.reshards_after_forward and not used_next and not self.keeps_gathered:
+            group.finish_forward()
+        if is_last and group.ready is not None:
+            group.gather.pause()
+
     def end_forward(self) -> None:
         """The root's forward is over: free what was gathered ahead and not used."""
         for group in self.groups:
@@ -183,6 +204,8 @@ class Runtime(context.Context):
         if self._end is End.REACHED:
             self._end, self.makes_graph = End.QUEUED, torch.is_grad_enabled()
             self.keeps_gathered |= self.makes_graph
+            if self.turns is not None:
+                self.turns.backward.restart()
             for group in self.groups:
                 if group.visible.exposed:
                     group.visible.conceal()
@@ -193,6 +216,18 @@ class Runtime(context.Context):
             f"the last backward through '{self.root.name}' did not end (rank {self.root.mesh.rank}): an exception cut it "
             "short; call reset_iter_state() on the root to drop its gradients and go on"
         )
+
+    def enter_backward(self, group: ParamGroup) -> None:
+        """The backward of `group` runs next: gather its parameters, and those that come next."""
+        if group.settings.unshard_in_backward:
+            group.unshard()
+            group.wait_unsharded()
+        self.gather_ahead(self.prefetch.backward_starts(group), Step.BACKWARD_PREFETCH)
+
+    def leave_backward(self, group: ParamGroup) -> None:
+        """The backward of `group` is over."""
+        group.calls.move(GroupPhase.IDLE, group)
+        group.finish_backward(is_needed=self.keeps_gathered)
 
     def reduce(self, group: ParamGroup) -> None:
         """The gradients of `group` are due: pack and reduce them, small groups several at a time."""
@@ -270,6 +305,8 @@ class Runtime(context.Context):
         self._end = End.REACHED
 
     def _finish_backward(self) -> None:
+        if self.turns is not None:
+            self.turns.end_backward()
         for group in self.groups:
             if group.reduction_due(BackwardProgress.BACKWARD_DONE, reduced=group in self._reduced):
                 self.reduce(group)
@@ -307,6 +344,7 @@ class Runtime(context.Context):
         """Forget a failed iteration: wait for everything under way, and shard all groups again."""
         self._end, self.keeps_gathered = End.REACHED, False
         events.end(Step.BACKWARD)
+        self.turns = None
         self.prefetch = PrefetchQueue(self.streams.gather)  # what it has recorded may differ between ranks
         self.streams.recover()
         self._to_reduce.clear()
