@@ -317,7 +317,7 @@ def test_settings_that_cannot_be(world: World) -> None:
     model = OddMLP()
     shardrt.fully_shard([model.blocks[0], model.blocks[1]])
     shardrt.fully_shard(model)
-    refused("True for both, or neither", lambda: model.set_reduce_scatter_unused_params(False, skipped_modules=True))
+    refused("expected both, or neither", lambda: model.set_reduce_scatter_unused_params(False, skipped_modules=True))
     model.set_reduce_scatter_unused_params(True, skipped_modules=True)
     refused("'blocks.0, blocks.1' were sharded together", lambda: loss_of(model, batch(0).float()))
     model.blocks[0].set_reduce_scatter_unused_params(True)

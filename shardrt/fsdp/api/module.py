@@ -169,7 +169,7 @@ class FSDPModule:
         Raises ValueError for skipped_modules alone.
         """
         if skipped_modules and not reduce_scatter_unused_params:
-            raise ValueError("set_reduce_scatter_unused_params(False, skipped_modules=True): expected True for both, or neither")
+            raise ValueError("set_reduce_scatter_unused_params(False, skipped_modules=True): expected both, or neither")
         for settings in self._settings(recurse):
             settings.reduce_unused, settings.may_be_skipped = reduce_scatter_unused_params, skipped_modules
 

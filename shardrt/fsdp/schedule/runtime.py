@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ... import comm
+from ...batch_norm import name_batch_norms
 from ...comm import malloc
 from ...torch_internals import outside_transforms, queue_backward_callback
 from ..base import events
@@ -84,6 +85,7 @@ class Runtime(context.Context):
         names = {module: name for name, module in root.modules[0].named_modules()}
         _check_one_root(root, names)
         _rename(root, groups, names)
+        name_batch_norms({name: module for module, name in names.items()})
         registered.follow(root, groups)
         self.groups = registered.split_hooked(root)
         for group in self.groups:
@@ -301,12 +303,12 @@ class Runtime(context.Context):
         self._end = End.FAILED  # unless all of it returns
         events.end(Step.BACKWARD)
         with during(Step.ROOT_POST_BACKWARD):
+            if self.turns is not None:
+                self.turns.end_backward()
             self._finish_backward()
         self._end = End.REACHED
 
     def _finish_backward(self) -> None:
-        if self.turns is not None:
-            self.turns.end_backward()
         for group in self.groups:
             if group.reduction_due(BackwardProgress.BACKWARD_DONE, reduced=group in self._reduced):
                 self.reduce(group)

@@ -104,9 +104,9 @@ class Pass:
         later = [other.name for other, starts in self._turns[place + 1 : self._next] if starts and self.runs(other)]
         found = "a second time" if self.runs(group) else f"after '{later[-1]}'" if later else "after the module around it"
         raise RuntimeError(
-            f"the {self._name} of '{group.name}' runs {found} (rank {self._rank}): where ranks may skip modules, each runs once "
-            "at most, one after the other in the order in which they are registered, and is recomputed by itself; for another "
-            "order call set_reduce_scatter_unused_params(True) without skipped_modules, and run all modules on all ranks"
+            f"the {self._name} of '{group.name}' runs {found} (rank {self._rank}): where ranks may skip modules, each runs "
+            "once at most, one after the other in the order in which they are registered, and is recomputed by itself; for "
+            "another order call set_reduce_scatter_unused_params(True) without skipped_modules, and run all modules on all ranks"
         )
 
 
@@ -148,8 +148,8 @@ class Turns:
             if len(group.modules) > 1:
                 raise ValueError(
                     f"set_reduce_scatter_unused_params(skipped_modules=True): '{group.name}' were sharded together (rank "
-                    f"{group.mesh.rank}), and some might run without the others: shard each by itself, or leave skipped_modules "
-                    "out for them"
+                    f"{group.mesh.rank}), and some might run without the others: shard each by itself, or leave "
+                    "skipped_modules out for them"
                 )
         return cls(runtime) if skipped else None
 
