@@ -38,7 +38,7 @@ LAST = Shard(-1)
 def _about_itself(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
     """Let ranks compare which layer their calls are for. In forward: a backward makes the calls of the same layers.
 
-    Cost: 0.5 us.
+    Cost: 0.8 us.
     """
 
     @functools.wraps(forward)

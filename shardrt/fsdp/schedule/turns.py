@@ -12,7 +12,7 @@ them ends, it takes then. So all ranks make the same calls, and record the same 
 | the end of a group                | those of the groups inside that are left |
 | the end of the root's backward    | all that are left                     |
 
-`Pass` has the order, and what has happened; `Turns` does what is to be done.
+`TurnOrder` has the order, and what has happened; `Turns` does what is to be done.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class _State(Enum):
     RUNS = auto()
 
 
-class Pass:
+class TurnOrder:
     """The turns of a forward or a backward under one root."""
 
     _name: str
     _rank: int
     _turns: list[Turn]
     _places: dict[Turn, int]
-    _next: int  # the place of the next turn; written by until()
-    _states: dict[ParamGroup, _State]
+    _next: int  # the place of the next turn; written by all methods that yield turns
+    _states: dict[ParamGroup, _State]  # written by start(), and where a turn is passed
 
     def __init__(self, root: ParamGroup, *, backward: bool) -> None:
         self._name, self._rank = "backward" if backward else "forward", root.mesh.rank
@@ -106,7 +106,7 @@ class Pass:
         raise RuntimeError(
             f"the {self._name} of '{group.name}' runs {found} (rank {self._rank}): where ranks may skip modules, each runs "
             "once at most, one after the other in the order in which they are registered, and is recomputed by itself; for "
-            "another order call set_reduce_scatter_unused_params(True) without skipped_modules, and run all modules on all ranks"
+            "another order run all modules on all ranks, and call set_reduce_scatter_unused_params(True) without skipped_modules"
         )
 
 
@@ -129,13 +129,13 @@ class Steps(Protocol):
 class Turns:
     """Takes the turns of modules that this rank skips: does what would be done around their forward and backward."""
 
-    forward: Pass
-    backward: Pass
+    forward: TurnOrder
+    backward: TurnOrder
     _runtime: Steps
 
     def __init__(self, runtime: Steps) -> None:
         self._runtime = runtime
-        self.forward, self.backward = Pass(runtime.root, backward=False), Pass(runtime.root, backward=True)
+        self.forward, self.backward = TurnOrder(runtime.root, backward=False), TurnOrder(runtime.root, backward=True)
 
     @classmethod
     def of(cls, runtime: Steps, groups: Sequence[ParamGroup]) -> Turns | None:
