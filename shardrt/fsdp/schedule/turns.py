@@ -106,7 +106,7 @@ class TurnOrder:
         raise RuntimeError(
             f"the {self._name} of '{group.name}' runs {found} (rank {self._rank}): where ranks may skip modules, each runs "
             "once at most, one after the other in the order in which they are registered, and is recomputed by itself; for "
-            "another order run all modules on all ranks, and call set_reduce_scatter_unused_params(True) without skipped_modules"
+            "another order run all modules on all ranks, with set_reduce_scatter_unused_params(True) alone"
         )
 
 
