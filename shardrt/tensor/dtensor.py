@@ -16,6 +16,7 @@ from torch import is_grad_enabled, is_inference_mode_enabled, nn
 from torch.autograd.graph import increment_version
 
 from ..comm import DeviceMesh, ReduceOp, current_mesh
+from ..comm.calls import about
 from ..torch_internals import OpOverload, disabled_torch_function
 from . import snapshots
 from .group_registry import group_of
@@ -187,7 +188,8 @@ class DTensor(torch.Tensor):
         spec = self.spec.moved(self.spec.replicated if placements is None else placements)
         if spec == self.spec and forward_dtype in (None, self.dtype):
             return self
-        return _Redistribute.apply(self, spec, forward_dtype, backward_dtype)
+        with about(getattr(self, "full_name", "")):  # that of a parameter
+            return _Redistribute.apply(self, spec, forward_dtype, backward_dtype)
 
     def full_tensor(self, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The full tensor, of the global shape, on every rank; it shares memory with a replicated tensor. Collective.

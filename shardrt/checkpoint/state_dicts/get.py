@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm import world
+from ...comm.calls import about
 from ...tensor.dtensor import DTensor
 from ...tensor.inference_mode import outside_inference_mode
 from ..errors import CheckpointError
@@ -143,7 +144,13 @@ def _copied(state: dict[str, Any], *, full: bool, offload: bool, keep: bool) -> 
             seen[key] = made if keep else None
         return seen[key]
 
-    collected: dict[str, Any] = mapped(state, copy_of)
+    def collect(name: str, tree: Any) -> Any:
+        if isinstance(tree, Mapping):
+            return {key: collect(f"{name}.{key}" if name else str(key), value) for key, value in tree.items()}
+        with about(name):  # ranks that have the entries in another order are told so
+            return mapped(tree, copy_of)
+
+    collected: dict[str, Any] = collect("", state)
     return collected if keep else {}
 
 

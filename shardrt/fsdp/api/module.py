@@ -162,13 +162,23 @@ class FSDPModule:
         for settings in self._settings(recurse=False):
             settings.force_sum = enable
 
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, skipped_modules: bool = False, recurse: bool = True
+    ) -> None:
         """Reduce zeros for parameters without a gradient, since other ranks may have one. All ranks run the same modules.
 
         Cost: a module without inputs that want gradients is reduced when the backward ends.
+
+        skipped_modules: each rank may leave out other sharded modules, as layer drop does; their gradients are zeros there, and
+            zeros everywhere if all ranks leave one out. Then each module runs once at most in a forward of the root, one after
+            the other, in the order in which they are registered: else RuntimeError. From the next forward on.
+            Cost: skipped modules are gathered and reduced as others are. See docs/tasks.md.
+        Raises ValueError for skipped_modules alone.
         """
+        if skipped_modules and not reduce_scatter_unused_params:
+            raise ValueError("set_reduce_scatter_unused_params(False, skipped_modules=True): expected both, or neither")
         for settings in self._settings(recurse):
-            settings.reduce_unused = reduce_scatter_unused_params
+            settings.reduce_unused, settings.may_be_skipped = reduce_scatter_unused_params, skipped_modules
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many buckets of packed gradients may be in flight. Raises TypeError or ValueError unless it is an int >= 1.

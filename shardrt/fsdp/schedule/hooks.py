@@ -50,16 +50,18 @@ def pre_forward(
         else:
             check_registered(group)
             group.follow_requires_grad(reduces=torch.is_grad_enabled())  # code around this module may have frozen it
-        group.calls.move(GroupPhase.FORWARD, group)
-        # What this rank alone runs must not be recorded: the ranks' orders are to agree, and nothing is gathered in it.
-        ahead = [] if group.runs_alone else runtime.prefetch.forward_starts(group)
+        if runtime.turns is not None and not group.runs_alone:
+            runtime.turns.start_forward(group)
+        runtime.enter_forward(group)
     else:
-        ahead = []
-    group.unshard()
-    group.wait_unsharded()
+        if runtime.turns is not None and group.gather.needs_launch and (group.ready is None or group.gather.is_paused):
+            runtime.begin_backward()
+            runtime.turns.start_backward(group)
+            runtime.enter_backward(group)
+        group.unshard()
+        group.wait_unsharded()
     if group.visible.linear:
         group.visible.follow_grad_mode()
-    runtime.gather_ahead(ahead, Step.FORWARD_PREFETCH)
     dtype = group.mp_policy.param_dtype
     if dtype is not None and group.mp_policy.cast_forward_inputs:
         args, kwargs = map_tensors(partial(_cast, dtype), args), map_tensors(partial(_cast, dtype), kwargs)
@@ -100,15 +102,11 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
     if not in_backward():
         runtime.recorded = made_nodes or is_watched
         group.pass_requires_grad_on()
-        group.calls.move(GroupPhase.IDLE, group)
-        used_next = not group.runs_alone and runtime.prefetch.forward_ends(group, runtime.recorded)
-        last = group.calls.all_have_run(module)
+        if runtime.turns is not None and not group.runs_alone:
+            runtime.turns.end_forward(group)
         if group.reshards_after_forward:
             _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
-            if last and not used_next and not runtime.keeps_gathered:
-                group.finish_forward()
-        if last and group.ready is not None:
-            group.gather.pause()
+        runtime.leave_forward(group, is_last=group.calls.all_have_run(module))
         if group is runtime.root:
             runtime.end_forward(until_backward=is_watched)
         elif group.visible.unsharded and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
@@ -169,11 +167,10 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
             group.wait_unsharded()  # this output may be on another stream
         return
     group.note_gradients()
+    if runtime.turns is not None:
+        runtime.turns.start_backward(group)
     with during(Step.PRE_BACKWARD, group):
-        if group.settings.unshard_in_backward:
-            group.unshard()
-            group.wait_unsharded()
-        runtime.gather_ahead(runtime.prefetch.backward_starts(group), Step.BACKWARD_PREFETCH)
+        runtime.enter_backward(group)
     events.begin(Step.BACKWARD, group)
 
 
@@ -184,6 +181,8 @@ def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
     if group.reduction_due(BackwardProgress.GRADIENT_READY):
         runtime = group.runtime
         assert runtime is not None, "a forward comes first"
+        if runtime.turns is not None:
+            return  # its turn to be reduced comes later
         runtime.begin_backward()
         # Hazard: resharding here would be too early. A node that saved a frozen or detached parameter may still have to run.
         runtime.reduce(group)
@@ -191,7 +190,10 @@ def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
 
 def _post_backward(runtime: Runtime, group: ParamGroup, call: ForwardCall) -> None:
     over = group.calls.input_done(call)
-    due = group.reduction_due(BackwardProgress.MODULE_DONE if over else BackwardProgress.GRADIENT_READY)
+    if runtime.turns is None:
+        due = group.reduction_due(BackwardProgress.MODULE_DONE if over else BackwardProgress.GRADIENT_READY)
+    else:
+        due = over and runtime.turns.end_of(group)
     if not over and not due:
         return
     if over:
@@ -200,8 +202,7 @@ def _post_backward(runtime: Runtime, group: ParamGroup, call: ForwardCall) -> No
     if due and not repeats:
         runtime.reduce(group)
     if over and not group.calls.open_calls and not repeats and group.calls.phase is GroupPhase.BACKWARD:
-        group.calls.move(GroupPhase.IDLE, group)
-        group.finish_backward(is_needed=runtime.keeps_gathered)
+        runtime.leave_backward(group)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

@@ -164,10 +164,11 @@ class ParamGroup:
             if param.outer is not None:
                 param.outer.open_communicators(mesh)
         self.gather_comm = self.mesh.communicator("gather")
-        self._number = _made[self.gather_comm] = _made.get(self.gather_comm, 0) + 1
-        self.rename(type(modules[0]).__name__)
         self.reduce_comm = self.mesh.communicator("reduce")
         self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
+        counted = self.all_reduce_comm or self.gather_comm  # another replica may have made groups of its own
+        self._number = _made[counted] = _made.get(counted, 0) + 1
+        self.rename(type(modules[0]).__name__)
         if type(settings.reshard_after_forward) is int:
             subgroup(self.mesh, settings.reshard_after_forward)
         self.gather_kind = gather_kind
