@@ -22,8 +22,7 @@ from ..memory.buffers import FlatBuffer, Handoff
 from ..reduce.grad_layout import reduce_layout
 from ..reduce.packed import HeldGrads, PackedGrads
 from ..reduce.reduce import GradientReduction
-from . import registered, symmetric_windows
-from .moves import warn_of_unwritten
+from . import registered, same_buffers, symmetric_windows
 from .param_group import ParamGroup
 from .prefetch import PrefetchQueue
 from .same_batches import FirstBatch
@@ -85,8 +84,7 @@ class Runtime(context.Context):
         self.groups = registered.split_hooked(root)
         for group in self.groups:
             group.gather.check_ready(group.name)
-        if root.mesh.rank == 0:
-            warn_of_unwritten(names)
+        same_buffers.compare(root, names)
         self._tensor_parallel = any(param.outer is not None for group in self.groups for param in group.params)
         try:
             self._attach()
