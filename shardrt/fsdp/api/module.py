@@ -317,9 +317,9 @@ class FSDPModule:
         )
         if self.param_group.runtime is not None:
             self.param_group.runtime.settle()
+        without_values = moves.on_meta(inside)
         for group in groups:
             moves.move(group, inside, fn)
-        without_values = moves.buffers_on_meta(inside)
         with moves.hidden(groups):
             super()._apply(fn, recurse)  # type: ignore[misc]
         moves.note_unwritten(without_values)

@@ -24,8 +24,7 @@ from ..params.param import times_written
 from ..reduce.grad_layout import reduce_layout
 from ..reduce.packed import HeldGrads, PackedGrads
 from ..reduce.reduce import GradientReduction
-from . import registered, symmetric_windows
-from .moves import warn_of_unwritten
+from . import registered, same_buffers, symmetric_windows
 from .param_group import ParamGroup, free_stale
 from .prefetch import PrefetchQueue
 from .same_batches import FirstBatch
@@ -60,7 +59,7 @@ class Runtime(context.Context):
     _in_flight: deque[tuple[Mapping[ParamGroup, PackedGrads], Sequence[Handoff]]]
     _reductions_in_flight: int  # the most buckets in flight; written when an iteration begins
     _reduced: set[ParamGroup]  # groups that were reduced in this backward
-    recorded: bool  # the forward that ended last, of any module, has made nodes of a graph; written by hooks.post_forward
+    recorded: bool  # the forward that ended last, of any module, has made nodes of a graph; written by begin_forward() and hooks.post_forward
     _forwards: int  # how many have begun so far
     _first_written: int | None  # `_writes()` when the first backward ended
     _end: End
@@ -92,8 +91,7 @@ class Runtime(context.Context):
         self.groups = registered.split_hooked(root)
         for group in self.groups:
             group.gather.check_ready(group.name)
-        if root.mesh.rank == 0:
-            warn_of_unwritten(names)
+        same_buffers.compare(root, names)
         self._tensor_parallel = any(param.outer is not None for group in self.groups for param in group.params)
         try:
             self._attach()
