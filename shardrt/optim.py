@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from .comm import DeviceMesh, ReduceOp, current_stream
 from .kernels import rescale, total_norm
 from .tensor.dtensor import DTensor
+from .tensor.optimizer_state import states_of_parameters
 from .tensor.reductions import combine, rounds_over
 
 _NAMED = 4  # an error names so many parameters of a rank, and so many ranks
@@ -164,7 +165,7 @@ def offload_state_to_disk(optimizer: torch.optim.Optimizer, folder: str | os.Pat
     """
 
     def move(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for state in optimizer.state.values():
+        for _, state in states_of_parameters(optimizer):
             for key, value in state.items():
                 if isinstance(value, DTensor):
                     value._local_tensor = _memory_mapped(value._local_tensor, folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -23,6 +23,7 @@ from .group_registry import group_of
 from .inference_mode import outside_inference_mode, run_in_inference_mode
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
 from .redistribute import check_replicas, redistribute
+from .storage import storage_of
 from .strides import with_stride, with_stride_of
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -331,6 +332,28 @@ class DTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor(shape={tuple(self.shape)}, {self.spec.placements}, local={self._local_tensor})"
 
+    def data_ptr(self) -> int:
+        """The address of this rank's local shard. A shard without memory has one that no other tensor has."""
+        return self._local_tensor.data_ptr() or self.untyped_storage().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """This rank's local shard as a storage of its own; other shards lie in the same memory, and are no part of it.
+
+        It cannot be resized, and is another object in each call. A shard without elements has one byte, so that packages which
+        tell tensors apart by their addresses take no two for one.
+        """
+        found = storage_of(self._local_tensor)
+        if found is None:
+            found = self.__dict__.setdefault("_place", torch.empty(1, dtype=torch.uint8, device=self.device)).untyped_storage()
+        return found
+
+    def share_memory_(self) -> NoReturn:
+        """Raises RuntimeError: other processes cannot have the memory of a shard."""
+        raise RuntimeError(
+            f"share_memory_() of '{self.full_name or 'a DTensor'}' (rank {self.spec.mesh.rank}): its memory cannot be moved; "
+            "share a copy, such as .full_tensor().clone().share_memory_()"
+        )
+
     def tolist(self) -> Any:
         """The full tensor as nested lists, on every rank. Collective."""
         return self.full_tensor().tolist()
@@ -488,7 +511,8 @@ def _without_dispatcher(name: str) -> Callable[..., torch.Tensor]:
                 local_args.append(arg)
             else:
                 return method(self, *args, **kwargs)
-        if spec.partial or is_grad_enabled():  # autograd records the operation on the DTensor
+        # Autograd records the operation on the DTensor. A tensor may be given by keyword, as in `add_(other=x)`.
+        if spec.partial or is_grad_enabled() or (kwargs and any(isinstance(each, torch.Tensor) for each in kwargs.values())):
             return method(self, *args, **kwargs)
         if not in_place and is_inference_mode_enabled():
             return method(self, *args, **kwargs)

@@ -341,6 +341,7 @@ def test_different_meshes_and_placements_do_not_mix(world: World) -> None:
     for mix in (lambda a, b: a + b, torch.equal, lambda a, b: torch._foreach_add([a], [b]), lambda a, b: a.copy_(b)):
         with pytest.raises(ValueError, match=r"on different meshes: .*other=2.*dp=2"):
             mix(here, there)
+    for mix in (lambda a, b: a + b, torch.equal, lambda a, b: torch._foreach_add([a], [b])):
         with pytest.raises(ValueError, match=r"with different placements: .*Shard\(dim=1\).* and .*Shard\(dim=0\)"):
             mix(here, across)
     for norm in torch._foreach_norm([here, there, across]):  # each of its own mesh

@@ -102,8 +102,10 @@ def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     Any number of ranks (`load_full_optimizer_state`), or a single process, can load the result.
     Raises RuntimeError, on every rank, for state of a local optimizer that depends on where shards begin.
     """
-    packed = state_by_name(optimizer, ParameterNames("", optimizer, {"": numbered(optimizer)}), full=True)
-    by_number = {int(number): values for number, values in packed["state"].items()}
+    names = ParameterNames("", optimizer, {"": numbered(optimizer)})
+    packed = state_by_name(optimizer, names, full=True)
+    numbers = set(names)
+    by_number = {int(name) if name in numbers else name: values for name, values in packed["state"].items()}
     groups = [{**group, "params": [int(number) for number in group["params"]]} for group in packed["param_groups"]]
     state = {**optimizer.state_dict(), "state": by_number, "param_groups": groups}
     return _copied(state, full=True, offload=True, keep=keep)
