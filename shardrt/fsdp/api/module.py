@@ -364,16 +364,16 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
     if first.calls.running:  # the module calls itself, or a registered method its forward: the outer call gathers
         return forward(*args, **kwargs)
     runtime = first.runtime or hooks.start(first)  # which may give parameters groups of their own
-    for group in module.param_groups:
-        with during(Step.PRE_FORWARD, group):
-            args, kwargs = hooks.pre_forward(runtime, group, args, kwargs)
-    first.calls.running, nodes_before = True, nodes_made()
     try:
+        for group in module.param_groups:
+            with during(Step.PRE_FORWARD, group):
+                args, kwargs = hooks.pre_forward(runtime, group, args, kwargs)
+        first.calls.running, nodes_before = True, nodes_made()
         with during(Step.FORWARD, *module.param_groups):
             output = forward(*args, **kwargs)
     except BaseException:
-        for group in module.param_groups:
-            group.visible.expose()
+        for group in reversed(module.param_groups):
+            hooks.forward_failed(group, ran=first.calls.running)
         raise
     finally:
         first.calls.running = False

@@ -17,7 +17,8 @@ checkpointing): it gathers, but leaves resharding, the phase and the recorded or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -29,7 +30,7 @@ from ...torch_internals import in_backward, outside_modes, outside_transforms
 from ..base import events
 from ..base.autograd import BackwardProgress, ForwardCall, GroupPhase
 from ..base.events import Step, during
-from ..base.trees import map_tensors, tensors_in
+from ..base.trees import Given, tensors_in
 from .param_group import ParamGroup
 from .registered import check_registered
 from .runtime import Runtime
@@ -62,24 +63,30 @@ def pre_forward(
         group.wait_unsharded()
     if group.visible.linear:
         group.visible.follow_grad_mode()
-    dtype = group.mp_policy.param_dtype
-    if dtype is not None and group.mp_policy.cast_forward_inputs:
-        args, kwargs = map_tensors(partial(_cast, dtype), args), map_tensors(partial(_cast, dtype), kwargs)
+    dtype = group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None
     if torch.is_grad_enabled():
-        args, kwargs = _watch_inputs(runtime, group, args, kwargs)
-    return args, kwargs
+        return _watch_inputs(runtime, group, dtype, args, kwargs)
+    return (args, kwargs) if dtype is None else _replace_inputs(group, partial(_cast, dtype), args, kwargs)
 
 
 def _watch_inputs(
-    runtime: Runtime, group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+    runtime: Runtime, group: ParamGroup, dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     group.calls.forward_call = call = ForwardCall()
     watch = partial(runtime.watcher.watch_input, call, partial(_post_backward, runtime, group, call))
-    args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs) if kwargs else kwargs
+    args, kwargs = _replace_inputs(group, watch if dtype is None else lambda tensor: watch(_cast(dtype, tensor)), args, kwargs)
     if call.inputs == 0:
         # Hazard: Python's garbage collector cannot see these hooks: a reference in them keeps the model alive for ever.
         group.calls.watch_gradients((param.unsharded for param in group.trainable), partial(_on_gradient, ref(group)))
     return args, kwargs
+
+
+def _replace_inputs(
+    group: ParamGroup, fn: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    group.calls.given = given = Given(group.name, fn)
+    args = tuple([given.replace(arg) for arg in args])
+    return args, {name: given.replace(arg) for name, arg in kwargs.items()} if kwargs else kwargs
 
 
 def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output: Any, *, made_nodes: bool) -> Any:
@@ -89,8 +96,10 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
     """
     dtype = group.mp_policy.output_dtype
     if dtype is not None:
-        output = map_tensors(partial(_cast, dtype), output)
+        output = Given(group.name, partial(_cast, dtype)).replace(output)
     tensors = tensors_in(output)
+    if group.calls.given is not None:
+        tensors = [*_take_back(group), *tensors]
     is_watched = False
     if torch.is_grad_enabled() or made_nodes:
         if not torch.is_grad_enabled():
@@ -101,22 +110,40 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
             _check_output_type(group, output)
     if not in_backward():
         runtime.recorded = made_nodes or is_watched
-        group.pass_requires_grad_on()
-        if runtime.turns is not None and not group.runs_alone:
-            runtime.turns.end_forward(group)
-        if group.reshards_after_forward:
-            _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
-        runtime.leave_forward(group, is_last=group.calls.all_have_run(module))
-        if group is runtime.root:
-            runtime.end_forward(until_backward=is_watched)
-        elif group.visible.unsharded and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
-            group.leave_unsharded(until_backward=is_watched)  # code outside of the module may compute with its parameters now
+        _end_forward(runtime, group, module, tensors, is_watched=is_watched)
     return output
+
+
+def _take_back(group: ParamGroup) -> list[torch.Tensor]:
+    given, group.calls.given = group.calls.given, None
+    return [] if given is None else given.take_back()
+
+
+def _end_forward(
+    runtime: Runtime, group: ParamGroup, module: nn.Module, tensors: Sequence[torch.Tensor], *, is_watched: bool
+) -> None:
+    group.pass_requires_grad_on()
+    if runtime.turns is not None and not group.runs_alone:
+        runtime.turns.end_forward(group)
+    if group.reshards_after_forward:
+        _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
+    runtime.leave_forward(group, is_last=group.calls.all_have_run(module))
+    if group is runtime.root:
+        runtime.end_forward(until_backward=is_watched)
+    elif group.visible.unsharded and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
+        group.leave_unsharded(until_backward=is_watched)  # code outside of the module may compute with its parameters now
+
+
+def forward_failed(group: ParamGroup, *, ran: bool) -> None:
+    """An exception has left the module's forward, or (ran: False) what comes before it."""
+    _take_back(group)
+    if ran:
+        group.visible.expose()
 
 
 def _check_output_type(group: ParamGroup, output: object) -> None:
     """Raise RuntimeError if tensors cannot be found in the output: their backward would run without gathered parameters."""
-    if not isinstance(output, (type(None), bool, int, float, str, tuple, list, dict)):
+    if not isinstance(output, (type(None), bool, int, float, str, tuple, list, deque, dict)):
         raise RuntimeError(
             f"'{group.name}' returns a {type(output).__name__}, in which tensors cannot be found (rank {group.mesh.rank}): "
             "return tensors, or tuples, lists, dicts or dataclasses of them"
