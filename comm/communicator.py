@@ -20,7 +20,7 @@ from threading import get_ident
 import torch
 
 from .backend import Backend
-from .calls import FLOATS, CallList, CollectiveCall, Counts, Hook, Op, ReduceOp, Work
+from .calls import FLOATS, CallList, CollectiveCall, Counts, Hook, Op, ReduceOp, Work, now
 from .checks import check_peer, check_rank, check_reducible, checked_counts, raise_bad_size, raise_bad_tensors, tensor_of_root
 from .control import ControlPlane
 from .members import check_lost
@@ -216,7 +216,7 @@ class Communicator(ControlPlane):
         # No gradient goes through a collective.
         out = out.detach() if out is not None and out.requires_grad else out
         inp = inp.detach() if inp is not None and inp.requires_grad else inp
-        call = CollectiveCall(self, self._number, name, out, inp, args, stream)
+        call = CollectiveCall(self, self._number, name, out, inp, args, stream, now.subject)
         self._number += name not in ("send", "recv")  # not every rank makes those
         if self._group is not None:
             return self._group.add(call)

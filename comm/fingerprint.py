@@ -16,21 +16,27 @@ class Description(NamedTuple):
     """What a call is, or the calls of a group."""
 
     text: str  # such as "all_reduce float32 4096 sum"
-    shared: str  # the part that must be the same on every rank: of an all-to-all its name and dtype; "" if not all call it
+    # The part that must be the same on every rank, of an all-to-all its name and dtype, with what the call is for
+    # (`calls.about`); "" if not all call it
+    shared: str
     fingerprint: int  # a hash of `shared`, of 63 bits
 
 
-@lru_cache(maxsize=4096)
-def describe_call(name: str, dtype: torch.dtype | None, numel: int, args: tuple[object, ...]) -> Description:
-    """Describe one call. dtype: None for a call without a tensor.   args: an op, a root, a peer, counts."""
+@lru_cache(maxsize=16384)  # a few for each group of parameters
+def describe_call(name: str, dtype: torch.dtype | None, numel: int, args: tuple[object, ...], subject: str = "") -> Description:
+    """Describe one call. dtype: None for a call without a tensor.   args: an op, a root, a peer, counts.
+
+    subject: what the call is for. Cost: a string keeps its hash, so that a call that repeats is found without hashing it.
+    """
     text = _text(name, dtype, numel, args)
     if name in OF_SOME_RANKS or name in ("send", "recv"):
         return Description(text, "", 0)
     shared = text if name != "all_to_all" or args[0] is None else f"{name} {_short(dtype)} with counts"
+    shared += f" of {subject}" if subject else ""
     return Description(text, shared, fingerprint_of(shared))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def join_descriptions(parts: tuple[Description, ...]) -> Description:
     """Describe a group by its calls."""
     shared = " + ".join(part.shared for part in parts if part.shared)

@@ -9,11 +9,13 @@ Two more are in `kernels/cuda.py` and `comm/streams.py`, which import nothing of
 | `queue_backward_callback`        | `Variable._execution_engine`                   |
 | `nodes_made`                     | `torch._C._autograd._get_sequence_nr`          |
 | `wanted`                         | `torch._C._will_engine_execute_node`           |
+| `surround_functions`             | `torch.autograd.function._SingleLevelFunction` |
 | `may_be_kept`, `grad_hooks`      | `Tensor._backward_hooks`                       |
 | `post_accumulate_grad_hooks`     | `Tensor._post_accumulate_grad_hooks`           |
 | `current_transform`              | `torch._C._functorch.peek_interpreter_stack`   |
 | `unwrap_transform`               | `get_unwrapped`, `is_functorch_wrapped_tensor` |
 | `outside_transforms`             | `torch._functorch.pyfunctorch`                 |
+| `outside_modes`                  | `torch.utils._python_dispatch`, `torch._C._len_torch_dispatch_stack` |
 | `forward_mode_is_active`         | `torch.autograd.forward_ad._current_level`     |
 | `disabled_torch_function`        | `torch._C._disabled_torch_function_impl`       |
 | `as_plain_tensors`               | `torch._C.DisableTorchFunctionSubclass`        |
@@ -57,11 +59,15 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.autograd import forward_ad, profiler
+from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -94,6 +100,23 @@ def in_backward() -> bool:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def surround_functions(is_watched: Callable[[type], bool], call: Callable[..., Any]) -> None:
+    """From now on, where an argument's class is watched, `call(kind, apply, args, kwargs)` takes the place of `kind.apply`.
+
+    kind: a subclass of `torch.autograd.Function`, whose `apply` the user may have taken before.
+    Cost: 0.3 us for each function, and 0.1 us for each argument.
+    """
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        run = super(_SingleLevelFunction, kind).apply
+        for arg in args:
+            if is_watched(type(arg)):
+                return call(kind, run, args, kwargs)
+        return run(*args, **kwargs)
+
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[method-assign]
 
 
 _HookGetter = Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]
@@ -142,12 +165,49 @@ _NOTHING = nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Inside, the active transforms of `torch.func` do not apply. Cost: 0.15 us if there are none."""
+    """Inside, the active transforms of `torch.func` do not apply, nor do modes, as for `outside_modes`.
+
+    Cost: 0.2 us if there are none.
+    """
     if current_transform() is None:
-        return _NOTHING
+        return outside_modes()
+    return _outside_transforms()
+
+
+@contextmanager
+def _outside_transforms() -> Iterator[None]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    return temporarily_clear_interpreter_stack()
+    with temporarily_clear_interpreter_stack(), outside_modes():
+        yield
+
+
+def outside_modes() -> AbstractContextManager[object]:
+    """Inside, no dispatch mode of this thread sees the operations, unless its class has a true `sees_hooks`.
+
+    For what we add to a module's own operations: a selective activation checkpoint compares those of two runs. Torch's own
+    modes, such as those of fake tensors, stay.   Cost: 0.1 us if there are no modes, otherwise 5 us.
+    """
+    return _outside_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
+
+
+@contextmanager
+def _outside_modes() -> Iterator[None]:
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
+    seeing = [mode for mode in modes if getattr(mode, "sees_hooks", False)]
+    before = _replaced_dispatch_modes(len(modes), seeing)
+    try:
+        yield
+    finally:
+        _replaced_dispatch_modes(len(seeing), before)
+
+
+def _replaced_dispatch_modes(number: int, modes: list[TorchDispatchMode]) -> list[TorchDispatchMode]:
+    """Let the thread be in these modes, instead of the innermost `number`, which are returned, the outermost first."""
+    before = [_pop_dispatch_mode() for _ in range(number)][::-1]
+    for each in modes:
+        _push_dispatch_mode(each)
+    return before
 
 
 def forward_mode_is_active() -> bool:

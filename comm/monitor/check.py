@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..calls import CallList, CollectiveCall, Counts, Failure, Hook, MismatchError, RemoteError
+from ..calls import CallList, CollectiveCall, Counts, Failure, Hook, MismatchError, RemoteError, Subject
 from ..ending.words import name_ranks
 
 _NEVER_COMPARED = frozenset({"finalize", "rejoin"})
@@ -21,8 +21,8 @@ Answer = tuple[int, str, Failure | None]  # number of the rank's next call, the 
 class CallCheck(Hook):
     """Raises MismatchError on every rank of a communicator when they have not all made the same call.
 
-    It compares name, dtype, elements, op and root; of an all-to-all with counts, what each rank sends to each other one with
-    what that one expects. Sends and receives are compared by the receiver (`backends/pairs.py`).
+    It compares name, dtype, elements, op, root, and what the call is for (`about`); of an all-to-all with counts, what each
+    rank sends to each other one with what that one expects. Sends and receives are compared by the receiver (`backends/pairs.py`).
 
     Control calls (exchange, split, empty, ...) are compared with collectives and with each other: each begins when the
     collectives before it are done, so that at most one call of a communicator is compared at a time.
@@ -85,6 +85,7 @@ def _raise_mismatch(call: CollectiveCall, answers: Sequence[Answer]) -> NoReturn
         f"the ranks of '{call.comm.name}' have made different calls at #{min(numbers)}: "
         + "; ".join(f"{name_ranks(members)}: {shared}" for shared, members in ranks.items())
         + f" (reported on rank {call.comm.rank}). None of them ran. Every rank must make the same calls in the same order: "
-        "look for a branch, a loop count, a shape or a handled exception that depends on the rank",
+        "look for a branch, a loop count, a shape or a handled exception that depends on the rank"
+        + (f"; {call.subject.advice}" if isinstance(call.subject, Subject) else ""),
         call.comm,
     )

@@ -167,6 +167,7 @@ class _Operations(TorchDispatchMode):
     """Shows all operations to the watch: of a subclass of tensors, those that it consists of."""
 
     supports_higher_order_operators = True
+    sees_hooks = True  # `torch_internals.outside_modes`
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()

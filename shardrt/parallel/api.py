@@ -16,6 +16,7 @@ from ..fsdp.api.module import FSDPModule
 from ..fsdp.gather.extension import has_methods
 from ..tensor.dtensor import DTensor
 from ..tensor.group_registry import group_of
+from ..tensor.inference_mode import outside_inference_mode
 from ..tensor.replicated import ParameterMark, mark_replicated, replicas_mesh
 from ..torch_internals import hide_package_from_compiler
 from . import checks
@@ -34,6 +35,7 @@ class _Entry(NamedTuple):
     style: ParallelStyle
 
 
+@outside_inference_mode()
 def parallelize_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,

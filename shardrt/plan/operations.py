@@ -58,6 +58,8 @@ class Operations(TorchDispatchMode):
     Operations that read values raise what torch raises on meta tensors.
     """
 
+    sees_hooks = True  # `torch_internals.outside_modes`
+
     def __init__(self, observer: OperationObserver) -> None:
         super().__init__()
         self._observer = observer

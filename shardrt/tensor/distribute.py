@@ -19,11 +19,13 @@ from torch import nn
 from ..comm import Communicator, DeviceMesh, current_mesh, current_stream
 from .digest import digest
 from .dtensor import DTensor
+from .inference_mode import outside_inference_mode
 from .placement import Partial, Placement, Replicate, ResolvedShard, Sharded, Spec, flattened, unflattened
 from .redistribute import plain
 from .strides import with_stride_of
 
 
+@outside_inference_mode()
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,

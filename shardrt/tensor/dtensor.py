@@ -12,12 +12,14 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import is_grad_enabled
+from torch import is_grad_enabled, is_inference_mode_enabled, nn
 from torch.autograd.graph import increment_version
 
 from ..comm import DeviceMesh, ReduceOp, current_mesh
 from ..torch_internals import OpOverload, disabled_torch_function
 from . import snapshots
+from .group_registry import group_of
+from .inference_mode import outside_inference_mode, run_in_inference_mode
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
 from .redistribute import check_replicas, redistribute
 from .strides import with_stride, with_stride_of
@@ -50,7 +52,9 @@ class DTensor(torch.Tensor):
     An operation that is not defined on sharded tensors raises NotImplementedError.
     """
 
-    __slots__ = ("_grad_hook", "_local_tensor", "spec")  # Cost: a for-loop optimizer creates two per parameter and step
+    # Cost: a for-loop optimizer creates two per parameter and step.
+    __slots__ = ("_aliases", "_grad_hook", "_local_tensor", "spec")
+    _aliases: list[ref[DTensor]]  # what was detached from it, or from these, if anything was: one list for all of them
     _grad_hook: Any  # the hook of a leaf that has required a gradient, see `_set_requires_grad`
     _local_tensor: torch.Tensor
     spec: Spec
@@ -58,6 +62,7 @@ class DTensor(torch.Tensor):
     # On a parameter: each rank's gradient is only a term of what these placements say, until it is reduced. None: it is whole.
     grad_placements: tuple[Placement, ...] | None = None
     tp_leaf: object | None = None  # a tensor-parallel forward reads this in the parameter's place; written by shardrt.parallel
+    handed_out: bool = False  # somebody had its local tensor, and may write it so that no version shows it
     gathered_spec: Spec | None = None  # the spec of what a module sees of a sharded parameter, if that is not all of it
 
     @staticmethod
@@ -77,9 +82,12 @@ class DTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if is_inference_mode_enabled():
+            return run_in_inference_mode(RULES[func], func, args, kwargs or {})
         return RULES[func](func, args, kwargs or {})
 
     @staticmethod
+    @outside_inference_mode()
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
@@ -141,12 +149,16 @@ class DTensor(torch.Tensor):
         """
         if snapshots.current is not None or snapshots.read_elsewhere:
             snapshots.wait_to_write([self._local_tensor])
+        for each in getattr(self, "_aliases", ()):
+            if (alias := each()) is not None:
+                alias.handed_out = True
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor
         if grad_placements is None:
             return _ToLocal.apply(self, self.spec.of_gradient())
         return _ToLocal.apply(self, _checked_grad_spec(self.spec, grad_placements, self._local_tensor.shape))
 
+    @outside_inference_mode()
     def redistribute(
         self,
         device_mesh: DeviceMesh | Sequence[Placement] | None = None,
@@ -191,24 +203,48 @@ class DTensor(torch.Tensor):
         self.requires_grad = requires_grad
         return self
 
+    def detach(self) -> DTensor:
+        """The tensor without autograd, in the same memory, until `.data` is assigned to either of them. No communication.
+
+        Also in inference mode this makes no inference tensor, which could not reveal writes.
+        """
+        if torch.is_inference_mode_enabled() and not self.is_inference():
+            with torch.inference_mode(False):
+                return self.detach()
+        made = torch.Tensor.detach(self)
+        made._local_tensor = self._local_tensor.detach()  # shares its version, as what a rule detaches does not
+        known = getattr(self, "_aliases", None)
+        if known is None:
+            known = self._aliases = []
+        known[:] = [*(each for each in known if each() is not None), ref(made)]
+        made._aliases = known
+        return made
+
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without autograd. An assignment copies the values into the tensor's own memory.
+        """The tensor without autograd, as `detach` gives it: it shares the version, which reveals writes.
 
+        An assignment copies the values into the tensor's own memory. What was detached from it before, by `.data` too, keeps
+        the old values, as with plain tensors; unlike those, the tensor shares no memory with what is assigned. What `to_local`
+        has returned stays the tensor's memory.
         A `DTensor` of another dtype and the same placements, which `module.to(dtype)` assigns, gives the tensor its dtype and
         its memory, unless `fully_shard` has the tensor.
         A plain tensor that is assigned has the global shape and the same values on every rank. Collective if a `DTensor` with
         other placements is assigned. Raises ValueError for another shape or dtype, RuntimeError on the meta device.
         """
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, DTensor) and value.dtype != self.dtype and value.spec == self.spec and self.full_name is None:
+            self._leave_aliases()
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
             self._local_tensor = value._local_tensor
             increment_version(self)
             return
+        known = getattr(self, "_aliases", None)
+        if known is not None and known is getattr(value, "_aliases", None):
+            return  # the values are there
         name = "a DTensor" if self.full_name is None else f"parameter '{self.full_name}'"
         if value.shape != self.shape or value.dtype != self.dtype:
             raise ValueError(
@@ -223,9 +259,40 @@ class DTensor(torch.Tensor):
                 shard = redistribute(value._local_tensor, value.spec, self.spec.placements)
             else:
                 shard = self.spec.local_shard(value.full_tensor() if isinstance(value, DTensor) else value)
+            if known is not None and not self._part():
+                self._local_tensor = shard.clone()
+                return
             snapshots.wait_to_write([self._local_tensor])
             self._local_tensor.copy_(shard)
         increment_version(self)  # the new version makes the next forward gather again
+
+    def _leave_aliases(self) -> tuple[bool, list[DTensor]]:
+        """Forget what shares the memory. Returns: whether this tensor was detached from another one, and the others."""
+        known = getattr(self, "_aliases", [])
+        found = [alias for each in known if (alias := each()) is not None]
+        others = [alias for alias in found if alias is not self]
+        known[:] = map(ref, others)
+        self._aliases = []
+        return len(others) < len(found), others
+
+    def _part(self) -> bool:
+        """Before values are assigned: let others that share the memory keep what is there, in memory of their own.
+
+        A parameter stays where it is: what others read there, and what is gathered, is its memory. Returns False if this tensor
+        is to take other memory itself. Cost: a copy of the shard, if any other one is alive.
+        """
+        is_alias, others = self._leave_aliases()
+        if is_alias and not isinstance(self, nn.Parameter):
+            return False
+        place = self._local_tensor.data_ptr()  # a parameter may have got another one since
+        moved = [each for each in others if not isinstance(each, nn.Parameter) and each._local_tensor.data_ptr() == place]
+        if moved:
+            kept = self._local_tensor.detach().clone()
+            for alias in moved:
+                if type(alias._local_tensor) is torch.Tensor:
+                    alias._local_tensor.data = kept  # who has asked for it keeps the values as well
+                alias._local_tensor = kept.detach()
+        return True
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -237,6 +304,19 @@ class DTensor(torch.Tensor):
         """The mesh over which the tensor is distributed."""
         return self.spec.mesh
 
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """As torch's method. RuntimeError for a part of a `register_multi_grad_hook` on a parameter of a sharded module.
+
+        Such a hook would wait for nodes of autograd: those of sharded parameters run in no backward.
+        """
+        if getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.") and group_of(self) is not None:
+            raise RuntimeError(
+                f"register_multi_grad_hook on parameter '{self.full_name}' of a sharded module (rank {self.spec.mesh.rank}): it "
+                'would never be called; use mode="any", or register_post_accumulate_grad_hook or register_hook on each '
+                "parameter, which are called with sharded gradients once they are reduced"
+            )
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor(shape={tuple(self.shape)}, {self.spec.placements}, local={self._local_tensor})"
 
@@ -244,6 +324,7 @@ class DTensor(torch.Tensor):
         """The full tensor as nested lists, on every rank. Collective."""
         return self.full_tensor().tolist()
 
+    @outside_inference_mode()
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         """A leaf tensor with copies of this rank's shard and of the gradient, on the same mesh. No communication."""
         if id(self) in memo:
@@ -316,7 +397,12 @@ def _set_requires_grad(tensor: DTensor, value: bool) -> None:
 
 
 def _leaf_grad(grad: torch.Tensor, leaf: DTensor | None) -> torch.Tensor:
-    return grad if leaf is None else _redistribute_grad(grad, leaf.spec.of_gradient())
+    if leaf is None:
+        return grad
+    if not isinstance(grad, DTensor) and group_of(leaf) is not None:
+        # Plain tensors take part in what makes it, which each rank may have of its own. Cost: a reduce-scatter.
+        grad = _FromLocal.apply(grad, leaf.spec.moved([Partial("avg")] * leaf.spec.mesh.ndim))
+    return _redistribute_grad(grad, leaf.spec.of_gradient())
 
 
 class _FromLocal(torch.autograd.Function):
@@ -386,6 +472,8 @@ def _without_dispatcher(name: str) -> Callable[..., torch.Tensor]:
             else:
                 return method(self, *args, **kwargs)
         if spec.partial or is_grad_enabled():  # autograd records the operation on the DTensor
+            return method(self, *args, **kwargs)
+        if not in_place and is_inference_mode_enabled():
             return method(self, *args, **kwargs)
         if in_place and (snapshots.current is not None or snapshots.read_elsewhere):
             snapshots.wait_to_write([self._local_tensor])

@@ -9,6 +9,7 @@ import torch
 
 from ..comm import DeviceMesh, current_mesh
 from .dtensor import DTensor
+from .inference_mode import outside_inference_mode
 from .placement import Placement, Replicate, Spec, local_shape
 
 
@@ -75,6 +76,7 @@ def _shape(size: Sequence[int | Sequence[int]]) -> torch.Size:
     return torch.Size((only,) if isinstance(only, int) else only)  # type: ignore[arg-type]
 
 
+@outside_inference_mode()
 def _made(name: str, shape: torch.Size, options: Options, make: Callable[..., torch.Tensor]) -> DTensor:
     mesh = options.get("device_mesh") or current_mesh()
     placements = options.get("placements")

@@ -64,10 +64,10 @@ class _LocalOp:
         local = {
             name: value if name in self._plain else local_shards(value, specs, func.name()) for name, value in given.items()
         }
+        increment_version(mutated)  # on a rank without elements too: ranks compare what was written
         if not func._schema.returns and not any(tensor._local_tensor.numel() for tensor in sharded):
             return None
         out = func(**local)
-        increment_version(mutated)
         owners = {id(tensor._local_tensor): tensor for tensor in sharded}
         if isinstance(out, (list, tuple)):
             shared = specs * len(out) if len(specs) == 1 else specs

@@ -33,11 +33,13 @@ def check_no_parameters(func: Any, tensors: Iterable[torch.Tensor]) -> None:
         group = group_of(tensor)
         if group is not None:
             name = getattr(tensor, "full_name", None) or "unnamed"
+            averaged = ", ".join(['Partial("avg")'] * (tensor.spec.mesh.ndim if isinstance(tensor, DTensor) else 1))
             raise NotImplementedError(
                 f"{func} on parameter '{name}' of the sharded module '{group.name}' (rank {group.mesh.rank}), outside of the "
                 "module's forward, where this rank holds only its shard: run what uses it inside the forward; or let another "
                 "method, such as generate(), gather as forward does, with shardrt.register_fsdp_forward_method(module, "
-                "method_name); or gather all parameters temporarily, with shardrt.unsharded(model); or use .full_tensor()"
+                "method_name); or gather all parameters temporarily, with shardrt.unsharded(model); or use "
+                f".full_tensor(grad_placements=[{averaged}]), which averages the ranks' gradients"
             )
 
 

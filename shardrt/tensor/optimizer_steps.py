@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -30,7 +31,7 @@ from .snapshots import wait_to_step
 def install() -> None:
     """Called whenever a `DTensor` becomes a parameter: once, it installs what the table names."""
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(local_optimizers.end_step)
+    register_optimizer_step_post_hook(_after_step)
     exchange_steps()
     clip_lists_of(dtensor.DTensor)
 
@@ -39,6 +40,13 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     check_not_replaced(optimizer)
     wait_to_step(optimizer)
     return local_optimizers.begin_step(optimizer, args, kwargs)
+
+
+def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    local_optimizers.end_step(optimizer, args, kwargs)
+    # It may have written by any means, such as a kernel that is given addresses: a new version marks the shards as changed.
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    increment_version([param for param in params if type(param) is dtensor.DTensor and param.requires_grad])
 
 
 dtensor.at_a_parameter.append(install)

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from ..comm import DeviceMesh
 from ..torch_internals import OpOverload, disabled_torch_function, tree_map, tree_map_only
 from .dtensor import DTensor
+from .inference_mode import run_in_inference_mode
 from .operands import check_gradients, gather_full, mutated_tensors, raise_undefined, tensors_in, wait_to_write
 from .placement import Replicate, Spec
 from .random import RANDOM, broadcast_indices, broadcast_seed
@@ -63,7 +64,12 @@ class GatheredView(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            return run_in_inference_mode(cls._run, func, args, kwargs or {})
+        return cls._run(func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.is_mutable:
             return _run_in_place(func, args, kwargs)
         if func in (aten.new_empty.default, aten.empty_like.default):

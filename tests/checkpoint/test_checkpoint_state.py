@@ -234,18 +234,22 @@ def test_arguments_in_the_order_of_dcp(world: World, tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_what_the_state_lacks(world: World, tmp_path: Path) -> None:
-    """Values go into dicts without members of their own, which are filled later; of tensors, a warning tells."""
+    """Values go into dicts without members of their own, which are filled later; tensors are an error, if strict."""
     model = nn.Linear(2, 2)
     data = {"at": 5, "more": {"x": 1.0}, "by number": {0: 5}, "tensor": torch.ones(2)}
     save(tmp_path / "saved", {"data": data, "app": {"model": model, "step": 3}, "none": {}})
     for before in ({}, {"at": 0, "more": {}, "by number": {}}):
         kept: dict[str, Any] = dict(before)
         state: dict[str, Any] = {"data": kept, "app": {"model": model}}
+        with pytest.raises(CheckpointError, match=r"the state has no place for 'data\.tensor'; .*strict=False"):
+            load(tmp_path / "saved", state)
+        assert kept == before
         said = list[str]()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(logging.getLogger("shardrt"), "warning", lambda text, *args, said=said: said.append(text % args))
-            load(tmp_path / "saved", state)
-        assert said == ["load: the state lacks 1 names of the checkpoint, such as 'data.tensor'"]
+            load(tmp_path / "saved", state, strict=False)
+        assert len(said) == 1
+        assert "the state has no place for 'data.tensor'; the rest is loaded" in said[0]
         assert state["data"] is kept
         assert kept == {"at": 5, "more": {"x": 1.0}, "by number": {0: 5}}
         assert [*state, *state["app"]] == ["data", "app", "model"]

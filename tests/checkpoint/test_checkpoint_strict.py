@@ -246,6 +246,126 @@ def test_buffers_and_tied_weights(world: World) -> None:
         refused(folder / "cached", {"model": Cached(True)}, "the checkpoint lacks 'model.cache'")
 
 
+class TwoEnds(nn.Module):
+    """An embedding and a head, of one parameter or of two; several of them are cut elsewhere."""
+
+    def __init__(self, tied: bool, value: float = 2.0) -> None:
+        super().__init__()
+        self.emb, self.mid, self.head = nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=False)
+        nn.init.constant_(self.emb.weight, 1.0)
+        nn.init.constant_(self.head.weight, value)
+        if tied:
+            self.head.weight = self.emb.weight
+
+
+def as_module(model: nn.Module) -> Any:
+    return model
+
+
+def as_dict(model: nn.Module) -> Any:
+    return checkpoint.get_model_state_dict(model)
+
+
+@pytest.mark.parametrize("form", [as_module, as_dict])
+@on_ranks(1, 2, 3)
+def test_two_tensors_into_one(world: World, form: Callable[[nn.Module], Any]) -> None:
+    """Several names of one tensor, saved with other values: an error on all ranks, if strict."""
+    with shared_folder(world) as folder:
+        for name, value in (("other", 2.0), ("same", 1.0), ("few", 1.0)):
+            model = shardrt.fully_shard(TwoEnds(False, value))
+            if name == "few" and world.rank == world.size - 1:  # one element, of one rank
+                model.head.weight.detach().to_local().view(-1)[-1:] = 3.0
+            save(folder / name, {"model": model})
+        for name in ("other", "few"):
+            model = shardrt.fully_shard(TwoEnds(True, 5.0))
+            before = whole(model.emb.weight.detach()).clone()
+            refused(folder / name, {"model": form(model)}, "'model.emb.weight' and 'model.head.weight' have different values")
+            assert torch.equal(whole(model.emb.weight.detach()), before)
+        tolerated(world, folder / "other", {"model": form(model)}, "those of 'model.head.weight' are lost; the rest is loaded")
+        assert bool((whole(model.head.weight.detach()) == 1.0).all())
+        with said() as found:
+            load(folder / "same", {"model": form(model)})
+        assert found == []
+
+
+@on_ranks(1, 2)
+def test_moments_of_two_tensors_into_one(world: World) -> None:
+    saved, tied = stepped(TwoEnds(False)), stepped(TwoEnds(True))
+    with shared_folder(world) as folder:
+        save(folder / "saved", saved)
+        text = "the state has no place for 'optimizer.state.head.weight.step', 'optimizer.state.head.weight.exp_avg'"
+        refused(folder / "saved", {"model": tied["model"], "optimizer": tied["optimizer"]}, text)
+        state = get_optimizer_state_dict(saved["model"], saved["optimizer"])
+        with pytest.raises(CheckpointError, match=r"state of head\.weight, which the model has no parameter for, or"):
+            checkpoint.set_optimizer_state_dict(tied["model"], tied["optimizer"], state)
+
+
+class OwnMomentum(torch.optim.Optimizer):
+    """Not one of torch's classes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("mean", torch.zeros_like(param)).add_(param.grad)
+
+
+@pytest.mark.parametrize("options", [FLAT, None], ids=["flat", "groups"])
+@on_ranks(2)
+def test_the_state_dict_of_an_optimizer_without_state(world: World, options: StateDictOptions | None) -> None:
+    """What is saved of parameters that its groups have is not left out; of others it is."""
+    saved, (model, part) = stepped(OddMLP(), OwnMomentum), (OddMLP(), OddMLP())
+
+    def of(model: nn.Module, params: Any) -> dict[str, Any]:
+        return get_optimizer_state_dict(model, OwnMomentum(params), options=options)
+
+    with shared_folder(world) as folder:
+        state = get_optimizer_state_dict(saved["model"], saved["optimizer"], options=options)
+        save(folder / "nested", {"optimizer": state})
+        save(folder / "bare", state)
+        for name, wrapped in (("nested", lambda state: {"optimizer": state}), ("bare", lambda state: state)):
+            text = "state.inp.bias.mean"
+            refused(folder / name, wrapped(of(model, model.parameters())), text, "give the optimizer itself")
+            tolerated(world, folder / name, wrapped(of(model, model.parameters())), text)
+            if options is FLAT:
+                load(folder / name, wrapped({k: v for k, v in of(part, [part.inp.bias]).items() if "inp.bias" not in k}))
+        optimizer = OwnMomentum(model.parameters())
+        load(folder / "nested", {"model": model, "optimizer": optimizer}, strict=False)
+        assert torch.equal(optimizer.state[model.inp.bias]["mean"], saved["optimizer"].state[saved["model"].inp.bias]["mean"])
+
+
+@on_ranks(1, 2)
+def test_narrower_dtypes_are_named(world: World) -> None:
+    model = nn.Linear(3, 2).double()
+    wide = {"model": model, "seen": torch.tensor([1, 2]), "near": torch.tensor([1])}
+    with shared_folder(world) as folder:
+        save(folder / "wide", wide)
+        narrow = {
+            "model": nn.Linear(3, 2),
+            "seen": torch.zeros(2, dtype=torch.int32),
+            "near": torch.zeros(1, dtype=torch.int64),
+        }
+        tolerated(
+            world,
+            folder / "wide",
+            narrow,
+            f"load of '{folder / 'wide'}': 3 tensors go into narrower dtypes (rank 0): 'model.weight' from torch.float64 to "
+            "torch.float32, 'model.bias' from torch.float64 to torch.float32, 'seen' from torch.int64 to torch.int32",
+        )
+        save(folder / "narrow", narrow)
+        with said() as found:
+            load(folder / "narrow", wide)
+            checkpoint.set_model_state_dict(model, narrow["model"].state_dict())
+        assert found == []
+        with said() as found:
+            checkpoint.set_model_state_dict(narrow["model"], model.state_dict())
+        assert [text.startswith("load of the state dict: 2 tensors go into narrower") for text in found] == [True] * (
+            not world.rank
+        )
+
+
 @on_ranks(1, 2)
 def test_hyperparameters_of_another_version(world: World) -> None:
     """Those of one side only: a warning; flags of the implementation and what schedulers add: none."""

@@ -106,14 +106,50 @@ def test_equal_values_that_are_spelled_in_another_way(world: World) -> None:
 
 @on_ranks(2)
 def test_states_that_differ_by_rank_and_may(world: World) -> None:
-    """Plain tensors, buffers, random numbers, and names that only some ranks have."""
+    """Tensors of statistics, buffers, random numbers, and names that only some ranks have."""
+    torch.manual_seed(world.rank)
     model = nn.BatchNorm1d(3)
     model.running_mean.fill_(world.rank)
-    state = {"model": model, "random": checkpoint.RandomState(), "tensor": torch.tensor(world.rank)}
+    model.num_batches_tracked.fill_(world.rank)
+    state = {"model": model, "random": checkpoint.RandomState(), "tensor": torch.tensor(1.0 + world.rank)}
     with shared_folder(world) as folder:
-        save(folder / "step-1", state | ({} if world.rank else {"late": 1}))
+        for step, given in enumerate((model, checkpoint.get_model_state_dict(model))):
+            own = {} if world.rank else {"late": 1, "number": torch.tensor(1)}
+            save(folder / f"step-{step}", {**state, "model": given, **own})
         load(folder / "step-1", state)
-        assert model.running_mean.tolist() == [0.0, 0.0, 0.0]
+        assert (model.running_mean.tolist(), model.num_batches_tracked.item()) == ([0.0, 0.0, 0.0], 0)
+
+
+def by_rank(rank: int) -> dict[str, tuple[dict[str, Any], str]]:
+    """States with tensors of integers, of which rank 1 has others, and the text about them."""
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param])
+    optimizer.state[param] = {"count": torch.tensor(4 + rank)}
+    generator = torch.Generator().manual_seed(rank)
+    model = nn.Module()
+    model.weight = param
+    return {
+        "indices": (
+            {"sampler": {"indices": torch.arange(5) + rank}},
+            r"'sampler\.indices' is tensor\(\[0, 1, 2, 3, 4\]\) on rank 0",
+        ),
+        "large": ({"seen": torch.arange(100_000) * (1 + rank)}, r"'seen' is tensor\(\[ "),
+        "generator": ({"loader": Holder({"rng": generator.get_state()})}, r"'loader\.inside\.rng' is tensor\(\[0,"),
+        "count": ({"done": [torch.tensor(3), torch.tensor(7 - rank)]}, r"'done\.1' is tensor\(7\) on rank 0 and tensor\(6\)"),
+        "mask": ({"mask": torch.tensor([True, rank > 0])}, r"'mask' is tensor\(\[ True, False\]\) on rank 0"),
+        "optimizer": ({"model": model, "optimizer": optimizer}, r"'optimizer\.state\.weight\.count' is tensor\(4\) on rank 0"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["indices", "large", "generator", "count", "mask", "optimizer"])
+@on_ranks(2)
+def test_integers_in_tensors_that_differ_are_refused(world: World, kind: str) -> None:
+    with shared_folder(world) as folder:
+        state, text = by_rank(world.rank)[kind]
+        for call in (save, async_save):
+            with pytest.raises(CheckpointError, match=rf"{text}.*PerRank\(value\)"):
+                call(folder / "step-1", state)
+        save(folder / "step-1", by_rank(0)[kind][0])
 
 
 @on_ranks(2)

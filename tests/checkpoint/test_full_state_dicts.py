@@ -21,7 +21,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import shardrt
 import toys_tp
+from checkpoints import shared_folder, whole
 from ranks import on_ranks
+from shardrt import checkpoint
 from shardrt.checkpoint import (
     CheckpointError,
     StateDictOptions,
@@ -380,6 +382,80 @@ def test_what_does_not_fit_is_listed_on_all_ranks(world: World) -> None:
     assert keys == (["inp.bias"], ["extra"])
     with pytest.raises(CheckpointError, match="TypeError: broadcast_from_rank0 of a sharded tensor"):
         set_model_state_dict(model, model.state_dict(), options=BROADCAST)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, amsgrad=True),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.1, weight_decay=0.5),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
+@on_ranks(1, 2)
+def test_a_new_optimizer_is_resumed_by_its_state_dict(world: World, name: str) -> None:
+    """As in torch's recipe: get the state dicts of what is new, load into them, and set them."""
+    made = [shard_blocks(OddMLP()) for _ in range(2)]
+    saved, new = (OPTIMIZERS[name](model.parameters()) for model in made)
+    grads = grads_of(0, made[0])
+    del grads["inp.bias"]  # has no gradient, and no state
+    for param_name, grad in grads.items():
+        set_grad(made[0].get_parameter(param_name), grad)
+    saved.step()
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        before, numbers = {k: v.clone() for k, v in get_model_state_dict(made[1], options=FULL).items()}, torch.get_rng_state()
+        of_optimizer = get_optimizer_state_dict(made[1], new, options=options)
+        assert torch.equal(numbers, torch.get_rng_state())
+        assert not new.state
+        assert all(param.grad is None for param in made[1].parameters())
+        check_equal(get_model_state_dict(made[1], options=FULL), before)
+        if not flat and name != "SGD":
+            assert bool((whole(of_optimizer["state"]["inp.weight"]["step"]) == 0).all())
+        with shared_folder(world) as folder:
+            checkpoint.save(folder / "saved", {"optimizer": get_optimizer_state_dict(made[0], saved, options=options)})
+            checkpoint.load(folder / "saved", {"optimizer": of_optimizer})
+        set_optimizer_state_dict(made[1], new, of_optimizer)
+        expected, found = (get_optimizer_state_dict(*pair, options=FULL) for pair in ((made[0], saved), (made[1], new)))
+        found["state"].pop("inp.bias", None)
+        check_equal(found, expected)
+        new = OPTIMIZERS[name](made[1].parameters())
+
+
+@on_ranks(1)
+def test_a_parameter_in_two_optimizers(world: World) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="parameter 'bias' is in optimizer 1 and in an earlier one"):
+        get_optimizer_state_dict(model, [adamw(model), torch.optim.SGD([model.bias])])
+
+
+@pytest.mark.parametrize("form", ["full", "broadcast", "sharded"])
+@on_ranks(1, 2)
+def test_a_tied_parameter_with_two_values(world: World, form: str) -> None:
+    """The values of one name would be lost; a warning names it where the load is not strict."""
+    loose = TiedGPT()
+    loose.head.weight = nn.Parameter(loose.head.weight.detach() + 1)
+    model, before = shard_blocks(TiedGPT()), loose.state_dict()
+    for other in (shard_blocks(loose), model) if form == "sharded" else (None,):
+        given = before if other is None else get_model_state_dict(other)
+        options = {"full": FULL, "broadcast": BROADCAST}.get(form, StateDictOptions())
+        mine = given if form != "broadcast" or world.rank == 0 else {}
+        if other is model:  # one tensor under both names
+            set_model_state_dict(model, mine, options=options)
+            break
+        with pytest.raises(CheckpointError, match=r"'tokens.weight' and 'head.weight' have different values"):
+            set_model_state_dict(model, mine, options=options)
+        loosely = dataclasses.replace(options, strict=False)
+        with pytest.MonkeyPatch.context() as patch:
+            said = list[str]()
+            patch.setattr(logging.getLogger("shardrt"), "warning", lambda text, *args, said=said: said.append(text % args))
+            set_model_state_dict(model, mine, options=loosely)
+        assert len(said) == (world.rank == 0)
+        assert all("those of 'head.weight' are lost" in text for text in said)
+        expected = whole(before["tokens.weight"].detach())
+        assert torch.equal(whole(model.get_parameter("head.weight").detach()), expected)
 
 
 @on_ranks(1)

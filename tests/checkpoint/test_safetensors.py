@@ -279,6 +279,24 @@ def test_tied_tensors_are_stored_once(world: World) -> None:
                 assert model.get_parameter("head.weight") is model.get_parameter("tokens.weight")
 
 
+@on_ranks(1, 2)
+def test_a_tied_parameter_with_two_values(world: World) -> None:
+    whole = TiedGPT()
+    values = {name: value.detach().clone() for name, value in whole.state_dict().items()}
+    model = shard_blocks(copy.deepcopy(whole))
+    with shared_folder(world) as folder:
+        for name, more in (("same", 0), ("other", 1)):
+            if world.rank == 0:
+                (folder / name).mkdir()
+                save_file({**values, "head.weight": values["head.weight"] + more}, folder / name / "model.safetensors")
+        world.barrier()
+        load_safetensors(model, folder / "same")
+        with pytest.raises(CheckpointError, match=r"'tokens.weight' and 'head.weight' have different values"):
+            load_safetensors(model, folder / "other")
+        load_safetensors(model, folder / "other", strict=False)
+        check_equal(model, whole.state_dict())
+
+
 @on_ranks(2)
 def test_a_gathered_model_is_saved_and_loaded(world: World) -> None:
     """Parameters that stay gathered after the forward are gathered again after a load."""

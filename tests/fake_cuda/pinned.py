@@ -44,6 +44,8 @@ def extent(tensor: torch.Tensor) -> int:
 class HostOperations(TorchDispatchMode):
     """Reports the accesses of operations whose tensors are all on the host. Others are the streams'."""
 
+    sees_hooks = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # otherwise torch imports its compiler first, which takes ten seconds

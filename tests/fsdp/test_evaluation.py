@@ -1,8 +1,10 @@
 """Evaluation, inference and generation before, between and after training steps; several backwards through one forward."""
 
 import copy
+import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import shardrt
 from ranks import on_ranks
 from shardrt import DTensor
 from shardrt.comm import World
-from toys import OddMLP, TiedGPT, batch, buckets_of, compare, loss_of, shard_blocks, tokens, train_side_by_side
+from toys import OddMLP, TiedGPT, batch, buckets_of, compare, loss_of, overlapping, shard_blocks, tokens, train_side_by_side
 
 TOLERANCE = 1e-12
 
@@ -179,4 +181,138 @@ def test_gradients_of_gradients(
             assert all(group.ready is None or group.gather.resident for group in groups), "freed again"
             for model in (whole, sharded):
                 torch.optim.SGD(model.parameters(), 1e-2).step()
+                model.zero_grad()
+
+
+Alone = Callable[[Any, int], None]  # runs forwards of this rank alone, as many
+
+
+def rounds(model: nn.Module, number: int) -> None:
+    """Forwards of this rank alone."""
+    for _ in range(number):
+        model(batch(7))
+
+
+def parts(model: Any, number: int) -> None:
+    """Forwards of this rank alone, of some blocks."""
+    for index in range(number):
+        model.blocks[index % 2](torch.zeros(2, 13, dtype=torch.float64))
+
+
+def once(model: Any, alone: Alone, number: int, x: torch.Tensor) -> None:
+    loss = loss_of(model, x)
+    with shardrt.unsharded(model), torch.no_grad():
+        alone(model, number)
+    loss.backward()
+
+
+def around_several_losses(model: Any, alone: Alone, number: int, x: torch.Tensor) -> None:
+    with shardrt.unsharded(model), torch.no_grad():
+        alone(model, number)
+    first = loss_of(model, x)
+    with torch.inference_mode(), shardrt.unsharded(model):
+        alone(model, 2 * number)
+    second = loss_of(model, 2 * x)
+    with shardrt.unsharded(model.blocks), torch.no_grad():
+        parts(model, number)
+    first.backward()
+    with shardrt.unsharded(model), torch.no_grad():
+        alone(model, number)
+    second.backward()
+    with shardrt.unsharded(model), torch.no_grad():
+        alone(model, number)
+
+
+def nested(model: Any, alone: Alone, number: int, x: torch.Tensor) -> None:
+    loss = loss_of(model, x)
+    with torch.no_grad(), shardrt.unsharded(model):
+        alone(model, number)
+        with shardrt.unsharded(model.blocks):
+            alone(model, number)
+        with shardrt.unsharded(model):
+            alone(model, number)
+        alone(model, number)
+    loss.backward()
+
+
+def with_a_step_inside(model: Any, alone: Alone, number: int, x: torch.Tensor) -> None:
+    with shardrt.unsharded(model):
+        with torch.no_grad():
+            alone(model, number)
+        loss = loss_of(model, x)
+        with torch.no_grad():
+            alone(model, number)
+        loss.backward()
+        with torch.no_grad():
+            alone(model, number)
+
+
+def after_unshard(model: Any, alone: Alone, number: int, x: torch.Tensor) -> None:
+    loss = loss_of(model, x)
+    for module in (model, model.blocks[1]):
+        module.unshard()
+    with torch.no_grad():
+        model(x)
+        model.unshard()
+        with shardrt.unsharded(model):
+            alone(model, number)
+    loss.backward()
+
+
+def between_microbatches(model: Any, alone: Alone, number: int, x: torch.Tensor) -> None:
+    for index in range(3):
+        model.set_requires_gradient_sync(index == 2)
+        loss = loss_of(model, x)
+        with shardrt.unsharded(model), torch.no_grad():
+            alone(model, number)
+        loss.backward()
+        with shardrt.unsharded(model), torch.no_grad():
+            alone(model, number)
+
+
+class Looking(OddMLP):
+    """In its forward, it first runs some of its blocks; how often is up to the rank."""
+
+    number = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), shardrt.unsharded(self):
+            parts(self, 2 * self.number)
+        return super().forward(x)
+
+
+def inside_of_a_forward(model: Any, alone: Alone, number: int, x: torch.Tensor) -> None:
+    model.number = number
+    loss_of(model, x).backward()
+
+
+# What each loss multiplies the batch by.
+USES: dict[Callable[[Any, Alone, int, torch.Tensor], None], tuple[int, ...]] = {
+    once: (1,),
+    around_several_losses: (1, 2),
+    nested: (1,),
+    with_a_step_inside: (1,),
+    after_unshard: (1,),
+    between_microbatches: (1, 1, 1),
+    inside_of_a_forward: (1,),
+}
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@on_ranks(2, more=(3,))
+def test_ranks_run_different_numbers_of_forwards_in_unsharded(world: World, reshard_after_forward: bool | None) -> None:
+    """One rank runs none. Gradients are those of the losses alone, also in the next step, which follows the recorded order."""
+    for (use, factors), (alone, overlaps) in itertools.product(USES.items(), ((rounds, nullcontext), (parts, overlapping))):
+        whole, plain = OddMLP().double(), (Looking if use is inside_of_a_forward else OddMLP)().double()
+        plain.load_state_dict(whole.state_dict())
+        sharded = shard_blocks(plain, reshard_after_forward=reshard_after_forward)
+        for step in range(2):
+            x = batch(step)
+            with overlaps(), buckets_of(1 << 20 if step else 0):
+                use(sharded, alone, 3 * world.rank, x.chunk(world.size)[world.rank])
+            for factor in factors:
+                loss_of(whole, factor * x).backward()
+            compare(whole, sharded, TOLERANCE, f"{use.__name__}, {alone.__name__}, {overlaps.__name__}, step {step}")
+            for model in (whole, sharded):
+                torch.optim.SGD(model.parameters(), 0.1).step()
                 model.zero_grad()

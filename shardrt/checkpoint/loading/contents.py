@@ -14,6 +14,7 @@ from ...tensor.dtensor import DTensor
 from ..errors import CheckpointError, shown
 from ..formats.stored import Stored
 from ..geometry import memory_of
+from ..state.dtypes import Rounded, narrows
 from ..state.names import Path as Keys
 from ..state.names import joined
 from ..state.objects import ARRAY, decode, with_numpy
@@ -21,6 +22,7 @@ from ..state.stateful import OF_RANK, PerRank
 from ..state.trees import flattened, key_of, placed
 from .reading import Fetch, fetches, read_all
 from .renaming import KeyMap, with_new_names
+from .several_names import Twins
 
 _LISTED = 20  # names in an error
 
@@ -49,9 +51,13 @@ class Contents:
         self.finish: list[Callable[[], object]] = []  # called in this order when all tensors have been read
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.rounded: list[Rounded] = []
+        self.twins: list[Twins] = []  # further names of tensors that are read
+        self.unlike: list[str] = []  # sentences about those that have other values
         self.other_classes: list[str] = []  # sentences about optimizers
         self.warnings: list[str] = []
         self._unfit: list[str] = []
+        self._into: dict[object, str] = {}  # the names of what is read, by its place in memory
         self._of_ranks: dict[str, list[_OfRank]] = {}
         self._inside: dict[Keys, list[tuple[Keys, str]]] = {}
         for name in (*self.stored.tensors, *self.stored.objects):
@@ -103,18 +109,22 @@ class Contents:
             self._unfit.append(f"'{name}': expected shape {tuple(target.shape)}, found {tuple(stored.shape)}")
         elif stored.dtype.is_complex and not target.dtype.is_complex:
             self._unfit.append(f"'{name}': expected {target.dtype}, found {stored.dtype}")
+        elif (first := self._into.setdefault(_place(target), name)) != name:
+            self.twins.append(Twins(first, name, target))  # tensors of a dict that are tied
         else:
             self.fetches += fetches(name, stored, memory_of(name, target))
+            if narrows(stored.dtype, target.dtype):
+                self.rounded.append(Rounded(name, stored.dtype, target.dtype))
             if isinstance(target, DTensor):
                 self.meshes[name] = target.spec.mesh
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Read the tensors that are asked for in the `with` block at its end."""
-        before, self.fetches = self.fetches, []
+        before, (self.fetches, self._into) = (self.fetches, self._into), ([], {})
         yield
         read_all(self.stored, self.fetches)
-        self.fetches = before
+        self.fetches, self._into = before
 
     def fresh(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """A new plain tensor into which a stored one is read whole."""
@@ -169,10 +179,12 @@ class Contents:
         """Raise CheckpointError if anything does not fit or, if strict, is missing or unexpected; else returns what is."""
         loose = [_listed("the checkpoint lacks", [f"'{name}'" for name in self.missing])] if self.missing else []
         loose += [_listed("the state has no place for", [f"'{name}'" for name in self.unexpected])] if self.unexpected else []
-        loose += self.other_classes
+        loose += [*self.unlike, *self.other_classes]
         problems = [_listed("it does not fit the state:", self._unfit)] if self._unfit else []
         if strict and loose:
             problems = [*loose, *problems, "key_map gives names that fit, and strict=False loads the rest"]
+            if any(".state." in f".{name}" for name in self.unexpected):
+                problems.append("of an optimizer without state, give the optimizer itself, in the place of its state dict")
         if problems:
             raise CheckpointError(f"cannot load {str(self.stored.folder)!r}: {'; '.join(problems)}")
         return "; ".join(loose)
@@ -197,6 +209,14 @@ class Contents:
         with self.stored.open(stored.file) as reader:
             data = bytes(reader.read(stored.offset, stored.length))
         return decode(data, f"{str(self.stored.folder / stored.file)!r}, object {shown(name)}")
+
+
+def _place(target: torch.Tensor) -> object:
+    """Equal for tensors that are the same elements in memory."""
+    local = target._local_tensor if isinstance(target, DTensor) else target
+    if (type(local) is not torch.Tensor and type(local) is not torch.nn.Parameter) or not local.numel():
+        return object()
+    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
 
 
 def _is_empty(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence, Set
 from functools import partial
 from itertools import chain
 from operator import setitem
@@ -20,22 +20,27 @@ from ...comm import Communicator
 from ...comm.bootstrap import world
 from ...comm.fingerprint import printable
 from ...tensor.dtensor import DTensor
+from ...tensor.inference_mode import outside_inference_mode
 from ...tensor.snapshots import wait_to_write
 from ..disk.storage import located
 from ..errors import CheckpointError, agreed
 from ..formats.dcp.metadata import read_stored
 from ..formats.stored import without_checksums
 from ..geometry import memory_of
+from ..state.dtypes import sentence
 from ..state.entries import Folder, folder_and_state, members, modules_of, optimizers_of
-from ..state.models import materialise, outside_inference_mode
+from ..state.fresh import is_fresh
+from ..state.models import materialise
 from ..state.names import ParameterNames, cleaner, joined
 from ..state.names import Path as Keys
+from ..state.optimizers import parameters_of, split_flat
 from ..state.stateful import SomeNames, has_state
 from ..state.trees import fill, fills, has_inside, placed
 from .contents import Contents
 from .optimizers import OptimizerLoader
 from .reading import Fetch, on_any_rank, read_all, share_of
 from .renaming import KeyMap
+from .several_names import Twins, told_by_all, unlike
 
 Bring = Callable[[set[str]], None]
 _log = logging.getLogger("shardrt")
@@ -54,10 +59,12 @@ def load(*given: Any, strict: bool = True, key_map: KeyMap | None = None, **name
     A module with parameters on the meta device gets memory first; its optimizers go on with the new parameters. State
     that an optimizer does not have yet is made from the parameter and the checkpoint. What the checkpoint has at the top of
     the state, and beside modules and optimizers in a dict, is loaded only if the state has the key.
-    strict: raise for names of the state that the checkpoint lacks, for names of a module or of an optimizer's parameters that
-        no rank's state has a place for, and for an optimizer of another class, as its hyperparameters show. False: one
+    strict: raise for names of the state that the checkpoint lacks; for names of a module, of an optimizer's parameters, or of
+        tensors in a dict or list, that no rank's state has a place for; for different values of several names, where the state
+        has one tensor with these names; and for an optimizer of another class, as its hyperparameters show. False: one
         warning on rank 0 names them, and everything else is loaded; of an optimizer of another class, the hyperparameters that
         both have. What is missing stays as it is: on the meta device, it gets memory without values.
+    A warning on rank 0 also names tensors that the checkpoint has in a wider dtype than the state.
     key_map: from names in the checkpoint to names in the state: a function, a dict, or pairs of regular expressions and
         replacements, all of which are applied in order (`re.sub`). What becomes None is left out. The state of optimizers
         follows the names of the modules' parameters.
@@ -71,7 +78,7 @@ def load(*given: Any, strict: bool = True, key_map: KeyMap | None = None, **name
     """
     folder, state = folder_and_state("load", given, named)
     wait_to_write()
-    with outside_inference_mode(modules_of(state).values()):
+    with outside_inference_mode():
         _load(folder, state, key_map, strict=strict)
 
 
@@ -80,7 +87,7 @@ def load_copy(folder: Path, state: dict[str, Any], bring: Bring) -> None:
 
     bring: is called on every rank alike, with the names of files that this rank is about to read.
     """
-    with outside_inference_mode(modules_of(state).values()):
+    with outside_inference_mode():
         _load(folder, state, None, strict=True, bring=bring)
 
 
@@ -101,6 +108,10 @@ def _load(folder: Folder, state: dict[str, Any], key_map: KeyMap | None, *, stri
             materialise(module, comm.device, optimizers_of(state).values())
         _Loader(contents, modules).load((), state)
     contents.unexpected = _on_no_rank(comm, contents.unexpected)
+    with agreed(comm), torch.no_grad():  # in a copy of this state, tied tensors are stored once
+        found = unlike(contents.stored, contents.twins) if bring is None else []
+    contents.unlike, rounded = told_by_all(found, sentence(contents.rounded, comm.rank), comm)
+    contents.warnings += [rounded] if rounded else []
     with agreed(comm), torch.no_grad():
         loose = contents.check(strict=strict)
     if bring is not None:
@@ -153,6 +164,7 @@ class _Loader:
 
     def __init__(self, contents: Contents, modules: Mapping[str, nn.Module]) -> None:
         self._contents, self._modules = contents, modules
+        self._params: dict[str, Set[str]] = {}  # by the name of the state in a dict of an optimizer: the optimizer's parameters
 
     def load(self, path: Keys, value: Any) -> Any:
         """Have a value loaded; returns what takes its place: itself, if it keeps its identity."""
@@ -177,31 +189,44 @@ class _Loader:
 
     def _load_items(self, path: Keys, container: Any) -> None:
         """Load the values of a dict or list: they are filled, or replaced in it."""
+        if isinstance(container, Mapping) and (params := parameters_of(container)):
+            self._params[joined((*path, "state"))] = params
         for key, item in list(container.items() if isinstance(container, Mapping) else enumerate(container)):
             made = self.load((*path, key if isinstance(container, list) else str(key)), item)
             if made is not item:
                 self._contents.finish.append(partial(setitem, container, key, made))
-        if joined(path) and not any(members(path, container)):
+        if not any(members(path, container)):
             self._load_more(path, container)
 
     def _load_more(self, path: Keys, container: Any) -> None:
-        """Load the values that the checkpoint has and a dict or list lacks, except tensors, which may be of any size."""
+        """Load the values that the checkpoint has and a dict or list lacks, except tensors, which may be of any size.
+
+        At the top of the state nothing is missed but the state of an optimizer.
+        """
         here = {joined((*path, str(key))) for key in (container if isinstance(container, Mapping) else range(len(container)))}
-        left, more = list[str](), None
-        for rest, name in self._contents.inside(path):
+        left, more, is_top = list[str](), None, not joined(path)
+        for rest, name in self._contents.inside(path) if not is_top or "state" in self._params else ():
             keys = name.split(".")
-            if any(".".join(keys[:count]) in here for count in range(1, len(keys) + 1)):
+            if any(".".join(keys[:count]) in here for count in range(1, len(keys) + 1)) or (is_top and keys[0] != "state"):
                 continue
-            if name not in self._contents.stored.tensors:
-                more = placed(more, rest, self._contents.value(name), None)
-            else:
+            if name in self._contents.stored.tensors:
                 left.append(name)
-        if left and not isinstance(container, SomeNames):
-            _log.warning("load: the state lacks %d names of the checkpoint, such as '%s'", len(left), printable(left[0]))
+            elif not is_top:
+                more = placed(more, rest, self._contents.value(name), None)
+        if not isinstance(container, SomeNames):
+            self._contents.unexpected += filter(self._is_lost, left)
         if isinstance(more, Mapping) and isinstance(container, MutableMapping):
             self._contents.finish.append(partial(container.update, more))
         elif isinstance(more, list) and isinstance(container, list) and not left:
             self._contents.finish.append(partial(container.extend, more[len(container) :]))
+
+    def _is_lost(self, name: str) -> bool:
+        """Whether a tensor that a dict lacks is no state of parameters that its optimizer has not, which is left."""
+        for key, params in self._params.items():
+            if name.startswith(f"{key}."):
+                keys = split_flat(f"state.{name.removeprefix(f'{key}.')}", params)
+                return bool(keys) and keys[1] in params
+        return True
 
     def _load_module(self, path: Keys, module: nn.Module) -> None:
         """Load a module: the memory of its parameters and buffers in place, everything else by `load_state_dict`."""
@@ -242,11 +267,12 @@ class _Loader:
 
     def _read(self, path: Keys, aliases: Sequence[Keys], target: torch.Tensor) -> None:
         """Have a tensor read, by the first of its names that the checkpoint has."""
-        name = next((joined(each) for each in (path, *aliases) if joined(each) in self._contents), None)
-        if name is None:
+        found = [name for name in dict.fromkeys(map(joined, (path, *aliases))) if name in self._contents]
+        if found:
+            self._contents.read_into(found[0], target)
+            self._contents.twins += (Twins(found[0], other, target) for other in found[1:])
+        elif not is_fresh(target):
             self._contents.missing.append(joined(path))
-        else:
-            self._contents.read_into(name, target)
 
 
 def _aliases(tensors: Mapping[str, torch.Tensor], first: Container[str]) -> dict[str, list[str]]:

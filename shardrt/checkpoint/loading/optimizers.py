@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...tensor.dtensor import DTensor
+from ...tensor.inference_mode import overwrite
 from ...tensor.local_optimizers import steps_locally
 from ...tensor.optimizer_state import elementwise_keys
 from ..errors import CheckpointError
@@ -114,8 +115,10 @@ class OptimizerLoader:
                 loaded = {key: value for key, value in loaded.items() if key in group}
             hyper = {**group, **loaded}
             for param in group["params"]:
-                known = (name for name in self._names.of(param) if name in self._saved.state or name in self._saved.group_of)
-                name = next(known, None)
+                names = self._names.of(param)
+                name = next((each for each in names if each in self._saved.state or each in self._saved.group_of), None)
+                for other in [each for each in names if each in self._saved.state and each != name]:  # another name, if tied
+                    self._contents.unexpected += (entry for _, entry in self._saved.state[other])
                 if name is None:
                     self._contents.missing.append(joined((*self._path, "state", self._names[param])))
                 elif not is_other:
@@ -192,7 +195,7 @@ class OptimizerLoader:
             if isinstance(value, torch.Tensor):
                 current = group.get(str(keys[0]))
                 if isinstance(current, torch.Tensor) and current.shape == value.shape:
-                    self._contents.finish.append(partial(current.copy_, value))
+                    self._contents.finish.append(partial(overwrite, current, value))
                     value = current
                 elif on_device:
                     value = value.to(group["params"][0].device)

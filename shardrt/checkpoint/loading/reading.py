@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ...comm import Communicator
+from ...tensor.inference_mode import overwrite
 from ...tensor.placement import Box
 from ..disk.files import Reader, bytes_of
 from ..errors import DamagedCheckpointError, shown
@@ -169,7 +170,7 @@ class _FileReading:
         for piece in _pieces(memory.permute(found.order), len(scratch) // item.dtype.itemsize):
             values = scratch[: piece.numel() * item.dtype.itemsize]
             stream.fill(bytes_of(values))
-            piece.copy_(values.view(item.dtype).view(piece.shape))
+            overwrite(piece, values.view(item.dtype).view(piece.shape))
 
     def _verify(self, source: StoredItemBytes, first: int, last: int) -> None:
         """Read blocks of an item, and verify them."""
@@ -304,7 +305,7 @@ def _nbytes(item: StoredItem) -> int:
 def _take(fetch: Fetch, item: StoredItem, data: bytearray) -> None:
     """Copy what is fetched out of the item's bytes."""
     whole = torch.frombuffer(data, dtype=item.dtype).as_strided(item.sizes, item.strides)
-    fetch.memory.copy_(narrowed(TensorPart(fetch.chunk.box, whole), fetch.box))
+    overwrite(fetch.memory, narrowed(TensorPart(fetch.chunk.box, whole), fetch.box))
 
 
 def on_any_rank(names: Sequence[str], comm: Communicator) -> list[str]:

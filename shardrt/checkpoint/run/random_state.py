@@ -27,7 +27,7 @@ import torch
 from ...comm import World, world
 from ...tensor.dtensor import DTensor
 from ...tensor.placement import Shard
-from ..state.stateful import PerRank, SomeNames
+from ..state.stateful import PerRank, SomeNames, mark_differing
 
 _PYTHON = struct.Struct("<625I?d")  # see `_packed`
 _PYTHON_VERSION = 3
@@ -56,7 +56,8 @@ class RandomState:
             return SomeNames(first=first, digests=digests, numpy=_NumpyNumbers())
         digests = torch.tensor([_digest(part) for part in _split(row)], device="cpu")
         # Hazard: loading writes into these tensors, so that they may not share memory.
-        return {"rows": _row_of(here, row), "first": row.clone(), "digests": _row_of(here, digests), "numpy": _NumpyNumbers()}
+        mark_differing([first := row.clone()])
+        return {"rows": _row_of(here, row), "first": first, "digests": _row_of(here, digests), "numpy": _NumpyNumbers()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what `state_dict` returned, here or on other ranks."""

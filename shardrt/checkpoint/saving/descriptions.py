@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from math import prod
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ...comm import DeviceMesh
+from ...tensor.digest import digest
 from ...tensor.dtensor import DTensor
 from ...tensor.placement import FlatShard, Partial, Placement, RaggedShard
 from ..errors import CheckpointError
@@ -38,7 +39,7 @@ class Described(NamedTuple):
     grid, placements: of a `DTensor`; None and () for a plain tensor, which is whole.
     tied: the name of an earlier entry that is the same tensor in memory; None if there is none; empty if this rank has no
     elements, so that only other ranks can tell.
-    digest: of the bytes of a plain value, which has to be the same on all ranks that have it; None for other entries.
+    digest: of the bytes of a plain value or plain tensor that has to be the same on all ranks that have it; None for others.
     """
 
     name: str
@@ -72,6 +73,9 @@ def describe(entries: Iterable[Entry], rank: int) -> Description:
     Raises CheckpointError for a tensor that is not in memory, `Partial`, or not strided.
     """
     found, grids, seen = list[Described](), dict[DeviceMesh, Grid](), dict[object, str]()
+    entries = list(entries)
+    shared = {entry.name: entry.value for entry in entries if entry.is_shared and isinstance(entry.value, torch.Tensor)}
+    digests = _digests({name: value for name, value in shared.items() if not (value.is_meta or value.is_quantized)})
     for name, value, path, is_shared in entries:
         if isinstance(value, bytes):
             digest = digest_of(value) if is_shared else None
@@ -87,7 +91,8 @@ def describe(entries: Iterable[Entry], rank: int) -> Description:
         shape, tied = tuple(value.shape), ""
         if local.numel():
             tied = seen.setdefault((*_memory(local), shape, placements), name)
-        found.append(Described(name, tuple(path), value.dtype, shape, 0, grid, placements, None if tied == name else tied))
+        tie = None if tied == name else tied
+        found.append(Described(name, tuple(path), value.dtype, shape, 0, grid, placements, tie, digests.get(name)))
     return tuple(found)
 
 
@@ -106,6 +111,20 @@ def fingerprint(description: Description) -> int:
 def digest_of(data: bytes) -> int:
     """A hash of the bytes, of 63 bits."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Hashes of 63 bits of tensors. Cost: those on a GPU are read once, and the host waits for it once for each kind."""
+    waiting, found = dict[object, dict[str, torch.Tensor]](), dict[str, int]()
+    for name, value in tensors.items():
+        if value.layout is torch.strided:
+            # Counters, of which an optimizer has one for each parameter, are compared as they are.
+            bits = value.detach().reshape(()) if value.numel() == 1 else digest(value.reshape(-1))
+            waiting.setdefault((bits.device, bits.dtype), {})[name] = bits
+    for together in waiting.values():
+        numbers = torch.stack([*together.values()]).tolist()
+        found.update((name, int(number) & (1 << 63) - 1) for name, number in zip(together, numbers, strict=True))
+    return found
 
 
 def _check(name: str, value: torch.Tensor, rank: int) -> None:

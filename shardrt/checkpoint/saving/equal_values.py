@@ -1,5 +1,7 @@
 """Plain values are saved once and loaded on all ranks: a rank that has another one would lose it, so they are compared.
 
+So are plain tensors of integers, such as the indices of a sampler or the state of a generator.
+
 Their bytes are compared first, and where these differ, the values: the order of sets and dicts does not count, nor whether a
 number is an int or a float.
 """
@@ -25,14 +27,14 @@ _SENT = 1 << 16  # characters of a value that are sent, to find where values dif
 Ranks = dict[object, list[int]]  # the mark of a value -> the ranks that have this value
 
 
-def check_values(digests: Mapping[str, int], values: Mapping[str, bytes], comm: Communicator) -> None:
+def check_values(digests: Mapping[str, int], values: Mapping[str, torch.Tensor | bytes], comm: Communicator) -> None:
     """Raise CheckpointError on every rank if the ranks that have a value of one name have different ones. Collective.
 
-    digests: of the bytes of this rank's values.   values: their bytes, as `torch.save` wrote them.
+    digests: of this rank's values.   values: tensors, and of others their bytes, as `torch.save` wrote them.
     """
     spelled = _differing(comm.exchange(digests))
     with agreed(comm):
-        own = {name: decode(values[name], f"object '{name}'") for name in spelled if name in values}
+        own = {name: _decoded(name, values[name]) for name in spelled if name in values}
         marks = {name: _mark(value) for name, value in own.items()}
     wrong = _differing(comm.exchange(marks))
     if not wrong:
@@ -46,6 +48,10 @@ def check_values(digests: Mapping[str, int], values: Mapping[str, bytes], comm: 
         f"values differ by rank, and would be saved once for all: {'; '.join(found)}{more}. Save each rank's own as "
         "checkpoint.PerRank(value), or give all ranks the same"
     )
+
+
+def _decoded(name: str, value: torch.Tensor | bytes) -> Any:
+    return decode(value, f"object '{name}'") if isinstance(value, bytes) else value.detach().cpu().clone()
 
 
 def as_ranges(numbers: Iterable[int]) -> str:

@@ -84,8 +84,7 @@ def make_plan(entries: Sequence[Entry], comm: Communicator) -> SavePlan:
     """
     with agreed(comm):
         description = describe(entries, comm.rank)
-    objects = {each.name: each.value for each in entries if isinstance(each.value, bytes)}
-    plan = agree(description, objects, comm)
+    plan = agree(description, {each.name: each.value for each in entries if each.is_shared}, comm)
     check_copies(plan.kinds, {each.name: each.value for each in entries if isinstance(each.value, torch.Tensor)}, comm)
     return _plan(entries, _newest.names(plan, comm.rank), plan, comm.rank)
 
@@ -108,22 +107,23 @@ def _plan(entries: Sequence[Entry], names: Iterable[str], agreed: Agreed, rank: 
     return SavePlan(file_of(rank), items, end, agreed)
 
 
-def agree(description: Description, objects: Mapping[str, bytes], comm: Communicator) -> Agreed:
+def agree(description: Description, values: Mapping[str, torch.Tensor | bytes], comm: Communicator) -> Agreed:
     """The descriptions of all ranks. Collective.
 
-    Raises CheckpointError on every rank for a plain value that is not the same on all ranks that have it.
+    values: those that have to be the same on all ranks that have them.
+    Raises CheckpointError on every rank for one that is not.
     """
     own = tuple(each for each in description if each.is_per_rank)
     shared = tuple(each for each in description if not each.is_per_rank)
     digests = {each.name: each.digest for each in shared if each.digest is not None}
-    layout, values = 2 * fingerprint(shared) + bool(own), digest_of(repr(digests).encode())
-    answers = comm.compare(digest_of(repr((layout, values)).encode()), lambda: (layout, values))
+    layout, contents = 2 * fingerprint(shared) + bool(own), digest_of(repr(digests).encode())
+    answers = comm.compare(digest_of(repr((layout, contents)).encode()), lambda: (layout, contents))
     if answers is None:
         everyones = tuple(comm.exchange(own)) if own else ()
         return Agreed.of_equal(shared, comm.size, (layout, comm.size, _sizes((shared,)), everyones), everyones)
     marks = [mark for mark, _ in answers]
     if len({other for _, other in answers}) > 1:
-        check_values(digests, objects, comm)
+        check_values(digests, values, comm)
     firsts = {each: rank for rank, each in reversed(list(enumerate(marks)))}
     given = comm.exchange((shared if firsts[layout] == comm.rank else None, own))
     numbers = {each: number for number, each in enumerate(sorted(firsts, key=firsts.__getitem__))}

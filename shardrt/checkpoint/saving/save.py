@@ -20,11 +20,11 @@ from typing import Any, TypeVar, overload
 from ...comm.bootstrap import at_finalize, world
 from ...comm.communicator import Communicator
 from ...comm.streams import Stream, ThreadedStream, current_stream, new_stream, observe
+from ...tensor.inference_mode import outside_inference_mode
 from ...tensor.snapshots import Snapshot
 from ..disk.folders import Keep
 from ..errors import CheckpointError, agreed
 from ..state.entries import Folder, folder_and_state
-from ..state.models import outside_inference_mode
 from .sources import Copies, Direct
 from .writing import Prepared, prepare
 

@@ -32,15 +32,16 @@ from ..formats.stored import checked_keys, checked_name
 from ..geometry import memory_of
 from .names import ParameterNames, Path, clean_state, joined
 from .objects import encode
-from .optimizers import Whole, optimizer_state
-from .stateful import PerRank, has_state, key_of_rank
+from .optimizers import OF_RANK, Whole, optimizer_state
+from .stateful import PerRank, has_state, has_to_agree, key_of_rank, mark_differing
 from .trees import flattened, has_inside
 
 
 class Entry(NamedTuple):
     """One name of a checkpoint: a tensor, or the bytes that torch.save has made of an object.
 
-    is_shared: whether it is a plain value, which has to be the same on all ranks that have it.
+    is_shared: whether it has to be the same on all ranks that have it: a plain value, or a plain tensor of integers that is no
+    module's.
     """
 
     name: str
@@ -70,7 +71,7 @@ def entries(state: Mapping[str, Any]) -> list[Entry]:
         if name in found:
             raise CheckpointError(f"two values of the state have the name '{name}'; rename one of the keys")
         checked_name(name), checked_keys(path)  # `load` checks the same
-        found[name] = Entry(name, _stored_form(name, value), path, not isinstance(value, (torch.Tensor, Whole)))
+        found[name] = Entry(name, _stored_form(name, value), path, _is_shared(name, value))
     return list(found.values())
 
 
@@ -96,7 +97,8 @@ def members(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 def _tree(value: Any, path: Path, modules: Mapping[str, nn.Module]) -> Any:
     """The state with the state dicts of its members in their places."""
     if isinstance(value, nn.Module):
-        return clean_state(value)
+        mark_differing((state := clean_state(value)).values())
+        return state
     if isinstance(value, Optimizer):
         packed = optimizer_state(value, ParameterNames(joined(path), value, modules))
         for group in packed["param_groups"]:
@@ -109,6 +111,13 @@ def _tree(value: Any, path: Path, modules: Mapping[str, nn.Module]) -> Any:
     if isinstance(value, Mapping):
         return {key: _tree(item, (*path, str(key)), modules) for key, item in value.items()}
     return [_tree(item, (*path, index), modules) for index, item in enumerate(value)]
+
+
+def _is_shared(name: str, value: Any) -> bool:
+    if isinstance(value, (DTensor, Whole)):
+        return False
+    # A local optimizer's quantised state is a shard of each rank, under a name of its own.
+    return not isinstance(value, torch.Tensor) or (has_to_agree(value) and OF_RANK.fullmatch(name) is None)
 
 
 def _stored_form(name: str, value: Any) -> torch.Tensor | bytes:

@@ -1,4 +1,4 @@
-"""What saves and loads need of models: their tensors by name, memory for those on the meta device, a way out of inference mode.
+"""What saves and loads need of models: their tensors by name, memory for those on the meta device.
 
 A tensor that has several names (tied weights) is stored once. The name is the one that `transformers` keeps: its modules'
 `_tied_weights_keys` are the names, or patterns of names, that are left out.
@@ -7,8 +7,7 @@ A tensor that has several names (tied weights) is stored once. The name is the o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from ...fsdp.schedule.moves import buffers_on_meta
 from ..errors import CheckpointError, shown
+from .dtypes import Rounded, narrows
 from .names import LoadedKeys, clean_state, cleaner
 
 
@@ -52,10 +52,16 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
 
 
 class Match(NamedTuple):
-    """What is loaded.   found: the names under which tensors are given, by their names in the model."""
+    """What is loaded.
+
+    found: the names under which tensors are given, by their names in the model.
+    further: names in the model, and further names of the same tensor that are given as well.
+    """
 
     found: dict[str, str]
     keys: LoadedKeys
+    further: list[tuple[str, str]]
+    rounded: list[Rounded]
 
 
 def match(model: Iterable[NamedTensor], others: Iterable[str], given: Mapping[str, Any], what: str, *, strict: bool) -> Match:
@@ -65,26 +71,32 @@ def match(model: Iterable[NamedTensor], others: Iterable[str], given: Mapping[st
     and a shape, counts as a tensor.   what: the name of `given` in messages.
     Raises CheckpointError for tensors of other shapes and, if strict, for names that one side lacks.
     """
-    found, wrong, names = dict[str, str](), list[str](), set(others)
+    wrong, names = list[str](), set(others)
     missing = [name for name in others if name not in given]
+    made = Match({}, LoadedKeys(missing, []), [], [])
     for name, tensor, aliases in model:
         names.update((name, *aliases))
-        source = next((each for each in (name, *aliases) if each in given), None)
-        if source is None:
+        sources = [each for each in (name, *aliases) if each in given]
+        has = [_described(given[each]) for each in sources]
+        shape = str(tuple(tensor.shape))
+        wrong += [f"'{each}': expected shape {shape}, found {of}" for each, of in zip(sources, has, strict=True) if of != shape]
+        if not sources:
             missing.append(name)
-        elif (has := _described(given[source])) != str(tuple(tensor.shape)):
-            wrong.append(f"'{name}': expected shape {tuple(tensor.shape)}, found {has}")
-        else:
-            found[name] = source
-    keys = LoadedKeys(missing, sorted(given.keys() - names))
+        elif has == [shape] * len(has):
+            made.found[name] = sources[0]
+            made.further.extend((name, each) for each in sources[1:])
+            if narrows(stored := given[sources[0]].dtype, tensor.dtype):
+                made.rounded.append(Rounded(name, stored, tensor.dtype))
+    unexpected = made.keys.unexpected_keys
+    unexpected += sorted(given.keys() - names)
     problems = ["; ".join(wrong)] if wrong else []
     problems += [f"missing: {', '.join(map(shown, missing))}"] if strict and missing else []
-    problems += [f"unexpected: {', '.join(map(shown, keys.unexpected_keys))}"] if strict and keys.unexpected_keys else []
+    problems += [f"unexpected: {', '.join(map(shown, unexpected))}"] if strict and unexpected else []
     if problems:
         raise CheckpointError(
             f"{what} does not fit the model: {'. '.join(problems)}. strict=False leaves out what one side lacks"
         )
-    return Match(found, keys)
+    return made
 
 
 def _described(value: Any) -> str:
@@ -128,17 +140,3 @@ def materialise(module: nn.Module, device: torch.device, optimizers: Iterable[Op
             group["params"] = [made.get(param, param) for param in group["params"]]
         for param in [param for param in optimizer.state if param in made]:
             optimizer.state[made[param]] = optimizer.state.pop(param)
-
-
-@contextmanager
-def outside_inference_mode(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Leave inference mode for the `with` block, unless it has made tensors of these modules: those can only change in it.
-
-    What is made in the block, such as optimizer state, can be trained afterwards.
-    """
-    inside = torch.is_inference_mode_enabled()
-    if not inside or any(t.is_inference() for module in modules for t in (*module.parameters(), *module.buffers())):
-        yield
-    else:
-        with torch.inference_mode(False), torch.no_grad():
-            yield

@@ -121,6 +121,15 @@ def split_flat(flat: str, known: set[str]) -> Path:
     return (kind, int(index), *rest.split(".")) if index.isdigit() else ()
 
 
+def parameters_of(given: Mapping[Any, Any]) -> set[str]:
+    """The names of the parameters in the groups of an optimizer's state dict, in either form; none in any other dict."""
+    groups = given.get("param_groups")
+    if isinstance(groups, list):
+        return {name for group in groups if isinstance(group, Mapping) for name in group.get("params", ())}
+    flat = (str(key).partition("param_groups.") for key in given)
+    return {rest.rpartition(".")[0] for before, is_one, rest in flat if is_one and not before}
+
+
 class SavedState(NamedTuple):
     """Optimizer state by names of parameters."""
 

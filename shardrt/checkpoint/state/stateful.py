@@ -6,8 +6,10 @@ Rank 3 of 8 saves its own value at `data.position` as the object `data.position.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeGuard
+
+import torch
 
 
 class Stateful(Protocol):
@@ -24,6 +26,21 @@ def has_state(value: object) -> TypeGuard[Stateful]:
 
 
 OF_RANK = re.compile(r"@rank(\d+)of(\d+)")  # the last key in the path of such a value
+
+
+_MARK = "may_differ_by_rank"
+
+
+def mark_differing(tensors: Iterable[object]) -> None:
+    """Note of those that are tensors of integers that ranks may have different ones, of which a save takes one: no error."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
+            setattr(tensor, _MARK, True)
+
+
+def has_to_agree(value: torch.Tensor) -> bool:
+    """Whether a plain tensor is compared over ranks: integers count or choose something, where others may be statistics."""
+    return not (value.is_floating_point() or value.is_complex() or getattr(value, _MARK, False))
 
 
 class SomeNames(dict[str, Any]):

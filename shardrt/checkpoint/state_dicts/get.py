@@ -16,14 +16,19 @@ from torch.optim import Optimizer
 
 from ...comm import world
 from ...tensor.dtensor import DTensor
+from ...tensor.inference_mode import outside_inference_mode
+from ..errors import CheckpointError
 from ..geometry import inner_tensors
+from ..state.fresh import fresh_state, is_fresh, mark_fresh
 from ..state.names import ParameterNames, clean_state, cleaner
 from ..state.optimizers import Whole, flat_form, numbered, state_by_name
+from ..state.stateful import mark_differing
 from ..state.trees import mapped
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
+@outside_inference_mode()
 def get_model_state_dict(
     model: nn.Module, *, submodules: Iterable[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
@@ -42,9 +47,12 @@ def get_model_state_dict(
         state = {name: value for name, value in state.items() if name not in frozen}
     if submodules is not None:
         state = dict(_inside(model, set(submodules), state, keep_prefixes=chosen.keep_submodule_prefixes))
-    return _collected(state, chosen)
+    collected = _collected(state, chosen)
+    mark_differing(collected.values())
+    return collected
 
 
+@outside_inference_mode()
 def get_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, *, submodules: Iterable[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
@@ -52,16 +60,25 @@ def get_optimizer_state_dict(
 
     submodules: change nothing, as in torch's function.
     Returns {"state": {name: {"exp_avg": tensor, ...}}, "param_groups": [{"lr": 0.1, ..., "params": [name, ...]}]}, or, with
-    flatten_optimizer_state_dict, one flat dict. The state is what there is: unlike torch's function, no step makes it.
+    flatten_optimizer_state_dict, one flat dict. For one of torch's optimizers without state, as after a start, the dict has the
+    state with which its first step begins, for `load` to read into: no step makes it, and the optimizer itself stays without
+    until `set_optimizer_state_dict`. Of other classes, and of frozen parameters, the state is what there is.
     options, and what is a copy: as for `get_model_state_dict`.
-    Raises: CheckpointError for a parameter that is not the model's; RuntimeError, on every rank, for full_state_dict with
-    state of a local optimizer (`shardrt.register_local_optimizer`) that depends on where shards begin.
+    Raises: CheckpointError for a parameter that is not the model's, or that two of the optimizers have; RuntimeError, on every
+    rank, for full_state_dict with state of a local optimizer (`shardrt.register_local_optimizer`) that depends on where shards
+    begin.
     """
     chosen, listed = StateDictOptions.of(options), as_list(optimizers)
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
     for index, optimizer in enumerate(listed):
-        packed = state_by_name(optimizer, ParameterNames(str(index), optimizer, {"": model}), full=chosen.full_state_dict)
-        merged["state"].update(packed["state"])
+        names = ParameterNames(str(index), optimizer, {"": model})
+        packed = state_by_name(optimizer, names, full=chosen.full_state_dict)
+        if twice := {name for group in merged["param_groups"] for name in group["params"]} & set(names):
+            raise CheckpointError(
+                f"parameter '{min(twice)}' is in optimizer {index} and in an earlier one: one of its states would be lost; get "
+                "the state of each optimizer for itself"
+            )
+        merged["state"].update(packed["state"] or {names[param]: own for param, own in fresh_state(optimizer).items()})
         merged["param_groups"] += packed["param_groups"]
     return _collected(flat_form(merged) if chosen.flatten_optimizer_state_dict else merged, chosen)
 
@@ -76,6 +93,7 @@ def get_state_dict(
     )
 
 
+@outside_inference_mode()
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     """`optimizer.state_dict()` as a single process has it: full tensors, on the host. Collective.
 
@@ -132,7 +150,12 @@ def _copied(state: dict[str, Any], *, full: bool, offload: bool, keep: bool) -> 
 def _detached(value: Any) -> Any:
     if isinstance(value, Whole):
         value = value.value
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = value.detach()
+    if is_fresh(value):
+        mark_fresh(made)
+    return made
 
 
 def copied(value: Any, *, full: bool, offload: bool) -> Any:

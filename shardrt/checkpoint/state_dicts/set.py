@@ -16,12 +16,15 @@ from torch.optim import Optimizer
 
 from ...comm import World, world
 from ...tensor.dtensor import DTensor
+from ...tensor.inference_mode import outside_inference_mode, overwrite
 from ...tensor.local_optimizers import steps_locally
 from ...tensor.optimizer_state import elementwise_keys
 from ...tensor.placement import Spec
 from ...tensor.redistribute import redistribute
 from ...tensor.snapshots import wait_to_write
 from ..errors import agreed
+from ..loading.several_names import Twins, same_bits, settle
+from ..state.dtypes import sentence
 from ..state.models import match, materialise, named_tensors, take_back
 from ..state.names import LoadedKeys, ParameterNames, cleaner
 from ..state.optimizers import SavedState, common_hyperparameters, first_of, numbered, saved_state, skips
@@ -39,6 +42,7 @@ class _Sent(NamedTuple):
     value: torch.Tensor | None
 
 
+@outside_inference_mode()
 def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> LoadedKeys:
     """Load a state dict of full or sharded tensors into the model. Collective.
 
@@ -46,14 +50,16 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
     model_state_dict: as `get_model_state_dict` returns it, or `state_dict()` in a single process. With broadcast_from_rank0
         only that of rank 0 counts.
     options: `StateDictOptions`, or torch's.
-    Returns missing_keys and unexpected_keys, as `load_state_dict` does. A tensor with several names needs one of them.
+    Returns missing_keys and unexpected_keys, as `load_state_dict` does. A tensor with several names needs one of them; with
+    other values under several, it gets the first. A warning says if its dtype is narrower than what is given.
     Cost: of full tensors that every rank has, no communication; else a broadcast for each tensor.
-    Raises, on every rank alike: CheckpointError, whose reason lists missing and unexpected names, unless strict=False,
-    and wrong shapes.
+    Raises, on every rank alike: CheckpointError, whose reason lists missing and unexpected names and different values of one
+    tensor, unless strict=False, and wrong shapes.
     """
     return _set_model(model, model_state_dict, StateDictOptions.of(options), ())
 
 
+@outside_inference_mode()
 def set_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, optim_state_dict: Mapping[str, Any], *, options: Any = None
 ) -> None:
@@ -64,8 +70,9 @@ def set_optimizer_state_dict(
         those of the saved group that a group's parameters were in; if they were in several with different ones, the group keeps
         its own, with a warning.   options: `StateDictOptions`, or torch's.
     Full tensors of a parameter's shape are sharded as it is. Missing state is made from the parameter, not by a step.
-    Raises, on every rank alike: CheckpointError, whose reason lists parameters without state and group, unless strict=False, or
-    names a parameter that is not the model's, or one whose state has the shape of another.
+    Raises, on every rank alike: CheckpointError, whose reason lists parameters without state and group, and state that no
+    parameter of the model has a place for, unless strict=False; or names a parameter that is not the model's, or one whose
+    state has the shape of another.
     """
     chosen, here, listed = StateDictOptions.of(options), world(), as_list(optimizers)
     with agreed(here.comm):
@@ -80,6 +87,7 @@ def set_optimizer_state_dict(
         optimizer.load_state_dict(_packed(optimizer, each, saved, keys, here))
 
 
+@outside_inference_mode()
 def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a result of `full_optimizer_state`, or of `state_dict()` in a single process. Collective.
 
@@ -104,6 +112,7 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
     optimizer.load_state_dict({**state, **_packed(optimizer, names, saved, elementwise, here)})
 
 
+@outside_inference_mode()
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -130,26 +139,44 @@ def _set_model(
     with agreed(here.comm):
         clean = cleaner(model)
         others = {clean(raw): raw for raw, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}
-        found, keys = match(named_tensors(model), others, state, "the state dict", strict=options.strict)
+        found, keys, further, rounded = match(named_tensors(model), others, state, "the state dict", strict=options.strict)
     with agreed(here.comm):
         materialise(model, here.device, optimizers)
-    written = [named for named in named_tensors(model) if named.name in found]
-    for name, tensor, _ in written:
+    named = [each for each in named_tensors(model) if each.name in found]
+    own = {name: tensor for name, tensor, _ in named}
+    twins = (Twins(found[name], other, own[name]) for name, other in further)
+    lost = [str(each) for each in twins if not _alike(state, each)]
+    settle("the state dict", lost, sentence(rounded, here.rank), here.comm, strict=options.strict)
+    for name, tensor, _ in named:
         _assign(tensor, _received(state[found[name]], here))
-    take_back(model, written)
+    take_back(model, named)
     if extra := {raw: state[name] for name, raw in others.items() if name in state}:
         model.load_state_dict(extra, strict=False)
     return keys
 
 
 @torch.no_grad()
+def _alike(state: Mapping[str, Any], twins: Twins) -> bool:
+    """Whether this rank's parts of two tensors are the same; rank 0 compares what it will send. Collective if sharded."""
+    given = [state[twins.name], state[twins.other]]
+    values = [each.value if isinstance(each, _Sent) else each for each in given]
+    if values[0] is values[1]:  # also where this rank has none
+        return True
+    sent = any(isinstance(each, _Sent) for each in given)
+    made = [torch.empty_like(value if sent else twins.target, dtype=twins.target.dtype) for value in values]
+    for each, value in zip(made, values, strict=True):
+        _assign(each, value)
+    return same_bits(*made)
+
+
+@torch.no_grad()
 def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(target, DTensor):
-        target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        overwrite(target, value.full_tensor() if isinstance(value, DTensor) else value)
         return
     shard = _shard_of(value, target.spec)
     wait_to_write([target._local_tensor])
-    target._local_tensor.copy_(shard)
+    overwrite(target._local_tensor, shard)
     increment_version(target)  # the next forward gathers again
 
 
@@ -203,16 +230,25 @@ def _received(value: Any, here: World) -> Any:
 
 
 def _check_complete(names: Iterable[ParameterNames], saved: SavedState) -> None:
+    params = [(each, param) for each in names for param in each.params]
     lacking = [
         each[param]
-        for each in names
-        for param in each.params
+        for each, param in params
         if not any(name in saved.state or name in saved.group_of for name in each.of(param))
     ]
     if lacking:
         raise RuntimeError(
             f"the optimizer's state dict lacks {', '.join(lacking)}: expected all parameters, by their names in the model; "
             "strict=False leaves the state of the others empty"
+        )
+    known = set[str]().union(*(each.of_modules for each in names), *names)
+    lost = sorted(name for name in saved.state.keys() & saved.group_of.keys() if name not in known)
+    for each, param in params:
+        lost += [name for name in each.of(param) if name in saved.state][1:]
+    if lost:
+        raise RuntimeError(
+            f"the optimizer's state dict has state of {', '.join(lost)}, which the model has no parameter for, or as another "
+            "name of one that has state already; strict=False leaves it out"
         )
 
 

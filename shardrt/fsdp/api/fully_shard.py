@@ -15,6 +15,7 @@ from ... import comm
 from ...comm import DeviceMesh, malloc
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import group_of, set_group
+from ...tensor.inference_mode import outside_inference_mode
 from ...tensor.placement import Shard
 from ...tensor.replicated import marks_of, replicas_mesh
 from ..base.policy import (
@@ -36,6 +37,7 @@ from ..schedule.param_group import GroupSettings, ParamGroup
 from ..schedule.registered import check_same_modules, watch_registrations
 from ..schedule.state_dicts import hook_state_dicts
 from .collect import Found, Owners, check_mesh, collect, kinds_of
+from .functions import watch_functions
 from .module import FSDPModule
 from .sharded_class import make_sharded
 
@@ -45,6 +47,7 @@ ModuleOrModules = TypeVar("ModuleOrModules", bound=nn.Module | Sequence[nn.Modul
 PlacementFunction = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
+@outside_inference_mode()
 def fully_shard(
     module: ModuleOrModules,
     *,
@@ -103,6 +106,7 @@ def fully_shard(
     while planned.parts:
         groups.append(_make_group(modules, planned.parts.pop(0), policies, reshard_after_forward, planned.ignored))
     watch_registrations()
+    watch_functions()
     for holder, attribute, buffer in planned.buffers:
         if not buffer.is_meta:
             holder._buffers[attribute] = buffer.to(mesh.device)

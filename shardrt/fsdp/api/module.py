@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from ...comm import Event, Stream, current_stream
-from ...torch_internals import nodes_made
+from ...torch_internals import in_backward, nodes_made
+from ..base.autograd import GroupPhase
 from ..base.events import Step, during
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from ..schedule import hooks, moves, registered
-from ..schedule.param_group import GroupSettings, ParamGroup
+from ..schedule.param_group import GroupSettings, ParamGroup, free_stale
 from ..schedule.state_dicts import check_state_dict_options
 
 
@@ -73,7 +74,10 @@ class FSDPModule:
         runtime.streams.begin()
         for group in self.param_groups:
             registered.check_registered(group)
-            group.invalidate_stale()
+            if runtime.root.calls.phase is GroupPhase.IDLE and not in_backward():
+                group.follow_requires_grad(reduces=True)  # what is gathered may be used by hand, without a forward
+        free_stale(self.param_groups)
+        for group in self.param_groups:
             group.unshard()
         handle = UnshardHandle(self.param_groups)
         if async_op:
@@ -413,18 +417,23 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     if not sharded:
         raise ValueError(f"unsharded('{type(module).__name__}'): no module in it is sharded; call fully_shard first")
     kept = {group: replace(group.settings) for group in groups_of(sharded)}
+    free_stale(list(kept))  # the last time that ranks tell each other what they have written
     for group in kept:
         group.settings.reshard_after_forward, group.settings.user_has_unsharded = False, True
     try:
         for handle in [child.unshard(async_op=True) for child in sharded]:
             cast(UnshardHandle, handle).wait()
+        for group in groups_of(sharded):
+            group.keep()
         yield
     finally:
         for group, before in kept.items():
             group.settings.reshard_after_forward = before.reshard_after_forward
             group.settings.user_has_unsharded = before.user_has_unsharded
         for group in groups_of(sharded):  # the first gather may have made some
-            group.reshard()
+            # Those of a block around this one stay; those whose modules run now end with that.
+            if not group.settings.user_has_unsharded and group.calls.phase is GroupPhase.IDLE:
+                group.reshard()
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

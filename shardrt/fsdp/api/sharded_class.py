@@ -16,6 +16,7 @@ from weakref import ref
 from torch import nn
 
 from ...tensor.dtensor import DTensor
+from ...tensor.inference_mode import outside_inference_mode
 from ...torch_internals import hide_package_from_compiler
 from ..base.autograd import GroupPhase
 from ..params.param import ShardedParam
@@ -55,6 +56,7 @@ def _sharded_class(kind: type) -> type:
 # ---------------------------------------------------------------------- copies
 
 
+@outside_inference_mode()
 def deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A sharded module with the same settings whose parameters and buffers share nothing with this one's.
 

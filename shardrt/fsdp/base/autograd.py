@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import Group
-from ...torch_internals import current_transform, unwrap_transform
+from ...torch_internals import current_transform, outside_modes, unwrap_transform
 
 
 class GroupPhase(IntEnum):
@@ -131,7 +131,8 @@ class TensorWatcher:
         if grad_hook is None or grad_hook is not self._newest_output or grad_hook.ended_call is not None:
             # Other code may use this input too, and its gradient would be complete only after that code's backward. The
             # gradient of an alias is not. (A DTensor is not viewed: a view is one of all its elements, also of other ranks'.)
-            tensor = torch.ops.aten.alias(tensor) if isinstance(tensor, DTensor) else tensor.view_as(tensor)
+            with outside_modes():
+                tensor = torch.ops.aten.alias(tensor) if isinstance(tensor, DTensor) else tensor.view_as(tensor)
             assert tensor.grad_fn is not None
             grad_hook = GradHook.at(tensor.grad_fn)
         grad_hook.on_post_backward(call, callback)
@@ -175,6 +176,14 @@ def _of_every_level(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield tensor
         while (inner := unwrap_transform(tensor)) is not tensor:
             yield (tensor := inner)
+
+
+def before_backward_of(tensors: Iterable[torch.Tensor], callback: Callable[[], None]) -> None:
+    """Call `callback` before the nodes that made these tensors run, those below a view included (see `_below_views`)."""
+    for tensor in tensors if current_transform() is None else _of_every_level(tensors):
+        for made in (tensor, tensor._base):
+            if made is not None and (node := made.grad_fn) is not None:
+                GradHook.at(node).on_pre_backward(callback)
 
 
 class ModuleCalls:

@@ -43,7 +43,7 @@ from ..base.events import BufferKind, HasName
 from ..base.policy import Policies, StepSettings
 from ..memory.buffers import BufferMaker, FlatBuffer
 from ..memory.context import Context
-from ..params.param import ShardedParam
+from ..params.param import ShardedParam, times_written
 from .gather import AllGather, FlatGather, Pair
 
 DONE = Work(PAST)  # the gather of a single rank
@@ -63,8 +63,8 @@ class MappedGather(FlatGather):
 
     _memory: NodeMemory | None = None  # of the node; written by _become_resident()
     _state: Reading = Reading.NOTHING  # written by _meet(), fill_unsharded(), pause() and release()
-    _keeps: bool = False  # what was launched is kept; written by launch()
-    _filled: Sequence[int] = ()  # the versions of the shards that were cast last; written by _cast()
+    _keeps: bool = False  # what was launched is kept; written by launch(), resume() and keep()
+    _filled: Sequence[int] = ()  # times_written() of the shards that were cast last; written by _cast()
     # Written by _discard_writes().
     _forwards: int = 0
     _unsharded: Sequence[int] = ()  # versions of the gathered parameters
@@ -157,11 +157,11 @@ class MappedGather(FlatGather):
 
     def _cast(self, stream: Stream, *, anew: bool) -> None:
         """Cast the shards to where all ranks read them. anew: also if, as far as can be told, they have not changed."""
-        versions = [local._version for local in self._locals]
-        if anew or versions != self._filled:
+        written = times_written(self.params)
+        if anew or written != self._filled:
             self.wait_for_readers()
             stream.submit(self._fill_own)
-            self._filled = versions
+            self._filled = written
 
     def _discard_writes(self, memory: NodeMemory) -> None:
         """Give up what was written to gathered parameters. It is seen by their versions, or on their pages.
@@ -194,9 +194,14 @@ class MappedGather(FlatGather):
             self._memory.end_reading()
             self._state = Reading.NOTHING
 
-    def resume(self, stream: Stream) -> None:
+    def resume(self, stream: Stream, *, keeps: bool) -> Work:
         """The ranks meet again: one that has paused longer than others would not be known to read."""
-        self._meet(stream).synchronize()
+        self._keeps = keeps
+        return self._meet(stream)
+
+    def keep(self, stream: Stream) -> None:
+        self._keeps = True
+        self.fill_unsharded(stream)
 
     def wait_for_readers(self) -> bool:
         """Wait until the other ranks have read what this one has read last. Returns: False if this one still does."""

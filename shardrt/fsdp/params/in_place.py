@@ -9,9 +9,9 @@
 
 Elsewhere a gradient is allocated, written, and copied into the buffer; here it is written once. This is done only where all
 streams run on the caller's thread. Where reductions overlap compute, few groups would get the buffer in time, so gradients are
-copied. Every result has the bits of torch's own `F.linear`: it is the same matrix product of the same operands. The tensors
-saved for backward are the same too, since an activation checkpoint compares them with those that a recomputation saves, which
-may run torch's `F.linear`.
+copied. Every result has the bits of torch's own `F.linear`: it is the same matrix product of the same operands. The operations
+and the tensors saved for backward are the same too, since an activation checkpoint compares them with those of a recomputation,
+which may run torch's `F.linear`.
 
 A weight gets an ordinary gradient instead wherever its place cannot be had (`GradientReduction.place`), or where somebody might
 keep the gradient: hooks of the user's, `torch.autograd.grad`, `create_graph=True`. Torch's own `F.linear` runs where it is
@@ -37,6 +37,7 @@ from torch.utils.weak import TensorWeakRef
 from ...comm import Stream
 from ...torch_internals import (
     Wanted,
+    aten_operator,
     as_plain_tensors,
     compiler_in_use,
     current_transform,
@@ -51,6 +52,8 @@ from ..base.trees import tensors_in
 from ..memory import context
 from ..memory.context import Streams
 from .param import GatheredParameter, ShardedParam
+
+_unsafe_view = aten_operator("_unsafe_view")
 
 Place = Callable[[nn.Parameter], torch.Tensor | None]  # makes a tensor in the gradient's place, or None
 
@@ -123,7 +126,8 @@ def _linear(x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = N
     if x.dim() == 2:
         return _Linear.apply(x, weight, bias)
     made = _Linear.apply(x.flatten(0, -2), weight, bias)
-    return made.view(*x.shape[:-1], weight.shape[0])
+    shape = (*x.shape[:-1], weight.shape[0])
+    return made.view(shape) if bias is not None or _unsafe_view is None else _unsafe_view(made, shape)  # as torch has it
 
 
 class _Linear(torch.autograd.Function):
@@ -131,10 +135,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        transposed = weight.t() if ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(*((transposed, x) if bias is None else (x, transposed)))  # in the order in which torch saves them
+        transposed = weight.t()
+        saved = transposed if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(*((saved, x) if bias is None else (x, saved)))  # in the order in which torch saves them
         ctx.weight, ctx.has_bias = weight, bias is not None
-        return linear(x, weight, bias)
+        return x.mm(transposed) if bias is None else torch.addmm(bias, x, transposed)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

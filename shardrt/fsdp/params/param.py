@@ -17,8 +17,9 @@ from ...tensor.dtensor import DTensor
 from ...tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
 from ...tensor.replaced import note_gathered, note_replaced
 from ...tensor.snapshots import wait_to_write
-from ...torch_internals import requires_grad, same_storage
+from ...torch_internals import as_plain_tensors, requires_grad, same_storage
 from ..memory.buffers import FlatBuffer
+from .by_hand import HandUse, run_by_hand
 from .layout import Layout
 from .tensor_parallel import OuterSharding
 
@@ -214,13 +215,23 @@ class ShardedParam:
         if same_storage(local.untyped_storage(), self.unsharded.untyped_storage()):
             increment_version(sharded)  # the write is in the shard's memory already
             return
-        part = self.part_of(self.unsharded.detach(), sharded.spec).to(local.device)
+        part, same = self._compared()
         # Only elements that were changed: the rest may be less precise than the shard, or NaN beside a NaN in a block of codes.
-        gathered = self._as_gathered(part.dtype)
-        same = (part == gathered) | (part.isnan() & gathered.isnan())
         wait_to_write([local])
         local.copy_(torch.where(same, local, part.to(local.dtype)))
         increment_version(sharded)
+
+    @torch.no_grad()
+    def differs(self) -> bool:
+        """Whether this rank's shard is not what was gathered of it."""
+        return not bool(self._compared()[1].all())
+
+    def _compared(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of the unsharded parameter, and where it is what a gather makes of the shard."""
+        local = self.local
+        part = self.part_of(self.unsharded.detach(), cast(DTensor, self.sharded).spec).to(local.device)
+        gathered = self._as_gathered(part.dtype)
+        return part, (part == gathered) | (part.isnan() & gathered.isnan())
 
     def _as_gathered(self, dtype: torch.dtype) -> torch.Tensor:
         """What a gather makes of this rank's part, in `dtype`."""
@@ -255,22 +266,38 @@ class ShardedParam:
 class GatheredParameter(nn.Parameter):
     """The class of an unsharded parameter while the user can reach it, such as between a forward and its backward.
 
-    Assignments to its `data` and `requires_grad`, and in-place writes, are passed on to the sharded parameter.
+    Assignments to its `data` and `requires_grad`, and in-place writes, are passed on to the sharded parameter. Its group is told
+    of operations on it.
     """
 
     sharded: DTensor | None = None  # a copy has none
+    aliases: Sequence[ref[torch.Tensor]] = ()  # what was detached from it while it had this class
+    hand_use: HandUse | None = None  # a copy has none
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        return run_by_hand(func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
+    def detach(self) -> torch.Tensor:
+        """The values, without autograd. They stay the same when `.data` is assigned."""
+        made = super().detach()
+        if self.sharded is not None:
+            self.aliases = [*(each for each in self.aliases if each() is not None), ref(made)]
+        return made
+
     @property
     def requires_grad(self) -> bool:
         """As that of the sharded parameter, which both get."""
-        return requires_grad(self if self.sharded is None else self.sharded)
+        with as_plain_tensors():
+            return requires_grad(self if self.sharded is None else self.sharded)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        with as_plain_tensors():
+            torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
         if self.sharded is not None:
             self.sharded.requires_grad = value
 
@@ -280,7 +307,7 @@ class GatheredParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The values, without autograd. (Unlike torch's, they share the version counter, which reveals writes.)"""
+        """As `detach()`. (Unlike torch's, this shares the version counter, which reveals writes.)"""
         return self.detach()
 
     @data.setter
@@ -289,11 +316,29 @@ class GatheredParameter(nn.Parameter):
         if self.sharded is None:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             return
+        found = [alias for each in self.aliases if (alias := each()) is not None]
+        if any(alias is value for alias in found):
+            return  # the values are there
+        self.aliases = ()
+        if found:
+            kept = super().detach().clone()
+            for alias in found:
+                alias.data = kept
         gathered = self.sharded.gathered_spec
         given = value if gathered is None or isinstance(value, DTensor) else DTensor(value.detach(), gathered)
         self.sharded.data = given.to(self.sharded.dtype) if value.dtype == self.dtype else given
         with torch.no_grad():
-            self.data.copy_(whole(value, gathered) if isinstance(value, DTensor) else value)
+            super().detach().copy_(whole(value, gathered) if isinstance(value, DTensor) else value)
+
+
+def times_written(params: Sequence[ShardedParam]) -> list[int]:
+    """How often torch has written the shards: first each through the DTensor and what was detached from it; then each through
+    its local tensor, which one rank may do alone.
+
+    What writes by other means (numpy, kernels that are given an address) adds nothing.
+    """
+    through_locals = [param.sharded._local_tensor._version for param in params]  # type: ignore[attr-defined]
+    return [param.sharded._version for param in params] + through_locals
 
 
 def whole(value: DTensor, gathered: Spec | None) -> torch.Tensor:

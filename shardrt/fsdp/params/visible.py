@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from .by_hand import HandUse
 from .in_place import LinearWeight, Place, computes_in_place
 from .param import Attributes, GatheredParameter, ShardedParam
 
@@ -25,17 +26,18 @@ class VisibleParams:
     _watched: list[ShardedParam]  # those whose unsharded parameter is of no subclass; written by attach()
     _plain: list[nn.Parameter]  # these unsharded parameters; written by attach()
     _versions: list[int]  # of `_plain`; written by attach() and expose()
+    _hand_use: HandUse | None  # written by attach()
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.unsharded = False
         self.exposed = self.was_exposed = False
         self.linear = ()
         self._owners = [(owner.registry, owner.attribute, param) for param in params for owner in param.owners]
-        self._watched, self._plain, self._versions = [], [], []
+        self._watched, self._plain, self._versions, self._hand_use = [], [], [], None
 
-    def attach(self, params: Sequence[ShardedParam]) -> None:
+    def attach(self, params: Sequence[ShardedParam], hand_use: HandUse) -> None:
         """Take the unsharded parameters, which have just been made: the user has not seen them yet."""
-        self.exposed, self._versions = False, []
+        self.exposed, self._versions, self._hand_use = False, [], hand_use
         self._watched = [param for param in params if type(param.unsharded) is nn.Parameter]
         self._plain = [param.unsharded for param in self._watched]
 
@@ -92,6 +94,12 @@ class VisibleParams:
         for weight, place in self.linear:
             weight.__class__, weight.place = LinearWeight, place  # type: ignore[attr-defined]
 
+    def differ(self) -> bool:
+        """Whether this rank's shards are not what was gathered of them. Only those are looked at that somebody has had as local
+        tensors: the versions of others show all writes.
+        """
+        return any(watched.differs() for watched in self._watched if watched.sharded.handed_out)  # type: ignore[attr-defined]
+
     def expose(self) -> None:
         """From now on the user's code can reach the unsharded parameters: notice what it writes to them. No-op if exposed."""
         if self.exposed:
@@ -99,21 +107,24 @@ class VisibleParams:
         self._versions = [param._version for param in self._plain]
         self.exposed = self.was_exposed = True  # first: a signal handler's exception may end this anywhere
         for param, watched in zip(self._plain, self._watched, strict=True):
-            param.__class__, param.sharded = GatheredParameter, watched.sharded  # type: ignore[attr-defined]
+            param.sharded, param.hand_use = watched.sharded, self._hand_use  # type: ignore[attr-defined]
+            param.__class__ = GatheredParameter
 
     def conceal(self) -> None:
         """Note that the user cannot reach the unsharded parameters any more, and copy to the shards what was written to them.
 
         Only while they are exposed.
         """
+        # Cost: operations on a subclass take longer, so inside forward and backward the parameters are plain.
+        # Hazard: a weight whose forward had a place keeps it in a recomputation: selective checkpoints compare operations.
+        for param in self._plain:
+            param.__class__ = LinearWeight if "place" in param.__dict__ else nn.Parameter
+            param.__dict__.pop("sharded", None)  # which cannot be pickled
+            param.__dict__.pop("hand_use", None)
+            param.__dict__.pop("aliases", None)
         versions = [param._version for param in self._plain]
         if versions != self._versions:
             for watched, version, known in zip(self._watched, versions, self._versions, strict=True):
                 if version != known:
                     watched.keep_writes()
-        # Cost: operations on a subclass take 0.2 us longer, so inside forward and backward the parameters are plain.
-        # Hazard: a weight whose forward had a place keeps it in a recomputation: selective checkpoints compare operations.
-        for param in self._plain:
-            param.__class__ = LinearWeight if "place" in param.__dict__ else nn.Parameter
-            param.__dict__.pop("sharded", None)  # which cannot be pickled
         self.exposed = False

@@ -25,7 +25,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ...torch_internals import in_backward, outside_transforms
+from ...torch_internals import in_backward, outside_modes, outside_transforms
 from ..base import events
 from ..base.autograd import BackwardProgress, ForwardCall, GroupPhase
 from ..base.events import Step, during
@@ -45,12 +45,14 @@ def pre_forward(
         if group is runtime.root:
             runtime.begin_forward()
             if runtime.first_batch.due:
-                runtime.first_batch.compare(args, kwargs)
+                with outside_modes():
+                    runtime.first_batch.compare(args, kwargs)
         else:
             check_registered(group)
             group.follow_requires_grad(reduces=torch.is_grad_enabled())  # code around this module may have frozen it
         group.calls.move(GroupPhase.FORWARD, group)
-        ahead = runtime.prefetch.forward_starts(group)
+        # What this rank alone runs must not be recorded: the ranks' orders are to agree, and nothing is gathered in it.
+        ahead = [] if group.runs_alone else runtime.prefetch.forward_starts(group)
     else:
         ahead = []
     group.unshard()
@@ -87,19 +89,13 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
     if dtype is not None:
         output = map_tensors(partial(_cast, dtype), output)
     tensors = tensors_in(output)
-    is_watched = False
-    if torch.is_grad_enabled() or made_nodes:
-        if not torch.is_grad_enabled():
-            group.calls.forward_call = ForwardCall()  # under no_grad, and the module has enabled gradients: no input is watched
-        call = group.calls.forward_call
-        is_watched = runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
-        if call.inputs and not tensors:
-            _check_output_type(group, output)
+    is_watched = (torch.is_grad_enabled() or made_nodes) and _watch_outputs(runtime, group, output, tensors)
     if not in_backward():
         runtime.recorded = made_nodes or is_watched
         group.pass_requires_grad_on()
         group.calls.move(GroupPhase.IDLE, group)
-        used_next, last = runtime.prefetch.forward_ends(group, runtime.recorded), group.calls.all_have_run(module)
+        used_next = not group.runs_alone and runtime.prefetch.forward_ends(group, has_graph=runtime.recorded)
+        last = group.calls.all_have_run(module)
         if group.reshards_after_forward:
             _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
             if last and not used_next and not runtime.keeps_gathered:
@@ -108,9 +104,20 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
             group.gather.pause()
         if group is runtime.root:
             runtime.end_forward(until_backward=is_watched)
-        elif group.visible.unsharded and runtime.root.calls.phase is GroupPhase.IDLE:  # outside the root's forward
-            group.leave_unsharded(until_backward=is_watched)
+        elif group.visible.unsharded and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
+            group.leave_unsharded(until_backward=is_watched)  # code outside of the module may compute with its parameters now
     return output
+
+
+def _watch_outputs(runtime: Runtime, group: ParamGroup, output: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Returns: whether a backward may come back to one of these tensors in the output."""
+    if not torch.is_grad_enabled():  # the module has enabled them itself; its inputs are not watched
+        group.calls.forward_call = ForwardCall()
+    call = group.calls.forward_call
+    is_watched = runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
+    if call.inputs and not tensors:
+        _check_output_type(group, output)
+    return is_watched
 
 
 def _check_output_type(group: ParamGroup, output: object) -> None:
@@ -159,10 +166,7 @@ def start(group: ParamGroup) -> Runtime:
 def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
     runtime = group.runtime
     if runtime is None:
-        raise RuntimeError(
-            f"backward of '{group.name}' (rank {group.mesh.rank}): its parameters have moved to another dtype or "
-            "device since the forward; run the forward again"
-        )
+        raise group.moved_since_forward()
     runtime.begin_backward()
     if not group.calls.begin_backward(call, group):
         if group.visible.unsharded:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ...tensor.dtensor import DTensor
+from ...tensor.inference_mode import outside_inference_mode
 from ..base.autograd import GroupPhase
 from ..memory.host_memory import POOL
 from ..params.param import ShardedParam
@@ -51,6 +52,7 @@ def hidden(groups: Iterable[ParamGroup]) -> Iterator[None]:
             owner.registry[owner.attribute] = param
 
 
+@outside_inference_mode()
 def move(group: ParamGroup, modules: Iterable[nn.Module], fn: Fn) -> None:
     """Apply `fn` to those of the group's parameters that are registered in `modules`, and to their gradients.
 

@@ -23,15 +23,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from ...comm import Communicator, DeviceMesh, Stream, Work
+from ...comm.calls import Subject, about
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import set_group
-from ...torch_internals import in_backward, outside_transforms, requires_grad
+from ...torch_internals import as_plain_tensors, in_backward, outside_transforms, requires_grad
 from ..base.autograd import BackwardProgress, GroupPhase, ModuleCalls
 from ..base.events import Step, during
 from ..base.policy import MixedPrecisionPolicy, Policies, QuantizationPolicy, RootSettings, StepSettings
@@ -40,9 +41,10 @@ from ..gather.gather import AllGather, FlatGather, Gather, subgroup
 from ..gather.mapped import DONE, MappedGather
 from ..memory.buffers import BufferMaker
 from ..memory.context import Context, Streams
+from ..params.by_hand import HandUse
 from ..params.in_place import give_places
 from ..params.layout import Layout
-from ..params.param import ShardedParam, Slot
+from ..params.param import ShardedParam, Slot, times_written
 from ..params.visible import VisibleParams
 from ..reduce.coded import CodedReduction, QuantizedReduction
 from ..reduce.packed import PackedGrads
@@ -51,6 +53,12 @@ from ..reduce.unpacked import UnpackedReduction
 
 if TYPE_CHECKING:  # a group and its runtime refer to each other
     from .runtime import Runtime
+
+_ADVICE = (
+    "where ranks leave out modules or parameters on purpose, let the others have zeros for their gradients: see "
+    "set_reduce_scatter_unused_params(True, skipped_modules=True)"
+)
+_made: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()  # how many groups were made on a communicator
 
 
 @dataclass(slots=True)
@@ -90,6 +98,7 @@ class ParamGroup:
     _modules: Sequence[ref[nn.Module]]
 
     name: str  # the full names of its modules, once the root is known; written by rename()
+    subject: Subject  # what its collectives are for, as ranks compare it; written by rename()
 
     # Written by adopt(), of the group or of its parent.
     parent: ParamGroup | None
@@ -120,8 +129,9 @@ class ParamGroup:
     reduction: GradientReduction | None  # of the trainable parameters and those whose gradients it holds; written with them
     _followed: list[bool]  # which of `params` were trainable when all that depends on it was made; [] before, or if it must be
     _shown: list[bool]  # which of `_unsharded` required gradients then; written by pass_requires_grad_on() too
+    _subjects: dict[frozenset[int], Subject]  # by positions among those of the reduction; written by about_grads()
     _sees_dtensors: bool  # an extension of the user's shows DTensors to the modules; written with `reduction`
-    _versions: list[int]  # of the shards at the last invalidate_stale(); others now mean that shards have changed since
+    _written: list[int]  # the shards' times_written() when free_stale() was last called; others now mean that they have changed
 
     def __init__(
         self,
@@ -143,18 +153,19 @@ class ParamGroup:
         self.offloads = policies.offload.applies_to(mesh.device)
         self.settings = settings
         self.ignored = ignored
-        self.name = type(modules[0]).__name__
         self.parent, self.children = None, []
         self.root_settings = RootSettings() if root_settings is None else root_settings
         self.calls = ModuleCalls(self._modules)
         self.runtime, self.ready = None, None
         self._readers, self._grad_streams = {}, {}
-        self.trainable, self.reduction, self._followed, self._versions = [], None, [], []
+        self.trainable, self.reduction, self._followed, self._written, self._subjects = [], None, [], [], {}
         # Communicators are made here, where every rank is: in a pipeline, ranks of a later stage wait for this one's output.
         for param in params:
             if param.outer is not None:
                 param.outer.open_communicators(mesh)
         self.gather_comm = self.mesh.communicator("gather")
+        self._number = _made[self.gather_comm] = _made.get(self.gather_comm, 0) + 1
+        self.rename(type(modules[0]).__name__)
         self.reduce_comm = self.mesh.communicator("reduce")
         self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
         if type(settings.reshard_after_forward) is int:
@@ -196,8 +207,11 @@ class ParamGroup:
         self._take([param.clone_spec() for param in params])
 
     def rename(self, name: str) -> None:
-        """Give the group the name that errors and profiles show."""
-        self.name = name
+        """Give the group the name that errors and profiles show.
+
+        Its number tells groups of one name apart: those of two models, or of one module.
+        """
+        self.name, self.subject = name, Subject(f"'{name}' (group {self._number})", _ADVICE)
 
     def adopt(self, children: Sequence[ParamGroup]) -> None:
         """Make this the parent of groups of sharded modules inside its own, or of its own modules on other meshes."""
@@ -224,7 +238,7 @@ class ParamGroup:
         self.runtime, self._streams = runtime, runtime.streams
         self._sharded = [param.sharded for param in self.params]
         self.gather.attach(runtime, self.settings, window, self)
-        self.visible.attach(self.params)
+        self.visible.attach(self.params, HandUse(self.gather.full.holds, self.begin_hand_backward))
         self._unsharded, self._shown = [param.unsharded for param in self.params], []
 
     def detach(self) -> None:
@@ -250,10 +264,20 @@ class ParamGroup:
             return self.parent is not None or not self.makes_graph
         return self.settings.reshard_after_forward is not False
 
+    @property
+    def runs_alone(self) -> bool:
+        """Whether a forward that begins or ends now is this rank's own: inside of `unsharded`, without gradients.
+
+        False for one inside a forward of the root that gathers, which all ranks run.
+        """
+        if not self.settings.user_has_unsharded or torch.is_grad_enabled():
+            return False
+        root = self.root
+        return root.settings.user_has_unsharded or root.calls.phase is GroupPhase.IDLE
+
     def begin(self) -> None:
-        """An iteration starts."""
+        """An iteration starts; `free_stale` follows."""
         self.follow_requires_grad(reduces=torch.is_grad_enabled())
-        self.invalidate_stale()
         if len(self._modules) > 1:
             self.calls.begin_iteration()
 
@@ -271,11 +295,12 @@ class ParamGroup:
         if flags == self._followed and not self.visible.was_exposed:
             return
         self.visible.was_exposed = self.visible.exposed
-        if flags == self._followed == list(map(requires_grad, self._unsharded)):
-            return
-        self._followed, self._shown = [], flags
-        for param, flag in zip(self.params, flags, strict=True):
-            param.unsharded.requires_grad_(flag)
+        with as_plain_tensors():
+            if flags == self._followed == list(map(requires_grad, self._unsharded)):
+                return
+            self._followed, self._shown = [], flags
+            for param, flag in zip(self.params, flags, strict=True):
+                param.unsharded.requires_grad_(flag)
         if reduces and self._follow_trainable([param for param, flag in zip(self.params, flags, strict=True) if flag]):
             self._followed = flags
 
@@ -284,8 +309,11 @@ class ParamGroup:
 
         Those that are exposed do so themselves.
         """
-        flags = list(map(requires_grad, self._unsharded))
-        if flags != self._shown and not self.visible.was_exposed:
+        if self.visible.was_exposed:
+            return
+        with as_plain_tensors():  # Cost: 0.1 us; large weights have a class while modules run
+            flags = list(map(requires_grad, self._unsharded))
+        if flags != self._shown:
             for sharded, flag, before in zip(self._sharded, flags, self._shown, strict=True):
                 if flag != before:
                     sharded.requires_grad_(flag)
@@ -309,6 +337,7 @@ class ParamGroup:
 
     def _use_reduction(self, reduction: GradientReduction | None) -> None:
         self.reduction = reduction
+        self._subjects.clear()
         self.visible.set_linear(())
         if reduction is None or self.runtime is None:
             return
@@ -340,13 +369,30 @@ class ParamGroup:
         """Whether each rank has only terms of some gradients, which are added up over the ranks of another mesh."""
         return self.reduction is not None and bool(self.reduction.partial_sums)
 
-    def invalidate_stale(self) -> None:
-        """Free what is gathered, all or a part, if the shards have changed since, by an optimizer for example."""
-        versions = [param.sharded._version for param in self.params]
-        if (self.ready is not None or self.gather.post_forward_shard is not None) and self._versions != versions:
-            self.gather.drop_post_forward_shard(self._streams.gather)
-            self.reshard()
-        self._versions = versions
+    @property
+    def is_kept(self) -> bool:
+        """Whether something is gathered, all or a part: the same on all ranks."""
+        return self.ready is not None or self.gather.post_forward_shard is not None
+
+    def note_writes(self) -> bool:
+        """Whether the shards were written since the last call, as far as this rank can tell."""
+        before, self._written = self._written, times_written(self.params)
+        return self._written != before
+
+    def differs(self) -> bool:
+        """Whether shards that somebody has had are not what was gathered of them. On the host; a GPU would have to wait.
+
+        Cost: such shards, and this rank's part of what was gathered, are read.
+        """
+        if self.ready is None or not self.gather.needs_launch or self.mesh.device.type != "cpu":
+            return False
+        self.ready.wait(self._streams.compute)
+        return self.visible.differ()
+
+    def free_kept(self) -> None:
+        """Free what is gathered, all or a part."""
+        self.gather.drop_post_forward_shard(self._streams.gather)
+        self.reshard()
 
     # ------------------------------------------------------------------ full parameters, in the order of a step
 
@@ -358,14 +404,20 @@ class ParamGroup:
             self.ready = DONE
             return
         if self.ready is not None and not self.visible.unsharded and not in_backward():
-            self.invalidate_stale()
+            if self.root.calls.phase is GroupPhase.IDLE:
+                free_stale([self])
+            elif self._written[: len(self.params)] != [param.sharded._version for param in self.params]:
+                # Written in this forward, by all ranks alike. Cost: of telling each other, a call for each group.
+                self.note_writes()
+                self.free_kept()
         if self.ready is not None and not self.gather.is_paused:
             return
-        with during(Step.GATHER, self), outside_transforms():
+        with during(Step.GATHER, self), about(self.subject), outside_transforms():
             if self.ready is None:
                 self.ready = self.gather.launch(self._streams.gather, keeps=self._keeps_gathered)
             else:
-                self.gather.resume(self._streams.gather)
+                self.ready = self.gather.resume(self._streams.gather, keeps=self._keeps_gathered)
+                self._readers.clear()  # also a stream that has read it before waits
 
     @property
     def _keeps_gathered(self) -> bool:
@@ -383,18 +435,24 @@ class ParamGroup:
         if self.visible.unsharded and compute in self._readers:
             return
         self._readers[compute] = None
-        with during(Step.WAIT, self):
+        with during(Step.WAIT, self), outside_transforms():
             self.ready.wait(compute)
             self.gather.fill_unsharded(compute)
             if not self.visible.unsharded:
                 self.visible.show_unsharded()
+
+    def keep(self) -> None:
+        """Let what is gathered be this rank's own until it is resharded: from now on ranks use it without meeting."""
+        with outside_transforms():
+            self.gather.keep(self._streams.compute)
 
     def reshard(self) -> None:
         """Let the modules see the shards and free what is gathered. No-op while sharded."""
         if self.ready is None:
             return
         if self.visible.exposed:
-            self.visible.conceal()
+            with outside_transforms():
+                self.visible.conceal()
         self.visible.show_sharded()
         if self.gather.needs_launch:
             # The current stream has waited for streams that were used inside of the modules.
@@ -413,7 +471,7 @@ class ParamGroup:
     def reshard_to_subgroup(self, ranks: int) -> None:
         """Reshard, but keep a part: this rank and its neighbours, `ranks` in all, gather the parameters from each other."""
         if self.ready is not None:
-            with during(Step.KEEP, self), outside_transforms():
+            with during(Step.KEEP, self), about(self.subject), outside_transforms():
                 self.gather.reshard_to_subgroup(ranks, self._streams.gather)
             self.reshard()
 
@@ -445,7 +503,9 @@ class ParamGroup:
         if self.ready is None:
             return
         with during(Step.POST_BACKWARD, self):
-            if self.settings.reshard_after_backward and not is_needed:
+            if self.settings.user_has_unsharded:
+                self.leave_unsharded()
+            elif self.settings.reshard_after_backward and not is_needed:
                 self.reshard()
             else:
                 self.visible.show_sharded()
@@ -459,11 +519,12 @@ class ParamGroup:
         When one more gradient is ready: if it is the last one. Not where parameters may be unused: ranks may then have all
         gradients at different points, and only the end of the module is the same point for all.
         When a call of the module is over: if there is any gradient, or if zeros stand for gradients that other ranks may have.
-        When the backward is over: also for what earlier backwards have left packed.
+        When the backward is over: also for what earlier backwards have left packed. Inside of `unsharded` only then, since ranks
+        may have used different parameters by hand.
 
         reduced: this backward has reduced the group already.
         """
-        if self.reduction is None:
+        if self.reduction is None or (self.settings.user_has_unsharded and progress is not BackwardProgress.BACKWARD_DONE):
             return False
         if progress is BackwardProgress.GRADIENT_READY:
             waits = self.settings.reduce_unused or not self.trainable
@@ -474,6 +535,23 @@ class ParamGroup:
             return self.settings.reduce_unused
         unused = self.settings.reduce_unused and not reduced
         return self.settings.sync_gradients and (self.reduction.needs_reduction or unused)
+
+    def begin_hand_backward(self) -> None:
+        """The backward comes to a node of code outside of the modules that has used the gathered parameters."""
+        if self.runtime is None:
+            raise self.moved_since_forward()
+        self.runtime.begin_backward()
+        self.note_gradients()
+        with during(Step.PRE_BACKWARD, self):
+            self.unshard()
+            self.wait_unsharded()
+
+    def moved_since_forward(self) -> RuntimeError:
+        """The error of a backward whose forward ran before the group left its runtime."""
+        return RuntimeError(
+            f"backward of '{self.name}' (rank {self.mesh.rank}): its parameters have moved to another dtype or "
+            "device since the forward; run the forward again"
+        )
 
     def note_gradients(self) -> None:
         """Note that gradients are made on the current stream, or that it has waited for the one on which they were made."""
@@ -503,10 +581,27 @@ class ParamGroup:
             param.unsharded.grad = None
         return packed
 
+    def about_grads(self, packed: PackedGrads) -> about:
+        """What the reductions of `packed` are for: this group's gradients, of those parameters that have one.
+
+        Cost: a look-up if some have none, such as frozen ones; the words are made once for the same parameters.
+        """
+        positions = packed.positions
+        if len(positions) == len(self.params):
+            return about(self.subject)
+        if positions not in self._subjects:
+            assert self.reduction is not None, "it has packed them"
+            reduced = [self.reduction.params[position].name for position in sorted(positions)]
+            missing = [param.name for param in self.params if param.name not in reduced]
+            word, names = ("without", missing) if len(missing) <= len(reduced) else ("only", reduced)
+            self._subjects[positions] = Subject(f"{self.subject}, {word} {', '.join(names)}", _ADVICE)
+        return about(self._subjects[positions])
+
     def reduce_grads(self, packed: PackedGrads) -> None:
         """Reduce what is packed over the shard ranks."""
         assert self.reduction is not None, "only trainable parameters get gradients"
-        self.reduction.launch(packed, self._streams.reduce)
+        with self.about_grads(packed):
+            self.reduction.launch(packed, self._streams.reduce)
 
     # ------------------------------------------------------------------ after a failure
 
@@ -520,3 +615,24 @@ class ParamGroup:
         self._grad_streams.clear()
         self.gather.drop_post_forward_shard(self._streams.gather)
         self.reshard()
+
+
+def free_stale(groups: Sequence[ParamGroup]) -> None:
+    """Free what is gathered of those of these groups whose shards were written since, on any rank, such as by an optimizer.
+
+    The ranks tell each other, since one may have written its shard alone, or have passed over an empty one. Inside of
+    `unsharded` they run on their own, and only see their own writes.
+    Cost: nothing unless something is kept; then a comparison of 63 bits for each mesh, 13 us between two ranks of a node, and
+    that of `ParamGroup.differs`.
+    """
+    written = {group: group.note_writes() for group in groups}
+    kept = [group for group in groups if group.is_kept]
+    for comm in dict.fromkeys(group.gather_comm for group in kept):
+        shared = [group for group in kept if group.gather_comm is comm and not group.settings.user_has_unsharded]
+        if shared:
+            mine = [written[group] or group.differs() for group in shared]
+            everyone = comm.differing(mine) or [mine]
+            written.update(zip(shared, map(any, zip(*everyone, strict=True)), strict=True))
+    for group in kept:
+        if written[group]:
+            group.free_kept()

@@ -235,14 +235,15 @@ def _split(group: ParamGroup, param: ShardedParam) -> None:
 # ---------------------------------------------------------------------- at a forward
 
 
-def check_registered(group: ParamGroup) -> None:
+def check_registered(group: ParamGroup, *, runs: bool = True) -> None:
     """Raise RuntimeError, when a forward starts, if the modules register something else than this group's parameters.
 
-    From then on the user cannot reach the gathered parameters; what was written to them is kept.
+    From then on the user cannot reach the gathered parameters; what was written to them is kept. runs: it is the group's own
+    modules that run now. Inside of `unsharded`, others around them may use its parameters by hand.
     """
     if not group.visible.as_expected():
         _repair(group)
-    if group.visible.exposed:
+    if group.visible.exposed and (runs or not group.settings.user_has_unsharded):
         group.visible.conceal()
 
 

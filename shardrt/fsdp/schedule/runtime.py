@@ -19,12 +19,13 @@ from ..base.events import Step, during
 from ..base.policy import RootSettings
 from ..memory import context
 from ..memory.buffers import FlatBuffer, Handoff
+from ..params.param import times_written
 from ..reduce.grad_layout import reduce_layout
 from ..reduce.packed import HeldGrads, PackedGrads
 from ..reduce.reduce import GradientReduction
 from . import registered, symmetric_windows
 from .moves import warn_of_unwritten
-from .param_group import ParamGroup
+from .param_group import ParamGroup, free_stale
 from .prefetch import PrefetchQueue
 from .same_batches import FirstBatch
 
@@ -122,7 +123,7 @@ class Runtime(context.Context):
         if self._end is not End.REACHED:
             raise self._did_not_end()
         for group in self.groups:
-            registered.check_registered(group)
+            registered.check_registered(group, runs=group is self.root)
         self._unknown.warn()
         with during(Step.ROOT_PRE_FORWARD):
             self._begin_iteration()
@@ -136,10 +137,13 @@ class Runtime(context.Context):
         self.streams.begin(done)
         if done is not None and any(group.gather.resident for group in self.groups):
             self.streams.compute.wait(done)  # modules read the shards themselves
-        for group in self.groups:
-            group.begin()
+        with outside_transforms():
+            for group in self.groups:
+                group.begin()
+            free_stale(self.groups)
         self._reductions_in_flight = max(group.settings.reductions_in_flight for group in self.groups)
-        self.prefetch.begin(self._settings.prefetch)
+        if not self.root.runs_alone:
+            self.prefetch.begin(self._settings.prefetch)
 
     def _has_allocated(self) -> bool:
         """Whether all lasting memory is allocated, as far as can be told: an optimizer has stepped, or none will.
@@ -154,8 +158,7 @@ class Runtime(context.Context):
 
     def _writes(self) -> int:
         """How often trainable shards were written: also by optimizers whose gradients stay, or are dropped after a forward."""
-        params = [param for group in self.groups for param in group.params if param.sharded.requires_grad]
-        return sum(param.sharded._local_tensor._version for param in params)  # type: ignore[attr-defined]
+        return sum(times_written([param for group in self.groups for param in group.params if param.sharded.requires_grad]))
 
     def end_forward(self, *, until_backward: bool) -> None:
         """The root's forward is over: free what was gathered ahead and not used.
@@ -191,7 +194,8 @@ class Runtime(context.Context):
             self.keeps_gathered |= self.makes_graph
             for group in self.groups:
                 if group.visible.exposed:
-                    group.visible.conceal()
+                    with outside_transforms():
+                        group.visible.conceal()
                 group.follow_requires_grad(reduces=True)
             queue_backward_callback(self._end_backward)
 
@@ -215,7 +219,7 @@ class Runtime(context.Context):
         again = any(packed.keys() & self._to_reduce.keys() for packed, _ in self._in_flight)  # with the same buffers
         with during(Step.RETIRE, *self._to_reduce):
             self._retire(0 if again else self._reductions_in_flight - 1)
-        with torch.no_grad():  # backward(create_graph=True) runs its hooks with gradients enabled
+        with torch.no_grad(), outside_transforms():  # backward(create_graph=True) runs its hooks with gradients enabled
             packed = {group: group.pack_grads() for group in self._to_reduce}
             if sent := {group: grads for group, grads in packed.items() if grads is not None}:
                 self._send(sent)
@@ -244,7 +248,8 @@ class Runtime(context.Context):
         for stream in dict.fromkeys(grads.stream for grads in packed.values()):
             streams.reduce.wait(stream.record())
         for group in [group for group in packed if group.sums_terms] if self._tensor_parallel else ():
-            _reduction(group).sum_terms(packed[group], streams.reduce)
+            with group.about_grads(packed[group]):
+                _reduction(group).sum_terms(packed[group], streams.reduce)
         joint = {group: group.reduce_comm for group in packed if _reduction(group).launches_jointly}
         _launch(packed, joint, lambda group: group.reduce_grads(packed[group]))
         if streams.post_reduce is not streams.reduce:
@@ -254,8 +259,11 @@ class Runtime(context.Context):
     def _reduce_over_replicas(self, packed: dict[ParamGroup, PackedGrads]) -> None:
         replicated = {group: group.all_reduce_comm for group in packed if group.all_reduce_comm is not None}
         joint = {group: ranks for group, ranks in replicated.items() if _reduction(group).launches_jointly_over_replicas}
-        post_reduce = self.streams.post_reduce
-        _launch(replicated, joint, lambda group: _reduction(group).launch_over_replicas(packed[group], post_reduce))
+        _launch(replicated, joint, lambda group: self._launch_over_replicas(group, packed[group]))
+
+    def _launch_over_replicas(self, group: ParamGroup, packed: PackedGrads) -> None:
+        with group.about_grads(packed):
+            _reduction(group).launch_over_replicas(packed, self.streams.post_reduce)
 
     def _retire(self, newest: int) -> None:
         """Free the buffers of all but the `newest` buckets of reductions, once those have run."""
@@ -273,6 +281,8 @@ class Runtime(context.Context):
         self._end = End.REACHED
 
     def _finish_backward(self) -> None:
+        if by_hand := [group for group in self.groups if group.settings.user_has_unsharded]:
+            self._agree_on_gradients(by_hand)
         for group in self.groups:
             if group.reduction_due(BackwardProgress.BACKWARD_DONE, reduced=group in self._reduced):
                 self.reduce(group)
@@ -291,6 +301,21 @@ class Runtime(context.Context):
             self._first_written = self._writes()
         if self._settings.is_last_backward:
             self.settle()
+
+    def _agree_on_gradients(self, groups: Sequence[ParamGroup]) -> None:
+        """Inside of `unsharded`, ranks may use different parameters: give this rank zeros where others have a gradient.
+
+        No-op on a rank without a gradient in these groups; then no rank may have one. Collective on the others.
+        """
+        params = [param for group in groups for param in group.trainable]
+        have = [param.unsharded.grad is not None for param in params]
+        if not any(have) or (answers := self.root.device_mesh.differing(have)) is None:
+            return
+        for group in groups:
+            group.note_gradients()
+        for param, *others in zip(params, *answers, strict=True):
+            if param.unsharded.grad is None and any(others):
+                param.unsharded.grad = torch.zeros_like(param.unsharded)
 
     def settle(self) -> None:
         """Let the caller's stream, where the optimizer runs, see all gradients, and free the buffers of the reductions."""

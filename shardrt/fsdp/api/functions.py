@@ -1,0 +1,86 @@
+"""Custom functions of autograd, `torch.autograd.Function`, that are given parameters of a sharded module that does not run.
+
+Their forward runs without gradients, and their backward makes whatever it likes, so no rule of an operation on a `DTensor` can
+see that each rank makes a gradient of its own. So such a call is a forward of the parameter's module: it gathers, the function
+is given the gathered parameter, and its gradient is averaged. Operators of `torch.library.register_autograd`, and
+`torch.utils.checkpoint(use_reentrant=True)`, are such functions as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from ...tensor.dtensor import DTensor
+from ...tensor.group_registry import group_of
+from ...torch_internals import current_transform, surround_functions
+from ..params.by_hand import GatheredAlias, note_by_hand
+from ..params.param import GatheredParameter, ShardedParam
+from ..schedule.param_group import ParamGroup
+from .module import FSDPModule, run_forward
+
+Function = type[torch.autograd.Function]
+
+
+@functools.cache
+def watch_functions() -> None:
+    """Watch what autograd's functions are given, from the first call on."""
+    surround_functions(_WATCHED.__contains__, _call)
+
+
+_WATCHED = frozenset({DTensor, GatheredParameter, GatheredAlias})
+
+
+def _call(kind: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not torch.is_grad_enabled() or kind.__module__.startswith("shardrt."):
+        return apply(*args, **kwargs)
+    given = {id(param.sharded): (param, group) for param, group in _sharded_among(args)}
+    if given:
+        return _run_as_forward(kind, partial(apply, **kwargs), args, given)
+    out = apply(*args, **kwargs)
+    note_by_hand([arg for arg in args if type(arg) in (GatheredParameter, GatheredAlias)], out)
+    return out
+
+
+def _sharded_among(args: tuple[Any, ...]) -> Iterator[tuple[ShardedParam, ParamGroup]]:
+    for arg in args:
+        if type(arg) is DTensor and arg.requires_grad and isinstance(group := group_of(arg), ParamGroup):
+            yield from ((param, group) for param in group.params if param.sharded is arg)
+
+
+def _run_as_forward(
+    kind: Function,
+    apply: Callable[..., Any],
+    args: tuple[Any, ...],
+    given: dict[int, tuple[ShardedParam, ParamGroup]],
+) -> Any:
+    """Run the function on gathered parameters, in a forward of each module that has one, on the other tensors in `args`."""
+    for param, group in given.values():
+        if param.outer is not None or current_transform() is not None:
+            raise _undefined(kind, param, group)
+    are_inputs = [isinstance(arg, torch.Tensor) and id(arg) not in given for arg in args]
+
+    def run(*inputs: torch.Tensor) -> Any:
+        rest = iter(inputs)
+        others = [next(rest) if is_input else arg for arg, is_input in zip(args, are_inputs, strict=True)]
+        return apply(*(given[id(arg)][0].unsharded if id(arg) in given else arg for arg in others))
+
+    for module in dict.fromkeys(group.modules[0] for _, group in given.values()):
+        run = partial(_forward, cast(FSDPModule, module), run)
+    return run(*(arg for arg, is_input in zip(args, are_inputs, strict=True) if is_input))
+
+
+def _forward(module: FSDPModule, run: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    return run_forward(module, run, inputs, {})
+
+
+def _undefined(kind: Function, param: ShardedParam, group: ParamGroup) -> NotImplementedError:
+    what = "in a transform of torch.func" if param.outer is None else "which is tensor-parallel"
+    return NotImplementedError(
+        f"{kind.__name__}.apply on parameter '{param.name}' of the sharded module '{group.name}' (rank {group.mesh.rank}), "
+        f"{what}: the function would be given this rank's shard, outside of the module's forward; call it inside the forward"
+    )

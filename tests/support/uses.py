@@ -1,0 +1,536 @@
+"""Random uses of a sharded model, each beside one process that does the work of all ranks, in float64.
+
+A seed draws a model, how it is sharded, and what its user does: forwards and backwards in several orders, without and with
+synchronisation; modules that are frozen, skipped, recomputed, gathered by hand; evaluation, generation and transforms in
+between; weights written by several means. Both sides run the same code; the plain one for each rank in turn.
+
+    mpirun -n 3 python tests/support/uses.py FIRST COUNT    runs these seeds until one fails
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[2]
+    sys.path[:0] = [str(root), str(root / "tests" / "support")]
+
+import shardrt
+from ranks import settings_of
+from shardrt.comm import World
+from toys import OddBlock, buckets_of
+
+WIDTHS = (7, 24)  # of small models; a bucket is as large as the second's blocks, or takes them all
+TOLERANCE = 1e-9
+# What is refused by name ends the draw.
+REFUSALS = ("changed while it holds accumulated gradients",)
+
+
+class Refused(Exception):
+    """A use that one process refuses."""
+
+
+# ---------------------------------------------------------------------- the model
+
+
+class Residual(nn.Module):
+    """One matrix, in some of them used twice."""
+
+    def __init__(self, width: int, uses: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.uses = uses
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        for _ in range(self.uses):
+            x = x + torch.tanh(self.inner(x))
+        seen.append(x.square().mean())
+        return x
+
+
+class Adapted(nn.Module):
+    """A frozen matrix with a trainable addition of low rank, which can be disabled."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(width, width), nn.Linear(width, 2), nn.Linear(2, width)
+        self.base.requires_grad_(False)
+        self.enabled = True
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        out = self.base(x)
+        return x + torch.tanh(out + self.up(self.down(x)) if self.enabled else out)
+
+
+class Plain(nn.Module):
+    """A module of odd sizes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = OddBlock(width)
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        return self.inner(x)
+
+
+BLOCKS: dict[str, Callable[[int], nn.Module]] = {
+    "residual": lambda width: Residual(width, 1),
+    "used twice": lambda width: Residual(width, 2),
+    "adapted": Adapted,
+    "odd": Plain,
+}
+
+
+class Net(nn.Module):
+    """Blocks that may be skipped or recomputed."""
+
+    def __init__(self, width: int, kinds: Sequence[str], recomputed: Sequence[str]) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, width)
+        self.blocks = nn.ModuleList(BLOCKS[kind](width) for kind in kinds)
+        self.out = nn.Linear(width, 3)
+        self.recomputed = recomputed
+        self.skipped: frozenset[int] = frozenset()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, seen = self.inp(x), []  # type: ignore[var-annotated]
+        for position, (block, how) in enumerate(zip(self.blocks, self.recomputed, strict=True)):
+            if position not in self.skipped:
+                x = RECOMPUTED[how](block, x, seen if how == "not" else [])
+        return self.out(x) + sum(seen)
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            x = nn.functional.pad(self(x), (0, 2), value=0.5)
+        return x
+
+
+_policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+RECOMPUTED: dict[str, Callable[..., torch.Tensor]] = {
+    "not": lambda block, x, seen: block(x, seen),
+    "all": functools.partial(checkpoint, use_reentrant=False),
+    "selected": functools.partial(checkpoint, use_reentrant=False, context_fn=_policy),
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+}
+
+
+# ---------------------------------------------------------------------- a draw
+
+
+@dataclass
+class Side:
+    """One of the two models, and the ranks whose work it does."""
+
+    model: Any
+    ranks: Sequence[int]
+    own: int
+    optimizer: Any = None
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def sharded(self) -> bool:
+        return isinstance(self.model, shardrt.FSDPModule)
+
+    def forward(self, key: int, skips: Sequence[frozenset[int]]) -> list[torch.Tensor]:
+        """The outputs of a forward, by rank."""
+        outs = []
+        for rank in self.ranks:
+            self.model.skipped = skips[rank]
+            outs.append(self.model(rows(key, rank)))
+        self.model.skipped = frozenset()
+        return outs
+
+    def backward(self, outs: Sequence[list[torch.Tensor]]) -> None:
+        """Raises Refused if one process cannot do it."""
+        loss: Any = sum(out.square().mean() / len(some) for some in outs for out in some)
+        try:
+            loss.backward()
+        except RuntimeError as error:  # such as a recomputation with other parameters frozen
+            if self.sharded:
+                raise
+            raise Refused from error
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+
+def rows(key: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, 5, generator=torch.Generator().manual_seed(97 * key + rank), dtype=torch.float64)
+
+
+class ByData(torch.optim.Optimizer):
+    """Momentum, written through `.data` as many optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault("momentum", torch.zeros_like(param.data)).mul_(0.5).add_(param.grad.data)
+                    param.data.add_(state["momentum"], alpha=-0.05)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, 0.05),
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01, eps=1e-3),
+    "by data": ByData,
+}
+
+
+class Draw:
+    """One seed: a model, its sharding, and a user.   log: what was done, for the report."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.random, self.seed = world, Random(seed), seed
+        self.log: list[str] = []
+        self.key = seed * 1000
+        self.syncs = True
+        choose, count = self.random.choice, self.random.choice((2, 3, 4))
+        kinds = [choose(list(BLOCKS)) for _ in range(count)]
+        recomputed = [choose(("not", "not", "not", "all", "selected", "reentrant")) for _ in range(count)]
+        self.width = choose(WIDTHS)
+        torch.manual_seed(seed)
+        whole = Net(self.width, kinds, recomputed).double()
+        self.per_rank = choose((False, False, True))  # ranks skip different blocks
+        self.plain = Side(whole, range(world.size), world.rank)
+        self.ours = Side(copy.deepcopy(whole), [world.rank], world.rank)
+        self.log.append(f"{kinds} {recomputed} width {self.width}, skips by rank {self.per_rank}")
+        self.shard()
+        make = choose(list(OPTIMIZERS))
+        for side in self.sides:
+            side.optimizer = OPTIMIZERS[make](side.model.parameters())
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.plain, self.ours
+
+    def note(self, text: str) -> None:
+        self.log.append(text)
+
+    def shard(self) -> None:
+        choose, model = self.random.choice, self.ours.model
+        mesh = self.world.mesh if self.world.size < 4 or choose((True, False)) else replicated()
+        shapes: list[Any] = [True, False, None] + [2] * (mesh.shape[-1] == 4)
+        for block in model.blocks:
+            after = choose(shapes)
+            self.note(f"reshard_after_forward {after}")
+            shardrt.fully_shard(block, mesh=mesh, reshard_after_forward=after)
+        if choose((True, False)):
+            shardrt.fully_shard(model.out, mesh=mesh)
+        shardrt.fully_shard(model, mesh=mesh, reshard_after_forward=choose((None, None, False, True)))
+        shardrt.register_fsdp_forward_method(model, "generate")
+        if self.per_rank:
+            model.set_reduce_scatter_unused_params(True)
+        self.prefetch()
+
+    def sharded_modules(self) -> list[Any]:
+        return [module for module in self.ours.model.modules() if isinstance(module, shardrt.FSDPModule)]
+
+    # ------------------------------------------------------------------ settings
+
+    def prefetch(self) -> None:
+        """Lists of modules to gather ahead, as users write them, or any."""
+        choose, blocks = self.random.choice, list(self.ours.model.blocks)
+        how = choose(("recorded", "recorded", "next two", "any"))
+        self.note(f"prefetch {how}")
+        for position, block in enumerate(blocks):
+            if how == "next two":
+                block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 3])
+                block.set_modules_to_backward_prefetch(blocks[max(0, position - 2) : position][::-1])
+            elif how == "any":
+                block.set_modules_to_forward_prefetch(self.random.sample(blocks, self.random.randint(0, 2)))
+                block.set_modules_to_backward_prefetch(self.random.sample(blocks, self.random.randint(0, 2)))
+
+    def set_something(self) -> None:
+        module, value = self.random.choice(self.sharded_modules()), self.random.choice((True, False))
+        names = ("set_reshard_after_forward", "set_reshard_after_backward", "set_unshard_in_backward")
+        name = self.random.choice(names[:2])
+        self.note(f"{name} {value} on {type(module).__name__}")
+        getattr(module, name)(value)
+
+    # ------------------------------------------------------------------ what runs without gradients
+
+    def compare_outputs(self, outs: Sequence[Any], what: str) -> None:
+        close(outs[1], outs[0], f"{what}: the output")
+
+    def evaluate(self) -> None:
+        mode, key = self.random.choice((torch.no_grad, torch.inference_mode)), self.new_key()
+        self.note(f"evaluate in {mode.__name__}")
+        outs = []
+        for side in self.sides:
+            with mode():
+                outs.append(side.model(rows(key, side.own)).clone())
+        self.compare_outputs(outs, "evaluation")
+
+    def generate(self) -> None:
+        steps, key = self.random.randint(1, 2), self.new_key()
+        self.note(f"generate {steps}")
+        self.compare_outputs([side.model.generate(rows(key, side.own), steps) for side in self.sides], "generation")
+
+    def roll_out(self) -> None:
+        """Each rank runs its own number of forwards with all parameters gathered."""
+        counts, key = [self.random.randint(0, 3) for _ in range(self.world.size)], self.new_key()
+        self.note(f"roll out {counts}")
+        x, plain = rows(key, self.plain.own), rows(key, self.plain.own)
+        with torch.no_grad(), shardrt.unsharded(self.ours.model):
+            for _ in range(counts[self.world.rank]):
+                x = nn.functional.pad(self.ours.model(x), (0, 2))
+        with torch.no_grad():
+            for _ in range(counts[self.world.rank]):
+                plain = nn.functional.pad(self.plain.model(plain), (0, 2))
+        self.compare_outputs([plain, x], "rolling out")
+
+    def look(self) -> None:
+        """The parameters of one module, gathered by hand."""
+        index = self.random.randrange(len(self.ours.model.blocks))
+        self.note(f"unshard block {index}")
+        block = self.ours.model.blocks[index]
+        handle = block.unshard(async_op=self.random.choice((True, False)))
+        if handle is not None:
+            handle.wait()
+        for (name, param), plain in zip(block.named_parameters(), self.plain.model.blocks[index].parameters(), strict=True):
+            close(param.detach(), plain.detach(), f"gathered {name}")
+        block.reshard()
+
+    def transform(self) -> None:
+        kind, key = self.random.choice(("jvp", "grad", "vmap")), self.new_key()
+        self.note(f"transform {kind}")
+        outs = []
+        for side in self.sides:
+            x, how = rows(key, side.own), side.model.recomputed
+            side.model.recomputed = ["not"] * len(how)
+            if kind == "jvp":
+                outs.append(torch.func.jvp(side.model, (x,), (x + 1,))[1])
+            elif kind == "grad":
+                outs.append(torch.func.grad(lambda x, model=side.model: model(x).square().sum())(x))
+            else:
+                outs.append(torch.func.vmap(side.model)(x))
+            side.model.recomputed = how
+        self.compare_outputs(outs, f"transform {kind}")
+
+    def reference(self) -> None:
+        """As a policy's reference: the same weights with adapters disabled and frozen."""
+        key = self.new_key()
+        self.note("reference without adapters")
+        outs = []
+        for side in self.sides:
+            adapted = [module for module in side.model.modules() if isinstance(module, Adapted)]
+            for module in adapted:
+                module.enabled = False
+            before = [(p, p.requires_grad) for m in adapted for p in (*m.down.parameters(), *m.up.parameters())]
+            for param, _ in before:
+                param.requires_grad_(False)
+            with torch.no_grad():
+                outs.append(side.model(rows(key, side.own)))
+            for param, wanted in before:
+                param.requires_grad_(wanted)
+            for module in adapted:
+                module.enabled = True
+        self.compare_outputs(outs, "the reference")
+
+    # ------------------------------------------------------------------ writes
+
+    def write(self) -> None:
+        """Weights written by one of several means, all or one."""
+        way = self.random.choice(tuple(WRITES))
+        names = sorted(self.plain.named)
+        chosen = names if self.random.choice((True, False)) else [self.random.choice(names)]
+        self.note(f"write {way} to {len(chosen)}")
+        for side in self.sides:
+            params = side.named
+            with torch.no_grad():
+                for name in chosen:
+                    WRITES[way](params[name])
+
+    def swap(self) -> None:
+        """Exchange the weights with their averages, evaluate, and back."""
+        key, outs = self.new_key(), []
+        self.note("swap")
+        for side in self.sides:
+            with torch.no_grad():
+                for name, param in side.named.items():
+                    side.averages.setdefault(name, param.detach().clone()).mul_(0.5).add_(param.detach(), alpha=0.5)
+                for name, param in side.named.items():
+                    param.data, side.averages[name] = side.averages[name], param.data
+                outs.append(side.model(rows(key, side.own)))
+                for name, param in side.named.items():
+                    param.data, side.averages[name] = side.averages[name], param.data
+        self.compare_outputs(outs, "averages")
+
+    def freeze(self) -> None:
+        """Freeze or thaw a block, or all."""
+        blocks = len(self.plain.model.blocks)
+        which, value = self.random.randrange(blocks + 1), self.random.choice((True, False))
+        self.note(f"requires_grad of {which} {value}")
+        for side in self.sides:
+            module = side.model if which == blocks else side.model.blocks[which]
+            for name, param in module.named_parameters():
+                if ".base." not in f".{name}":
+                    param.requires_grad_(value)
+
+    # ------------------------------------------------------------------ training
+
+    def new_key(self) -> int:
+        self.key += 1
+        return self.key
+
+    def skips(self) -> list[frozenset[int]]:
+        """The blocks that each rank skips in a forward: usually none."""
+        size, blocks = self.world.size, range(len(self.plain.model.blocks))
+
+        def some() -> frozenset[int]:
+            return frozenset(b for b in blocks if self.random.random() < 0.4)
+
+        if self.per_rank:
+            return [some() for _ in range(size)]
+        return [some() if self.random.random() < 0.2 else frozenset()] * size
+
+    def between(self, most: int = 1) -> None:
+        """Something that a user does between forwards and backwards."""
+        choices = (self.evaluate, self.generate, self.reference, self.roll_out, self.transform, self.freeze, self.look)
+        for _ in range(self.random.randint(0, most)):
+            self.random.choice(choices)()
+
+    def micro_batch(self) -> None:
+        """One or two forwards, then one backward of both, or one of each."""
+        outs: dict[bool, list[list[torch.Tensor]]] = {True: [], False: []}
+        for _ in range(self.random.choice((1, 1, 2))):
+            key, skips = self.new_key(), self.skips()
+            self.note(f"forward {key} {[sorted(s) for s in skips]}")
+            if self.random.random() < 0.2:
+                self.random.choice(list(self.ours.model.blocks)).unshard(async_op=True)
+                self.note("one gathered ahead")
+            for side in self.sides:
+                outs[side.sharded].append(side.forward(key, skips))
+            self.compare_outputs([outs[False][-1][self.world.rank], outs[True][-1][0]], "forward")
+            self.between()
+        together = self.random.choice((True, False))
+        order = list(range(len(outs[True])))
+        self.random.shuffle(order)
+        for backward in [order] if together else [[position] for position in order]:
+            self.note(f"backward {backward}")
+            for side in self.sides:
+                chosen = [outs[side.sharded][position] for position in backward]
+                if any(out.requires_grad for some in chosen for out in some):
+                    side.backward(chosen)
+            if self.random.random() < 0.2:
+                self.between()
+
+    def step(self) -> None:
+        micros = self.random.choice((1, 1, 2))
+        for micro in range(micros):
+            self.ours.model.set_requires_gradient_sync(micro == micros - 1)
+            self.micro_batch()
+        self.check("after backward")
+        self.between()
+        for side in self.sides:
+            if self.steps:
+                side.optimizer.step()
+            side.optimizer.zero_grad(set_to_none=self.sets_to_none)
+        self.check("after the optimizer")
+
+    def check(self, when: str) -> None:
+        for (name, plain), ours in zip(self.plain.named.items(), self.ours.model.parameters(), strict=True):
+            assert isinstance(ours, shardrt.DTensor), f"{name} {when}: sees {type(ours).__name__}"
+            close(ours.detach().full_tensor(), plain.detach(), f"{name} {when}")
+            if plain.grad is None and self.per_rank and ours.grad is not None:
+                plain.grad = torch.zeros_like(plain)  # zeros stand for gradients that other ranks may have
+            if plain.grad is None:
+                assert ours.grad is None, f"{name} {when}: a gradient on the sharded side only"
+            else:
+                assert ours.grad is not None, f"{name} {when}: no gradient"
+                close(ours.grad.full_tensor(), plain.grad, f"gradient of {name} {when}")
+
+    def run(self) -> None:
+        """Some steps, with something in between."""
+        others = (self.evaluate, self.generate, self.write, self.swap, self.freeze, self.roll_out, self.transform)
+        others += (self.set_something, self.prefetch, self.look, self.reference)
+        for _ in range(self.random.randint(2, 3)):
+            for _ in range(self.random.randint(0, 2)):
+                self.random.choice(others)()
+            self.steps, self.sets_to_none = self.random.random() < 0.8, self.random.random() < 0.8
+            self.step()
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "p.mul_": lambda p: p.mul_(0.9),
+    "p.data.mul_": lambda p: p.data.mul_(0.9),
+    "p.data =": lambda p: setattr(p, "data", p.data * 0.9),
+    "p.data.copy_": lambda p: p.data.copy_(p.detach() * 0.9),
+    "foreach": lambda p: torch._foreach_mul_([p.data], 0.9),  # type: ignore[attr-defined]
+}
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
+
+
+@functools.cache
+def replicated() -> Any:
+    """Two replicas of two shards."""
+    return shardrt.init_device_mesh((2, 2), ("replicate", "shard"))
+
+
+@contextlib.contextmanager
+def surroundings(world: World, random: Random) -> Iterator[str]:
+    """One of the sizes of a bucket, and node memory or none."""
+    bucket, node_memory = random.choice((0, 3000, 1 << 20)), random.random() < 0.6
+    with buckets_of(bucket), settings_of(world, node_memory=node_memory):
+        yield f"bucket {bucket}, node memory {node_memory}"
+
+
+def run(world: World, seed: int) -> bool:
+    """One draw. Returns: False if its user was refused.   Raises AssertionError or what else went wrong, with the draw's log."""
+    draw: Draw | None = None
+    with surroundings(world, Random(-1 - seed)) as where:
+        try:
+            draw = Draw(world, seed)
+            draw.run()
+        except Exception as error:
+            if isinstance(error, Refused) or any(text in str(error) for text in REFUSALS):
+                return False
+            log = "\n  ".join(draw.log if draw else ())
+            raise AssertionError(f"seed {seed} on {world.size} ranks, {where}: {error}\n  {log}") from error
+    return True
+
+
+def main(first: int, count: int) -> int:
+    world, refused = shardrt.init("cpu"), 0
+    torch.set_num_threads(1)
+    for seed in range(first, first + count):
+        if world.rank == 0:
+            print(f"at seed {seed}", flush=True)
+        try:
+            refused += not run(world, seed)
+            bad = ""
+        except AssertionError as error:
+            bad = f"{error}\n" + "".join(traceback.format_exception(error.__cause__)[-6:])
+        if any(found := world.comm.exchange(bad)):
+            print(next(text for text in found if text) if world.rank == 0 else "", flush=True)
+            return 1
+    if world.rank == 0:
+        print(f"{count} draws on {world.size} ranks, {refused} of them refused by name", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
