@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from ...comm import Event, Stream, current_stream
-from ...torch_internals import in_backward
+from ...torch_internals import in_backward, nodes_made
 from ..base.autograd import GroupPhase
-from ...torch_internals import nodes_made
 from ..base.events import Step, during
 from ..base.policy import CustomAllGather, CustomReduceScatter, PrefetchPolicy, RootSettings
 from ..schedule import hooks, moves, registered

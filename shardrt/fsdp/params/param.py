@@ -266,7 +266,8 @@ class ShardedParam:
 class GatheredParameter(nn.Parameter):
     """The class of an unsharded parameter while the user can reach it, such as between a forward and its backward.
 
-    Assignments to its `data` and in-place writes are passed on to the sharded parameter. Its group is told of operations on it.
+    Assignments to its `data` and `requires_grad`, and in-place writes, are passed on to the sharded parameter. Its group is told
+    of operations on it.
     """
 
     sharded: DTensor | None = None  # a copy has none
@@ -291,11 +292,13 @@ class GatheredParameter(nn.Parameter):
     @property
     def requires_grad(self) -> bool:
         """As that of the sharded parameter, which both get."""
-        return requires_grad(self if self.sharded is None else self.sharded)
+        with as_plain_tensors():
+            return requires_grad(self if self.sharded is None else self.sharded)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        with as_plain_tensors():
+            torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
         if self.sharded is not None:
             self.sharded.requires_grad = value
 

@@ -88,7 +88,7 @@ class GradientReduction:
         buffers: BufferMaker,
         comm_buffer: CommBuffer | None = None,
     ) -> None:
-        """params: all of the group's.   chosen: those that take part, in order.   dtype: that in which gradients are reduced."""
+        """params: all of the group's.   chosen: those that take part, in order.   dtype: of the reduction."""
         trainable = [index for index, param in enumerate(params) if param in chosen]
         self.params = [params[index] for index in trainable]
         self._comm, self._replicas, self._settings, self._dtype = comm, replicas, settings, dtype

@@ -100,18 +100,22 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
     tensors = tensors_in(output)
     if group.calls.given is not None:
         tensors = [*_take_back(group), *tensors]
-    is_watched = False
-    if torch.is_grad_enabled() or made_nodes:
-        if not torch.is_grad_enabled():
-            group.calls.forward_call = ForwardCall()  # under no_grad, and the module has enabled gradients: no input is watched
-        call = group.calls.forward_call
-        is_watched = runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
-        if call.inputs and not tensors:
-            _check_output_type(group, output)
+    is_watched = (torch.is_grad_enabled() or made_nodes) and _watch_outputs(runtime, group, output, tensors)
     if not in_backward():
         runtime.recorded = made_nodes or is_watched
         _end_forward(runtime, group, module, tensors, is_watched=is_watched)
     return output
+
+
+def _watch_outputs(runtime: Runtime, group: ParamGroup, output: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Returns: whether a backward may come back to one of these tensors in the output."""
+    if not torch.is_grad_enabled():  # the module has enabled them itself; its inputs are not watched
+        group.calls.forward_call = ForwardCall()
+    call = group.calls.forward_call
+    is_watched = runtime.watcher.watch_outputs(call, partial(_pre_backward, group, call), tensors)
+    if call.inputs and not tensors:
+        _check_output_type(group, output)
+    return is_watched
 
 
 def _take_back(group: ParamGroup) -> list[torch.Tensor]:

@@ -177,7 +177,7 @@ class Runtime(context.Context):
     def leave_forward(self, group: ParamGroup, *, is_last: bool) -> None:
         """A module of `group` has run. is_last: so have the others of the group."""
         group.calls.move(GroupPhase.IDLE, group)
-        used_next = not group.runs_alone and self.prefetch.forward_ends(group, self.recorded)
+        used_next = not group.runs_alone and self.prefetch.forward_ends(group, has_graph=self.recorded)
         if is_last and group.reshards_after_forward and not used_next and not self.keeps_gathered:
             group.finish_forward()
         if is_last and group.ready is not None:
