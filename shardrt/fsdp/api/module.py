@@ -115,7 +115,10 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Leave parameters gathered after a backward (False), for the next microbatch; an optimizer step frees them.
 
-        A change of shards in place through `.data` or `to_local()` is not noticed: call `reshard()` after it.
+        So does any other write to shards, through `.data` or `to_local()` too, on one rank or on all: a forward that finds
+        parameters gathered asks the other ranks. On a GPU, writes that torch does not see, by `to_local().data` or a kernel of
+        your own outside of an optimizer's step, are not noticed: call `reshard()` after them; so on the host for those by
+        `_local_tensor`.
         """
         for settings in self._settings(recurse):
             settings.reshard_after_backward = reshard_after_backward
@@ -406,7 +409,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     Ranks may then run different numbers of forwards without gradients, or different parts of the model, for example to generate
     texts of different lengths. Entering is collective, leaving is not.
     Cost: the memory of all parameters in their compute dtypes. If parameters are written to inside, the next forward gathers
-    them again, which is collective.   Raises ValueError if no module is sharded.
+    them again, which is collective: write on all ranks, through the parameters.   Raises ValueError if no module is sharded.
     """
     sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
     if not sharded:
