@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from ..comm import DeviceMesh, ReduceOp, current_mesh
 from ..comm.calls import about
 from ..torch_internals import OpOverload, disabled_torch_function
-from . import snapshots
+from . import aliases, snapshots
 from .group_registry import group_of
 from .inference_mode import outside_inference_mode, run_in_inference_mode
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
@@ -56,7 +56,7 @@ class DTensor(torch.Tensor):
 
     # Cost: a for-loop optimizer creates two per parameter and step.
     __slots__ = ("_aliases", "_grad_hook", "_local_tensor", "spec")
-    _aliases: list[ref[DTensor]]  # what was detached from it, or from these, if anything was: one list for all of them
+    _aliases: list[ref[DTensor]]  # see `aliases.py`
     _grad_hook: Any  # the hook of a leaf that has required a gradient, see `_set_requires_grad`
     _local_tensor: torch.Tensor
     spec: Spec
@@ -215,13 +215,9 @@ class DTensor(torch.Tensor):
         if torch.is_inference_mode_enabled() and not self.is_inference():
             with torch.inference_mode(False):
                 return self.detach()
-        made = torch.Tensor.detach(self)
+        made: DTensor = torch.Tensor.detach(self)  # type: ignore[assignment]
         made._local_tensor = self._local_tensor.detach()  # shares its version, as what a rule detaches does not
-        known = getattr(self, "_aliases", None)
-        if known is None:
-            known = self._aliases = []
-        known[:] = [*(each for each in known if each() is not None), ref(made)]
-        made._aliases = known
+        aliases.note(self, made)
         return made
 
     @property
@@ -241,14 +237,11 @@ class DTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, DTensor) and value.dtype != self.dtype and value.spec == self.spec and self.full_name is None:
-            self._leave_aliases()
+            aliases.leave(self)
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
             self._local_tensor = value._local_tensor
             increment_version(self)
             return
-        known = getattr(self, "_aliases", None)
-        if isinstance(value, DTensor) and value.spec is self.spec and self._shares_memory(value):
-            return  # the values are there
         name = "a DTensor" if self.full_name is None else f"parameter '{self.full_name}'"
         if value.shape != self.shape or value.dtype != self.dtype:
             raise ValueError(
@@ -263,48 +256,22 @@ class DTensor(torch.Tensor):
                 shard = redistribute(value._local_tensor, value.spec, self.spec.placements)
             else:
                 shard = self.spec.local_shard(value.full_tensor() if isinstance(value, DTensor) else value)
-            if known is not None and not self._part():
-                self._local_tensor = _copied(shard)
-                return
+            self._assign(shard)
+        increment_version(self)  # the new version makes the next forward gather again
+
+    def _assign(self, shard: torch.Tensor) -> None:
+        if aliases.same_memory(self._local_tensor, shard):
+            return
+        if aliases.keep_values(self):
             snapshots.wait_to_write([self._local_tensor])
             self._local_tensor.copy_(shard)
-        increment_version(self)  # the new version makes the next forward gather again
+        else:
+            self._local_tensor = aliases.copied(shard)
 
     def move_to(self, other: DTensor) -> None:
         """Be in the memory of another tensor from now on, and lie over the ranks as it does."""
-        self._leave_aliases()
+        aliases.leave(self)
         self._local_tensor, self.spec = other._local_tensor, other.spec
-
-    def _leave_aliases(self) -> tuple[bool, list[DTensor]]:
-        """Forget what shares the memory. Returns: whether this tensor was detached from another one, and the others."""
-        known = getattr(self, "_aliases", [])
-        found = [alias for each in known if (alias := each()) is not None]
-        others = [alias for alias in found if alias is not self]
-        known[:] = map(ref, others)
-        self._aliases = []
-        return len(others) < len(found), others
-
-    def _shares_memory(self, other: DTensor) -> bool:
-        """For two of one spec. Empty shards do."""
-        return self._local_tensor.data_ptr() == other._local_tensor.data_ptr()
-
-    def _part(self) -> bool:
-        """Before values are assigned: let others that share the memory keep what is there, in memory of their own.
-
-        A parameter stays where it is: what others read there, and what is gathered, is its memory. Returns False if this tensor
-        is to take other memory itself. Cost: a copy of the shard, if any other one is alive.
-        """
-        is_alias, others = self._leave_aliases()
-        if is_alias and not isinstance(self, nn.Parameter):
-            return False
-        moved = [each for each in others if not isinstance(each, nn.Parameter) and self._shares_memory(each)]
-        if moved:
-            kept = _copied(self._local_tensor)
-            for alias in moved:
-                if type(alias._local_tensor) is torch.Tensor:
-                    alias._local_tensor.data = kept  # who has asked for it keeps the values as well
-                alias._local_tensor = kept.detach()
-        return True
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -377,12 +344,6 @@ class DTensor(torch.Tensor):
             f"a DTensor (of shape {tuple(self.shape)}) cannot be pickled, since a rank holds only its shard: call "
             "full_tensor() on every rank, and torch.save a state dict of the full tensors on one rank"
         )
-
-
-def _copied(local: torch.Tensor) -> torch.Tensor:
-    """A copy that counts as written when it is, in inference mode too."""
-    with torch.inference_mode(False), torch.no_grad():
-        return local.clone()
 
 
 def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:

@@ -16,6 +16,7 @@ from ranks import on_ranks, with_copies
 from shardrt import DTensor
 from shardrt.comm import World
 
+
 def with_and_without_copies(body: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(body)
     def run(world: World, **parameters: Any) -> None:
@@ -305,5 +306,5 @@ def test_storages_cannot_be_exchanged(world: World) -> None:
         shardrt.fully_shard(model)
         with pytest.raises(RuntimeError, match="Cannot swap"):
             torch.utils.swap_tensors(model.weight, nn.Parameter(model.weight.detach().clone()))
-        with pytest.raises(NotImplementedError, match="set_.*parameter 'weight'"), torch.no_grad():
+        with pytest.raises(NotImplementedError, match=r"set_.*parameter 'weight'"), torch.no_grad():
             model.weight.set_(torch.ones(4, 4))

@@ -120,7 +120,10 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Leave parameters gathered after a backward (False), for the next microbatch; an optimizer step frees them.
 
-        A change of shards in place through `.data` or `to_local()` is not noticed: call `reshard()` after it.
+        So does any other write to shards, through `.data` or `to_local()` too, on one rank or on all: a forward that finds
+        parameters gathered asks the other ranks. On a GPU, writes that torch does not see, by `to_local().data` or a kernel of
+        your own outside of an optimizer's step, are not noticed: call `reshard()` after them; so on the host for those by
+        `_local_tensor`.
         """
         for settings in self._settings(recurse):
             settings.reshard_after_backward = reshard_after_backward
@@ -424,8 +427,8 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     Parameters may be used by hand. Their gradients are averaged when a backward ends, here or later; one that begins later
     gathers what it needs. A parameter whose gradient some ranks lack counts as zero there; each rank must have one of some.
     Cost: the memory of all parameters in their compute dtypes; gradients are not reduced before a backward ends, and ranks
-    compare which they have. If parameters are written to inside, the next forward gathers
-    them again, which is collective.   Raises ValueError if no module is sharded.
+    compare which they have. If parameters are written to inside, the next forward gathers them again, which is collective:
+    write on all ranks, through the parameters.   Raises ValueError if no module is sharded.
     """
     sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
     if not sharded:
