@@ -116,7 +116,7 @@ def surround_functions(is_watched: Callable[[type], bool], call: Callable[..., A
                 return call(kind, run, args, kwargs)
         return run(*args, **kwargs)
 
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[method-assign]
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
 
 
 _HookGetter = Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]

@@ -294,7 +294,7 @@ class DTensor(torch.Tensor):
                 'it would never be called; use mode="any", or register_post_accumulate_grad_hook or register_hook on each '
                 "parameter, which are called with sharded gradients once they are reduced"
             )
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+        return super().register_hook(hook)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor(shape={tuple(self.shape)}, {self.spec.placements}, local={self._local_tensor})"
@@ -402,7 +402,7 @@ def _leaf_grad(grad: torch.Tensor, leaf: DTensor | None) -> torch.Tensor:
         return grad
     if not isinstance(grad, DTensor) and group_of(leaf) is not None:
         # Plain tensors take part in what makes it, which each rank may have of its own. Cost: a reduce-scatter.
-        grad = _FromLocal.apply(grad, leaf.spec.moved([Partial("avg")] * leaf.spec.mesh.ndim))
+        grad = _FromLocal.apply(grad, leaf.spec.moved([Partial(ReduceOp.AVG)] * leaf.spec.mesh.ndim))
     return _redistribute_grad(grad, leaf.spec.of_gradient())
 
 

@@ -49,7 +49,7 @@ def _call(kind: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwar
 def _sharded_among(args: tuple[Any, ...]) -> Iterator[tuple[ShardedParam, ParamGroup]]:
     for arg in args:
         if type(arg) is DTensor and arg.requires_grad and isinstance(group := group_of(arg), ParamGroup):
-            yield from ((param, group) for param in group.params if param.sharded is arg)
+            yield from ((param, group) for param in group.params if cast(object, param.sharded) is arg)
 
 
 def _run_as_forward(
