@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from weakref import ref
 
 import torch
-from torch import is_grad_enabled, is_inference_mode_enabled, nn
+from torch import is_grad_enabled, is_inference_mode_enabled
 from torch.autograd.graph import increment_version
 
 from ..comm import DeviceMesh, ReduceOp, current_mesh

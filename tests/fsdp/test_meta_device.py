@@ -84,7 +84,7 @@ def test_buffers_that_are_others_on_some_ranks(world: World) -> None:
     options = {"dtype": torch.float64}, {"persistent": True}, {"rows": 4}
     texts = "table.*torch.float64", "table.*of shape.*, persistent", "blocks.0.saved.*of shape"
     for others, text in zip(options, texts, strict=True):
-        model = shard_blocks(Buffered(**(others if world.rank == last else {})))  # type: ignore[arg-type]
+        model = shard_blocks(Buffered(**(others if world.rank == last else {})))
         with pytest.raises(ValueError, match=rf"first forward of 'Buffered': buffer '{text}.* on rank {last}"):
             model(x)
     model = shard_blocks(Buffered())

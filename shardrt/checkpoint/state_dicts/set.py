@@ -23,11 +23,11 @@ from ...tensor.optimizer_state import elementwise_keys
 from ...tensor.placement import Spec
 from ...tensor.snapshots import wait_to_write
 from ..errors import agreed
-from ..loading.several_names import Twins, same_bits, settle
 from ..state.dtypes import sentence
 from ..state.models import match, materialise, named_tensors, take_back
 from ..state.names import LoadedKeys, ParameterNames, cleaner
 from ..state.optimizers import SavedState, common_hyperparameters, first_of, numbered, saved_state, skips
+from ..state.several_names import Twins, same_bits, settle
 from ..state.trees import key_of, mapped
 from .get import Optimizers, StateDictOptions, as_list, copied
 
@@ -162,7 +162,7 @@ def _set_model(
 def _alike(state: Mapping[str, Any], twins: Twins) -> bool:
     """Whether this rank's parts of two tensors are the same; rank 0 compares what it will send. Collective if sharded."""
     given = [state[twins.name], state[twins.other]]
-    values = [each.value if isinstance(each, _Sent) else each for each in given]
+    values: list[Any] = [each.value if isinstance(each, _Sent) else each for each in given]
     if values[0] is values[1]:  # also where this rank has none
         return True
     sent = any(isinstance(each, _Sent) for each in given)
