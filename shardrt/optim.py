@@ -23,6 +23,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
     *,
     pp_mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
@@ -35,6 +36,7 @@ def clip_grad_norm_(
         the parameters' meshes, also if those of one replica alone are not finite. It names the first such parameters and the
         ranks that hold those parts of the gradients, which are averages over the ranks already. Plain parameters have no mesh:
         without any sharded one, a rank may raise alone.
+    foreach: makes no difference: gradients are scaled in lists.
     pp_mesh: the ranks that have the parameters of other pipeline stages, such as `mesh["pp"]`. The norm is then of the
         gradients of all stages, and error_if_nonfinite raises on the ranks of all, whichever stage it is. A parameter that is
         on several stages counts on each.

@@ -256,15 +256,15 @@ class FSDPModule:
         for settings in self._settings(recurse=False):
             settings.symmetric = True
 
-    def set_custom_all_gather(self, all_gather: CustomAllGather) -> None:
+    def set_custom_all_gather(self, comm: CustomAllGather) -> None:
         """Gather with this, into memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
         self._check_no_forward("set_custom_all_gather")
-        self._only_group("set_custom_all_gather").settings.all_gather = all_gather
+        self._only_group("set_custom_all_gather").settings.all_gather = comm
 
-    def set_custom_reduce_scatter(self, reduce_scatter: CustomReduceScatter) -> None:
+    def set_custom_reduce_scatter(self, comm: CustomReduceScatter) -> None:
         """Reduce with this, from memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
         self._check_no_forward("set_custom_reduce_scatter")
-        self._only_group("set_custom_reduce_scatter").settings.reduce_scatter = reduce_scatter
+        self._only_group("set_custom_reduce_scatter").settings.reduce_scatter = comm
 
     def set_post_optim_event(self, event: Event) -> None:
         """Let the next forward's gathers, and no later ones, wait for `event`, not for the current stream. Call it on the root.
