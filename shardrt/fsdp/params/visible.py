@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ...torch_internals import outside_transforms
 from .in_place import LinearWeight, Place, computes_in_place
 from .param import Attributes, GatheredParameter, ShardedParam
 
@@ -107,9 +108,10 @@ class VisibleParams:
         """
         versions = [param._version for param in self._plain]
         if versions != self._versions:
-            for watched, version, known in zip(self._watched, versions, self._versions, strict=True):
-                if version != known:
-                    watched.keep_writes()
+            with outside_transforms():
+                for watched, version, known in zip(self._watched, versions, self._versions, strict=True):
+                    if version != known:
+                        watched.keep_writes()
         # Cost: operations on a subclass take 0.2 us longer, so inside forward and backward the parameters are plain.
         # Hazard: a weight whose forward had a place keeps it in a recomputation: selective checkpoints compare operations.
         for param in self._plain:

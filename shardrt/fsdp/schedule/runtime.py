@@ -170,7 +170,11 @@ class Runtime(context.Context):
             self.streams.gather.synchronize()  # the caller may write to the shards, on the host
 
     def gather_ahead(self, groups: list[ParamGroup], step: Step) -> None:
-        """Start to gather groups that the prefetch queue has named. step: FORWARD_PREFETCH or BACKWARD_PREFETCH."""
+        """Start to gather groups that the prefetch queue has named. step: FORWARD_PREFETCH or BACKWARD_PREFETCH.
+
+        Those that a user has named may be of another root, which has made no buffers before its first forward.
+        """
+        groups = [group for group in groups if group.runtime is not None]
         if groups:
             with during(step, *groups), outside_transforms():
                 joint = {group: group.gather_comm for group in groups if group.gather.joint}
@@ -187,8 +191,7 @@ class Runtime(context.Context):
             self.keeps_gathered |= self.makes_graph
             for group in self.groups:
                 if group.visible.exposed:
-                    with outside_transforms():
-                        group.visible.conceal()
+                    group.visible.conceal()
             queue_backward_callback(self._end_backward)
 
     def _did_not_end(self) -> RuntimeError:
