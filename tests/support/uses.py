@@ -499,7 +499,7 @@ def surroundings(world: World, random: Random) -> Iterator[str]:
 
 
 def run(world: World, seed: int) -> bool:
-    """One draw. Returns: False if its user was refused.   Raises AssertionError or what else went wrong, with the draw's log."""
+    """One draw. Returns: False if its user was refused.   Raises AssertionError for whatever went wrong, with the log."""
     draw: Draw | None = None
     with surroundings(world, Random(-1 - seed)) as where:
         try:

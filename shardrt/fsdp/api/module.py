@@ -134,14 +134,22 @@ class FSDPModule:
             settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """When this module's forward starts, gather these ahead, instead of what the recorded order says."""
+        """When this module's forward starts, gather these ahead, instead of what the recorded order says.
+
+        Those of another root from its first forward on.   Raises ValueError for a module that is not sharded.
+        """
+        ahead = groups_of(_sharded(modules, f"set_modules_to_forward_prefetch on '{self.param_group.name}'"))
         for settings in self._settings(recurse=False):
-            settings.forward_prefetch = groups_of(modules)
+            settings.forward_prefetch = ahead
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """When this module's backward starts, gather these ahead, instead of what the recorded order says."""
+        """When this module's backward starts, gather these ahead, instead of what the recorded order says.
+
+        Those of another root from its first forward on.   Raises ValueError for a module that is not sharded.
+        """
+        ahead = groups_of(_sharded(modules, f"set_modules_to_backward_prefetch on '{self.param_group.name}'"))
         for settings in self._settings(recurse=False):
-            settings.backward_prefetch = groups_of(modules)
+            settings.backward_prefetch = ahead
 
     def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
         """Set how far to gather ahead where no modules are named. Call it on the root."""
@@ -458,6 +466,12 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 
     Raises ValueError for a module that is not sharded.
     """
+    _sharded(modules, "share_comm_ctx")
+
+
+def _sharded(modules: Sequence[FSDPModule], call: str) -> Sequence[FSDPModule]:
+    """The same modules. Raises ValueError, which names the call, for one that is not sharded."""
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"share_comm_ctx: '{type(module).__name__}' is not sharded")
+            raise ValueError(f"{call}: '{type(module).__name__}' is not sharded")
+    return modules

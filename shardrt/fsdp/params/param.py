@@ -266,8 +266,8 @@ class ShardedParam:
 class GatheredParameter(nn.Parameter):
     """The class of an unsharded parameter while the user can reach it, such as between a forward and its backward.
 
-    Assignments to its `data` and `requires_grad`, and in-place writes, are passed on to the sharded parameter. Its group is told
-    of operations on it.
+    Assignments to its `data` and `requires_grad`, and in-place writes, are passed on to the sharded parameter. Its group is
+    told of operations on it.
     """
 
     sharded: DTensor | None = None  # a copy has none

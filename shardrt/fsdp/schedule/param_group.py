@@ -452,8 +452,7 @@ class ParamGroup:
         if self.ready is None:
             return
         if self.visible.exposed:
-            with outside_transforms():
-                self.visible.conceal()
+            self.visible.conceal()
         self.visible.show_sharded()
         if self.gather.needs_launch:
             # The current stream has waited for streams that were used inside of the modules.

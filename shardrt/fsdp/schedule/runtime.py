@@ -59,7 +59,9 @@ class Runtime(context.Context):
     _in_flight: deque[tuple[Mapping[ParamGroup, PackedGrads], Sequence[Handoff]]]
     _reductions_in_flight: int  # the most buckets in flight; written when an iteration begins
     _reduced: set[ParamGroup]  # groups that were reduced in this backward
-    recorded: bool  # the forward that ended last, of any module, has made nodes of a graph; written by begin_forward() and hooks.post_forward
+    recorded: (
+        bool  # the forward that ended last, of any module, has made nodes of a graph; written by `hooks` and begin_forward()
+    )
     _forwards: int  # how many have begun so far
     _first_written: int | None  # `_writes()` when the first backward ended
     _end: End
@@ -200,7 +202,11 @@ class Runtime(context.Context):
             self.streams.gather.synchronize()  # the caller may write to the shards, on the host
 
     def gather_ahead(self, groups: list[ParamGroup], step: Step) -> None:
-        """Start to gather groups that the prefetch queue has named. step: FORWARD_PREFETCH or BACKWARD_PREFETCH."""
+        """Start to gather groups that the prefetch queue has named. step: FORWARD_PREFETCH or BACKWARD_PREFETCH.
+
+        Those that a user has named may be of another root, which has made no buffers before its first forward.
+        """
+        groups = [group for group in groups if group.runtime is not None]
         if groups:
             with during(step, *groups), outside_transforms():
                 joint = {group: group.gather_comm for group in groups if group.gather.joint}
@@ -219,8 +225,7 @@ class Runtime(context.Context):
                 self.turns.backward.restart()
             for group in self.groups:
                 if group.visible.exposed:
-                    with outside_transforms():
-                        group.visible.conceal()
+                    group.visible.conceal()
                 group.follow_requires_grad(reduces=True)
             queue_backward_callback(self._end_backward)
 
