@@ -412,7 +412,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     """Inside the block, all sharded modules in `module`, itself included, stay gathered: forwards communicate nothing.
 
     Ranks may then run different numbers of forwards without gradients, or different parts of the model, for example to generate
-    texts of different lengths. Entering is collective, leaving is not.
+    texts of different lengths, also while a loss waits for its backward. Entering is collective, leaving is not.
     Cost: the memory of all parameters in their compute dtypes. If parameters are written to inside, the next forward gathers
     them again, which is collective.   Raises ValueError if no module is sharded.
     """
