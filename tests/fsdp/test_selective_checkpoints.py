@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks, of which some are recomputed: where and by what policy is up to `way`."""
 
-    way: Callable[[Any, Any, torch.Tensor], torch.Tensor]
+    way: ClassVar[Any]  # a function of the net, of what recomputes, and of tokens
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,7 +54,8 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
 
     def forward(self, tokens: torch.Tensor, again: Callable[..., torch.Tensor]) -> torch.Tensor:
-        return self.way(again, tokens).square().mean()
+        out: torch.Tensor = self.way(again, tokens)
+        return out.square().mean()
 
 
 def each(net: Net, again: Any, tokens: torch.Tensor) -> torch.Tensor:
