@@ -268,6 +268,7 @@ class Gather(ABC):
 
     def keep(self, stream: Stream) -> None:  # noqa: B027
         """What is gathered is kept from now on, as if it had been launched so. After fill_unsharded(), on its stream."""
+        return None
 
     def wait_for_readers(self) -> bool:
         """Wait until this rank's shards may be written: no other rank reads them. Returns: False if this one does."""
