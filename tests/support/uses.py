@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -224,6 +225,7 @@ class Draw:
 
     def note(self, text: str) -> None:
         self.log.append(text)
+        if os.environ.get("LOGD") and self.world.rank == 0: print("  ", text, flush=True)
 
     def shard(self) -> None:
         choose, model = self.random.choice, self.ours.model
@@ -412,7 +414,8 @@ class Draw:
 
     def between(self, most: int = 1) -> None:
         """Something that a user does between forwards and backwards."""
-        choices = (self.evaluate, self.generate, self.reference, self.roll_out, self.transform, self.freeze, self.look)
+        choices = [self.evaluate, self.generate, self.reference, self.roll_out, self.transform, self.look]
+        choices += [] if self.per_rank else [self.freeze]  # only some ranks would hold gradients of it
         for _ in range(self.random.randint(0, most)):
             self.random.choice(choices)()
 

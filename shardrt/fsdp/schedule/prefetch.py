@@ -134,16 +134,17 @@ class PrefetchQueue:
             self._orders[key] = Order(groups, self._policy.groups(self._ahead[of_pass]), self._policy.max_bytes)
         return self._orders[key].restart()
 
-    def forward_starts(self, group: ParamGroup) -> list[ParamGroup]:
-        """`group` is used in forward now. Returns: the groups to gather after it."""
+    def forward_starts(self, group: ParamGroup, *, follows_lists: bool) -> list[ParamGroup]:
+        """`group` is used in forward now. Returns: the groups to gather after it. follows_lists: those of the user's list."""
+        listed = group.settings.forward_prefetch if follows_lists else None
         position, predicted = len(self._started), self._forward.groups
         self._started.append(group)
         if position >= len(predicted) or predicted[position] is not group:
             self._report(predicted[position : position + 1], group)
             self._forward, self._predicted_finish = Order((), 0, None), []
-            return group.settings.forward_prefetch or []
+            return listed or []
         ahead = self._forward.after(position)
-        return ahead if group.settings.forward_prefetch is None else group.settings.forward_prefetch
+        return ahead if listed is None else listed
 
     def _report(self, expected: Sequence[ParamGroup], found: ParamGroup) -> None:
         if expected and not self._reported and found.device_mesh.rank == 0:
@@ -167,8 +168,8 @@ class PrefetchQueue:
             return False
         return position < len(self._predicted_finish) and self._predicted_finish[position] is group
 
-    def backward_starts(self, group: ParamGroup) -> list[ParamGroup]:
-        """`group` is used in backward now. Returns: the groups to gather after it."""
+    def backward_starts(self, group: ParamGroup, *, follows_lists: bool) -> list[ParamGroup]:
+        """`group` is used in backward now. Returns: the groups to gather after it. follows_lists: as for a forward."""
         if self._backward is None:
             self._backward = self._order(self._finished[::-1], "backward")
             self._backward_position = 0
@@ -179,7 +180,7 @@ class PrefetchQueue:
             return []
         self._backward_position = position + 1
         ahead = self._backward.after(position)
-        if group.settings.backward_prefetch is not None:
+        if follows_lists and group.settings.backward_prefetch is not None:
             ahead = group.settings.backward_prefetch
         return [group for group in ahead if group.settings.unshard_in_backward]
 

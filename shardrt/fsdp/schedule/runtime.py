@@ -169,7 +169,7 @@ class Runtime(context.Context):
         """A module of `group` runs next: gather its parameters, and those that come next."""
         group.calls.move(GroupPhase.FORWARD, group)
         # What this rank alone runs must not be recorded: the ranks' orders are to agree, and nothing is gathered in it.
-        ahead = [] if group.runs_alone else self.prefetch.forward_starts(group)
+        ahead = [] if group.runs_alone else self.prefetch.forward_starts(group, follows_lists=self.turns is None)
         group.unshard()
         group.wait_unsharded()
         self.gather_ahead(ahead, Step.FORWARD_PREFETCH)
@@ -238,7 +238,7 @@ class Runtime(context.Context):
         if group.settings.unshard_in_backward:
             group.unshard()
             group.wait_unsharded()
-        self.gather_ahead(self.prefetch.backward_starts(group), Step.BACKWARD_PREFETCH)
+        self.gather_ahead(self.prefetch.backward_starts(group, follows_lists=self.turns is None), Step.BACKWARD_PREFETCH)
 
     def leave_backward(self, group: ParamGroup) -> None:
         """The backward of `group` is over."""

@@ -152,8 +152,7 @@ class Turns:
                     f"{group.mesh.rank}), and some might run without the others: shard each by itself, or leave "
                     "skipped_modules out for them"
                 )
-        trains = torch.is_grad_enabled() or runtime.root.modules[0].training
-        return cls(runtime) if skipped and trains else None
+        return cls(runtime) if skipped and runtime.root.modules[0].training else None
 
     def start_forward(self, group: ParamGroup) -> None:
         """`group` is about to run in forward."""
