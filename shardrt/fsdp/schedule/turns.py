@@ -132,15 +132,15 @@ class Turns:
     forward: TurnOrder
     backward: TurnOrder
     _runtime: Steps
+    _evaluates: bool  # in eval(), all modules run, in any order, such as those of `generate()`
 
     def __init__(self, runtime: Steps) -> None:
-        self._runtime = runtime
+        self._runtime, self._evaluates = runtime, not runtime.root.modules[0].training
         self.forward, self.backward = TurnOrder(runtime.root, backward=False), TurnOrder(runtime.root, backward=True)
 
     @classmethod
     def of(cls, runtime: Steps, groups: Sequence[ParamGroup]) -> Turns | None:
-        """Those of a new iteration; None if none of the groups may be skipped, or none is: in evaluation all modules run, in
-        any order, such as those of `generate()`.
+        """Those of a new iteration; None if none of the groups may be skipped.
 
         Raises ValueError for a group of several modules that may be: its turn would come several times.
         """
@@ -152,11 +152,13 @@ class Turns:
                     f"{group.mesh.rank}), and some might run without the others: shard each by itself, or leave "
                     "skipped_modules out for them"
                 )
-        return cls(runtime) if skipped and runtime.root.modules[0].training else None
+        return cls(runtime) if skipped else None
 
     def start_forward(self, group: ParamGroup) -> None:
         """`group` is about to run in forward."""
         root = self._runtime.root
+        if self._evaluates:
+            return
         if group is root or root.calls.phase is GroupPhase.FORWARD:
             self._pass_forward(self.forward.start(group))
         elif torch.is_grad_enabled() and not group.settings.user_has_unsharded:
@@ -167,7 +169,7 @@ class Turns:
 
     def end_forward(self, group: ParamGroup) -> None:
         """`group` has run in forward."""
-        if self._runtime.root.calls.phase is GroupPhase.FORWARD:
+        if self._runtime.root.calls.phase is GroupPhase.FORWARD and not self._evaluates:
             self._pass_forward(self.forward.end(group))
 
     def _pass_forward(self, turns: Iterable[Turn]) -> None:
