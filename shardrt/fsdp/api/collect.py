@@ -103,7 +103,7 @@ def _outside_sharded(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Mod
 def _check_materialised(name: str, holder: nn.Module) -> None:
     """Raise ValueError for a lazy module, whose parameters and buffers get their shapes in its first forward."""
     for attribute, tensor in (*holder._parameters.items(), *holder._buffers.items()):
-        if is_lazy(tensor):
+        if tensor is not None and is_lazy(tensor):
             full_name = f"{name}.{attribute}" if name else attribute
             raise ValueError(
                 f"'{full_name}' of a {type(holder).__name__} has no shape yet: run a forward "
