@@ -34,7 +34,8 @@ def _refuse(name: str, /, *args: object, **options: object) -> NoReturn:
     raise RuntimeError(
         f"{name} of a sharded PEFT model on rank {comm.world().rank}: the model that it returns would not gather its "
         "parameters. Save the adapters with save_pretrained(folder) or trainer.save_model(folder), and merge them in one "
-        "process: PeftModel.from_pretrained(base_model, folder).merge_and_unload(); or merge them in place: merge_adapter()"
+        "process: PeftModel.from_pretrained(base_model, folder).merge_and_unload(); or merge them into the shards, by "
+        "merge_adapter(), which unmerge_adapter() undoes"
     )
 
 

@@ -247,7 +247,7 @@ class DTensor(torch.Tensor):
             raise ValueError(
                 f".data of {name} (rank {self.spec.mesh.rank}): expected a tensor of shape {tuple(self.shape)} and "
                 f"{self.dtype}, plain or a DTensor; found {tuple(value.shape)} {value.dtype}; "
-                "to() of the sharded module changes dtypes"
+                "to() of the sharded module changes dtypes; shapes, as by resize_token_embeddings(), change before sharding"
             )
         if self.is_meta and not value.is_meta:
             raise RuntimeError(f".data of {name} (rank {self.spec.mesh.rank}): it is on the meta device; call to_empty() first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 
 def storage_of(local: torch.Tensor) -> torch.UntypedStorage | None:
@@ -16,4 +17,4 @@ def storage_of(local: torch.Tensor) -> torch.UntypedStorage | None:
         return local.untyped_storage()
     last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
     data = local.detach().as_strided((last + 1,), (1,)).view(torch.uint8)  # DLPack lacks some dtypes
-    return torch.from_dlpack(data).untyped_storage()
+    return from_dlpack(data).untyped_storage()

@@ -535,7 +535,7 @@ def test_os_exit_takes_what_it_takes_without_a_world(status: str, code: int) -> 
         try:
             os._exit(status=eval(status))
         except BaseException as error:
-            exit_handlers._exit({TypeError: 100, OverflowError: 101}.get(type(error), 102))
+            exit_handlers._exit({"TypeError": 100, "OverflowError": 101}.get(type(error).__name__, 102))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
 
 

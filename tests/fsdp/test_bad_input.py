@@ -45,6 +45,25 @@ def test_modules_that_cannot_be_sharded(world: World) -> None:
     )
 
 
+@on_ranks(2)
+def test_modules_without_shapes(world: World) -> None:
+    """The error says what to do first; after it, the module can be sharded."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False))
+    refused("'1.weight' of a LazyLinear has no shape yet: run a forward", lambda: shardrt.fully_shard(model))
+    refused("'running_mean' of a LazyBatchNorm1d has no shape yet", lambda: shardrt.fully_shard(model[2]))
+    model(torch.ones(2, 3))
+    assert shardrt.fully_shard(model)(torch.ones(2, 3)).shape == (2, 4)
+
+
+@on_ranks(2)
+def test_another_shape_comes_before_sharding(world: World) -> None:
+    embedding = shardrt.fully_shard(nn.Embedding(10, 3))
+    refused(
+        r"'weight' .*shape \(10, 3\).*found \(12, 3\).*resize_token_embeddings\(\), change before sharding",
+        lambda: setattr(embedding.weight, "data", torch.zeros(12, 3)),
+    )
+
+
 @on_ranks(2, 3)
 def test_parameter_shared_across_groups(world: World) -> None:
     model = TiedGPT()

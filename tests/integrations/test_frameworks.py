@@ -571,6 +571,14 @@ def save_adapters(folder: Path, arguments: Any) -> None:
         adapted.merge_and_unload()
     with torch.no_grad():
         expected = adapted.eval()(**batch).logits
+    for method in (adapted.merge_adapter, adapted.unmerge_adapter):
+        method()
+        with torch.no_grad():
+            torch.testing.assert_close(adapted(**batch).logits, expected, rtol=0, atol=1e-12)
+    with shardrt.unsharded(adapted):
+        adapted.merge_adapter(safe_merge=True)
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(**batch).logits, expected, rtol=0, atol=1e-12)
     plain = make_gpt2()
     plain.load_state_dict(base)
     merged = PeftModel.from_pretrained(plain, folder / "adapters").double().merge_and_unload().eval()

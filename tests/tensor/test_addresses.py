@@ -46,7 +46,7 @@ def test_a_storage_keeps_the_memory_and_cannot_be_resized(world: World) -> None:
     tensor = shardrt.distribute_tensor(torch.arange(8.0), world.mesh, [shardrt.Shard(0)])
     storage = tensor.untyped_storage()
     del tensor
-    values = torch.empty(0).set_(storage)  # type: ignore[call-overload]
+    values = torch.empty(0).set_(storage)
     assert values.tolist() == [0.0 + 4 * world.rank, 1.0 + 4 * world.rank, 2.0 + 4 * world.rank, 3.0 + 4 * world.rank]
     refused("not resizable", lambda: storage.resize_(0), RuntimeError)
 

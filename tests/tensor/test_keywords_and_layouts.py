@@ -101,7 +101,7 @@ def test_state_of_another_layout(world: World) -> None:
         step(1, 2 + again)
         for first, second in zip(*(model.parameters() for model in models), strict=True):
             torch.testing.assert_close(full(second), full(first), rtol=1e-12, atol=1e-12)
-            assert optimizers[1].state[second]["exp_avg"].spec == second.spec  # type: ignore[attr-defined]
+            assert optimizers[1].state[second]["exp_avg"].spec == second.spec
 
 
 @on_ranks(4)

@@ -8,6 +8,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...batch_norm import check_converted
 from ...comm import DeviceMesh
@@ -50,6 +51,7 @@ def collect(modules: tuple[nn.Module, ...], mesh: DeviceMesh, ignored: set[nn.Pa
     for position, module in enumerate(modules):
         for name, holder in _outside_sharded(module, str(position) if len(modules) > 1 else ""):
             check_converted(name, holder)
+            _check_materialised(name, holder)
             renew_marks(holder)
             for attribute, param in holder._parameters.items():
                 if param in ignored:
@@ -96,6 +98,17 @@ def _outside_sharded(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Mod
     for child_name, child in module.named_children():
         if not isinstance(child, FSDPModule):
             yield from _outside_sharded(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _check_materialised(name: str, holder: nn.Module) -> None:
+    """Raise ValueError for a lazy module, whose parameters and buffers get their shapes in its first forward."""
+    for attribute, tensor in (*holder._parameters.items(), *holder._buffers.items()):
+        if tensor is not None and is_lazy(tensor):
+            full_name = f"{name}.{attribute}" if name else attribute
+            raise ValueError(
+                f"'{full_name}' of a {type(holder).__name__} has no shape yet: run a forward "
+                "of the model before fully_shard, with the same shapes on every rank, or give the module its sizes"
+            )
 
 
 def _check_param(name: str, param: nn.Parameter, modules: tuple[nn.Module, ...], mesh: DeviceMesh) -> None:
