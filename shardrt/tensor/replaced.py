@@ -145,6 +145,12 @@ def check_not_replaced(optimizer: Optimizer) -> None:
         _checked[optimizer] = now
 
 
+def name_of_gathered(param: torch.Tensor) -> str:
+    """What errors call the gathered form of a parameter."""
+    sharded = _referent(_gathered, param)
+    return f"'{sharded.full_name}'" if sharded is not None and sharded.full_name else "the parameter"
+
+
 def _named(made: DTensor) -> str:
     kind = " x ".join(map(str, made.spec.placements))
     return f"'{made.full_name}' ({kind})" if made.full_name else f"a DTensor ({kind})"

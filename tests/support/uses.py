@@ -225,7 +225,8 @@ class Draw:
 
     def note(self, text: str) -> None:
         self.log.append(text)
-        if os.environ.get("LOGD") and self.world.rank == 0: print("  ", text, flush=True)
+        if os.environ.get("LOGD") and self.world.rank == 0:
+            print("  ", text, flush=True)
 
     def shard(self) -> None:
         choose, model = self.random.choice, self.ours.model

@@ -59,9 +59,9 @@ class StandIns:
             return value
         if (found := self._made.get(id(value))) is None:
             slots, casts = _slots(value), self._casts
-            made = [(key, self.replace(item)) for key, item in slots]
+            items = [(key, self.replace(item)) for key, item in slots]
             try:
-                used = self._with(value, slots, made, casts=self._casts != casts)
+                used = self._with(value, slots, items, casts=self._casts != casts)
             except Exception as error:
                 raise TypeError(
                     f"'{self._name}' is given, or returns, a {type(value).__qualname__}, in which a tensor cannot be replaced: "
@@ -144,7 +144,7 @@ def _with_items(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
         return value
     kind: Any = type(value)
     if hasattr(kind, "n_sequence_fields"):  # of torch.return_types
-        return kind(items)  # type: ignore[no-any-return]
+        return kind(items)
     made: tuple[Any, ...] = tuple.__new__(kind, items)  # whatever its constructor takes
     if hasattr(value, "__dict__"):
         made.__dict__ = value.__dict__

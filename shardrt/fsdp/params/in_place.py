@@ -51,7 +51,7 @@ from ..base.autograd import GroupPhase, ModuleCalls
 from ..base.trees import tensors_in
 from ..memory import context
 from ..memory.context import Streams
-from .param import GatheredParameter, ShardedParam
+from .param import GatheredParameter, RunningParameter, ShardedParam
 
 _unsafe_view = aten_operator("_unsafe_view")
 
@@ -63,16 +63,13 @@ def computes_in_place() -> bool:
     return torch.is_grad_enabled() and not compiler_in_use()
 
 
-class LinearWeight(nn.Parameter):
+class LinearWeight(RunningParameter):
     """The class of an unsharded weight while its modules run with gradients, except while the user can reach it.
 
     Cost: 1 us for each operation on it, and 40 us for each linear layer in forward and backward. So only large weights have it.
     """
 
     place: Place | None = None  # a copy has none
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -243,7 +240,7 @@ def give_places(
     found: list[tuple[nn.Parameter, Place]] = []
     for position, param in enumerate(trainable):
         weight = param.unsharded
-        is_plain = type(weight) in (nn.Parameter, GatheredParameter, LinearWeight) and param.outer is None
+        is_plain = type(weight) in (nn.Parameter, GatheredParameter, RunningParameter, LinearWeight) and param.outer is None
         is_large = len(param.shape) == 2 and param.shape.numel() * param.dtype.itemsize > context.BUCKET_BYTES // 4
         if is_plain and is_large and has_place(position):
             found.append((weight, partial(_place, partial(place, position), calls, streams)))

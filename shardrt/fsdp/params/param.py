@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from ...comm import DeviceMesh, malloc
+from ...comm import DeviceMesh, malloc, world
 from ...kernels import round_trip
 from ...tensor.dtensor import DTensor
 from ...tensor.placement import FlatShard, RaggedShard, Replicate, ResolvedShard, Spec
-from ...tensor.replaced import note_gathered, note_replaced
+from ...tensor.replaced import name_of_gathered, note_gathered, note_replaced
 from ...tensor.snapshots import wait_to_write
 from ...torch_internals import as_plain_tensors, requires_grad, same_storage
 from ..memory.buffers import FlatBuffer
@@ -74,6 +74,7 @@ class ShardedParam:
     sharded: nn.Parameter  # written by register() and replace_sharded()
     unsharded: nn.Parameter  # written by make_unsharded() and use_unsharded()
     codes: torch.dtype | None  # dtype of the 8-bit codes that its gather sends, if it sends codes; written by that gather
+    was_named: bool  # in a warning that modules write it; written by `visible.warn_of_writes`
     before: nn.Parameter | None  # the earlier sharded parameter, if there was one; deleted by register()
     original: nn.Parameter  # deleted by register()
     values: torch.Tensor  # the original's, of which shard() keeps this rank's part; deleted by register()
@@ -97,6 +98,7 @@ class ShardedParam:
         self.rows_only = rows_only
         self.outer = outer
         self.codes = None
+        self.was_named = False
         self.before = None
         self.original = original
         self.values = original if outer is None or part is None else DTensor(part.detach(), outer.spec)
@@ -211,25 +213,36 @@ class ShardedParam:
     @torch.no_grad()
     def keep_writes(self) -> None:
         """Write to this rank's part what the user has written in place to the unsharded parameter."""
-        sharded, local = cast(DTensor, self.sharded), self.local.detach()
-        if same_storage(local.untyped_storage(), self.unsharded.untyped_storage()):
-            increment_version(sharded)  # the write is in the shard's memory already
-            return
-        part, same = self._compared()
+        # Where one storage is the other's memory, the write is in the shard already.
+        is_shard = same_storage(self.local.untyped_storage(), self.unsharded.untyped_storage())
+        if is_shard or not self.keep_part(self.unsharded_part()):
+            increment_version(self.sharded)  # on all ranks alike, whatever has changed in this rank's part
+
+    def unsharded_part(self) -> torch.Tensor:
+        """This rank's part of the unsharded parameter, a view of it."""
+        return self.part_of(self.unsharded.detach(), cast(DTensor, self.sharded).spec)
+
+    @torch.no_grad()
+    def keep_part(self, part: torch.Tensor) -> bool:
+        """Write to this rank's part what differs in `part`, that of the unsharded parameter. Returns: whether anything may."""
+        local = self.local.detach()
         # Only elements that were changed: the rest may be less precise than the shard, or NaN beside a NaN in a block of codes.
+        part, same = self._compared(part)
+        if local.device.type == "cpu" and bool(same.all()):  # Cost: on a GPU the host would wait
+            return False
         wait_to_write([local])
         local.copy_(torch.where(same, local, part.to(local.dtype)))
-        increment_version(sharded)
+        increment_version(self.sharded)
+        return True
 
     @torch.no_grad()
     def differs(self) -> bool:
         """Whether this rank's shard is not what was gathered of it."""
-        return not bool(self._compared()[1].all())
+        return not bool(self._compared(self.unsharded_part())[1].all())
 
-    def _compared(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of the unsharded parameter, and where it is what a gather makes of the shard."""
-        local = self.local
-        part = self.part_of(self.unsharded.detach(), cast(DTensor, self.sharded).spec).to(local.device)
+    def _compared(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`part`, of the unsharded parameter, on the shard's device, and where it is what a gather makes of the shard."""
+        part = part.to(self.local.device)
         gathered = self._as_gathered(part.dtype)
         return part, (part == gathered) | (part.isnan() & gathered.isnan())
 
@@ -261,6 +274,37 @@ class ShardedParam:
     def sharded_like(self, local: torch.Tensor) -> DTensor:
         """`local`, such as this rank's part of the gradient, as a DTensor with the parameter's placements."""
         return DTensor(local, self.sharded.spec)  # type: ignore[attr-defined]
+
+
+class RunningParameter(nn.Parameter):
+    """The class of an unsharded parameter in some forwards: what is written to its `data`, no version counter of it shows."""
+
+    handed: list[tuple[nn.Parameter, torch.Tensor]] | None = None  # what `data` has returned; a copy has none
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As torch's."""
+        made: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if self.handed is not None:
+            self.handed.append((self, made))
+        return made
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if self.handed is None:
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            return
+        # Hazard: torch would give this tensor the memory of the other one, and no gather would reach it any more.
+        if value.shape != self.shape:
+            raise RuntimeError(
+                f"{name_of_gathered(self)}.data = a tensor of shape {tuple(value.shape)} in the forward of its module (rank "
+                f"{world().rank}): expected {tuple(self.shape)}, since every rank has a part of it"
+            )
+        with torch.no_grad():
+            self.data.copy_(value)
 
 
 class GatheredParameter(nn.Parameter):

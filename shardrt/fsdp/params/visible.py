@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 
-from ...torch_internals import outside_transforms
+from ...comm import DeviceMesh
+from ...torch_internals import compiler_in_use, outside_transforms
 from .by_hand import HandUse
 from .in_place import LinearWeight, Place, computes_in_place
-from .param import Attributes, GatheredParameter, ShardedParam
+from .param import Attributes, GatheredParameter, RunningParameter, ShardedParam
+
+_log = logging.getLogger("shardrt")
+LOOKS = 16  # of this many forwards, one, and the first ones
 
 
 class VisibleParams:
     """The parameters that are registered on a group's modules. They are exchanged around forward and backward.
 
     The gathered parameters are exposed while the user's code can reach them. `conceal` copies to the shards what that code has
-    written to the gathered parameters.
+    written to the gathered parameters. What modules write while they run, `take_writes` finds: by version counters, and what is
+    written through `data`, where none shows it, in some forwards. A parameter whose `data` was asked for in one of these is
+    watched in all others.
     """
 
     unsharded: bool  # the modules see the unsharded parameters
@@ -26,7 +34,11 @@ class VisibleParams:
     linear: Sequence[tuple[nn.Parameter, Place]]  # unsharded weights whose gradients have places; written by set_linear()
     _watched: list[ShardedParam]  # those whose unsharded parameter is of no subclass; written by attach()
     _plain: list[nn.Parameter]  # these unsharded parameters; written by attach()
-    _versions: list[int]  # of `_plain`; written by attach() and expose()
+    _versions: list[int]  # of `_plain`, at the last attach(), take_writes() or conceal()
+    ran: bool  # modules have run since the last attach() or take_writes(); written there and by begin_forward()
+    _forwards: int  # how many have begun
+    _handed: list[tuple[nn.Parameter, torch.Tensor]]  # what `data` has returned in this forward; written by `RunningParameter`
+    _asked: set[int]  # by id: those of `_plain` whose `data` a forward has asked for
     _hand_use: HandUse | None  # written by attach()
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
@@ -35,12 +47,16 @@ class VisibleParams:
         self.linear = ()
         self._owners = [(owner.registry, owner.attribute, param) for param in params for owner in param.owners]
         self._watched, self._plain, self._versions, self._hand_use = [], [], [], None
+        self.ran, self._forwards, self._handed, self._asked = False, 0, [], set()
 
     def attach(self, params: Sequence[ShardedParam], hand_use: HandUse) -> None:
         """Take the unsharded parameters, which have just been made: the user has not seen them yet."""
-        self.exposed, self._versions, self._hand_use = False, [], hand_use
+        self.exposed = self.ran = False
+        self._hand_use = hand_use
         self._watched = [param for param in params if type(param.unsharded) is nn.Parameter]
         self._plain = [param.unsharded for param in self._watched]
+        self._versions = [param._version for param in self._plain]
+        self._forwards, self._handed, self._asked = 0, [], set()
 
     def set_linear(self, linear: Sequence[tuple[nn.Parameter, Place]]) -> None:
         """From the next forward on, gradients of these unsharded weights have places, and others have none."""
@@ -52,6 +68,7 @@ class VisibleParams:
             weight.__dict__.pop("place", None)
             if type(weight) is LinearWeight:
                 weight.__class__ = nn.Parameter  # type: ignore[assignment]
+                weight.__dict__.pop("handed", None)
 
     def as_expected(self) -> bool:
         """Whether the modules register exactly those of the group's parameters that they should see now."""
@@ -85,15 +102,49 @@ class VisibleParams:
         for registry, attribute, param in self._owners:
             registry[attribute] = param.unsharded if self.unsharded else param.sharded
 
-    def follow_grad_mode(self) -> None:
-        """Let linear layers that run now compute gradients in place, or not. No-op while the user can reach the weights."""
+    def begin_forward(self) -> None:
+        """Let linear layers that run now compute gradients in place, or not, and notice what modules write to parameters.
+
+        No-op while the user can reach the parameters.
+        """
         if self.exposed:
             return
+        if self.linear:
+            self._follow_grad_mode()
+        self._forwards += 1
+        self.ran, looks = True, self._forwards <= LOOKS or self._forwards % LOOKS == 0
+        if (looks or self._asked) and not compiler_in_use():  # which cannot follow the class
+            for param in self._plain:
+                if type(param) is nn.Parameter and (looks or id(param) in self._asked):
+                    param.__class__, param.handed = RunningParameter, self._handed
+
+    def _follow_grad_mode(self) -> None:
         if not computes_in_place():
             self._hide_places()
             return
         for weight, place in self.linear:
-            weight.__class__, weight.place = LinearWeight, place  # type: ignore[attr-defined]
+            weight.__class__ = LinearWeight
+            weight.place, weight.handed = place, self._handed  # type: ignore[attr-defined]
+
+    def take_writes(self) -> list[ShardedParam]:
+        """The parameters whose gathered form modules have written since the last time. Only while `ran`, and not exposed."""
+        self.ran, versions = False, [param._version for param in self._plain]
+        through_data = {id(param) for param, made in self._handed if made._version}
+        self._asked.update(id(param) for param, _ in self._handed)
+        self._handed.clear()
+        if self._forwards <= LOOKS or self._forwards % LOOKS == 0:
+            self._end_look()
+        if versions == self._versions and not through_data:
+            return []
+        known, self._versions = self._versions, versions
+        changed = zip(self._watched, versions, known, strict=True)
+        return [param for param, version, old in changed if version != old or id(param.unsharded) in through_data]
+
+    def _end_look(self) -> None:
+        for param in self._plain:
+            if type(param) is RunningParameter and id(param) not in self._asked:
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
+                param.__dict__.pop("handed", None)
 
     def differ(self) -> bool:
         """Whether this rank's shards are not what was gathered of them. Only those are looked at that somebody has had as local
@@ -105,7 +156,6 @@ class VisibleParams:
         """From now on the user's code can reach the unsharded parameters: notice what it writes to them. No-op if exposed."""
         if self.exposed:
             return
-        self._versions = [param._version for param in self._plain]
         self.exposed = self.was_exposed = True  # first: a signal handler's exception may end this anywhere
         for param, watched in zip(self._plain, self._watched, strict=True):
             param.sharded, param.hand_use = watched.sharded, self._hand_use  # type: ignore[attr-defined]
@@ -119,7 +169,11 @@ class VisibleParams:
         # Cost: operations on a subclass take longer, so inside forward and backward the parameters are plain.
         # Hazard: a weight whose forward had a place keeps it in a recomputation: selective checkpoints compare operations.
         for param in self._plain:
-            param.__class__ = LinearWeight if "place" in param.__dict__ else nn.Parameter
+            if "place" in param.__dict__:
+                param.__class__ = LinearWeight
+            else:
+                param.__class__ = nn.Parameter
+                param.__dict__.pop("handed", None)
             param.__dict__.pop("sharded", None)  # which cannot be pickled
             param.__dict__.pop("hand_use", None)
             param.__dict__.pop("aliases", None)
@@ -129,4 +183,19 @@ class VisibleParams:
                 for watched, version, known in zip(self._watched, versions, self._versions, strict=True):
                     if version != known:
                         watched.keep_writes()
+            self._versions = versions
         self.exposed = False
+
+
+def warn_of_writes(params: Iterable[ShardedParam], name: str, mesh: DeviceMesh) -> None:
+    """Log, once for each of these parameters of a group, that modules write them while they run."""
+    for param in params:
+        if not param.was_named and mesh.size > 1 and mesh.rank == 0:
+            _log.warning(
+                f"'{param.name}' is written in the forward of '{name}': each of {mesh.size} ranks keeps what it has written "
+                "itself to its own shard. That is right if all ranks write the same values, as by clipping or normalising. It "
+                "is not if these depend on a rank's batch, as the averages of a codebook, or the rows that an "
+                "nn.Embedding(max_norm=...) renormalises: have the ranks agree on the values before they are written, or keep "
+                "the tensor in a buffer (logged once)"
+            )
+        param.was_named = True

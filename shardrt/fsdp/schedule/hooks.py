@@ -61,8 +61,7 @@ def pre_forward(
             runtime.enter_backward(group)
         group.unshard()
         group.wait_unsharded()
-    if group.visible.linear:
-        group.visible.follow_grad_mode()
+    group.visible.begin_forward()
     dtype = group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None
     if torch.is_grad_enabled():
         return _watch_inputs(runtime, group, dtype, args, kwargs)

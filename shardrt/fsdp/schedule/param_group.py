@@ -45,7 +45,7 @@ from ..params.by_hand import HandUse
 from ..params.in_place import give_places
 from ..params.layout import Layout
 from ..params.param import ShardedParam, Slot, times_written
-from ..params.visible import VisibleParams
+from ..params.visible import VisibleParams, warn_of_writes
 from ..reduce.coded import CodedReduction, QuantizedReduction
 from ..reduce.packed import PackedGrads
 from ..reduce.reduce import CustomReduction, GradientReduction
@@ -453,6 +453,7 @@ class ParamGroup:
             return
         if self.visible.exposed:
             self.visible.conceal()
+        writes = self._take_writes() if self.visible.ran else ()
         self.visible.show_sharded()
         if self.gather.needs_launch:
             # The current stream has waited for streams that were used inside of the modules.
@@ -461,6 +462,25 @@ class ParamGroup:
                 self.gather.release(self._streams.gather, self._readers)
         self._readers.clear()
         self.ready = None
+        if writes:
+            self._keep_writes(writes)
+
+    def _take_writes(self) -> Sequence[tuple[ShardedParam, torch.Tensor]]:
+        """What modules have written to gathered parameters while they ran: this rank's parts. The rest may be freed then."""
+        written = self.visible.take_writes()
+        if not written or not self.gather.needs_launch:  # of a single rank, these are the shards
+            return ()
+        return [(param, param.unsharded_part().clone()) for param in written]
+
+    def _keep_writes(self, writes: Sequence[tuple[ShardedParam, torch.Tensor]]) -> None:
+        """Write them to the shards. This rank reads what is gathered no more, or has a copy."""
+        fresh = times_written(self.params) == self._written
+        with outside_transforms():
+            kept = [param for param, part in writes if param.keep_part(part)]
+        if fresh:  # What stays gathered has them. Hazard: a rank that wrote alone must not gather alone.
+            self._written = times_written(self.params)
+        self._streams.gather.wait(self._streams.compute.record())
+        warn_of_writes(kept, self.name, self.device_mesh)
 
     def reshard_and_repair(self) -> None:
         """Reshard. The modules see the shards even where the user's code has temporarily registered the gathered parameters."""
@@ -489,11 +509,14 @@ class ParamGroup:
         until_backward: a backward will come back to what the forward has returned. Then, and inside of `unsharded`, the user
         can reach the gathered parameters from now on. Otherwise the modules see shards, since nothing would show them again.
         """
+        writes = self._take_writes() if self.visible.ran else ()
         if until_backward or self.settings.user_has_unsharded:
             self.visible.expose()
         else:
             self.visible.show_sharded()
         self.gather.pause()
+        if writes:
+            self._keep_writes(writes)
 
     def finish_backward(self, *, is_needed: bool) -> None:
         """Reshard after the parameters' last use in a backward. If they are to stay gathered, only let the modules see shards.
@@ -508,8 +531,11 @@ class ParamGroup:
             elif self.settings.reshard_after_backward and not is_needed:
                 self.reshard()
             else:
+                writes = self._take_writes() if self.visible.ran else ()
                 self.visible.show_sharded()
                 self.gather.pause()
+                if writes:
+                    self._keep_writes(writes)
 
     # ------------------------------------------------------------------ gradients, in the order of a step
 
