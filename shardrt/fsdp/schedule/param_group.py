@@ -250,6 +250,7 @@ class ParamGroup:
         self.visible.set_linear(())  # they refer to the reduction, and it to them
         self.calls.unwatch_gradients()
         self.runtime, self.reduction, self.trainable, self._followed = None, None, [], []
+        self._sharded, self._unsharded = [], []
 
     # ------------------------------------------------------------------ an iteration begins
 
