@@ -504,7 +504,7 @@ class ParamGroup:
             return
         with during(Step.POST_BACKWARD, self):
             if self.settings.user_has_unsharded:
-                self.leave_unsharded()
+                self.leave_unsharded(until_backward=False)
             elif self.settings.reshard_after_backward and not is_needed:
                 self.reshard()
             else:
