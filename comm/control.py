@@ -18,7 +18,7 @@ import torch
 
 from . import members
 from .backend import Backend, NodeMemory
-from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes, now
+from .calls import CallList, CollectiveCall, Failure, Hook, Interrupted, RemoteError, SharedError, causes
 from .fingerprint import OF_SOME_RANKS, fingerprint_of
 from .members import check_lost, raise_lost
 from .pool import Pool
@@ -279,7 +279,7 @@ class ControlPlane:
         """
         self.check_open(name)
         check_lost()
-        calls = CallList((CollectiveCall(self, self._number, name, None, None, args, INLINE, now.subject),)).describe()
+        calls = CallList((CollectiveCall(self, self._number, name, None, None, args, INLINE),)).describe()
         thread = get_ident()
         if self._thread:
             self._raise_in_use(name)

@@ -48,6 +48,7 @@ ROWS = [
     Row("A11", "a module called several times", "yes", "yes", "training::module_used_twice"),
     Row("A11", "modules that do not run", "yes", "yes", "training::module_skipped_in_one_step"),
     Row("A12", "parameters unused on some ranks", "yes", "yes", "fsdp_module::parameters_unused_on_some_ranks"),
+    Row("A12", "modules that some ranks skip", "no", "yes", "skipped_modules::each_rank_skips_other_modules"),
     Row("A12", "batch normalization over all ranks", "GPUs only", "yes", "batch_norm::a_sharded_model_trains_as_one_process_on_the_whole_batch"),
     Row("A13", "all-gather extensions of tensor subclasses", "yes", "yes", "extensions::two_tensors_train_as_one"),
     Row("A13", "all-gather extensions set on local tensors", "yes", "yes", "extensions::methods_of_local_tensors"),

@@ -9,12 +9,14 @@ running statistics are the same bits everywhere. As in torch, a rank's weight an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from .comm import DeviceMesh, ReduceOp, current_stream, world
+from .comm.calls import about
 from .torch_internals import hide_package_from_compiler
 
 _ROLE = "batch_norm"
@@ -35,6 +37,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """
 
     mesh: DeviceMesh
+    name: str = ""  # the full name, once it is known: ranks compare it; written by name_batch_norms()
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
         if not self.training or self.mesh.size == 1:
             return nn.BatchNorm1d.forward(cast(Any, self), input)  # every kind's; torch's own looks for a process group
-        output, mean, squares, total = _Normalize.apply(input, self.weight, self.bias, self.eps, self.mesh)
+        output, mean, squares, total = _Normalize.apply(input, self.weight, self.bias, self.eps, _Among(self.mesh, self.name))
         if self.track_running_stats:
             self._track(mean, squares / (total - 1))
         return output
@@ -107,7 +110,15 @@ def convert_sync_batchnorm(model: nn.Module, mesh: DeviceMesh | None = None) -> 
     for child in found.values():
         child.__class__ = SyncBatchNorm
         child.mesh, child.process_group = mesh, None
+    name_batch_norms(found)
     return model
+
+
+def name_batch_norms(modules: Mapping[str, nn.Module]) -> None:
+    """Name those of the modules that normalize over ranks and have no name: statistics of two of one size are not mixed up."""
+    for name, module in modules.items():
+        if isinstance(module, SyncBatchNorm) and not module.name:
+            module.name = f"'{name}'"
 
 
 def check_converted(name: str, module: nn.Module) -> None:
@@ -144,6 +155,13 @@ def _why_not(name: str, module: nn.Module) -> str | None:
 # ---------------------------------------------------------------------- the function
 
 
+class _Among(NamedTuple):
+    """The ranks that normalize together, and which module it is."""
+
+    mesh: DeviceMesh
+    name: str
+
+
 class _Statistics(NamedTuple):
     """The statistics of all ranks' rows."""
 
@@ -157,12 +175,12 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, mesh: DeviceMesh
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, among: _Among
     ) -> tuple[torch.Tensor, ...]:
-        mean, squares, total = stats = _statistics(x, mesh)
+        mean, squares, total = stats = _statistics(x, among)
         scale = (squares / total + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, scale, total)
-        ctx.eps, ctx.mesh, ctx.bias_dtype = eps, mesh, None if bias is None else bias.dtype
+        ctx.eps, ctx.among, ctx.bias_dtype = eps, among, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)
         output = (x - _of_channels(mean, x)).mul_(_of_channels(scale if weight is None else scale * weight, x))
@@ -182,7 +200,7 @@ class _Normalize(torch.autograd.Function):
         for_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
             return None, for_weight, for_bias, None, None
-        means = _all_reduce(sums, ctx.mesh) / total
+        means = _all_reduce(sums, ctx.among) / total
         grad = grad - _of_channels(means[0], x) - normalized.mul_(_of_channels(means[1], x))
         for_x = grad.mul_(_of_channels(scale if weight is None else scale * weight, x)).to(x.dtype)
         return for_x, for_weight, for_bias, None, None
@@ -192,8 +210,8 @@ def _gradients_with_graph(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | 
     """The gradients of input, weight and bias, to be differentiated again: by differentiable operations all through."""
     x, weight, mean, _, total = ctx.saved_tensors
     wide = x.to(mean.dtype)
-    centred = wide - _of_channels(_SumOverRanks.apply(_over_rows(wide), ctx.mesh) / total, x)
-    variance = _SumOverRanks.apply(_over_rows(centred.square()), ctx.mesh) / total
+    centred = wide - _of_channels(_SumOverRanks.apply(_over_rows(wide), ctx.among) / total, x)
+    variance = _SumOverRanks.apply(_over_rows(centred.square()), ctx.among) / total
     scale = (variance + ctx.eps).rsqrt()
     output = centred * _of_channels(scale if weight is None else scale * weight, x)
     wanted = [each for each, needed in zip((x, weight), ctx.needs_input_grad, strict=False) if needed]
@@ -206,16 +224,16 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum over the ranks. Its gradient is that of the sum of the ranks' losses: again a sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _all_reduce(local, mesh)
+    def forward(ctx: Any, local: torch.Tensor, among: _Among) -> torch.Tensor:
+        ctx.among = among
+        return _all_reduce(local, among)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _SumOverRanks.apply(grad, ctx.mesh), None
+        return _SumOverRanks.apply(grad, ctx.among), None
 
 
-def _statistics(x: torch.Tensor, mesh: DeviceMesh) -> _Statistics:
+def _statistics(x: torch.Tensor, among: _Among) -> _Statistics:
     channels = x.shape[1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     own = torch.zeros(2 * channels + 1, dtype=dtype, device=x.device)
@@ -223,9 +241,10 @@ def _statistics(x: torch.Tensor, mesh: DeviceMesh) -> _Statistics:
         variance, mean = torch.var_mean(x.to(dtype), _rows(x), correction=0)
         count = x.numel() // channels
         torch.cat([mean, variance * count, mean.new_full((1,), count)], out=own)
-    everyone = own.new_empty((mesh.size, len(own)))
+    everyone = own.new_empty((among.mesh.size, len(own)))
     stream = current_stream(x.device)
-    mesh.communicator(_ROLE).all_gather(everyone, own, stream=stream).wait(stream)
+    with about(among.name):
+        among.mesh.communicator(_ROLE).all_gather(everyone, own, stream=stream).wait(stream)
     means, squares, counts = everyone.split([channels, channels, 1], dim=1)
     total = counts.sum()
     # Cost: on a GPU, to look would be a host sync; there, running statistics become NaN.
@@ -235,10 +254,11 @@ def _statistics(x: torch.Tensor, mesh: DeviceMesh) -> _Statistics:
     return _Statistics(mean, (squares + counts * (means - mean).square()).sum(0), total)
 
 
-def _all_reduce(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _all_reduce(local: torch.Tensor, among: _Among) -> torch.Tensor:
     inp, stream = local.contiguous(), current_stream(local.device)
     out = torch.empty_like(inp)
-    mesh.communicator(_ROLE).all_reduce(out, inp, ReduceOp.SUM, stream=stream).wait(stream)
+    with about(among.name):
+        among.mesh.communicator(_ROLE).all_reduce(out, inp, ReduceOp.SUM, stream=stream).wait(stream)
     return out
 
 

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from .comm import DeviceMesh, ReduceOp, current_stream
 from .kernels import rescale, total_norm
 from .tensor.dtensor import DTensor
+from .tensor.optimizer_state import states_of_parameters
 from .tensor.reductions import combine, rounds_over
 
 _NAMED = 4  # an error names so many parameters of a rank, and so many ranks
@@ -22,6 +23,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
     *,
     pp_mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
@@ -34,6 +36,7 @@ def clip_grad_norm_(
         the parameters' meshes, also if those of one replica alone are not finite. It names the first such parameters and the
         ranks that hold those parts of the gradients, which are averages over the ranks already. Plain parameters have no mesh:
         without any sharded one, a rank may raise alone.
+    foreach: makes no difference: gradients are scaled in lists.
     pp_mesh: the ranks that have the parameters of other pipeline stages, such as `mesh["pp"]`. The norm is then of the
         gradients of all stages, and error_if_nonfinite raises on the ranks of all, whichever stage it is. A parameter that is
         on several stages counts on each.
@@ -164,7 +167,7 @@ def offload_state_to_disk(optimizer: torch.optim.Optimizer, folder: str | os.Pat
     """
 
     def move(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for state in optimizer.state.values():
+        for _, state in states_of_parameters(optimizer):
             for key, value in state.items():
                 if isinstance(value, DTensor):
                     value._local_tensor = _memory_mapped(value._local_tensor, folder)

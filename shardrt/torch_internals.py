@@ -106,7 +106,7 @@ def surround_functions(is_watched: Callable[[type], bool], call: Callable[..., A
     """From now on, where an argument's class is watched, `call(kind, apply, args, kwargs)` takes the place of `kind.apply`.
 
     kind: a subclass of `torch.autograd.Function`, whose `apply` the user may have taken before.
-    Cost: 0.3 us for each function, and 0.1 us for each argument.
+    Cost: 0.3 us for each call, and 0.05 us for each argument.
     """
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ def surround_functions(is_watched: Callable[[type], bool], call: Callable[..., A
                 return call(kind, run, args, kwargs)
         return run(*args, **kwargs)
 
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[method-assign]
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
 
 
 _HookGetter = Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]

@@ -22,7 +22,8 @@ class CallCheck(Hook):
     """Raises MismatchError on every rank of a communicator when they have not all made the same call.
 
     It compares name, dtype, elements, op, root, and what the call is for (`about`); of an all-to-all with counts, what each
-    rank sends to each other one with what that one expects. Sends and receives are compared by the receiver (`backends/pairs.py`).
+    rank sends to each other one with what that one expects. Sends and receives are compared by the receiver
+    (`backends/pairs.py`).
 
     Control calls (exchange, split, empty, ...) are compared with collectives and with each other: each begins when the
     collectives before it are done, so that at most one call of a communicator is compared at a time.

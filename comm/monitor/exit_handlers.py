@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import operator
 import os
 import queue
 import signal
@@ -19,7 +20,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 from .. import members
 from ..ending.report import EXIT_CODE, flush_output, is_read, log, tell_launcher_of_lost
@@ -230,8 +231,14 @@ class ExitHandlers:
         trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
         self.end(1, f"uncaught exception in thread '{name}'", trace, is_own=True)
 
-    def _on_exit(self, code: int) -> NoReturn:
-        self.end(code or EXIT_CODE, f"os._exit({code}) before shardrt.finalize()", traceback.format_stack(), is_own=True)
+    def _on_exit(self, status: SupportsIndex) -> NoReturn:
+        """As `os._exit`: takes what stands for an integer, raises for anything else, and the code is its last byte."""
+        status = operator.index(status)
+        if not -(1 << 31) <= status < 1 << 31:
+            _exit(status)  # raises OverflowError
+        self.end(
+            status % 256 or EXIT_CODE, f"os._exit({status}) before shardrt.finalize()", traceback.format_stack(), is_own=True
+        )
 
     # ------------------------------------------------------------------ signals
 

@@ -64,6 +64,7 @@ class Axis:
         self.side_stream = world().stream_for("tp")
         self.regions = RandomRegions(mesh)
         self.depth, self.first = 0, True
+        self.styles = 0  # how many were applied; written by AppliedStyle
         self._outside: set[object] = set()  # what has run outside, while `first`
         self._totals: dict[int, int] = {}  # the newest total of which this rank's part has this size
 

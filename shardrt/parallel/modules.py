@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..comm.calls import about
 from ..tensor.dtensor import DTensor
 from ..tensor.placement import Shard
 from ..torch_internals import in_backward
@@ -33,11 +35,26 @@ LAST = Shard(-1)
 # ---------------------------------------------------------------------- split weights
 
 
+def _about_itself(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """Let ranks compare which layer their calls are for. In forward: a backward makes the calls of the same layers.
+
+    Cost: 0.8 us.
+    """
+
+    @functools.wraps(forward)
+    def run(self: Any, input: torch.Tensor) -> torch.Tensor:
+        with about(self.tp_state.style.subject):
+            return forward(self, input)
+
+    return run
+
+
 class ColwiseLinear(nn.Linear):
     """A linear layer of which each rank has some rows of the weight (out_features, in_features)."""
 
     tp_state: ParallelState
 
+    @_about_itself
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         tp, params = self.tp_state.style, self._parameters
         axis = tp.axis
@@ -62,6 +79,7 @@ class RowwiseLinear(nn.Linear):
 
     tp_state: ParallelState
 
+    @_about_itself
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         tp, params = self.tp_state.style, self._parameters
         axis, target = tp.axis, tp.target
@@ -84,6 +102,7 @@ class ColwiseEmbedding(nn.Embedding):
 
     tp_state: ParallelState
 
+    @_about_itself
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         tp = self.tp_state.style
         tokens, source, total = tp.read(input)
@@ -100,6 +119,7 @@ class RowwiseEmbedding(nn.Embedding):
 
     tp_state: ParallelState
 
+    @_about_itself
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         tp, axis = self.tp_state.style, self.tp_state.style.axis
         tokens, source, total = tp.read(input)

@@ -32,6 +32,11 @@ class AppliedStyle:
     target: Placement
     local_output: bool
     async_tp: bool = False
+    subject: str = field(init=False)  # what its collectives are for: numbers tell layers of one name in several plans apart
+
+    def __post_init__(self) -> None:
+        self.axis.styles += 1
+        self.subject = f"'{self.name}' (style {self.axis.styles})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedStyle:
         return self

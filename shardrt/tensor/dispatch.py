@@ -14,7 +14,8 @@
 | any other                                            | raises NotImplementedError with its name       |                      |
 
 - Replicas count once.
-- Operands of one elementwise operation may lie differently where that needs no communication: see `elementwise.py`.
+- Operands of one elementwise operation may lie differently where that needs no communication: see `elementwise.py`. `copy_`
+  redistributes.
 - On a `Partial` tensor, only copies, and sums if its reduction is linear, run on the local shards. Operations on full tensors
   reduce it first. All others raise.
 - Plain tensors may take part if all ranks pass the same values and they expand to the global shape: each rank uses its shard.
@@ -34,7 +35,16 @@ from torch.autograd.graph import increment_version
 from . import snapshots
 from .activations import activations_in, run_gathered, run_on_activations
 from .dtensor import RULES, DTensor, Rule
-from .elementwise import UNTAGGED, check_partial, copy, elementwise, new_empty_strided, on_local_shards
+from .elementwise import (
+    UNTAGGED,
+    check_partial,
+    copy,
+    copy_into,
+    copy_lists_into,
+    elementwise,
+    new_empty_strided,
+    on_local_shards,
+)
 from .losses import LOSSES, loss, loss_backward
 from .operands import first_element, local_shards, mutated_tensors, raise_undefined, specs_of, wait_to_write
 from .random import RANDOM, broadcast_indices, broadcast_seed, fill
@@ -47,7 +57,6 @@ _COPIES = {
     aten.clone.default,
     aten.detach.default,
     aten.alias.default,
-    aten.copy_.default,
     aten._to_copy.default,
     aten.fill_.Scalar,
     aten.fill_.Tensor,
@@ -156,7 +165,12 @@ def _on_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run_gathered(func, args, kwargs)  # the mutated tensors are plain and need all values
     if any(spec.partial for spec in specs):
         check_partial(func, args, kwargs)
-    local_args = [arg if type(arg) is torch.Tensor else local_shards(arg, specs, func) for arg in args]
+    try:
+        local_args = [arg if type(arg) is torch.Tensor else local_shards(arg, specs, func) for arg in args]
+    except ValueError:
+        if func is not aten._foreach_copy_.default:
+            raise
+        return copy_lists_into(func, args, kwargs)
     local_kwargs = {
         key: value if type(value) is torch.Tensor else local_shards(value, specs, func) for key, value in kwargs.items()
     }
@@ -217,6 +231,7 @@ _BY_NAME: dict[str, Rule] = {
     "_foreach_norm": foreach_norm,
     "_to_copy": copy,
     "clone": copy,
+    "copy_": copy_into,
     "index_put_": _index_put,
     "linalg_vector_norm": vector_norm,
     "new_empty": new_empty,

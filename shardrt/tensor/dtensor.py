@@ -8,20 +8,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
-from torch import is_grad_enabled, is_inference_mode_enabled, nn
+from torch import is_grad_enabled, is_inference_mode_enabled
 from torch.autograd.graph import increment_version
 
 from ..comm import DeviceMesh, ReduceOp, current_mesh
+from ..comm.calls import about
 from ..torch_internals import OpOverload, disabled_torch_function
-from . import snapshots
+from . import aliases, snapshots
 from .group_registry import group_of
 from .inference_mode import outside_inference_mode, run_in_inference_mode
 from .placement import Partial, Placement, Replicate, Shard, Sharded, Spec, local_shape
 from .redistribute import check_replicas, redistribute
+from .storage import storage_of
 from .strides import with_stride, with_stride_of
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -48,13 +50,13 @@ class DTensor(torch.Tensor):
     made from, or of a contiguous one. Created by `fully_shard`, `distribute_tensor`, `from_local`, and `shardrt.tensor.zeros`
     and the like.
     `from_local`, `to_local`, `redistribute` and `full_tensor` are differentiable. The gradient of a leaf has the placements of
-    the leaf, with `Replicate` in the place of `Partial`.
+    the leaf, with `Replicate` in the place of `Partial`. A plain gradient of a sharded module's parameter is averaged.
     An operation that is not defined on sharded tensors raises NotImplementedError.
     """
 
     # Cost: a for-loop optimizer creates two per parameter and step.
     __slots__ = ("_aliases", "_grad_hook", "_local_tensor", "spec")
-    _aliases: list[ref[DTensor]]  # what was detached from it, or from these, if anything was: one list for all of them
+    _aliases: list[ref[DTensor]]  # see `aliases.py`
     _grad_hook: Any  # the hook of a leaf that has required a gradient, see `_set_requires_grad`
     _local_tensor: torch.Tensor
     spec: Spec
@@ -187,13 +189,15 @@ class DTensor(torch.Tensor):
         spec = self.spec.moved(self.spec.replicated if placements is None else placements)
         if spec == self.spec and forward_dtype in (None, self.dtype):
             return self
-        return _Redistribute.apply(self, spec, forward_dtype, backward_dtype)
+        with about(getattr(self, "full_name", "")):  # that of a parameter
+            return _Redistribute.apply(self, spec, forward_dtype, backward_dtype)
 
     def full_tensor(self, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The full tensor, of the global shape, on every rank; it shares memory with a replicated tensor. Collective.
 
         grad_placements: the placements of the gradient, of which each rank's gradient is the shard; None: each rank has the
-        full gradient. Raises ValueError for those that do not fit the mesh or the shape.
+        full gradient. `Partial("avg")` for each axis averages gradients that differ between ranks, as those of their own rows.
+        Raises ValueError for those that do not fit the mesh or the shape.
         Cost: an all-gather for each sharded axis, an all-reduce for each partial one.
         """
         return self.redistribute(self.spec.replicated).to_local(grad_placements)
@@ -211,13 +215,9 @@ class DTensor(torch.Tensor):
         if torch.is_inference_mode_enabled() and not self.is_inference():
             with torch.inference_mode(False):
                 return self.detach()
-        made = torch.Tensor.detach(self)
+        made: DTensor = torch.Tensor.detach(self)  # type: ignore[assignment]
         made._local_tensor = self._local_tensor.detach()  # shares its version, as what a rule detaches does not
-        known = getattr(self, "_aliases", None)
-        if known is None:
-            known = self._aliases = []
-        known[:] = [*(each for each in known if each() is not None), ref(made)]
-        made._aliases = known
+        aliases.note(self, made)
         return made
 
     @property
@@ -237,14 +237,11 @@ class DTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, DTensor) and value.dtype != self.dtype and value.spec == self.spec and self.full_name is None:
-            self._leave_aliases()
+            aliases.leave(self)
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
             self._local_tensor = value._local_tensor
             increment_version(self)
             return
-        known = getattr(self, "_aliases", None)
-        if known is not None and known is getattr(value, "_aliases", None):
-            return  # the values are there
         name = "a DTensor" if self.full_name is None else f"parameter '{self.full_name}'"
         if value.shape != self.shape or value.dtype != self.dtype:
             raise ValueError(
@@ -259,40 +256,22 @@ class DTensor(torch.Tensor):
                 shard = redistribute(value._local_tensor, value.spec, self.spec.placements)
             else:
                 shard = self.spec.local_shard(value.full_tensor() if isinstance(value, DTensor) else value)
-            if known is not None and not self._part():
-                self._local_tensor = shard.clone()
-                return
-            snapshots.wait_to_write([self._local_tensor])
-            self._local_tensor.copy_(shard)
+            self._assign(shard)
         increment_version(self)  # the new version makes the next forward gather again
 
-    def _leave_aliases(self) -> tuple[bool, list[DTensor]]:
-        """Forget what shares the memory. Returns: whether this tensor was detached from another one, and the others."""
-        known = getattr(self, "_aliases", [])
-        found = [alias for each in known if (alias := each()) is not None]
-        others = [alias for alias in found if alias is not self]
-        known[:] = map(ref, others)
-        self._aliases = []
-        return len(others) < len(found), others
+    def _assign(self, shard: torch.Tensor) -> None:
+        if aliases.same_memory(self._local_tensor, shard):
+            return
+        if aliases.keep_values(self):
+            snapshots.wait_to_write([self._local_tensor])
+            self._local_tensor.copy_(shard)
+        else:
+            self._local_tensor = aliases.copied(shard)
 
-    def _part(self) -> bool:
-        """Before values are assigned: let others that share the memory keep what is there, in memory of their own.
-
-        A parameter stays where it is: what others read there, and what is gathered, is its memory. Returns False if this tensor
-        is to take other memory itself. Cost: a copy of the shard, if any other one is alive.
-        """
-        is_alias, others = self._leave_aliases()
-        if is_alias and not isinstance(self, nn.Parameter):
-            return False
-        place = self._local_tensor.data_ptr()  # a parameter may have got another one since
-        moved = [each for each in others if not isinstance(each, nn.Parameter) and each._local_tensor.data_ptr() == place]
-        if moved:
-            kept = self._local_tensor.detach().clone()
-            for alias in moved:
-                if type(alias._local_tensor) is torch.Tensor:
-                    alias._local_tensor.data = kept  # who has asked for it keeps the values as well
-                alias._local_tensor = kept.detach()
-        return True
+    def move_to(self, other: DTensor) -> None:
+        """Be in the memory of another tensor from now on, and lie over the ranks as it does."""
+        aliases.leave(self)
+        self._local_tensor, self.spec = other._local_tensor, other.spec
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -311,14 +290,36 @@ class DTensor(torch.Tensor):
         """
         if getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.") and group_of(self) is not None:
             raise RuntimeError(
-                f"register_multi_grad_hook on parameter '{self.full_name}' of a sharded module (rank {self.spec.mesh.rank}): it "
-                'would never be called; use mode="any", or register_post_accumulate_grad_hook or register_hook on each '
+                f"register_multi_grad_hook on parameter '{self.full_name}' of a sharded module (rank {self.spec.mesh.rank}): "
+                'it would never be called; use mode="any", or register_post_accumulate_grad_hook or register_hook on each '
                 "parameter, which are called with sharded gradients once they are reduced"
             )
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+        return super().register_hook(hook)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor(shape={tuple(self.shape)}, {self.spec.placements}, local={self._local_tensor})"
+
+    def data_ptr(self) -> int:
+        """The address of this rank's local shard. A shard without memory has one that no other tensor has."""
+        return self._local_tensor.data_ptr() or self.untyped_storage().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """This rank's local shard as a storage of its own; other shards lie in the same memory, and are no part of it.
+
+        It cannot be resized, and is another object in each call. A shard without elements has one byte, so that packages which
+        tell tensors apart by their addresses take no two for one.
+        """
+        found = storage_of(self._local_tensor)
+        if found is None:
+            found = self.__dict__.setdefault("_place", torch.empty(1, dtype=torch.uint8, device=self.device)).untyped_storage()
+        return found
+
+    def share_memory_(self) -> NoReturn:
+        """Raises RuntimeError: other processes cannot have the memory of a shard."""
+        raise RuntimeError(
+            f"share_memory_() of '{self.full_name or 'a DTensor'}' (rank {self.spec.mesh.rank}): its memory cannot be moved; "
+            "share a copy, such as .full_tensor().clone().share_memory_()"
+        )
 
     def tolist(self) -> Any:
         """The full tensor as nested lists, on every rank. Collective."""
@@ -401,7 +402,7 @@ def _leaf_grad(grad: torch.Tensor, leaf: DTensor | None) -> torch.Tensor:
         return grad
     if not isinstance(grad, DTensor) and group_of(leaf) is not None:
         # Plain tensors take part in what makes it, which each rank may have of its own. Cost: a reduce-scatter.
-        grad = _FromLocal.apply(grad, leaf.spec.moved([Partial("avg")] * leaf.spec.mesh.ndim))
+        grad = _FromLocal.apply(grad, leaf.spec.moved([Partial(ReduceOp.AVG)] * leaf.spec.mesh.ndim))
     return _redistribute_grad(grad, leaf.spec.of_gradient())
 
 
@@ -471,9 +472,12 @@ def _without_dispatcher(name: str) -> Callable[..., torch.Tensor]:
                 local_args.append(arg)
             else:
                 return method(self, *args, **kwargs)
-        if spec.partial or is_grad_enabled():  # autograd records the operation on the DTensor
+        # Autograd records the operation on the DTensor. A tensor may be given by keyword, as in `add_(other=x)`.
+        if spec.partial or is_grad_enabled() or (kwargs and any(isinstance(each, torch.Tensor) for each in kwargs.values())):
             return method(self, *args, **kwargs)
         if not in_place and is_inference_mode_enabled():
+            return method(self, *args, **kwargs)
+        if kwargs and any(isinstance(value, torch.Tensor) for value in kwargs.values()):
             return method(self, *args, **kwargs)
         if in_place and (snapshots.current is not None or snapshots.read_elsewhere):
             snapshots.wait_to_write([self._local_tensor])

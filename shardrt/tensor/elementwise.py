@@ -16,7 +16,7 @@ import torch
 
 from .activations import run_gathered
 from .dtensor import DTensor
-from .operands import broadcast_spec, check_no_parameters, local_shards, raise_undefined, tensors_in
+from .operands import broadcast_spec, check_no_parameters, local_shards, raise_undefined, shard_by, tensors_in
 from .placement import Partial, Sharded, Spec
 
 aten = torch.ops.aten
@@ -77,7 +77,8 @@ def on_local_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         local_args = [local_shards(arg, [spec], func) for arg in args]
         local_kwargs = {key: local_shards(value, [spec], func) for key, value in kwargs.items()}
     except ValueError:
-        check_no_parameters(func, sharded)  # which are rather used in the wrong place
+        if len(sharded) < len(tensors) or torch.is_grad_enabled():
+            check_no_parameters(func, sharded)  # which are rather used in the wrong place
         raise
     out = func(*local_args, **local_kwargs)
     if isinstance(out, torch.Tensor):
@@ -111,6 +112,21 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if made.spec.stride is not None and kwargs.get("memory_format") is torch.contiguous_format:
         return DTensor(made._local_tensor, replace(made.spec, stride=None))
     return made
+
+
+def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`copy_`. From a tensor that lies otherwise on the same mesh, it is collective: what `redistribute` costs."""
+    target, source = args[:2]
+    lies_otherwise = isinstance(target, DTensor) and isinstance(source, DTensor) and source.spec != target.spec
+    if lies_otherwise and source.spec.mesh is target.spec.mesh and not target.spec.partial:
+        args = (target, DTensor(shard_by(source, target.spec), target.spec), *args[2:])
+    return elementwise(func, args, kwargs)
+
+
+def copy_lists_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`_foreach_copy_` of lists in which some tensors lie otherwise."""
+    for target, source in zip(*args[:2], strict=True):
+        target.copy_(source, *args[2:], **kwargs)
 
 
 def new_empty_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -93,7 +93,8 @@ def local_shard(value: torch.Tensor, spec: Spec, func: Any) -> torch.Tensor:
         if (cut := _cut_locally(value, spec)) is not None:
             return cut
         difference = "with different placements" if value.spec.mesh is spec.mesh else "on different meshes"
-        raise ValueError(f"{func} on tensors {difference}: {value.spec} and {spec}; use redistribute() or full_tensor()")
+        name = "" if value.full_name is None else f" (that of parameter '{value.full_name}')"
+        raise ValueError(f"{func} on tensors {difference}: {value.spec}{name} and {spec}; use redistribute() or full_tensor()")
     if value.dim() == 0:
         return value
     try:
@@ -103,6 +104,13 @@ def local_shard(value: torch.Tensor, spec: Spec, func: Any) -> torch.Tensor:
             f"{func}: a plain tensor of shape {tuple(value.shape)} and a sharded tensor of shape {tuple(spec.shape)}; "
             "expected a plain tensor that expands to the shape of the sharded one"
         ) from error
+
+
+def shard_by(value: DTensor, spec: Spec) -> torch.Tensor:
+    """This rank's shard, by `spec`, of a tensor that may lie otherwise, or expand. Collective if it lies otherwise."""
+    if value.spec.mesh is spec.mesh and value.shape == spec.shape:
+        return redistribute(value._local_tensor, value.spec, spec.placements)
+    return spec.local_shard(gather_full(value).expand(spec.shape))
 
 
 def _cut_locally(value: DTensor, spec: Spec) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -14,22 +15,31 @@ _with_load_hook: WeakSet[Optimizer] = WeakSet()
 
 
 def shard_optimizer_state(optimizer: Optimizer) -> None:
-    """Replace full state tensors, as `load_state_dict` of a full state dict leaves them, by sharded ones. No communication.
+    """Replace full state tensors, as `load_state_dict` of a full state dict leaves them, by sharded ones.
 
     optimizer: any `torch.optim.Optimizer`; its state is changed in place. A plain state tensor of a sharded parameter's global
         shape becomes a `DTensor` of the same dtype with the parameter's mesh and placements. Unchanged are "step", entries that
         have another shape for some parameter, and state of plain parameters.
+    No communication, but for state that lies otherwise than its parameter, as that of a model with another layout: it is
+    redistributed.
     The first step of an optimizer calls this, and from then on each `load_state_dict`. Call it between the first load and the
     first step to free the memory of the full tensors at once.
     """
     keys = elementwise_keys(_shapes(optimizer))
-    for param, state in optimizer.state.items():
+    for param, state in states_of_parameters(optimizer):
         if isinstance(param, DTensor):
-            for key in keys & state.keys():
-                full = state[key]
-                if isinstance(full, torch.Tensor) and not isinstance(full, DTensor):
+            for key in [key for key in state if key in keys]:  # in one order on all ranks, which a set has not
+                value = state[key]
+                if isinstance(value, torch.Tensor) and getattr(value, "spec", None) != param.spec:
                     with torch.no_grad():
-                        state[key] = torch.empty_like(param, dtype=full.dtype, requires_grad=False).copy_(full)
+                        state[key] = torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def states_of_parameters(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, dict[Any, Any]]]:
+    """The state of each parameter. An optimizer may keep something of its own beside it, such as `state["total_step"]`."""
+    for param, state in optimizer.state.items():
+        if isinstance(param, torch.Tensor) and isinstance(state, dict):
+            yield param, state
 
 
 def has_sharded(optimizer: Optimizer) -> bool:
@@ -61,7 +71,7 @@ def elementwise_keys(shapes: Iterable[tuple[Hashable, Iterable[int], Iterable[in
 
 
 def _shapes(optimizer: Optimizer) -> Iterator[tuple[Hashable, torch.Size, torch.Size]]:
-    for param, state in optimizer.state.items():
+    for param, state in states_of_parameters(optimizer):
         for key, value in state.items():
-            if isinstance(param, torch.Tensor) and isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
                 yield key, value.shape, param.shape

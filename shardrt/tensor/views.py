@@ -118,6 +118,14 @@ class GatheredView(torch.Tensor):
         array.flags.writeable = False
         return array
 
+    def data_ptr(self) -> int:
+        """The address of the gathered values, in this rank's memory."""
+        return self._plain_view.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of the gathered values."""
+        return self._plain_view.untyped_storage()
+
     def tolist(self) -> Any:
         return self._plain_view.tolist()
 

@@ -12,6 +12,7 @@ import torch
 
 from ranks import on_ranks
 from shardrt.comm import Communicator, MismatchError, PreMulSum, ReduceOp, RemoteError, World, new_stream
+from shardrt.comm.calls import Subject, about
 from shardrt.comm.ending.words import name_ranks
 
 
@@ -68,6 +69,37 @@ def test_what_is_compared(world: World) -> None:
     else:
         comm.recv(x, 1, stream=stream)
     gather(comm)
+    comm.close()
+
+
+@on_ranks(2, 3)
+def test_what_calls_are_for_is_compared(world: World) -> None:
+    """Of each call of a group too; the innermost words hold. Control calls are for all."""
+    comm, last = fresh(world), world.rank == world.size - 1
+    with about("outside"):
+        with about(Subject("a" if last else "b", "try this")):
+            with pytest.raises(MismatchError, match=r"all_gather float32 4 of b; .*all_gather float32 4 of a .*; try this$"):
+                gather(comm)
+            assert comm.exchange(1) == [1] * comm.size
+            with about(""), pytest.raises(MismatchError, match="barrier of a"):
+                comm.barrier(stream=world.stream)
+            with about("inside"):
+                gather(comm)
+        gather(comm)
+
+    def barriers(*names: str) -> None:
+        with comm.group():
+            for name in names:
+                with about(name):
+                    comm.barrier(stream=world.stream)
+
+    with pytest.raises(MismatchError, match=r"barrier of a \+ barrier of b"):
+        barriers(*("ab" if last else "ba"))
+    if last:
+        with about("a"):
+            comm.send(torch.ones(1), 0, stream=world.stream)
+    elif world.rank == 0:
+        comm.recv(torch.ones(1), world.size - 1, stream=world.stream)
     comm.close()
 
 

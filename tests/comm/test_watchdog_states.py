@@ -522,6 +522,23 @@ def test_an_exception_of_any_text_ends_the_job(is_read: bool) -> None:
         os.close(fd)
 
 
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [("3", 3), ("True", 1), ("False", 17), ("256", 17), ("-1", 255), ("None", 100), ("'x'", 100),
+     ("1.5", 100), ("1 << 40", 101)],
+)  # fmt: skip
+def test_os_exit_takes_what_it_takes_without_a_world(status: str, code: int) -> None:
+    """What is no integer is a TypeError (here 100), and one that C cannot have an OverflowError (101)."""
+    if not (child := os.fork()):
+        aborter = mock.Mock(end_job=exit_handlers._exit)
+        exit_handlers.ExitHandlers(0, aborter, lambda: "nothing", lambda why: None, Timing())
+        try:
+            os._exit(status=eval(status))
+        except BaseException as error:
+            exit_handlers._exit({TypeError: 100, OverflowError: 101}.get(type(error), 102))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+
+
 def fail_at_exit(err: int) -> NoReturn:
     """The end of a rank's process, whose standard output is gone."""
     os.dup2(err, 2)

@@ -1,6 +1,7 @@
 """FSDP2's other names and features: its older setters, larger meshes, symmetric memory, ranges in a profile."""
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,6 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import profiler
+from torch.distributed import tensor as torchs
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor.parallel import parallelize_module
 
 import shardrt
 from ranks import on_ranks
@@ -18,6 +23,33 @@ from shardrt.fsdp.memory import buffers
 from shardrt.fsdp.memory.buffers import CommBuffer
 from shardrt.fsdp.schedule import symmetric_windows
 from toys import OddMLP, batch, buckets_of, compare, loss_of, overlapping, shard_blocks, train_side_by_side
+
+
+def mirrored() -> list[tuple[Any, Any]]:
+    """Functions of torch, and those here that have their names."""
+    helpers = [name for name in dir(state_dict) if name.startswith(("get_", "set_")) and hasattr(shardrt.checkpoint, name)]
+    methods = [name for name in vars(FSDPModule) if not name.startswith("_")]
+    return [
+        (nn.utils.clip_grad_norm_, shardrt.clip_grad_norm_),
+        (fully_shard, shardrt.fully_shard),
+        (parallelize_module, shardrt.parallel.parallelize_module),
+        (register_fsdp_forward_method, shardrt.register_fsdp_forward_method),
+        (torchs.distribute_tensor, shardrt.distribute_tensor),
+        *((getattr(state_dict, name), getattr(shardrt.checkpoint, name)) for name in helpers),
+        *((getattr(FSDPModule, name), getattr(shardrt.FSDPModule, name)) for name in methods),
+        *(
+            (getattr(torchs.DTensor, n), getattr(shardrt.DTensor, n))
+            for n in ("from_local", "full_tensor", "redistribute", "to_local")
+        ),
+    ]
+
+
+def test_arguments_have_torchs_names_and_places() -> None:
+    for torchs_own, here in mirrored():
+        theirs, ours = (inspect.signature(function).parameters for function in (torchs_own, here))
+        placed = [name for name, parameter in theirs.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
+        assert set(theirs) <= set(ours), here
+        assert placed == list(ours)[: len(placed)], here
 
 
 def test_axes_of_a_larger_mesh_are_named() -> None:

@@ -53,7 +53,7 @@ def write_rows(state: State) -> torch.Tensor:
 def write(state: State) -> torch.Tensor:
     weight = weight_of(state)
     other = weight.detach().clone()
-    weight.mul_(0.5).add_(other, alpha=0.1).lerp_(other, 0.1)
+    weight.mul_(0.5).add_(other, alpha=0.1).lerp_(end=other, weight=0.1)
     torch._foreach_add_([weight], [other])
     weight.data = other * 2
     weight.copy_(weight.redistribute([shardrt.Replicate()]))

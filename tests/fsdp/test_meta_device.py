@@ -2,6 +2,9 @@
 
 import copy
 import ctypes
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,60 @@ def test_from_a_state_dict(world: World) -> None:
         loss_of(model, x.chunk(world.size)[world.rank]).backward()
         compare(whole, model, 1e-5, "trained")
     assert model.head.weight is model.tokens.weight
+
+
+@contextmanager
+def log() -> Iterator[list[str]]:
+    """The warnings of shardrt."""
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr(logging.getLogger("shardrt"), "warning", lambda text, *args: lines.append(text % args))
+        yield lines
+
+
+class Buffered(OddMLP):
+    """Buffers that are saved, and one that is computed."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, persistent: bool = False, rows: int = 3) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(3, dtype=dtype), persistent=persistent)
+        self.blocks[0].register_buffer("saved", torch.ones(rows))
+
+
+@on_ranks(2, 3)
+def test_what_has_values_on_some_ranks_only(world: World) -> None:
+    """Named with the ranks by rank 0, which has nothing to tell; refused on every rank alike while it is on meta."""
+    last, x = world.size - 1, batch(world.rank).float()
+    model = shard_blocks(on_meta(Buffered) if world.rank == last else Buffered())
+    with pytest.raises(RuntimeError, match=rf"' runs while .* on the meta device .*\(on rank {last}\)"):
+        model(x)
+    model._apply(lambda tensor: torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor)
+    with torch.no_grad():
+        for param in (*model.blocks.parameters(), *model.out.parameters()):
+            param.fill_(0.5)
+    with log() as lines:
+        model(x)
+        model(x)
+    names = ", ".join(f"'{name}' (rank {last})" for name in ("table", "inp.weight", "inp.bias", "blocks.0.saved"))
+    assert [line.partition(": to_empty")[0] for line in lines] == [f"without values: {names}"] * (world.rank == 0)
+
+
+@on_ranks(2, 3)
+def test_buffers_that_are_others_on_some_ranks(world: World) -> None:
+    last, x = world.size - 1, batch(world.rank).float()
+    options = {"dtype": torch.float64}, {"persistent": True}, {"rows": 4}
+    texts = "table.*torch.float64", "table.*of shape.*, persistent", "blocks.0.saved.*of shape"
+    for others, text in zip(options, texts, strict=True):
+        model = shard_blocks(Buffered(**(others if world.rank == last else {})))
+        with pytest.raises(ValueError, match=rf"first forward of 'Buffered': buffer '{text}.* on rank {last}"):
+            model(x)
+    model = shard_blocks(Buffered())
+    if world.rank == last:
+        model.table = model.table.to("meta")
+    with pytest.raises(ValueError, match=rf"buffer 'table' .*on the meta device on rank {last}"):
+        model(x)
+    model.table = torch.ones(3 + world.rank)  # a buffer that is not saved may have the size of the rank's batch
+    model(x).sum().backward()
 
 
 @on_ranks(1, 2)

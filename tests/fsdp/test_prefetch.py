@@ -1,6 +1,7 @@
 """Prefetch: gathers follow the recorded order in forward and backward, and adapt to a changed order."""
 
 import copy
+import itertools
 import json
 import logging
 import tempfile
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from toys import (
     compare,
     gathers_of,
     overlapping,
+    refused,
     shard_blocks,
     tokens,
     train_side_by_side,
@@ -296,6 +299,70 @@ def test_late_sharding_is_refused(world: World) -> None:
     shardrt.fully_shard(model)
     with pytest.raises(RuntimeError, match="'0' ran as a root of its own before 'Sequential'"):
         model(torch.zeros(2, 5))
+
+
+def forward_lists(model: Any, blocks: list[Any]) -> None:
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+
+
+def backward_lists(model: Any, blocks: list[Any]) -> None:
+    for index, block in enumerate(blocks):
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
+
+
+def circles(model: Any, blocks: list[Any]) -> None:
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch([blocks[(index + 1) % 4], blocks[(index + 2) % 4]])
+        block.set_modules_to_backward_prefetch([blocks[index - 1], blocks[index - 2]])
+
+
+def everything(model: Any, blocks: list[Any]) -> None:
+    """Also itself, the root, and some twice; and a module of another root, which never runs or has run once."""
+    others = [shardrt.fully_shard(OddBlock(13).double()) for _ in range(2)]
+    others[0](torch.zeros(1, 13, dtype=torch.float64))
+    for module in (model, *blocks):
+        module.set_modules_to_forward_prefetch([model, *blocks, *others, *blocks])
+        module.set_modules_to_backward_prefetch([*others, *blocks[::-1], model, *blocks])
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@on_ranks(2, more=(1, 3))
+def test_lists_of_modules_that_stay_gathered(world: World, reshard_after_forward: bool | None) -> None:
+    """Of small groups, which are resumed and gathered in one go; with an evaluation, or an accumulation, in between."""
+    whole = OddMLP(layers=4).double()
+    for lists, way in itertools.product(
+        (forward_lists, backward_lists, circles, everything), ("usual", "evaluates", "by hand", "frozen", "changes")
+    ):
+        plain = copy.deepcopy(whole)
+        model: Any = shard_blocks(copy.deepcopy(whole), reshard_after_forward=reshard_after_forward)
+        lists(model, list(model.blocks))
+        for step in range(3):
+            model.set_requires_gradient_sync(step > 0)
+            for each in (plain, model):
+                each.blocks[1].requires_grad_(way != "frozen" or step == 2)
+            if way == "by hand":
+                model.blocks[step].unshard(async_op=step == 1)
+            if way == "changes":
+                model.set_reshard_after_forward(step % 2 == 0)
+            loss = model(batch(step).chunk(world.size)[world.rank]).square().mean()
+            if way == "evaluates":
+                with torch.no_grad():
+                    model(batch(0))
+            loss.backward()
+            plain(batch(step)).square().mean().backward()
+            if step:
+                compare(plain, model, 1e-12, f"{lists.__name__}, {way}, step {step}")
+                for each in (plain, model):
+                    torch.optim.SGD(each.parameters(), 0.1).step()
+                    each.zero_grad()
+
+
+@on_ranks(1)
+def test_a_list_with_a_module_that_is_not_sharded(world: World) -> None:
+    model: Any = shard_blocks(OddMLP())
+    refused("set_modules_to_forward_prefetch on .*: 'Linear' is", lambda: model.set_modules_to_forward_prefetch([model.out]))
+    refused("set_modules_to_backward_prefetch on .*: 'Linear' is", lambda: model.set_modules_to_backward_prefetch([model.out]))
 
 
 class Halves(nn.Module):

@@ -3,7 +3,7 @@
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -127,7 +127,13 @@ def test_selective_checkpoints(world: World, policy: str) -> None:
                     model.blocks[1].unshard()
                 run(model, POLICIES[policy], tokens.chunk(world.size)[world.rank]).backward()
             run(whole, None, tokens).backward()
-            torch.testing.assert_close(gradients(model), gradients(whole), rtol=1e-12, atol=1e-12, msg=lambda text: f"{way} {kwargs} {bucket} {step} {text}")
+            torch.testing.assert_close(
+                gradients(model),
+                gradients(whole),
+                rtol=1e-12,
+                atol=1e-12,
+                msg=functools.partial("{} {} {} {} {}".format, way.__name__, kwargs, bucket, step),
+            )
 
 
 def nested(net: Net, again: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -144,7 +150,12 @@ def call(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> to
 def test_large_layers_in_selective_checkpoints(world: World, low_precision: bool) -> None:
     """Whose gradients are computed in place: the bits of a run without checkpoints. Casts of parameters are not compared."""
     mixed = shardrt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low_precision else None
-    for way, all_of_it, policy in ((each, False, "all"), (several, False, "views"), (nested, False, "products"), (each, True, "all")):
+    for way, all_of_it, policy in (
+        (each, False, "all"),
+        (several, False, "views"),
+        (nested, False, "products"),
+        (each, True, "all"),
+    ):
         Net.way = way
         torch.manual_seed(0)
         whole = Net(520)

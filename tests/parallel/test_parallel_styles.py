@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranks import on_ranks, settings_of
 from shardrt import DTensor, Partial, Replicate, Shard, fully_shard
-from shardrt.comm import DeviceMesh, World
+from shardrt.comm import DeviceMesh, MismatchError, World
 from shardrt.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -666,3 +666,15 @@ def test_hooks_of_parameters_change_their_gradients(world: World) -> None:
         for step in range(2):
             loss_of(m, tokens_of(step)).backward()
     compare(whole, model)
+
+
+@on_ranks(2)
+def test_ranks_that_skip_different_blocks(world: World) -> None:
+    """Blocks of one size whose names in their plans are the same."""
+    blocks = [nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(3)]
+    for block in blocks:
+        parallelize_module(block, world.mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    x = torch.ones(2, 4)
+    blocks[0](x)
+    with pytest.raises(MismatchError, match=r"all_reduce .* of '1' \(style \d+\).*all_reduce .* of '1' \(style \d+\)"):
+        blocks[1 + world.rank](x)

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardrt
 from ranks import on_ranks
-from shardrt.comm import World
+from shardrt.comm import MismatchError, World
 from toys import compare, mean_over_ranks
 
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -222,3 +222,17 @@ def test_the_ranks_of_a_part_of_the_mesh(world: World) -> None:
     assert type(shardrt.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), mesh["dp"])[0]) is type(synced)
     with pytest.raises(TypeError, match=r"DeviceMesh.* cannot be pickled"):
         pickle.dumps(synced)
+
+
+@on_ranks(2, 3)
+def test_statistics_of_other_modules(world: World) -> None:
+    """Ranks that skip different ones of one size do not mix them up, whether the names are the conversion's or the root's."""
+    x = torch.randn(5, 4)
+    for late in (False, True):
+        model = nn.Sequential(*(nn.BatchNorm1d(4) if not late else shardrt.SyncBatchNorm(4) for _ in range(3)))
+        model.append(nn.Linear(4, 4))
+        model = shardrt.fully_shard(model) if late else shardrt.convert_sync_batchnorm(model)
+        model(x)
+        del model[world.rank % 2]
+        with pytest.raises(MismatchError, match=r"of '0'.*of '1'|of '1'.*of '0'"):
+            model(x)

@@ -184,10 +184,16 @@ def test_clip_grad_norm(world: World, norm_type: float) -> None:
         other = nn.Parameter(extra.detach().clone())
         other.grad = extra.grad.clone()
         expected = nn.utils.clip_grad_norm_([*whole.parameters(), extra], max_norm, norm_type)
-        found = shardrt.clip_grad_norm_([*sharded.parameters(), other], max_norm, norm_type)
+        # In torch's order: also from a generator, and of a single tensor.
+        given = (param for param in [*sharded.parameters(), other])
+        found = shardrt.clip_grad_norm_(given, max_norm, norm_type, True, max_norm < 1)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
         torch.testing.assert_close(other.grad, extra.grad, rtol=1e-12, atol=0)
         compare(whole, sharded, 1e-12, "clipped")
+    weight, single = whole.out.weight, sharded.out.weight
+    expected = nn.utils.clip_grad_norm_(weight, 0.001, norm_type, foreach=False)
+    torch.testing.assert_close(shardrt.clip_grad_norm_(single, 0.001, norm_type, foreach=False), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(single.grad.full_tensor(), weight.grad, rtol=1e-12, atol=0)
     with pytest.raises(ValueError, match="norm_type=0"):
         shardrt.clip_grad_norm_(sharded.parameters(), 1.0, 0)
 
@@ -341,6 +347,7 @@ def test_different_meshes_and_placements_do_not_mix(world: World) -> None:
     for mix in (lambda a, b: a + b, torch.equal, lambda a, b: torch._foreach_add([a], [b]), lambda a, b: a.copy_(b)):
         with pytest.raises(ValueError, match=r"on different meshes: .*other=2.*dp=2"):
             mix(here, there)
+    for mix in (lambda a, b: a + b, torch.equal, lambda a, b: torch._foreach_add([a], [b])):
         with pytest.raises(ValueError, match=r"with different placements: .*Shard\(dim=1\).* and .*Shard\(dim=0\)"):
             mix(here, across)
     for norm in torch._foreach_norm([here, there, across]):  # each of its own mesh

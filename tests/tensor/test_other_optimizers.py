@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import shardrt
+from checkpoints import shared_folder
 from ranks import on_ranks
+from shardrt import checkpoint
 from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.state_dicts.get import full_optimizer_state
 from shardrt.checkpoint.state_dicts.set import load_full_optimizer_state
@@ -383,3 +385,91 @@ def test_registered_optimizers_step_on_local_shards(world: World) -> None:
     optimizer.step(closure)
     with pytest.raises(TypeError, match=r"expected a subclass of torch.optim.Optimizer"):
         shardrt.register_local_optimizer(nn.Linear)
+
+
+class WithOwnState(torch.optim.Optimizer):
+    """Keeps something beside the state of its parameters."""
+
+    def __init__(self, params: Iterator[nn.Parameter], key: Any, value: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.state[key] = value
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            state = self.state[param]
+            state.setdefault("sum", torch.zeros_like(param)).add_(param.grad)
+            param.add_(state["sum"], alpha=-0.1)
+
+
+class LocalWithOwnState(WithOwnState):
+    """The same on local shards."""
+
+
+FLAT = checkpoint.StateDictOptions(flatten_optimizer_state_dict=True)
+FULL = checkpoint.StateDictOptions(full_state_dict=True)
+
+
+@pytest.mark.parametrize("kind", [WithOwnState, LocalWithOwnState])
+@on_ranks(1, 2)
+def test_state_that_is_no_parameters(world: World, kind: type[WithOwnState]) -> None:
+    """Under strings, numbers and tuples: an optimizer steps with it, and it goes into state dicts and checkpoints."""
+    shardrt.register_local_optimizer(LocalWithOwnState)
+    for key, value in (("total", 3), ("inner", {"a": 1, "b": torch.ones(2)}), ("t", torch.arange(3.0)), (("a", 1), 5), (70, 1)):
+
+        def make(key: Any = key, value: Any = value) -> tuple[nn.Module, WithOwnState]:
+            model = shard_blocks(OddMLP().double())
+            optimizer = kind(model.parameters(), key, value)
+            steps(model, optimizer, range(1), world)
+            return model, optimizer
+
+        model, optimizer = make()
+        with shared_folder(world) as folder:
+            offloading = shardrt.offload_state_to_disk(optimizer, folder)
+            steps(model, optimizer, range(1, 2), world)
+            offloading.remove()
+            checkpoint.save(folder / "saved", {"model": model, "optimizer": optimizer})
+            for load in ("state_dict", "sharded", "full", "flat", "whole", "files"):
+                other_model, other = make(
+                    value=torch.zeros(3) if key == "t" else {"b": torch.zeros(2)} if key == "inner" else 0
+                )
+                if load == "state_dict":
+                    other.load_state_dict(optimizer.state_dict())
+                elif load == "whole":
+                    load_full_optimizer_state(other, full_optimizer_state(optimizer, keep=True))
+                elif load == "files":
+                    checkpoint.load(folder / "saved", {"model": other_model, "optimizer": other})
+                else:
+                    options = {"sharded": None, "full": FULL, "flat": FLAT}[load]
+                    state = checkpoint.get_optimizer_state_dict(model, optimizer, options=options)
+                    checkpoint.set_optimizer_state_dict(other_model, other, state, options=options)
+                torch.testing.assert_close(other.state[key], value, msg=f"{key} {load}")
+                for param, own in zip(model.parameters(), other_model.parameters(), strict=True):
+                    sums = [
+                        each.state[of]["sum"] if of in each.state else None for each, of in ((optimizer, param), (other, own))
+                    ]
+                    assert (sums[0] is None) == (sums[1] is None)
+                    if sums[0] is not None:
+                        assert torch.equal(*(getattr(each, "_local_tensor", each) for each in sums))
+
+
+@on_ranks(2)
+def test_state_under_the_number_of_a_parameter_is_refused(world: World) -> None:
+    model = shard_blocks(OddMLP())
+    optimizer = WithOwnState(model.parameters(), 1, 5)
+    with pytest.raises(RuntimeError, match=r"WithOwnState\.state has the key 1, under which .* parameter 1"):
+        checkpoint.get_optimizer_state_dict(model, optimizer)
+
+
+@on_ranks(2)
+def test_own_state_of_several_optimizers(world: World) -> None:
+    """Each gets what it has."""
+    model = shard_blocks(OddMLP())
+    params = list(model.parameters())
+
+    def make(value: int) -> list[WithOwnState]:
+        return [WithOwnState(iter(params[:3]), "first", value), WithOwnState(iter(params[3:]), "second", 2 * value)]
+
+    made, others = make(1), make(7)
+    checkpoint.set_optimizer_state_dict(model, others, checkpoint.get_optimizer_state_dict(model, made))
+    assert [dict(each.state) for each in others] == [{"first": 1}, {"second": 2}]

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import nn
 
 from placements import Log, uneven
 from ranks import on_ranks
-from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor
-from shardrt.comm import DeviceMesh, ReduceOp, World
+from shardrt import DTensor, FlatShard, Partial, RaggedShard, Replicate, Shard, distribute_tensor, fully_shard
+from shardrt.checkpoint import StateDictOptions, get_optimizer_state_dict
+from shardrt.comm import DeviceMesh, MismatchError, ReduceOp, World
 from shardrt.tensor.placement import Placement, Spec, local_shape
 from shardrt.tensor.redistribute import changes_in_order
 
@@ -269,3 +271,19 @@ def test_gradients_of_a_parameter_on_two_axes(world: World) -> None:
     param.to_local().sum().backward()  # one element, expanded
     assert torch.equal(param.grad.mul_(2).full_tensor(), torch.full((5, 6), 2.0, dtype=torch.float64))
     mesh.close()
+
+
+@on_ranks(2)
+def test_parameters_in_other_orders(world: World) -> None:
+    """Parameters of one size are not taken for each other, alone or in a full state dict."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model[0].weight.full_tensor()
+    with pytest.raises(MismatchError, match=r"of 0\.weight.*of 1\.weight"):
+        model[world.rank].weight.full_tensor()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if world.rank:
+        optimizer.state.update({param: optimizer.state.pop(param) for param in reversed(list(optimizer.state))})
+    with pytest.raises(MismatchError, match=r"of state\.0\.weight\.momentum_buffer.*of state\.1\.bias\.momentum_buffer"):
+        get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))

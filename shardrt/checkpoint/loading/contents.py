@@ -18,11 +18,11 @@ from ..state.dtypes import Rounded, narrows
 from ..state.names import Path as Keys
 from ..state.names import joined
 from ..state.objects import ARRAY, decode, with_numpy
+from ..state.several_names import Twins
 from ..state.stateful import OF_RANK, PerRank
 from ..state.trees import flattened, key_of, placed
 from .reading import Fetch, fetches, read_all
 from .renaming import KeyMap, with_new_names
-from .several_names import Twins
 
 _LISTED = 20  # names in an error
 

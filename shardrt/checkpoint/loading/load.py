@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import setitem
@@ -34,13 +34,14 @@ from ..state.models import materialise
 from ..state.names import ParameterNames, cleaner, joined
 from ..state.names import Path as Keys
 from ..state.optimizers import parameters_of, split_flat
+from ..state.several_names import Twins, told_by_all
 from ..state.stateful import SomeNames, has_state
 from ..state.trees import fill, fills, has_inside, placed
+from .compared import unlike
 from .contents import Contents
 from .optimizers import OptimizerLoader
 from .reading import Fetch, on_any_rank, read_all, share_of
 from .renaming import KeyMap
-from .several_names import Twins, told_by_all, unlike
 
 Bring = Callable[[set[str]], None]
 _log = logging.getLogger("shardrt")
@@ -164,7 +165,7 @@ class _Loader:
 
     def __init__(self, contents: Contents, modules: Mapping[str, nn.Module]) -> None:
         self._contents, self._modules = contents, modules
-        self._params: dict[str, Set[str]] = {}  # by the name of the state in a dict of an optimizer: the optimizer's parameters
+        self._params: dict[str, set[str]] = {}  # by the name of the state in a dict of an optimizer: the optimizer's parameters
 
     def load(self, path: Keys, value: Any) -> Any:
         """Have a value loaded; returns what takes its place: itself, if it keeps its identity."""

@@ -17,7 +17,7 @@ from ...tensor.optimizer_state import elementwise_keys
 from ..errors import CheckpointError
 from ..state.names import ParameterNames, Path, joined
 from ..state.optimizers import OF_RANK, common_hyperparameters, rank_suffix, skips, split_flat
-from ..state.trees import placed
+from ..state.trees import key_of, placed
 from .contents import Contents
 
 _FLAGS = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}  # any class may have
@@ -170,7 +170,8 @@ class OptimizerLoader:
             if key in self._saved.group_of or any(joined((module, key)) in self._contents for module in ("", *self._modules)):
                 self._contents.unexpected.append(joined(full))
             else:
-                self._contents.finish.append(partial(setitem, table, key, self._contents.tree(full, table.get(key))))
+                own = key_of(table, key)
+                self._contents.finish.append(partial(setitem, table, own, self._contents.tree(full, table.get(own))))
 
     # ------------------------------------------------------------------ hyperparameters
 

@@ -21,9 +21,10 @@ from ..geometry import memory_of
 from ..state.dtypes import sentence
 from ..state.models import match, materialise, named_tensors, take_back
 from ..state.names import LoadedKeys
+from ..state.several_names import Twins, settle
+from .compared import unlike
 from .reading import fetches, read_all
 from .renaming import KeyMap, with_new_names
-from .several_names import Twins, settle, unlike
 
 
 def load_safetensors(

@@ -45,9 +45,16 @@ def optimizer_state(optimizer: Optimizer, names: ParameterNames) -> dict[str, An
     # Optimizers of other packages may give state dicts of a form that only their own load_state_dict understands.
     local = steps_locally(type(optimizer))
     packed = optimizer.state if local else optimizer.state_dict()["state"]
+    own = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    for number in range(len(names.params)):
+        if number in own:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.state has the key {number}, under which a state dict of torch has the state of "
+                f"parameter {number}: name it otherwise, by a string"
+            )
     state = {}
     for key, values in packed.items():
-        param = names.params[key] if isinstance(key, int) else key
+        param = names.params[key] if isinstance(key, int) and key not in own else key
         if not isinstance(param, torch.Tensor):
             state[param] = values
         elif values:
@@ -94,7 +101,7 @@ def flat_form(state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state as one dict, in which each parameter has the hyperparameters of its group."""
     flat: dict[str, Any] = {}
     for name, values in state["state"].items():
-        flat.update((f"state.{name}.{key}", value) for key, value in _flat_keys(values))
+        flat.update((f"state.{key}", value) for key, value in _flat_keys({name: values}))
     for group in state["param_groups"]:
         for name in group["params"]:
             flat.update((f"param_groups.{name}.{key}", value) for key, value in group.items() if key != "params")
@@ -112,6 +119,8 @@ def _flat_keys(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 def split_flat(flat: str, known: set[str]) -> Path:
     """The path of an entry of the flat form; () if it is none.   known: names of parameters, which may have dots in them."""
     kind, _, rest = flat.partition(".")
+    if rest in known:
+        return (kind, rest)
     place = rest.rfind(".")
     while place >= 0 and rest[:place] not in known:
         place = rest.rfind(".", 0, place)
@@ -138,7 +147,7 @@ class SavedState(NamedTuple):
 
 
 def saved_state(given: Mapping[str, Any], names: set[str]) -> SavedState:
-    """The state of a dict in either form, by groups or flat.   names: those of parameters."""
+    """The state of a dict in either form, by groups or flat.   names: those of parameters, and of an optimizer's own state."""
     saved = SavedState({}, {})
     if "state" in given or "param_groups" in given:
         saved.state.update(given.get("state", {}))
@@ -200,15 +209,16 @@ def state_by_name(optimizer: Optimizer, names: ParameterNames, *, full: bool) ->
 
 def _completed(state: Mapping[str, Any], names: ParameterNames, comm: Communicator) -> dict[str, Any]:
     """The state, with that of parameters of which this rank has no elements, which its optimizer skips. Collective."""
+    params = {names[param]: param for param in names.params}
     mine = {
         name: {key: value.dtype if isinstance(value, DTensor) else value for key, value in values.items()}
         for name, values in state.items()
+        if name in params
     }
     everyone: dict[str, dict[str, Any]] = {}
     for theirs in comm.exchange(mine):
         for name, values in theirs.items():
             everyone.setdefault(name, {}).update(values)
-    params = {names[param]: param for param in names.params}
     for name, values in everyone.items():
         if bound := [key for key in values if OF_RANK.fullmatch(str(key))]:
             full_name = getattr(params[name], "full_name", name)
@@ -216,7 +226,8 @@ def _completed(state: Mapping[str, Any], names: ParameterNames, comm: Communicat
                 f"the state '{bound[0]}' of parameter '{full_name}' depends on where the shards begin, so it has no full form "
                 f"(rank {comm.rank}): save it with shardrt.checkpoint.save"
             )
-    return {name: {**_without_elements(params[name], values), **state.get(name, {})} for name, values in everyone.items()}
+    completed = {name: {**_without_elements(params[name], each), **state.get(name, {})} for name, each in everyone.items()}
+    return {**{name: values for name, values in state.items() if name not in params}, **completed}
 
 
 def _without_elements(param: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm import world
+from ...comm.calls import about
 from ...tensor.dtensor import DTensor
 from ...tensor.inference_mode import outside_inference_mode
 from ..errors import CheckpointError
@@ -101,8 +102,10 @@ def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     Any number of ranks (`load_full_optimizer_state`), or a single process, can load the result.
     Raises RuntimeError, on every rank, for state of a local optimizer that depends on where shards begin.
     """
-    packed = state_by_name(optimizer, ParameterNames("", optimizer, {"": numbered(optimizer)}), full=True)
-    by_number = {int(number): values for number, values in packed["state"].items()}
+    names = ParameterNames("", optimizer, {"": numbered(optimizer)})
+    packed = state_by_name(optimizer, names, full=True)
+    numbers = set(names)
+    by_number = {int(name) if name in numbers else name: values for name, values in packed["state"].items()}
     groups = [{**group, "params": [int(number) for number in group["params"]]} for group in packed["param_groups"]]
     state = {**optimizer.state_dict(), "state": by_number, "param_groups": groups}
     return _copied(state, full=True, offload=True, keep=keep)
@@ -143,7 +146,13 @@ def _copied(state: dict[str, Any], *, full: bool, offload: bool, keep: bool) -> 
             seen[key] = made if keep else None
         return seen[key]
 
-    collected: dict[str, Any] = mapped(state, copy_of)
+    def collect(name: str, tree: Any) -> Any:
+        if isinstance(tree, Mapping):
+            return {key: collect(f"{name}.{key}" if name else str(key), value) for key, value in tree.items()}
+        with about(name):  # ranks that have the entries in another order are told so
+            return mapped(tree, copy_of)
+
+    collected: dict[str, Any] = collect("", state)
     return collected if keep else {}
 
 

@@ -18,18 +18,18 @@ from ...comm import World, world
 from ...tensor.dtensor import DTensor
 from ...tensor.inference_mode import outside_inference_mode, overwrite
 from ...tensor.local_optimizers import steps_locally
+from ...tensor.operands import shard_by
 from ...tensor.optimizer_state import elementwise_keys
 from ...tensor.placement import Spec
-from ...tensor.redistribute import redistribute
 from ...tensor.snapshots import wait_to_write
 from ..errors import agreed
-from ..loading.several_names import Twins, same_bits, settle
 from ..state.dtypes import sentence
 from ..state.models import match, materialise, named_tensors, take_back
 from ..state.names import LoadedKeys, ParameterNames, cleaner
 from ..state.optimizers import SavedState, common_hyperparameters, first_of, numbered, saved_state, skips
-from ..state.trees import mapped
-from .get import Optimizers, StateDictOptions, as_list
+from ..state.several_names import Twins, same_bits, settle
+from ..state.trees import key_of, mapped
+from .get import Optimizers, StateDictOptions, as_list, copied
 
 _BY_VALUE = 16  # rank 0 sends tensors of at most so many elements with the dict, such as hyperparameters
 
@@ -79,12 +79,14 @@ def set_optimizer_state_dict(
         names = [ParameterNames(str(index), optimizer, {"": model}) for index, optimizer in enumerate(listed)]
     state = _announced(dict(optim_state_dict), chosen, here)
     with agreed(here.comm):
-        saved = saved_state(state, {name for each in names for name in each})
+        own = {str(key) for optimizer in listed for key in optimizer.state if not isinstance(key, torch.Tensor)}
+        saved = saved_state(state, own.union(*names))
         if chosen.strict:
             _check_complete(names, saved)
         elementwise = [_elementwise(each, saved) for each in names]
     for optimizer, each, keys in zip(listed, names, elementwise, strict=True):
-        optimizer.load_state_dict(_packed(optimizer, each, saved, keys, here))
+        others = _others(optimizer, each, saved, here, only_present=len(listed) > 1)
+        optimizer.load_state_dict(_packed(optimizer, each, saved, keys, here, others))
 
 
 @outside_inference_mode()
@@ -103,13 +105,14 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
             raise RuntimeError(f"the optimizer's state dict has groups of {found} parameters, expected {sizes}")
         saved = saved_state(
             {
-                "state": {str(number): values for number, values in state["state"].items()},
+                "state": {str(key) if isinstance(key, int) else key: values for key, values in state["state"].items()},
                 "param_groups": [{**group, "params": [*map(str, group["params"])]} for group in state["param_groups"]],
             },
             set(names),
         )
         elementwise = _elementwise(names, saved)
-    optimizer.load_state_dict({**state, **_packed(optimizer, names, saved, elementwise, here)})
+    others = _others(optimizer, names, saved, here, only_present=False)
+    optimizer.load_state_dict({**state, **_packed(optimizer, names, saved, elementwise, here, others)})
 
 
 @outside_inference_mode()
@@ -159,7 +162,7 @@ def _set_model(
 def _alike(state: Mapping[str, Any], twins: Twins) -> bool:
     """Whether this rank's parts of two tensors are the same; rank 0 compares what it will send. Collective if sharded."""
     given = [state[twins.name], state[twins.other]]
-    values = [each.value if isinstance(each, _Sent) else each for each in given]
+    values: list[Any] = [each.value if isinstance(each, _Sent) else each for each in given]
     if values[0] is values[1]:  # also where this rank has none
         return True
     sent = any(isinstance(each, _Sent) for each in given)
@@ -182,9 +185,7 @@ def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
 
 def _shard_of(value: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's shard. Collective for a sharded tensor."""
-    if isinstance(value, DTensor) and value.spec.mesh is spec.mesh:
-        return redistribute(value._local_tensor, value.spec, spec.placements)
-    return spec.local_shard(value.full_tensor() if isinstance(value, DTensor) else value)
+    return shard_by(value, spec) if isinstance(value, DTensor) else spec.local_shard(value)
 
 
 # ---------------------------------------------------------------------- from rank 0
@@ -253,10 +254,18 @@ def _check_complete(names: Iterable[ParameterNames], saved: SavedState) -> None:
 
 
 def _packed(
-    optimizer: Optimizer, names: ParameterNames, saved: SavedState, elementwise: set[Hashable], here: World
+    optimizer: Optimizer,
+    names: ParameterNames,
+    saved: SavedState,
+    elementwise: set[Hashable],
+    here: World,
+    others: Mapping[Any, Any],
 ) -> dict[str, Any]:
-    """A state dict in which parameters are numbers, with state that is sharded as they are. Collective."""
-    state, groups, number = dict[int, Any](), list[dict[str, Any]](), 0
+    """A state dict in which parameters are numbers, with state that is sharded as they are. Collective.
+
+    others: state that is no parameter's.
+    """
+    state, groups, number = dict[Any, Any](others), list[dict[str, Any]](), 0
     local = steps_locally(type(optimizer))
     for index, group in enumerate(optimizer.param_groups):
         numbers = range(number, number + len(group["params"]))
@@ -269,6 +278,22 @@ def _packed(
             if made and not skips(optimizer, param):
                 state[place] = made
     return {"state": state, "param_groups": groups}
+
+
+def _others(
+    optimizer: Optimizer, names: ParameterNames, saved: SavedState, here: World, *, only_present: bool
+) -> dict[Any, Any]:
+    """Saved state that is no parameter's, such as a counter in `state["total_step"]`. Collective.
+
+    only_present: what the optimizer has already, since the rest may be another optimizer's.
+    """
+    of_parameters = {*names, *names.of_modules, *saved.group_of}
+    found = {key_of(optimizer.state, key): value for key, value in saved.state.items() if key not in of_parameters}
+    return {
+        key: mapped(value, lambda each: copied(_received(each, here), full=False, offload=False))
+        for key, value in found.items()
+        if key in optimizer.state or not only_present
+    }
 
 
 def _elementwise(names: ParameterNames, saved: SavedState) -> set[Hashable]:

@@ -3,7 +3,7 @@
 Their forward runs without gradients, and their backward makes whatever it likes, so no rule of an operation on a `DTensor` can
 see that each rank makes a gradient of its own. So such a call is a forward of the parameter's module: it gathers, the function
 is given the gathered parameter, and its gradient is averaged. Operators of `torch.library.register_autograd`, and
-`torch.utils.checkpoint(use_reentrant=True)`, are such functions as well.
+`checkpoint(use_reentrant=True)` of `torch.utils.checkpoint`, are such functions as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ...tensor.dtensor import DTensor
 from ...tensor.group_registry import group_of
-from ...torch_internals import current_transform, surround_functions
+from ...torch_internals import surround_functions
 from ..params.by_hand import GatheredAlias, note_by_hand
 from ..params.param import GatheredParameter, ShardedParam
 from ..schedule.param_group import ParamGroup
@@ -49,7 +49,7 @@ def _call(kind: Function, apply: Callable[..., Any], args: tuple[Any, ...], kwar
 def _sharded_among(args: tuple[Any, ...]) -> Iterator[tuple[ShardedParam, ParamGroup]]:
     for arg in args:
         if type(arg) is DTensor and arg.requires_grad and isinstance(group := group_of(arg), ParamGroup):
-            yield from ((param, group) for param in group.params if param.sharded is arg)
+            yield from ((param, group) for param in group.params if cast(object, param.sharded) is arg)
 
 
 def _run_as_forward(
@@ -60,8 +60,12 @@ def _run_as_forward(
 ) -> Any:
     """Run the function on gathered parameters, in a forward of each module that has one, on the other tensors in `args`."""
     for param, group in given.values():
-        if param.outer is not None or current_transform() is not None:
-            raise _undefined(kind, param, group)
+        if param.outer is not None:
+            raise NotImplementedError(
+                f"{kind.__name__}.apply on parameter '{param.name}' of the sharded module '{group.name}' (rank "
+                f"{group.mesh.rank}), which is tensor-parallel: its module computes with a part of it, and knows how; call the "
+                "module, or the function inside of its forward"
+            )
     are_inputs = [isinstance(arg, torch.Tensor) and id(arg) not in given for arg in args]
 
     def run(*inputs: torch.Tensor) -> Any:
@@ -76,11 +80,3 @@ def _run_as_forward(
 
 def _forward(module: FSDPModule, run: Callable[..., Any], *inputs: torch.Tensor) -> Any:
     return run_forward(module, run, inputs, {})
-
-
-def _undefined(kind: Function, param: ShardedParam, group: ParamGroup) -> NotImplementedError:
-    what = "in a transform of torch.func" if param.outer is None else "which is tensor-parallel"
-    return NotImplementedError(
-        f"{kind.__name__}.apply on parameter '{param.name}' of the sharded module '{group.name}' (rank {group.mesh.rank}), "
-        f"{what}: the function would be given this rank's shard, outside of the module's forward; call it inside the forward"
-    )

@@ -68,6 +68,7 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters and register them in place of the shards. Collective.
 
+        They may be used by hand, alike on all ranks: a backward gathers them if need be, and averages their gradients.
         async_op: return at once; the handle's `wait()`, or the module's next forward, does the rest.
         """
         runtime = self.param_group.runtime or hooks.start(self.param_group.root)
@@ -119,7 +120,10 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Leave parameters gathered after a backward (False), for the next microbatch; an optimizer step frees them.
 
-        A change of shards in place through `.data` or `to_local()` is not noticed: call `reshard()` after it.
+        So does any other write to shards, through `.data` or `to_local()` too, on one rank or on all: a forward that finds
+        parameters gathered asks the other ranks. On a GPU, writes that torch does not see, by `to_local().data` or a kernel of
+        your own outside of an optimizer's step, are not noticed: call `reshard()` after them; so on the host for those by
+        `_local_tensor`.
         """
         for settings in self._settings(recurse):
             settings.reshard_after_backward = reshard_after_backward
@@ -130,14 +134,22 @@ class FSDPModule:
             settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """When this module's forward starts, gather these ahead, instead of what the recorded order says."""
+        """When this module's forward starts, gather these ahead, instead of what the recorded order says.
+
+        Those of another root from its first forward on.   Raises ValueError for a module that is not sharded.
+        """
+        ahead = groups_of(_sharded(modules, f"set_modules_to_forward_prefetch on '{self.param_group.name}'"))
         for settings in self._settings(recurse=False):
-            settings.forward_prefetch = groups_of(modules)
+            settings.forward_prefetch = ahead
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """When this module's backward starts, gather these ahead, instead of what the recorded order says."""
+        """When this module's backward starts, gather these ahead, instead of what the recorded order says.
+
+        Those of another root from its first forward on.   Raises ValueError for a module that is not sharded.
+        """
+        ahead = groups_of(_sharded(modules, f"set_modules_to_backward_prefetch on '{self.param_group.name}'"))
         for settings in self._settings(recurse=False):
-            settings.backward_prefetch = groups_of(modules)
+            settings.backward_prefetch = ahead
 
     def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
         """Set how far to gather ahead where no modules are named. Call it on the root."""
@@ -160,13 +172,23 @@ class FSDPModule:
         for settings in self._settings(recurse=False):
             settings.force_sum = enable
 
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, skipped_modules: bool = False, recurse: bool = True
+    ) -> None:
         """Reduce zeros for parameters without a gradient, since other ranks may have one. All ranks run the same modules.
 
         Cost: a module without inputs that want gradients is reduced when the backward ends.
+
+        skipped_modules: each rank may leave out other sharded modules, as layer drop does; their gradients are zeros there, and
+            zeros everywhere if all ranks leave one out. Then each module runs once at most in a forward of the root, one after
+            the other, in the order in which they are registered: else RuntimeError. From the next forward on.
+            Cost: skipped modules are gathered and reduced as others are. See docs/tasks.md.
+        Raises ValueError for skipped_modules alone.
         """
+        if skipped_modules and not reduce_scatter_unused_params:
+            raise ValueError("set_reduce_scatter_unused_params(False, skipped_modules=True): expected both, or neither")
         for settings in self._settings(recurse):
-            settings.reduce_unused = reduce_scatter_unused_params
+            settings.reduce_unused, settings.may_be_skipped = reduce_scatter_unused_params, skipped_modules
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many buckets of packed gradients may be in flight. Raises TypeError or ValueError unless it is an int >= 1.
@@ -242,15 +264,15 @@ class FSDPModule:
         for settings in self._settings(recurse=False):
             settings.symmetric = True
 
-    def set_custom_all_gather(self, all_gather: CustomAllGather) -> None:
+    def set_custom_all_gather(self, comm: CustomAllGather) -> None:
         """Gather with this, into memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
         self._check_no_forward("set_custom_all_gather")
-        self._only_group("set_custom_all_gather").settings.all_gather = all_gather
+        self._only_group("set_custom_all_gather").settings.all_gather = comm
 
-    def set_custom_reduce_scatter(self, reduce_scatter: CustomReduceScatter) -> None:
+    def set_custom_reduce_scatter(self, comm: CustomReduceScatter) -> None:
         """Reduce with this, from memory that it allocates. RuntimeError after the first forward, which makes the buffers."""
         self._check_no_forward("set_custom_reduce_scatter")
-        self._only_group("set_custom_reduce_scatter").settings.reduce_scatter = reduce_scatter
+        self._only_group("set_custom_reduce_scatter").settings.reduce_scatter = comm
 
     def set_post_optim_event(self, event: Event) -> None:
         """Let the next forward's gathers, and no later ones, wait for `event`, not for the current stream. Call it on the root.
@@ -305,9 +327,9 @@ class FSDPModule:
         )
         if self.param_group.runtime is not None:
             self.param_group.runtime.settle()
+        without_values = moves.on_meta(inside)
         for group in groups:
             moves.move(group, inside, fn)
-        without_values = moves.buffers_on_meta(inside)
         with moves.hidden(groups):
             super()._apply(fn, recurse)  # type: ignore[misc]
         moves.note_unwritten(without_values)
@@ -352,16 +374,16 @@ def run_forward(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any
     if first.calls.running:  # the module calls itself, or a registered method its forward: the outer call gathers
         return forward(*args, **kwargs)
     runtime = first.runtime or hooks.start(first)  # which may give parameters groups of their own
-    for group in module.param_groups:
-        with during(Step.PRE_FORWARD, group):
-            args, kwargs = hooks.pre_forward(runtime, group, args, kwargs)
-    first.calls.running, nodes_before = True, nodes_made()
     try:
+        for group in module.param_groups:
+            with during(Step.PRE_FORWARD, group):
+                args, kwargs = hooks.pre_forward(runtime, group, args, kwargs)
+        first.calls.running, nodes_before = True, nodes_made()
         with during(Step.FORWARD, *module.param_groups):
             output = forward(*args, **kwargs)
     except BaseException:
-        for group in module.param_groups:
-            group.visible.expose()
+        for group in reversed(module.param_groups):
+            hooks.forward_failed(group, ran=first.calls.running)
         raise
     finally:
         first.calls.running = False
@@ -410,8 +432,11 @@ def unsharded(module: nn.Module) -> Iterator[None]:
 
     Ranks may then run different numbers of forwards without gradients, or different parts of the model, for example to generate
     texts of different lengths. Entering is collective, leaving is not.
-    Cost: the memory of all parameters in their compute dtypes. If parameters are written to inside, the next forward gathers
-    them again, which is collective.   Raises ValueError if no module is sharded.
+    Parameters may be used by hand. Their gradients are averaged when a backward ends, here or later; one that begins later
+    gathers what it needs. A parameter whose gradient some ranks lack counts as zero there; each rank must have one of some.
+    Cost: the memory of all parameters in their compute dtypes; gradients are not reduced before a backward ends, and ranks
+    compare which they have. If parameters are written to inside, the next forward gathers them again, which is collective:
+    write on all ranks, through the parameters.   Raises ValueError if no module is sharded.
     """
     sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
     if not sharded:
@@ -441,6 +466,12 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 
     Raises ValueError for a module that is not sharded.
     """
+    _sharded(modules, "share_comm_ctx")
+
+
+def _sharded(modules: Sequence[FSDPModule], call: str) -> Sequence[FSDPModule]:
+    """The same modules. Raises ValueError, which names the call, for one that is not sharded."""
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"share_comm_ctx: '{type(module).__name__}' is not sharded")
+            raise ValueError(f"{call}: '{type(module).__name__}' is not sharded")
+    return modules

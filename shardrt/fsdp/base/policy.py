@@ -309,6 +309,7 @@ class StepSettings:
     divide_factor: float | None = None  # of the summed gradients; None: the number of ranks that are reduced over
     force_sum: bool = False
     reduce_unused: bool = False
+    may_be_skipped: bool = False  # some ranks may not run its modules; then reduce_unused is set as well
     reduce_hook: Callable[[torch.Tensor], None] | None = None
     reduce_hook_stream: Stream | None = None  # None: the stream that reduced
     comm_memory: bool = False  # gather into memory that the communicator has registered

@@ -266,7 +266,7 @@ class Gather(ABC):
         """What has stayed gathered is read again, once the Work is done. Only if it is paused. keeps: as for launch()."""
         raise AssertionError("it is never paused")
 
-    def keep(self, stream: Stream) -> None:
+    def keep(self, stream: Stream) -> None:  # noqa: B027
         """What is gathered is kept from now on, as if it had been launched so. After fill_unsharded(), on its stream."""
 
     def wait_for_readers(self) -> bool:

@@ -37,8 +37,8 @@ from torch.utils.weak import TensorWeakRef
 from ...comm import Stream
 from ...torch_internals import (
     Wanted,
-    aten_operator,
     as_plain_tensors,
+    aten_operator,
     compiler_in_use,
     current_transform,
     forward_mode_is_active,

@@ -148,7 +148,7 @@ class ShardedParam:
             note_replaced(self.original if before is None else before, self.sharded)
         else:
             self.sharded = before
-            before._local_tensor, before.spec = sharded._local_tensor, sharded.spec  # type: ignore[attr-defined]
+            cast(DTensor, before).move_to(sharded)
         if before is not None and self.original.grad is not None:
             grad = self.part_of(self.original.grad, sharded.spec)
             self.sharded.grad = self.sharded_like(grad.to(sharded._local_tensor.device).clone())
@@ -266,8 +266,8 @@ class ShardedParam:
 class GatheredParameter(nn.Parameter):
     """The class of an unsharded parameter while the user can reach it, such as between a forward and its backward.
 
-    Assignments to its `data` and `requires_grad`, and in-place writes, are passed on to the sharded parameter. Its group is told
-    of operations on it.
+    Assignments to its `data` and `requires_grad`, and in-place writes, are passed on to the sharded parameter. Its group is
+    told of operations on it.
     """
 
     sharded: DTensor | None = None  # a copy has none
@@ -279,7 +279,8 @@ class GatheredParameter(nn.Parameter):
         return run_by_hand(func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        with as_plain_tensors():
+            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
     def detach(self) -> torch.Tensor:
         """The values, without autograd. They stay the same when `.data` is assigned."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ...torch_internals import outside_transforms
 from .by_hand import HandUse
 from .in_place import LinearWeight, Place, computes_in_place
 from .param import Attributes, GatheredParameter, ShardedParam
@@ -124,7 +125,8 @@ class VisibleParams:
             param.__dict__.pop("aliases", None)
         versions = [param._version for param in self._plain]
         if versions != self._versions:
-            for watched, version, known in zip(self._watched, versions, self._versions, strict=True):
-                if version != known:
-                    watched.keep_writes()
+            with outside_transforms():
+                for watched, version, known in zip(self._watched, versions, self._versions, strict=True):
+                    if version != known:
+                        watched.keep_writes()
         self.exposed = False

@@ -17,7 +17,8 @@ checkpointing): it gathers, but leaves resharding, the phase and the recorded or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -29,7 +30,7 @@ from ...torch_internals import in_backward, outside_modes, outside_transforms
 from ..base import events
 from ..base.autograd import BackwardProgress, ForwardCall, GroupPhase
 from ..base.events import Step, during
-from ..base.trees import map_tensors, tensors_in
+from ..base.trees import Given, tensors_in
 from .param_group import ParamGroup
 from .registered import check_registered
 from .runtime import Runtime
@@ -50,34 +51,42 @@ def pre_forward(
         else:
             check_registered(group)
             group.follow_requires_grad(reduces=torch.is_grad_enabled())  # code around this module may have frozen it
-        group.calls.move(GroupPhase.FORWARD, group)
-        # What this rank alone runs must not be recorded: the ranks' orders are to agree, and nothing is gathered in it.
-        ahead = [] if group.runs_alone else runtime.prefetch.forward_starts(group)
+        if runtime.turns is not None and not group.runs_alone:
+            runtime.turns.start_forward(group)
+        runtime.enter_forward(group)
     else:
-        ahead = []
-    group.unshard()
-    group.wait_unsharded()
+        if runtime.turns is not None and group.gather.needs_launch and (group.ready is None or group.gather.is_paused):
+            runtime.begin_backward()
+            runtime.turns.start_backward(group)
+            runtime.enter_backward(group)
+        group.unshard()
+        group.wait_unsharded()
     if group.visible.linear:
         group.visible.follow_grad_mode()
-    runtime.gather_ahead(ahead, Step.FORWARD_PREFETCH)
-    dtype = group.mp_policy.param_dtype
-    if dtype is not None and group.mp_policy.cast_forward_inputs:
-        args, kwargs = map_tensors(partial(_cast, dtype), args), map_tensors(partial(_cast, dtype), kwargs)
+    dtype = group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None
     if torch.is_grad_enabled():
-        args, kwargs = _watch_inputs(runtime, group, args, kwargs)
-    return args, kwargs
+        return _watch_inputs(runtime, group, dtype, args, kwargs)
+    return (args, kwargs) if dtype is None else _replace_inputs(group, partial(_cast, dtype), args, kwargs)
 
 
 def _watch_inputs(
-    runtime: Runtime, group: ParamGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+    runtime: Runtime, group: ParamGroup, dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     group.calls.forward_call = call = ForwardCall()
     watch = partial(runtime.watcher.watch_input, call, partial(_post_backward, runtime, group, call))
-    args, kwargs = map_tensors(watch, args), map_tensors(watch, kwargs) if kwargs else kwargs
+    args, kwargs = _replace_inputs(group, watch if dtype is None else lambda tensor: watch(_cast(dtype, tensor)), args, kwargs)
     if call.inputs == 0:
         # Hazard: Python's garbage collector cannot see these hooks: a reference in them keeps the model alive for ever.
         group.calls.watch_gradients((param.unsharded for param in group.trainable), partial(_on_gradient, ref(group)))
     return args, kwargs
+
+
+def _replace_inputs(
+    group: ParamGroup, fn: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    group.calls.given = given = Given(group.name, fn)
+    args = tuple([given.replace(arg) for arg in args])
+    return args, {name: given.replace(arg) for name, arg in kwargs.items()} if kwargs else kwargs
 
 
 def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output: Any, *, made_nodes: bool) -> Any:
@@ -87,25 +96,14 @@ def post_forward(runtime: Runtime, group: ParamGroup, module: nn.Module, output:
     """
     dtype = group.mp_policy.output_dtype
     if dtype is not None:
-        output = map_tensors(partial(_cast, dtype), output)
+        output = Given(group.name, partial(_cast, dtype)).replace(output)
     tensors = tensors_in(output)
+    if group.calls.given is not None:
+        tensors = [*_take_back(group), *tensors]
     is_watched = (torch.is_grad_enabled() or made_nodes) and _watch_outputs(runtime, group, output, tensors)
     if not in_backward():
         runtime.recorded = made_nodes or is_watched
-        group.pass_requires_grad_on()
-        group.calls.move(GroupPhase.IDLE, group)
-        used_next = not group.runs_alone and runtime.prefetch.forward_ends(group, has_graph=runtime.recorded)
-        last = group.calls.all_have_run(module)
-        if group.reshards_after_forward:
-            _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
-            if last and not used_next and not runtime.keeps_gathered:
-                group.finish_forward()
-        if last and group.ready is not None:
-            group.gather.pause()
-        if group is runtime.root:
-            runtime.end_forward(until_backward=is_watched)
-        elif group.visible.unsharded and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
-            group.leave_unsharded(until_backward=is_watched)  # code outside of the module may compute with its parameters now
+        _end_forward(runtime, group, module, tensors, is_watched=is_watched)
     return output
 
 
@@ -120,9 +118,36 @@ def _watch_outputs(runtime: Runtime, group: ParamGroup, output: Any, tensors: Se
     return is_watched
 
 
+def _take_back(group: ParamGroup) -> list[torch.Tensor]:
+    given, group.calls.given = group.calls.given, None
+    return [] if given is None else given.take_back()
+
+
+def _end_forward(
+    runtime: Runtime, group: ParamGroup, module: nn.Module, tensors: Sequence[torch.Tensor], *, is_watched: bool
+) -> None:
+    group.pass_requires_grad_on()
+    if runtime.turns is not None and not group.runs_alone:
+        runtime.turns.end_forward(group)
+    if group.reshards_after_forward:
+        _check_no_parameters(group, tensors)  # also if it stays gathered for its backward, which frees it
+    runtime.leave_forward(group, is_last=group.calls.all_have_run(module))
+    if group is runtime.root:
+        runtime.end_forward(until_backward=is_watched)
+    elif group.visible.unsharded and (group.settings.user_has_unsharded or runtime.root.calls.phase is GroupPhase.IDLE):
+        group.leave_unsharded(until_backward=is_watched)  # code outside of the module may compute with its parameters now
+
+
+def forward_failed(group: ParamGroup, *, ran: bool) -> None:
+    """An exception has left the module's forward, or (ran: False) what comes before it."""
+    _take_back(group)
+    if ran:
+        group.visible.expose()
+
+
 def _check_output_type(group: ParamGroup, output: object) -> None:
     """Raise RuntimeError if tensors cannot be found in the output: their backward would run without gathered parameters."""
-    if not isinstance(output, (type(None), bool, int, float, str, tuple, list, dict)):
+    if not isinstance(output, (type(None), bool, int, float, str, tuple, list, deque, dict)):
         raise RuntimeError(
             f"'{group.name}' returns a {type(output).__name__}, in which tensors cannot be found (rank {group.mesh.rank}): "
             "return tensors, or tuples, lists, dicts or dataclasses of them"
@@ -173,11 +198,10 @@ def _pre_backward(group: ParamGroup, call: ForwardCall) -> None:
             group.wait_unsharded()  # this output may be on another stream
         return
     group.note_gradients()
+    if runtime.turns is not None:
+        runtime.turns.start_backward(group)
     with during(Step.PRE_BACKWARD, group):
-        if group.settings.unshard_in_backward:
-            group.unshard()
-            group.wait_unsharded()
-        runtime.gather_ahead(runtime.prefetch.backward_starts(group), Step.BACKWARD_PREFETCH)
+        runtime.enter_backward(group)
     events.begin(Step.BACKWARD, group)
 
 
@@ -188,6 +212,8 @@ def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
     if group.reduction_due(BackwardProgress.GRADIENT_READY):
         runtime = group.runtime
         assert runtime is not None, "a forward comes first"
+        if runtime.turns is not None:
+            return  # its turn to be reduced comes later
         runtime.begin_backward()
         # Hazard: resharding here would be too early. A node that saved a frozen or detached parameter may still have to run.
         runtime.reduce(group)
@@ -195,7 +221,10 @@ def _on_gradient(reference: ref[ParamGroup], unsharded: torch.Tensor) -> None:
 
 def _post_backward(runtime: Runtime, group: ParamGroup, call: ForwardCall) -> None:
     over = group.calls.input_done(call)
-    due = group.reduction_due(BackwardProgress.MODULE_DONE if over else BackwardProgress.GRADIENT_READY)
+    if runtime.turns is None:
+        due = group.reduction_due(BackwardProgress.MODULE_DONE if over else BackwardProgress.GRADIENT_READY)
+    else:
+        due = over and runtime.turns.end_of(group)
     if not over and not due:
         return
     if over:
@@ -204,8 +233,7 @@ def _post_backward(runtime: Runtime, group: ParamGroup, call: ForwardCall) -> No
     if due and not repeats:
         runtime.reduce(group)
     if over and not group.calls.open_calls and not repeats and group.calls.phase is GroupPhase.BACKWARD:
-        group.calls.move(GroupPhase.IDLE, group)
-        group.finish_backward(is_needed=runtime.keeps_gathered)
+        runtime.leave_backward(group)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

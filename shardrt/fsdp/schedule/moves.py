@@ -14,9 +14,9 @@ Reduced gradients move with their parameters. The layout decides how parameters 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,12 +31,10 @@ from ..reduce.packed import HeldGrads
 from .param_group import ParamGroup
 from .registered import check_replacements
 
-_log = logging.getLogger("shardrt")
-
 Fn = Callable[[torch.Tensor], torch.Tensor]
 
-# By module and attribute: buffers that received memory but no values, and their versions at that time.
-_unwritten: WeakKeyDictionary[nn.Module, dict[str, tuple[torch.Tensor, int]]] = WeakKeyDictionary()
+# By module and attribute: what received memory but no values, and its versions at that time.
+_unwritten: WeakKeyDictionary[nn.Module, dict[str, tuple[torch.Tensor, tuple[int, int]]]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -139,24 +137,50 @@ def buffers_on_meta(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]
     ]
 
 
-def note_unwritten(buffers: Sequence[tuple[nn.Module, str]]) -> None:
-    """Remember those of these buffers that have left the meta device: they have memory now, but no values."""
-    for module, attribute in buffers:
-        buffer = module._buffers[attribute]
-        if buffer is not None and not buffer.is_meta and not buffer.is_inference():
-            _unwritten.setdefault(module, {})[attribute] = (buffer, buffer._version)
+def on_meta(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """The modules' parameters and buffers on the meta device: holders and attributes."""
+    return [
+        (module, attribute)
+        for module in modules
+        for table in (module._parameters, module._buffers)
+        for attribute, tensor in table.items()
+        if tensor is not None and tensor.is_meta
+    ]
 
 
-def warn_of_unwritten(names: dict[nn.Module, str]) -> None:
-    """Log the full names of these modules' buffers that were not written to since they left the meta device, each once."""
-    found = []
+def note_unwritten(places: Sequence[tuple[nn.Module, str]]) -> None:
+    """Remember what of these has left the meta device: it has memory now, but no values."""
+    for module, attribute in places:
+        tensor = _registered(module, attribute)
+        if tensor is not None and not tensor.is_meta and not tensor.is_inference():
+            _unwritten.setdefault(module, {})[attribute] = (tensor, _versions(tensor))
+
+
+class Unwritten(NamedTuple):
+    """Full names of what was not written to since it left the meta device.
+
+    computed: buffers that no state dict has.   saved: parameters and other buffers.
+    """
+
+    computed: list[str]
+    saved: list[str]
+
+
+def unwritten(names: Mapping[nn.Module, str]) -> Unwritten:
+    """What of these modules was not written to, each once."""
+    found = Unwritten([], [])
     for module, name in names.items():
-        for attribute, (buffer, version) in _unwritten.pop(module, {}).items():
-            if module._buffers.get(attribute) is buffer and buffer._version == version:
-                found.append(f"{name}.{attribute}" if name else attribute)
-    if found:
-        _log.warning(
-            "buffers without values: %s: to_empty() moved them from the meta device, which gives them memory only, and they "
-            "are not persistent, so no state dict has them: write to them before the next forward (logged once)",
-            ", ".join(f"'{name}'" for name in found),
-        )
+        for attribute, (tensor, versions) in _unwritten.pop(module, {}).items():
+            if _registered(module, attribute) is tensor and _versions(tensor) == versions:
+                computed = attribute in module._non_persistent_buffers_set
+                (found.computed if computed else found.saved).append(f"{name}.{attribute}" if name else attribute)
+    return found
+
+
+def _registered(module: nn.Module, attribute: str) -> torch.Tensor | None:
+    found = module._buffers.get(attribute)
+    return module._parameters.get(attribute) if found is None else found
+
+
+def _versions(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._version, tensor._local_tensor._version if isinstance(tensor, DTensor) else 0

@@ -164,10 +164,11 @@ class ParamGroup:
             if param.outer is not None:
                 param.outer.open_communicators(mesh)
         self.gather_comm = self.mesh.communicator("gather")
-        self._number = _made[self.gather_comm] = _made.get(self.gather_comm, 0) + 1
-        self.rename(type(modules[0]).__name__)
         self.reduce_comm = self.mesh.communicator("reduce")
         self.all_reduce_comm = None if self.replicas is None else self.replicas.communicator("all_reduce")
+        counted = self.all_reduce_comm or self.gather_comm  # another replica may have made groups of its own
+        self._number = _made[counted] = _made.get(counted, 0) + 1
+        self.rename(type(modules[0]).__name__)
         if type(settings.reshard_after_forward) is int:
             subgroup(self.mesh, settings.reshard_after_forward)
         self.gather_kind = gather_kind
@@ -451,8 +452,7 @@ class ParamGroup:
         if self.ready is None:
             return
         if self.visible.exposed:
-            with outside_transforms():
-                self.visible.conceal()
+            self.visible.conceal()
         self.visible.show_sharded()
         if self.gather.needs_launch:
             # The current stream has waited for streams that were used inside of the modules.
@@ -519,8 +519,8 @@ class ParamGroup:
         When one more gradient is ready: if it is the last one. Not where parameters may be unused: ranks may then have all
         gradients at different points, and only the end of the module is the same point for all.
         When a call of the module is over: if there is any gradient, or if zeros stand for gradients that other ranks may have.
-        When the backward is over: also for what earlier backwards have left packed. Inside of `unsharded` only then, since ranks
-        may have used different parameters by hand.
+        When the backward is over: also for what earlier backwards have left packed. Inside of `unsharded` only then: ranks may
+        have used different parameters by hand.
 
         reduced: this backward has reduced the group already.
         """
@@ -543,7 +543,8 @@ class ParamGroup:
         self.runtime.begin_backward()
         self.note_gradients()
         with during(Step.PRE_BACKWARD, self):
-            self.unshard()
+            if self.ready is None:  # else no rank communicates: others may not use the group by hand
+                self.unshard()
             self.wait_unsharded()
 
     def moved_since_forward(self) -> RuntimeError:
@@ -587,10 +588,10 @@ class ParamGroup:
         Cost: a look-up if some have none, such as frozen ones; the words are made once for the same parameters.
         """
         positions = packed.positions
+        assert self.reduction is not None, "it has packed"
         if len(positions) == len(self.params):
             return about(self.subject)
         if positions not in self._subjects:
-            assert self.reduction is not None, "it has packed them"
             reduced = [self.reduction.params[position].name for position in sorted(positions)]
             missing = [param.name for param in self.params if param.name not in reduced]
             word, names = ("without", missing) if len(missing) <= len(reduced) else ("only", reduced)

@@ -159,12 +159,17 @@ def _check_replacement(group: ParamGroup, param: ShardedParam, found: nn.Paramet
 
 
 def _check_values(group: ParamGroup, replaced: dict[ShardedParam, nn.Parameter]) -> None:
-    """Raise RuntimeError if, with these replacements, some parameters of the group have values and others have none."""
+    """Raise RuntimeError if, with these replacements, not all parameters of the group have values."""
     on_meta = [param.name for param in group.params if replaced.get(param, param.sharded).is_meta]
     if 0 < len(on_meta) < len(group.params):
         raise RuntimeError(
             f"'{group.name}' has values for some of its parameters, but none for {_listed(on_meta)}, on the meta device: call "
             "to_empty() on a module around all of them, or load all of them with assign=True"
+        )
+    if on_meta and group.mesh.device.type != "meta":
+        raise RuntimeError(
+            f"'{group.name}' runs while its parameters are on the meta device (rank {group.mesh.rank}): call to_empty() and "
+            "initialise them, or load a state dict"
         )
 
 

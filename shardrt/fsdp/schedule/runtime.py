@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ... import comm
+from ...batch_norm import name_batch_norms
 from ...comm import malloc
 from ...torch_internals import outside_transforms, queue_backward_callback
 from ..base import events
@@ -23,11 +24,11 @@ from ..params.param import times_written
 from ..reduce.grad_layout import reduce_layout
 from ..reduce.packed import HeldGrads, PackedGrads
 from ..reduce.reduce import GradientReduction
-from . import registered, symmetric_windows
-from .moves import warn_of_unwritten
+from . import registered, same_buffers, symmetric_windows
 from .param_group import ParamGroup, free_stale
 from .prefetch import PrefetchQueue
 from .same_batches import FirstBatch
+from .turns import Turns
 
 _ONLY_FORWARD = 4  # forwards without a backward after which none is expected
 
@@ -48,6 +49,7 @@ class Runtime(context.Context):
     prefetch: PrefetchQueue
     watcher: TensorWatcher
     first_batch: FirstBatch
+    turns: Turns | None  # if ranks may skip modules; written by begin_forward() and reset()
     _settings: RootSettings
     _tensor_parallel: bool  # some parameters are tensor-parallel
     _unknown: registered.UnknownParams
@@ -57,7 +59,9 @@ class Runtime(context.Context):
     _in_flight: deque[tuple[Mapping[ParamGroup, PackedGrads], Sequence[Handoff]]]
     _reductions_in_flight: int  # the most buckets in flight; written when an iteration begins
     _reduced: set[ParamGroup]  # groups that were reduced in this backward
-    recorded: bool  # the forward that ended last, of any module, has made nodes of a graph; written by hooks.post_forward
+    recorded: (
+        bool  # the forward that ended last, of any module, has made nodes of a graph; written by `hooks` and begin_forward()
+    )
     _forwards: int  # how many have begun so far
     _first_written: int | None  # `_writes()` when the first backward ended
     _end: End
@@ -75,6 +79,7 @@ class Runtime(context.Context):
         self.prefetch = PrefetchQueue(self.streams.gather)
         self.watcher = TensorWatcher()
         self.first_batch = FirstBatch(root)
+        self.turns = None
         self._to_reduce, self._to_reduce_nbytes = {}, 0
         self._in_flight, self._reductions_in_flight = deque(), 1
         self._reduced, self.recorded = set(), False
@@ -83,12 +88,12 @@ class Runtime(context.Context):
         names = {module: name for name, module in root.modules[0].named_modules()}
         _check_one_root(root, names)
         _rename(root, groups, names)
+        name_batch_norms({name: module for module, name in names.items()})
         registered.follow(root, groups)
         self.groups = registered.split_hooked(root)
         for group in self.groups:
             group.gather.check_ready(group.name)
-        if root.mesh.rank == 0:
-            warn_of_unwritten(names)
+        same_buffers.compare(root, names)
         self._tensor_parallel = any(param.outer is not None for group in self.groups for param in group.params)
         try:
             self._attach()
@@ -125,6 +130,8 @@ class Runtime(context.Context):
         for group in self.groups:
             registered.check_registered(group, runs=group is self.root)
         self._unknown.warn()
+        self.turns = Turns.of(self, self.groups)
+        self.recorded = torch.is_grad_enabled()  # for modules that this rank skips before its first one
         with during(Step.ROOT_PRE_FORWARD):
             self._begin_iteration()
 
@@ -160,6 +167,24 @@ class Runtime(context.Context):
         """How often trainable shards were written: also by optimizers whose gradients stay, or are dropped after a forward."""
         return sum(times_written([param for group in self.groups for param in group.params if param.sharded.requires_grad]))
 
+    def enter_forward(self, group: ParamGroup) -> None:
+        """A module of `group` runs next: gather its parameters, and those that come next."""
+        group.calls.move(GroupPhase.FORWARD, group)
+        # What this rank alone runs must not be recorded: the ranks' orders are to agree, and nothing is gathered in it.
+        ahead = [] if group.runs_alone else self.prefetch.forward_starts(group)
+        group.unshard()
+        group.wait_unsharded()
+        self.gather_ahead(ahead, Step.FORWARD_PREFETCH)
+
+    def leave_forward(self, group: ParamGroup, *, is_last: bool) -> None:
+        """A module of `group` has run. is_last: so have the others of the group."""
+        group.calls.move(GroupPhase.IDLE, group)
+        used_next = not group.runs_alone and self.prefetch.forward_ends(group, has_graph=self.recorded)
+        if is_last and group.reshards_after_forward and not used_next and not self.keeps_gathered:
+            group.finish_forward()
+        if is_last and group.ready is not None:
+            group.gather.pause()
+
     def end_forward(self, *, until_backward: bool) -> None:
         """The root's forward is over: free what was gathered ahead and not used.
 
@@ -177,7 +202,11 @@ class Runtime(context.Context):
             self.streams.gather.synchronize()  # the caller may write to the shards, on the host
 
     def gather_ahead(self, groups: list[ParamGroup], step: Step) -> None:
-        """Start to gather groups that the prefetch queue has named. step: FORWARD_PREFETCH or BACKWARD_PREFETCH."""
+        """Start to gather groups that the prefetch queue has named. step: FORWARD_PREFETCH or BACKWARD_PREFETCH.
+
+        Those that a user has named may be of another root, which has made no buffers before its first forward.
+        """
+        groups = [group for group in groups if group.runtime is not None]
         if groups:
             with during(step, *groups), outside_transforms():
                 joint = {group: group.gather_comm for group in groups if group.gather.joint}
@@ -192,10 +221,11 @@ class Runtime(context.Context):
         if self._end is End.REACHED:
             self._end, self.makes_graph = End.QUEUED, torch.is_grad_enabled()
             self.keeps_gathered |= self.makes_graph
+            if self.turns is not None:
+                self.turns.backward.restart()
             for group in self.groups:
                 if group.visible.exposed:
-                    with outside_transforms():
-                        group.visible.conceal()
+                    group.visible.conceal()
                 group.follow_requires_grad(reduces=True)
             queue_backward_callback(self._end_backward)
 
@@ -204,6 +234,18 @@ class Runtime(context.Context):
             f"the last backward through '{self.root.name}' did not end (rank {self.root.mesh.rank}): an exception cut it "
             "short; call reset_iter_state() on the root to drop its gradients and go on"
         )
+
+    def enter_backward(self, group: ParamGroup) -> None:
+        """The backward of `group` runs next: gather its parameters, and those that come next."""
+        if group.settings.unshard_in_backward:
+            group.unshard()
+            group.wait_unsharded()
+        self.gather_ahead(self.prefetch.backward_starts(group), Step.BACKWARD_PREFETCH)
+
+    def leave_backward(self, group: ParamGroup) -> None:
+        """The backward of `group` is over."""
+        group.calls.move(GroupPhase.IDLE, group)
+        group.finish_backward(is_needed=self.keeps_gathered)
 
     def reduce(self, group: ParamGroup) -> None:
         """The gradients of `group` are due: pack and reduce them, small groups several at a time."""
@@ -277,12 +319,13 @@ class Runtime(context.Context):
         self._end = End.FAILED  # unless all of it returns
         events.end(Step.BACKWARD)
         with during(Step.ROOT_POST_BACKWARD):
+            if self.turns is not None:
+                self.turns.end_backward()
             self._finish_backward()
         self._end = End.REACHED
 
     def _finish_backward(self) -> None:
-        if by_hand := [group for group in self.groups if group.settings.user_has_unsharded]:
-            self._agree_on_gradients(by_hand)
+        self._agree_on_gradients([group for group in self.groups if group.settings.user_has_unsharded])
         for group in self.groups:
             if group.reduction_due(BackwardProgress.BACKWARD_DONE, reduced=group in self._reduced):
                 self.reduce(group)
@@ -335,6 +378,7 @@ class Runtime(context.Context):
         """Forget a failed iteration: wait for everything under way, and shard all groups again."""
         self._end, self.keeps_gathered = End.REACHED, False
         events.end(Step.BACKWARD)
+        self.turns = None
         self.prefetch = PrefetchQueue(self.streams.gather)  # what it has recorded may differ between ranks
         self.streams.recover()
         self._to_reduce.clear()
