@@ -20,11 +20,12 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from datetime import date, time, timedelta
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, reason
+from ..errors import CheckpointError, DamagedCheckpointError, reason
 from ..formats.torch_file.archive import Archive
 from ..formats.torch_file.expansion import check_archive
 from .stateful import has_state
@@ -44,7 +45,7 @@ def encode(name: str, value: Any) -> bytes:
 def decode(data: bytes, where: str) -> Any:
     """The object. Runs no code but torch's, and that of classes that the program vouches for.
 
-    where: its name in messages. Raises CheckpointError if it is damaged, or may not be loaded.
+    where: its name in messages. Raises CheckpointError if it may not be loaded, DamagedCheckpointError if it is damaged.
     """
     has_arrays = ARRAY.encode() in data
     archive = Archive(lambda start, nbytes: data[start : start + nbytes], len(data), where)
@@ -52,10 +53,12 @@ def decode(data: bytes, where: str) -> Any:
     archive.verify()
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
+    except UnpicklingError as error:
         raise CheckpointError(
             f"{where} cannot be loaded without running code of its author, or is damaged: {reason(error)}"
         ) from error
+    except Exception as error:  # the archive's headers, which no checksum covers
+        raise DamagedCheckpointError(f"{where} is damaged: {reason(error)}") from error
     return with_numpy(found) if has_arrays else found
 
 
