@@ -249,7 +249,7 @@ class ParamGroup:
             self.gather.detach(self._streams.gather)
         self.visible.set_linear(())  # they refer to the reduction, and it to them
         self.calls.unwatch_gradients()
-        self.runtime, self.reduction, self.trainable, self._followed = None, None, [], []
+        self.runtime, self.reduction, self.trainable, self._followed, self._unsharded = None, None, [], [], []
 
     # ------------------------------------------------------------------ an iteration begins
 
@@ -290,7 +290,7 @@ class ParamGroup:
         reduces: such gradients may follow. Otherwise only the graph is concerned, such as that of `enable_grad` in `no_grad`.
         Cost: one comparison of lists, 40 ns for each parameter, in each forward and each backward.
         """
-        if self.visible.unsharded:  # between two calls of a module inside of one forward of the root
+        if self.visible.unsharded or self.visible.known:  # between two calls inside of one forward of the root; by the user
             self.pass_requires_grad_on()
         flags = list(map(requires_grad, self._sharded))
         if flags == self._followed and not self.visible.was_exposed:
@@ -306,9 +306,8 @@ class ParamGroup:
             self._followed = flags
 
     def pass_requires_grad_on(self) -> None:
-        """Let the shards require gradients where code inside of a forward has let the gathered parameters, which it sees.
-
-        Those that are exposed do so themselves.
+        """Let the shards require gradients where code has let the gathered parameters: one that saw them inside of a forward, or
+        that has kept them since they were exposed. Those that are exposed do so themselves.
         """
         if self.visible.was_exposed:
             return
