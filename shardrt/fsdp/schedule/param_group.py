@@ -306,8 +306,8 @@ class ParamGroup:
             self._followed = flags
 
     def pass_requires_grad_on(self) -> None:
-        """Let the shards require gradients where code has let the gathered parameters: one that saw them inside of a forward, or
-        that has kept them since they were exposed. Those that are exposed do so themselves.
+        """Let the shards require gradients where code has let the gathered parameters, which it saw inside of a forward, or has
+        kept since they were exposed. Those that are exposed do so themselves.
         """
         if self.visible.was_exposed:
             return

@@ -59,9 +59,7 @@ class Runtime(context.Context):
     _in_flight: deque[tuple[Mapping[ParamGroup, PackedGrads], Sequence[Handoff]]]
     _reductions_in_flight: int  # the most buckets in flight; written when an iteration begins
     _reduced: set[ParamGroup]  # groups that were reduced in this backward
-    recorded: (
-        bool  # the forward that ended last, of any module, has made nodes of a graph; set by `hooks`, begin_forward()
-    )
+    recorded: bool  # the forward that ended last, of any module, has made nodes of a graph; set by `hooks`, begin_forward()
     _forwards: int  # how many have begun so far
     _first_written: int | None  # `_writes()` when the first backward ended
     _end: End
